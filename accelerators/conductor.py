@@ -19,15 +19,15 @@ from django.db.models import QuerySet
 
 from accelerators import conductor_sql as sql
 from accelerators.domain.caller import request_id
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import Device, Host
 from accelerators.runtime import jobs
 
 _writing: ContextVar[bool] = ContextVar("writing", default=False)
-Subject = tuple[UUID, str]
+EventSubject = tuple[UUID, str]
 """The object that an event describes: its uuid, and its name when the event was recorded."""
 
-_encode = msgspec.json.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def may_write() -> bool:
     return _writing.get()
 
 
-def cursor() -> Any:
+def open_cursor() -> Any:
     """Return a cursor on Django's connection that binds parameters on the server.
 
     A repeated statement is then planned only once; Django's default cursor inserts parameters into the SQL text on the
@@ -54,8 +54,8 @@ def cursor() -> Any:
     """
     connection.close_if_health_check_failed()
     connection.ensure_connection()
-    own = psycopg.Cursor(connection.connection)
-    return connection.make_debug_cursor(own) if connection.queries_logged else connection.make_cursor(own)
+    raw_cursor = psycopg.Cursor(connection.connection)
+    return connection.make_debug_cursor(raw_cursor) if connection.queries_logged else connection.make_cursor(raw_cursor)
 
 
 def ensure_host(name: str, node: str, actor: str) -> Host:
@@ -65,43 +65,45 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
     the host is compared in full.
     """
     with writing():
-        host, made = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
-        if made:
-            record("host.added", Source.SYSTEM, actor, host=host, changes={"node": [None, node]})
+        host, created = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
+        if created:
+            record_event("host.added", EventSource.SYSTEM, actor, host=host, changes={"node": [None, node]})
         elif host.node != node:
-            record("host.changed", Source.AGENT, name, host=host, changes={"node": [host.node, node]})
+            record_event("host.changed", EventSource.AGENT, name, host=host, changes={"node": [host.node, node]})
             host.node, host.applied_hash, host.updated_at = node, "", datetime.now(UTC)
             host.save(update_fields=["node", "applied_hash", "updated_at"])
         return host
 
 
-def locked(wanted: QuerySet[Device]) -> list[Device]:
+def lock_devices(selected: QuerySet[Device]) -> list[Device]:
     """Lock the selected devices and their hosts; return the devices with `host` filled in.
 
     All code must take these locks in the same order to avoid deadlocks: hosts before devices, each ordered by id.
     """
-    hosts = Host.objects.select_for_update(no_key=True).filter(id__in=wanted.values("host")).order_by("id")
-    known = {host.id: host for host in hosts}
-    devices = list(wanted.filter(host__in=known).order_by("id").select_for_update(of=("self",)))
+    hosts = Host.objects.select_for_update(no_key=True).filter(id__in=selected.values("host")).order_by("id")
+    hosts_by_id = {host.id: host for host in hosts}
+    devices = list(selected.filter(host__in=hosts_by_id).order_by("id").select_for_update(of=("self",)))
     for device in devices:
-        device.host = known[device.host_id]
+        device.host = hosts_by_id[device.host_id]
     return devices
 
 
-def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
+def set_hosts_stale_since(host_ids: Iterable[int], since: datetime | None) -> int:
     """Mark hosts as stale since `since`, or as live again if it is None. Return how many hosts changed.
 
     Hosts that already are in the wanted state are not touched. Each changed host gets one event.
     """
     with writing():
-        wanted = Host.objects.select_for_update().filter(id__in=list(ids), stale_since__isnull=since is not None)
-        hosts = list(wanted.order_by("id"))  # every writer that locks several hosts does it in this order
+        changed_hosts = Host.objects.select_for_update().filter(
+            id__in=list(host_ids), stale_since__isnull=since is not None
+        )
+        hosts = list(changed_hosts.order_by("id"))  # every writer that locks several hosts does it in this order
         action = "host.stale" if since else "host.live"
         reason = "its agent sends no heartbeats" if since else "its agent sends heartbeats again"
-        changes = [{"stale_since": [_iso(host.stale_since), _iso(since)]} for host in hosts]
-        record_all(
+        changes = [{"stale_since": [_to_iso(host.stale_since), _to_iso(since)]} for host in hosts]
+        record_events(
             [
-                event(action, Source.SYSTEM, "leases", host=host, changes=change, reason=reason)
+                build_event(action, EventSource.SYSTEM, "leases", host=host, changes=change, reason=reason)
                 for host, change in zip(hosts, changes, strict=True)
             ]
         )
@@ -109,11 +111,11 @@ def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
         return len(hosts)
 
 
-def _iso(moment: datetime | None) -> str | None:
+def _to_iso(moment: datetime | None) -> str | None:
     return moment.isoformat(timespec="seconds") if moment else None
 
 
-class About(TypedDict, total=False):
+class EventDetails(TypedDict, total=False):
     """Optional fields of an event.
 
     The subject of the event is `subject` if given, else `host`, else `host_name`, which names a host without a row.
@@ -122,21 +124,21 @@ class About(TypedDict, total=False):
 
     host: Host | None
     host_name: str
-    subject: Subject | None
+    subject: EventSubject | None
     changes: dict[str, Any]
     reason: str
 
 
-def record(action: str, source: Source, actor: str, **about: Unpack[About]) -> None:
-    """Write one event. See `About` for the optional fields."""
-    record_all([event(action, source, actor, **about)])
+def record_event(action: str, source: EventSource, actor: str, **details: Unpack[EventDetails]) -> None:
+    """Write one event. See `EventDetails` for the optional fields."""
+    record_events([build_event(action, source, actor, **details)])
 
 
-def event(action: str, source: Source, actor: str, **about: Unpack[About]) -> dict[str, Any]:
-    """Build an event row for `record_all`. Texts that are too long are cut; nothing is written."""
-    host = about.get("host")
-    name = host.name if host else about.get("host_name", "")[:255]
-    subject = about.get("subject") or (host.uuid if host else None, name)
+def build_event(action: str, source: EventSource, actor: str, **details: Unpack[EventDetails]) -> dict[str, Any]:
+    """Build an event row for `record_events`. Texts that are too long are cut; nothing is written."""
+    host = details.get("host")
+    host_name = host.name if host else details.get("host_name", "")[:255]
+    subject = details.get("subject") or (host.uuid if host else None, host_name)
     return {
         "source": source,
         "actor": actor[:255],
@@ -145,32 +147,32 @@ def event(action: str, source: Source, actor: str, **about: Unpack[About]) -> di
         "subject_type": action.split(".", maxsplit=1)[0],
         "subject": subject[0],
         "subject_name": subject[1][:255],
-        "host": name,
-        "changes": about.get("changes") or {},
-        "reason": about.get("reason", "")[:4096],
+        "host": host_name,
+        "changes": details.get("changes") or {},
+        "reason": details.get("reason", "")[:4096],
     }
 
 
-def record_all(events: list[dict[str, Any]]) -> None:
-    """Write many events in one statement. Each is a row for `sql.EVENTS`, as `event` builds it.
+def record_events(events: list[dict[str, Any]]) -> None:
+    """Write many events in one statement. Each is a row for `sql.INSERT_EVENTS`, as `build_event` builds it.
 
     A row may leave out `source` (default 'agent') and `request_id` (default '').
     """
     with writing():
-        cursor().execute(sql.EVENTS, [_encode(events).decode()])
+        open_cursor().execute(sql.INSERT_EVENTS, [_encode_json(events).decode()])
 
 
-def forgot(kind: str, count: int, after: timedelta) -> None:
+def record_purge(kind: str, count: int, retention: timedelta) -> None:
     """Record one event with the number of deleted old rows of `kind`; do nothing if `count` is 0.
 
     The rows need no event each, because their own events already tell what happened to them.
     """
     if count:
-        reason = f"they ended more than {after.days} days ago"
-        record(f"{kind}.forgotten", Source.SYSTEM, "sweep", changes={"number": [count, 0]}, reason=reason)
+        reason = f"they ended more than {retention.days} days ago"
+        record_event(f"{kind}.forgotten", EventSource.SYSTEM, "sweep", changes={"number": [count, 0]}, reason=reason)
 
 
-def intend(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
+def raise_intents(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise one intent per key, or renew the existing one; after the commit, wake the job that handles `kind`.
 
     An intent is work to be done outside the database because of this transaction. A renewed intent gets the new payload
@@ -180,13 +182,13 @@ def intend(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
     if payloads:
         rows = [{"kind": kind, "key": key, "payload": payload} for key, payload in payloads.items()]
         with writing():
-            cursor().execute(sql.INTENTS, [_encode(rows).decode()])
-            jobs.wake_for(kind)
+            open_cursor().execute(sql.UPSERT_INTENTS, [_encode_json(rows).decode()])
+            jobs.enqueue_handler_after_commit(kind)
 
 
-def providers_changed(hosts: Iterable[Host]) -> None:
+def raise_provider_intents(hosts: Iterable[Host]) -> None:
     """Raise a `provider` intent for each host, so that its deployables are synchronised with Placement again.
 
     The intents are written in the order of host ids, as a merge writes them, so that the two cannot deadlock.
     """
-    intend("provider", {str(host.uuid): {"host": host.name} for host in sorted(hosts, key=lambda host: host.id)})
+    raise_intents("provider", {str(host.uuid): {"host": host.name} for host in sorted(hosts, key=lambda host: host.id)})

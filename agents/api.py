@@ -12,15 +12,15 @@ from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.browsable import Browsable
-from accelerators.api.json import Json
+from accelerators.api.browsable import BrowsableRenderer
+from accelerators.api.json import JsonRenderer
 from accelerators.api.own import errors
-from accelerators.api.own.fields import Chosen, DeviceReference, HostReference, Url, Why
-from accelerators.api.own.views import Collection
-from accelerators.domain.states import Source
+from accelerators.api.own.fields import DeviceReference, HostReference, ReasonSerializer, RowSerializer, UrlField
+from accelerators.api.own.views import CollectionView
+from accelerators.domain.states import EventSource
 from accelerators.models import Device
 from agents import key_revocation, telemetry
-from agents.liveness import WORDS, seen_at, standing, word_of
+from agents.liveness import AGENT_STATES, build_state_condition, get_agent_state, get_last_heard
 from agents.models import Agent
 
 
@@ -28,15 +28,15 @@ class AgentFilter(filters.FilterSet):
     """Filters agents by host name, state and version."""
 
     host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
-    state = filters.ChoiceFilter(method="by_state", choices=[(word, word) for word in WORDS])
+    state = filters.ChoiceFilter(method="filter_by_state", choices=[(word, word) for word in AGENT_STATES])
     version = filters.CharFilter()
 
-    def by_state(self, agents: QuerySet[Agent], name: str, word: str) -> QuerySet[Agent]:
+    def filter_by_state(self, agents: QuerySet[Agent], name: str, state: str) -> QuerySet[Agent]:
         """Filter by state: up, late or down by the age of the lease, or revoked or clone."""
-        return agents.filter(standing(word))
+        return agents.filter(build_state_condition(state))
 
 
-class AgentSerializer(Chosen):
+class AgentSerializer(RowSerializer):
     """The agent of a host.
 
     `state` is up, late or down by the time it was last heard; revoked; or clone, if two processes used its key at once.
@@ -45,7 +45,7 @@ class AgentSerializer(Chosen):
     uuid = serializers.UUIDField(
         source="host.uuid", read_only=True, help_text="UUID of its host, which has only one agent."
     )
-    url = Url("agents", source="host.uuid")
+    url = UrlField("agents", source="host.uuid")
     host = HostReference(read_only=True)
     state = serializers.SerializerMethodField()
     seen_at = serializers.SerializerMethodField()
@@ -72,21 +72,21 @@ class AgentSerializer(Chosen):
 
     def get_state(self, agent: Agent) -> Literal["up", "late", "down", "revoked", "clone"]:
         """State of the agent: up, late, down, revoked or clone."""
-        return cast(Literal["up", "late", "down", "revoked", "clone"], word_of(agent))
+        return cast(Literal["up", "late", "down", "revoked", "clone"], get_agent_state(agent))
 
     def get_seen_at(self, agent: Agent) -> datetime | None:
         """When the agent was last heard; null if never."""
-        return seen_at(agent)
+        return get_last_heard(agent)
 
 
-class AgentView(Collection):
+class AgentView(CollectionView):
     """Agents, ordered by the name of their host. They can be listed, shown and revoked."""
 
     policy = "agent"
-    verbs = {"revoke": Why}
-    dangerous = ("revoke",)
-    orders = {"host": "host__name", "enrolled": "id"}
-    default_order = "host"
+    member_actions = {"revoke": ReasonSerializer}
+    actions_to_confirm = ("revoke",)
+    sort_fields = {"host": "host__name", "enrolled": "id"}
+    default_ordering = "host"
     lookup_field = "host__uuid"
     lookup_url_kwarg = "uuid"
     serializer_class = AgentSerializer
@@ -98,22 +98,24 @@ class AgentView(Collection):
 
         The host can come back only with a new join token and a new key.
         """
-        reason = self.said(request).get("reason", "")
-        key_revocation.revoke(self.get_object(), self.caller.name, reason, Source.API)
+        reason = self.validate_member_action_body(request).get("reason", "")
+        key_revocation.revoke_agent(self.get_object(), self.caller.name, reason, EventSource.API)
         return Response(self.get_serializer(self.get_object()).data)
 
 
-ELSEWHERE = "This server has no event stream. Ask the server to which agents connect, or accept application/json."
+STREAM_SERVED_ELSEWHERE = (
+    "This server has no event stream. Ask the server to which agents connect, or accept application/json."
+)
 
 
-class Events(BaseRenderer):
+class EventStreamRenderer(BaseRenderer):
     """Makes `text/event-stream` a known media type. The stream itself is served by `cyborgweb.live.usage`, before a
     request reaches a view."""
 
     media_type, format, charset = "text/event-stream", "events", None
 
 
-class DeviceUsageSerializer(Chosen):
+class DeviceUsageSerializer(RowSerializer):
     """The load of a device, as its host's agent last reported it: once a minute, or every second while a client listens
     to the stream."""
 
@@ -134,7 +136,7 @@ class DeviceUsageSerializer(Chosen):
         fields = ("device", "at", "age_s", "values", "silent")
 
 
-class DeviceUsageView(Collection):
+class DeviceUsageView(CollectionView):
     """The current load of a device; it is not stored.
 
     As `text/event-stream` the process to which agents connect sends it every second, one `data` line each, until the
@@ -143,7 +145,7 @@ class DeviceUsageView(Collection):
 
     policy = "device"
     http_method_names = ["get", "head"]
-    renderer_classes = [Json, Browsable, Events]
+    renderer_classes = [JsonRenderer, BrowsableRenderer, EventStreamRenderer]
     serializer_class = DeviceUsageSerializer
     queryset = Device.objects.all()
 
@@ -155,15 +157,15 @@ class DeviceUsageView(Collection):
     def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
         """Choose the renderer. Raise ApiError 406 if the client wants the event stream, which is not served here."""
         renderer, media = super().perform_content_negotiation(request, force)
-        if renderer.format != Events.format:
+        if renderer.format != EventStreamRenderer.format:
             return renderer, media
         if not force:
-            raise errors.ApiError(406, ELSEWHERE)
-        return Json(), Json.media_type
+            raise errors.ApiError(406, STREAM_SERVED_ELSEWHERE)
+        return JsonRenderer(), JsonRenderer.media_type
 
     def retrieve(self, request: Request, **kwargs: str) -> Response:
         """Return the last known load of the device; no agent is asked."""
         device = self.get_object()
-        loads = telemetry.last({device.host_id})
-        told: dict[str, Any] = {"device": device} | telemetry.of_device(loads, device.host_id, device.key)
-        return self._tagged(request, lambda: self.get_serializer(told).data)
+        loads = telemetry.get_last_loads({device.host_id})
+        usage: dict[str, Any] = {"device": device} | telemetry.describe_device_load(loads, device.host_id, device.key)
+        return self._respond_with_etag(request, lambda: self.get_serializer(usage).data)

@@ -13,7 +13,7 @@ class AgentsConfig(AppConfig):
         from agents import liveness
         from agents.gateway import command_dispatch
 
-        jobs.register("merge", "agents.tasks.merge", cluster="ingest")
-        placing.register(command_dispatch.reach)
-        placement_delegation.register(hands=liveness.hands)
-        jobs.register("leases", "agents.tasks.watch_leases", cluster="work", timely=True)
+        jobs.register_job("merge", "agents.tasks.merge", cluster="ingest")
+        placing.register_reach_check(command_dispatch.explain_unreachable)
+        placement_delegation.register_sources(status_source=liveness.get_writer_statuses)
+        jobs.register_job("leases", "agents.tasks.watch_leases", cluster="work", periodic=True)

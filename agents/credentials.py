@@ -16,12 +16,12 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta, Struct
 
-from agents.wire import MalformedMessageError, Number
+from agents.wire import MalformedMessageError, NonNegativeInt
 from drivers.inventory import Name
 
 SCHEME = "Cyborg-Agent"
 
-_encode = msgspec.json.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
 
 
 class Challenge(Struct, frozen=True):
@@ -40,52 +40,54 @@ class Credential(Struct, frozen=True):
 
     host: Name
     node: Name
-    epoch: Number
+    epoch: NonNegativeInt
     nonce: Annotated[str, Meta(max_length=256)]
     public_key: Annotated[str, Meta(max_length=64)]
     signature: Annotated[str, Meta(max_length=128)]
     token: Annotated[str, Meta(max_length=128)] = ""
 
 
-def signed_bytes(host: str, node: str, epoch: int, nonce: str, fingerprint: str) -> bytes:
+def build_connect_bytes(host: str, node: str, epoch: int, nonce: str, fingerprint: str) -> bytes:
     """Return the bytes that an agent signs to connect.
 
     They bind the signature to the host, its epoch, the server's nonce and the pinned certificate.
     """
-    return _encode(["cyborg-agent-connect-1", host, node, epoch, nonce, fingerprint])
+    return _encode_json(["cyborg-agent-connect-1", host, node, epoch, nonce, fingerprint])
 
 
-def rotation_bytes(host: str, old: str, new: str, fingerprint: str) -> bytes:
+def build_rotation_bytes(host: str, old_key: str, new_key: str, fingerprint: str) -> bytes:
     """Return the bytes that the old and the new key sign at a key rotation.
 
     They bind the signatures to the host, both keys and the pinned certificate.
     """
-    return _encode(["cyborg-agent-rotate-1", host, old, new, fingerprint])
+    return _encode_json(["cyborg-agent-rotate-1", host, old_key, new_key, fingerprint])
 
 
-def public_text(key: Ed25519PublicKey) -> str:
+def encode_public_key(key: Ed25519PublicKey) -> str:
     """Encode a public key for messages: its 32 raw bytes in base64url with padding."""
     return base64.urlsafe_b64encode(key.public_bytes_raw()).decode()
 
 
-def sign(key: Ed25519PrivateKey, data: bytes) -> str:
+def sign_data(key: Ed25519PrivateKey, data: bytes) -> str:
     """Sign `data` and return the signature in base64url, as messages have it."""
     return base64.urlsafe_b64encode(key.sign(data)).decode()
 
 
-def is_signed(public_key: str, signature: str, data: bytes) -> bool:
+def is_valid_signature(public_key: str, signature: str, data: bytes) -> bool:
     """Return whether `signature` is this key's signature of `data`; also False for malformed keys and signatures."""
     try:
         key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(public_key))
         key.verify(base64.urlsafe_b64decode(signature), data)
     except (ValueError, InvalidSignature):
         return False
-    return public_text(key) == public_key  # only the canonical text is valid: a barred key is recognised by its text
+    return (
+        encode_public_key(key) == public_key
+    )  # only the canonical text is valid: a barred key is recognised by its text
 
 
-def authorization(credential: Credential) -> str:
+def encode_authorization(credential: Credential) -> str:
     """Encode a credential as the value of the Authorization header."""
-    return f"{SCHEME} {base64.urlsafe_b64encode(_encode(credential)).decode()}"
+    return f"{SCHEME} {base64.urlsafe_b64encode(_encode_json(credential)).decode()}"
 
 
 def parse_authorization(value: str) -> Credential:
@@ -102,12 +104,12 @@ def parse_authorization(value: str) -> Credential:
     return credential
 
 
-def join_string(address: str, fingerprint: str, host: str, secret: str) -> str:
+def encode_join_string(address: str, fingerprint: str, host: str, secret: str) -> str:
     """Make the string that `manage.py join_token` prints: server address, certificate fingerprint, host and secret."""
-    return base64.urlsafe_b64encode(_encode([1, address, fingerprint, host, secret])).decode().rstrip("=")
+    return base64.urlsafe_b64encode(_encode_json([1, address, fingerprint, host, secret])).decode().rstrip("=")
 
 
-class Join(Struct, frozen=True, array_like=True):
+class JoinData(Struct, frozen=True, array_like=True):
     """The content of a join string. `address` is `http://host:port` or `https://…`; `fingerprint` is '' without TLS."""
 
     version: int
@@ -117,10 +119,12 @@ class Join(Struct, frozen=True, array_like=True):
     secret: str
 
 
-def parse_join_string(text: str) -> Join:
+def parse_join_string(text: str) -> JoinData:
     """Decode a join string; raise MalformedMessageError with a sentence for the person who pasted it."""
     try:
-        return msgspec.json.decode(base64.urlsafe_b64decode(text.strip() + "=" * (-len(text.strip()) % 4)), type=Join)
+        return msgspec.json.decode(
+            base64.urlsafe_b64decode(text.strip() + "=" * (-len(text.strip()) % 4)), type=JoinData
+        )
     except (ValueError, msgspec.DecodeError):
         raise MalformedMessageError(
             "the join token is not readable: paste the whole line that `join_token` printed"

@@ -18,22 +18,22 @@ import msgspec
 from django.db import connection, transaction
 
 from accelerators import conductor
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from agents import credentials, key_revocation, wire
 from agents.models import Agent, JoinToken
 
-CHALLENGE_S = 30.0
+CHALLENGE_LIFETIME_S = 30.0
 """Seconds for which a challenge is valid."""
-LEAP = 2**33
+MAX_EPOCH_LEAP = 2**33
 """How far an epoch may be above the highest known one. An agent's epoch begins with its clock's seconds and counts up.
 The limit keeps somebody who has the key for a while from using up all epochs of the agent."""
 MAX_CHALLENGES = 100_000
 """Maximum number of open challenges of this process."""
-MACHINE = "prepare"
+AUTOMATIC_CREATOR = "prepare"
 """`created_by` of the tokens that every start of the one-command mode makes. They can enrol an agent, but they cannot
 lift a bar, which only a person may do."""
 
-KNOWN = """
+SELECT_ENROLLED_AGENTS = """
 SELECT a.public_key, h.id, h.name, h.node, coalesce(l.epoch, 0),
        CASE WHEN EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id) THEN '' ELSE h.applied_hash END,
        nextval('agents_connection'), a.barred, a.barred_reason, a.rotate_asked_at IS NOT NULL
@@ -55,7 +55,7 @@ class ConnectionRejectedError(Exception):
         self.retry_after = retry_after
 
 
-def credential_of(scope: Any) -> credentials.Credential:
+def read_credential(scope: Any) -> credentials.Credential:
     """Return the unverified credential in an ASGI request's Authorization header; raise ConnectionRejectedError
     (401)."""
     value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
@@ -65,7 +65,7 @@ def credential_of(scope: Any) -> credentials.Credential:
         raise ConnectionRejectedError(401, "credential", str(error)) from None
 
 
-def denial(refused: ConnectionRejectedError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+def build_denial(refused: ConnectionRejectedError) -> tuple[list[tuple[bytes, bytes]], bytes]:
     """Return the headers and the JSON body of the HTTP response for a refusal."""
     body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -77,7 +77,7 @@ def denial(refused: ConnectionRejectedError) -> tuple[list[tuple[bytes, bytes]],
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class EnrolledAgent:
     """An enrolled agent, at the time it connects.
 
     `epoch` is the highest one seen from it. `applied_hash` is the hash of the report last applied for its host; '' if
@@ -91,56 +91,58 @@ class Identity:
     node: str
     epoch: int
     applied_hash: str
-    number: int
+    connection_number: int
     barred: str = ""
     barred_reason: str = ""
-    rotate: bool = False
+    rotation_requested: bool = False
 
 
-def highest_epoch(known: int) -> int:
+def highest_allowed_epoch(known: int) -> int:
     """Return the highest epoch to accept from an agent whose highest known epoch is `known`."""
-    return max(known, int(time.time())) + LEAP
+    return max(known, int(time.time())) + MAX_EPOCH_LEAP
 
 
-class Challenges:
+class ChallengeStore:
     """The open nonces of this process: each can be used once within `CHALLENGE_LIFETIME_S` seconds.
 
     If there are more than MAX_CHALLENGES, the oldest are deleted.
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, float] = {}
+        self._expiry_by_nonce: dict[str, float] = {}
 
-    def make(self) -> credentials.Challenge:
+    def create(self) -> credentials.Challenge:
         """Make and remember a new challenge."""
         now = time.monotonic()
-        while self._open:
-            oldest = next(iter(self._open))
-            if self._open[oldest] > now and len(self._open) < MAX_CHALLENGES:
+        while self._expiry_by_nonce:
+            oldest = next(iter(self._expiry_by_nonce))
+            if self._expiry_by_nonce[oldest] > now and len(self._expiry_by_nonce) < MAX_CHALLENGES:
                 break
-            del self._open[oldest]
+            del self._expiry_by_nonce[oldest]
         nonce = secrets.token_urlsafe(18)
-        self._open[nonce] = now + CHALLENGE_S
-        return credentials.Challenge(nonce, CHALLENGE_S, wire.VERSIONS)
+        self._expiry_by_nonce[nonce] = now + CHALLENGE_LIFETIME_S
+        return credentials.Challenge(nonce, CHALLENGE_LIFETIME_S, wire.VERSIONS)
 
-    def take(self, nonce: str) -> bool:
+    def consume(self, nonce: str) -> bool:
         """Use up a nonce; return False if it is unknown, used or expired."""
-        return self._open.pop(nonce, 0.0) > time.monotonic()
+        return self._expiry_by_nonce.pop(nonce, 0.0) > time.monotonic()
 
 
-def verify(credential: credentials.Credential, challenges: Challenges, fingerprints: Iterable[str]) -> str:
+def verify_credential(
+    credential: credentials.Credential, challenges: ChallengeStore, fingerprints: Iterable[str]
+) -> str:
     """Check that a credential signs one of our challenges with its own key; raise ConnectionRejectedError (401)
     otherwise.
 
     The nonce is used up. Return the fingerprint in the signed bytes, which is that of the certificate that the agent
     pins ('' for none). It must be one of `fingerprints`: otherwise the agent meant another server.
     """
-    if not challenges.take(credential.nonce):
+    if not challenges.consume(credential.nonce):
         raise ConnectionRejectedError(401, "challenge", "the challenge is unknown, used or expired: ask for a new one")
-    about = credential.host, credential.node, credential.epoch, credential.nonce
+    signed_fields = credential.host, credential.node, credential.epoch, credential.nonce
     for fingerprint in fingerprints:
-        if credentials.is_signed(
-            credential.public_key, credential.signature, credentials.signed_bytes(*about, fingerprint)
+        if credentials.is_valid_signature(
+            credential.public_key, credential.signature, credentials.build_connect_bytes(*signed_fields, fingerprint)
         ):
             return fingerprint
     raise ConnectionRejectedError(
@@ -148,7 +150,7 @@ def verify(credential: credentials.Credential, challenges: Challenges, fingerpri
     )
 
 
-def make_token(host: str, *, address: str, hours: int, created_by: str, fingerprint: str = "") -> str:
+def create_join_token(host: str, *, address: str, hours: int, created_by: str, fingerprint: str = "") -> str:
     """Create a join token and return its join string for `host`, valid for `hours`. Record an event.
 
     Only a hash of the secret is stored, so the string cannot be shown again.
@@ -156,28 +158,28 @@ def make_token(host: str, *, address: str, hours: int, created_by: str, fingerpr
     secret = secrets.token_urlsafe(24)
     JoinToken.objects.create(
         host_name=host,
-        secret_hash=_digest(secret),
+        secret_hash=_hash_secret(secret),
         created_by=created_by,
         expires_at=datetime.now(UTC) + timedelta(hours=hours),
     )
-    source = Source.SYSTEM if created_by == MACHINE else Source.PERSON
+    source = EventSource.SYSTEM if created_by == AUTOMATIC_CREATOR else EventSource.PERSON
     changes = {"join token": [None, f"valid for {hours} hours"]}
-    conductor.record("agent.invited", source, created_by or "join token", host_name=host, changes=changes)
-    return credentials.join_string(address, fingerprint, host, secret)
+    conductor.record_event("agent.invited", source, created_by or "join token", host_name=host, changes=changes)
+    return credentials.encode_join_string(address, fingerprint, host, secret)
 
 
-def _digest(secret: str) -> str:
+def _hash_secret(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def known(public_keys: Iterable[str]) -> dict[str, Identity]:
+def find_enrolled(public_keys: Iterable[str]) -> dict[str, EnrolledAgent]:
     """Return the enrolled agents among `public_keys`, by key; each gets a new connection number. One statement."""
     with connection.cursor() as cursor:
-        cursor.execute(KNOWN, [list(public_keys)])
-        return {row[0]: Identity(*row) for row in cursor.fetchall()}
+        cursor.execute(SELECT_ENROLLED_AGENTS, [list(public_keys)])
+        return {row[0]: EnrolledAgent(*row) for row in cursor.fetchall()}
 
 
-def admit(credential: credentials.Credential, identity: Identity | None) -> Identity:
+def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgent | None) -> EnrolledAgent:
     """Return the identity for a verified credential, or raise ConnectionRejectedError (403).
 
     `identity` is the one already known for its key, if any. If it is of another host, barred or missing, the agent is
@@ -191,69 +193,69 @@ def admit(credential: credentials.Credential, identity: Identity | None) -> Iden
     if not credential.token:
         if identity is not None and identity.barred:
             raise ConnectionRejectedError(
-                403, identity.barred, key_revocation.why(identity.barred, identity.barred_reason, identity.host)
+                403, identity.barred, key_revocation.explain_bar(identity.barred, identity.barred_reason, identity.host)
             )
         reason = f"this key belongs to host {identity.host!r}" if identity else "this key is not enrolled"
         raise ConnectionRejectedError(
             403, "not-enrolled", f"{reason}: make a token with `manage.py join_token {credential.host}`"
         )
-    return _enrol(credential)
+    return _enrol_with_token(credential)
 
 
-def _enrol(credential: credentials.Credential) -> Identity:
+def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
     """Bind the credential's key to its host by its token, and return the identity. Raise ConnectionRejectedError.
 
     The token and the host's agent are locked. A host's agent with another key, and another host's agent with this key,
     are deleted.
     """
     with transaction.atomic():
-        token = JoinToken.objects.select_for_update().filter(secret_hash=_digest(credential.token)).first()
-        _check(token, credential)
+        token = JoinToken.objects.select_for_update().filter(secret_hash=_hash_secret(credential.token)).first()
+        _check_token(token, credential)
         assert token
         with conductor.writing():
             host = conductor.ensure_host(credential.host, credential.node, token.created_by or "join token")
             agent = Agent.objects.select_for_update().filter(host=host).first()
-            _lift(agent, token, credential)
+            _check_bar(agent, token, credential)
             if agent is None or agent.public_key != credential.public_key:
                 Agent.objects.filter(host=host).delete()
                 Agent.objects.filter(public_key=credential.public_key).delete()
                 Agent.objects.create(host=host, public_key=credential.public_key)
                 change = {"public_key": [agent.public_key if agent else None, credential.public_key]}
-                conductor.record(
-                    "agent.enrolled", Source.AGENT, host.name, host=host, changes=change, reason="join token"
+                conductor.record_event(
+                    "agent.enrolled", EventSource.AGENT, host.name, host=host, changes=change, reason="join token"
                 )
         JoinToken.objects.filter(host_name=host.name, pk__lt=token.pk).update(expires_at=datetime.now(UTC))
         JoinToken.objects.filter(pk=token.pk).update(public_key=credential.public_key, used_at=datetime.now(UTC))
-    return known([credential.public_key])[credential.public_key]
+    return find_enrolled([credential.public_key])[credential.public_key]
 
 
-def _lift(agent: Agent | None, token: JoinToken, credential: credentials.Credential) -> None:
+def _check_bar(agent: Agent | None, token: JoinToken, credential: credentials.Credential) -> None:
     """Raise ConnectionRejectedError if a bar forbids this enrolment.
 
     A barred host can come back only with a token that a person made, and never with a barred key.
     """
-    if agent is not None and agent.barred and token.created_by == MACHINE:
+    if agent is not None and agent.barred and token.created_by == AUTOMATIC_CREATOR:
         raise ConnectionRejectedError(
-            403, agent.barred, key_revocation.why(agent.barred, agent.barred_reason, credential.host)
+            403, agent.barred, key_revocation.explain_bar(agent.barred, agent.barred_reason, credential.host)
         )
     if Agent.objects.filter(public_key=credential.public_key).exclude(barred="").exists():
         sentence = "the token is valid, but this key is barred: move identity.key away and join with a new key"
-        raise ConnectionRejectedError(403, wire.KEY_BARRED, sentence)
+        raise ConnectionRejectedError(403, wire.CODE_KEY_BARRED, sentence)
 
 
-def _check(token: JoinToken | None, credential: credentials.Credential) -> None:
+def _check_token(token: JoinToken | None, credential: credentials.Credential) -> None:
     """Raise ConnectionRejectedError unless the token exists, is for this host, has not expired, and has not bound
     another key."""
-    again = f"make a new one with `manage.py join_token {credential.host}`"
+    remedy = f"make a new one with `manage.py join_token {credential.host}`"
     if token is None:
-        raise ConnectionRejectedError(403, "token-unknown", f"the join token is not known here: {again}")
+        raise ConnectionRejectedError(403, "token-unknown", f"the join token is not known here: {remedy}")
     if token.host_name != credential.host:
         raise ConnectionRejectedError(
-            403, "token-host", f"the join token is for host {token.host_name!r}, not {credential.host!r}: {again}"
+            403, "token-host", f"the join token is for host {token.host_name!r}, not {credential.host!r}: {remedy}"
         )
     if token.expires_at < datetime.now(UTC):
         raise ConnectionRejectedError(
-            403, "token-expired", f"the join token expired at {token.expires_at:%Y-%m-%d %H:%M} UTC: {again}"
+            403, "token-expired", f"the join token expired at {token.expires_at:%Y-%m-%d %H:%M} UTC: {remedy}"
         )
     if token.public_key and token.public_key != credential.public_key:
-        raise ConnectionRejectedError(403, "token-used", f"the join token has bound another key: {again}")
+        raise ConnectionRejectedError(403, "token-used", f"the join token has bound another key: {remedy}")

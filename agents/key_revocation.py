@@ -16,23 +16,23 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from accelerators import conductor
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource
 from accelerators.models import Host
 from accelerators.runtime import pubsub
-from agents.models import Agent, Bar, JoinToken
+from agents.models import Agent, BarKind, JoinToken
 
 TOPIC = "agents"
 """Notifications that agent rows have changed; the detail is the host's id."""
-MAX_REASON = 500
-NEWS = """SELECT host_id, public_key, barred, barred_reason, rotate_asked_at IS NOT NULL, connection, epoch, boot_id,
+MAX_REASON_CHARS = 500
+SELECT_CHANGED_AGENTS = """SELECT host_id, public_key, barred, barred_reason, rotate_asked_at IS NOT NULL, connection, epoch, boot_id,
   address
 FROM agents_agent WHERE changed_at > now() - make_interval(secs => %s)
 """
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class AgentChange:
     """An agent whose row has changed. `connection_number`, `epoch`, `boot_id` and `address` describe its newest
     connection."""
 
@@ -40,15 +40,15 @@ class News:
     public_key: str
     barred: str
     reason: str
-    rotate: bool
-    number: int
+    rotation_requested: bool
+    connection_number: int
     epoch: int
     boot_id: str
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class ConnectionIdentity:
     """Identifies one of two connections that use the same key."""
 
     address: str
@@ -56,73 +56,75 @@ class Connection:
     epoch: int
 
 
-def news(seconds: float) -> list[News]:
+def read_agent_changes(seconds: float) -> list[AgentChange]:
     """Return the agents whose row changed in the last `seconds`, by the database's clock. One statement."""
     with connection.cursor() as cursor:
-        cursor.execute(NEWS, [seconds])
-        return [News(*row) for row in cursor.fetchall()]
+        cursor.execute(SELECT_CHANGED_AGENTS, [seconds])
+        return [AgentChange(*row) for row in cursor.fetchall()]
 
 
-def find(host: str | UUID) -> Agent:
+def find_agent(host: str | UUID) -> Agent:
     """Return the agent of a host, given the host's name or uuid. Raise RefusedError UNKNOWN if there is none."""
-    which = {"host__uuid": host} if isinstance(host, UUID) else {"host__name": host}
-    agent = Agent.objects.select_related("host").filter(**which).first()
+    criteria = {"host__uuid": host} if isinstance(host, UUID) else {"host__name": host}
+    agent = Agent.objects.select_related("host").filter(**criteria).first()
     if agent is None:
         raise RefusedError(
-            Reason.UNKNOWN, f"no agent has joined for host {host}: `manage.py agents` lists those that did"
+            RefusalReason.UNKNOWN, f"no agent has joined for host {host}: `manage.py agents` lists those that did"
         )
     return agent
 
 
-def revoke(agent: Agent, by: str, reason: str, source: Source = Source.PERSON) -> bool:
+def revoke_agent(agent: Agent, by: str, reason: str, source: EventSource = EventSource.PERSON) -> bool:
     """Revoke an agent: end its connections and bar its key. Return False if it is revoked already.
 
     Its open join tokens expire. The host can come back only with a new join token and a new key. Reports that were
     acknowledged before are still merged.
     """
     with conductor.writing():
-        row = _locked(agent.host_id)
-        if row.barred == Bar.REVOKED:
+        row = _lock_agent(agent.host_id)
+        if row.barred == BarKind.REVOKED:
             return False
-        _bar(row, Bar.REVOKED, reason or f"by {by}")
-        _record(row.host, "agent.revoked", source, by, {"barred": [row.barred or None, "revoked"]}, reason)
-    pubsub.ring(TOPIC, str(row.host_id))
+        _bar_agent(row, BarKind.REVOKED, reason or f"by {by}")
+        _record_event(row.host, "agent.revoked", source, by, {"barred": [row.barred or None, "revoked"]}, reason)
+    pubsub.publish(TOPIC, str(row.host_id))
     return True
 
 
-def admit(agent: Agent, by: str, source: Source = Source.PERSON) -> bool:
+def lift_clone_bar(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> bool:
     """Lift the bar of an agent that was barred as a clone; return False if it is not barred.
 
     Raise RefusedError CONFLICT if it was revoked.
     """
     with conductor.writing():
-        row = _locked(agent.host_id)
-        if row.barred == Bar.REVOKED:
-            again = f"make a token with `manage.py join_token {row.host}`"
+        row = _lock_agent(agent.host_id)
+        if row.barred == BarKind.REVOKED:
+            remedy = f"make a token with `manage.py join_token {row.host}`"
             raise RefusedError(
-                Reason.CONFLICT, f"the agent of {row.host} was revoked, and its key stays barred: {again}"
+                RefusalReason.CONFLICT, f"the agent of {row.host} was revoked, and its key stays barred: {remedy}"
             )
         if not row.barred:
             return False
         Agent.objects.filter(pk=row.pk).update(barred="", barred_reason="", changed_at=Now())
-        _record(row.host, "agent.admitted", source, by, {"barred": [row.barred, None]}, "")
-    pubsub.ring(TOPIC, str(row.host_id))
+        _record_event(row.host, "agent.admitted", source, by, {"barred": [row.barred, None]}, "")
+    pubsub.publish(TOPIC, str(row.host_id))
     return True
 
 
-def ask_rotation(agent: Agent, by: str, source: Source = Source.PERSON) -> None:
+def request_key_rotation(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> None:
     """Ask an agent for a new key, now or when it connects next. Raise RefusedError CONFLICT while it is barred."""
     with conductor.writing():
-        row = _locked(agent.host_id)
+        row = _lock_agent(agent.host_id)
         if row.barred:
-            again = f"make a token with `manage.py join_token {row.host}`"
-            raise RefusedError(Reason.CONFLICT, f"the agent of {row.host} may not connect ({row.barred}): {again}")
+            remedy = f"make a token with `manage.py join_token {row.host}`"
+            raise RefusedError(
+                RefusalReason.CONFLICT, f"the agent of {row.host} may not connect ({row.barred}): {remedy}"
+            )
         Agent.objects.filter(pk=row.pk).update(rotate_asked_at=Now(), changed_at=Now())
-        _record(row.host, "agent.rotation", source, by, {}, "a new key was asked for")
-    pubsub.ring(TOPIC, str(row.host_id))
+        _record_event(row.host, "agent.rotation", source, by, {}, "a new key was asked for")
+    pubsub.publish(TOPIC, str(row.host_id))
 
 
-def rotate(host_id: int, old: str, new: str) -> None:
+def replace_key(host_id: int, old_key: str, new_key: str) -> None:
     """Replace a host's key `old_key` by `new_key`, in one transaction; do nothing if that is done already.
 
     The caller must have checked the agent's proof that it has both keys. Tokens bound to the old key expire. Raise
@@ -130,55 +132,57 @@ def rotate(host_id: int, old: str, new: str) -> None:
     `new_key`.
     """
     with conductor.writing():
-        row = _locked(host_id)
-        if row.public_key == new and not row.barred:
+        row = _lock_agent(host_id)
+        if row.public_key == new_key and not row.barred:
             return
-        if row.public_key != old or row.barred:
-            raise RefusedError(Reason.CONFLICT, "this key is barred or replaced and cannot be rotated")
+        if row.public_key != old_key or row.barred:
+            raise RefusedError(RefusalReason.CONFLICT, "this key is barred or replaced and cannot be rotated")
         try:
             with transaction.atomic():
                 Agent.objects.filter(pk=row.pk).update(
-                    public_key=new, key_since=Now(), rotate_asked_at=None, changed_at=Now()
+                    public_key=new_key, key_since=Now(), rotate_asked_at=None, changed_at=Now()
                 )
         except IntegrityError:
-            raise RefusedError(Reason.CONFLICT, "the new key is in use by another host") from None
-        _expire(JoinToken.objects.filter(host_name=row.host.name, public_key=old))
-        _record(row.host, "agent.rotated", Source.AGENT, row.host.name, {"public_key": [old, new]}, "asked for")
+            raise RefusedError(RefusalReason.CONFLICT, "the new key is in use by another host") from None
+        _expire_tokens(JoinToken.objects.filter(host_name=row.host.name, public_key=old_key))
+        _record_event(
+            row.host, "agent.rotated", EventSource.AGENT, row.host.name, {"public_key": [old_key, new_key]}, "asked for"
+        )
 
 
-def bar_clone(host_id: int, key: str, first: Connection, second: Connection) -> None:
+def bar_cloned_key(host_id: int, key: str, first: ConnectionIdentity, second: ConnectionIdentity) -> None:
     """Bar a key that two live connections use, until a person decides. Do nothing if it is barred or replaced."""
     with conductor.writing():
-        row = _locked(host_id)
+        row = _lock_agent(host_id)
         if row.public_key != key or row.barred:
             return
-        reason = both(first, second)
-        _bar(row, Bar.CLONE, reason)
+        reason = describe_both(first, second)
+        _bar_agent(row, BarKind.CLONE, reason)
         changes = {
             "barred": [None, "clone"],
             "address": [first.address, second.address],
             "boot_id": [first.boot_id, second.boot_id],
             "epoch": [first.epoch, second.epoch],
         }
-        _record(row.host, "agent.clone", Source.SYSTEM, "gateway", changes, reason)
-    pubsub.ring(TOPIC, str(host_id))
+        _record_event(row.host, "agent.clone", EventSource.SYSTEM, "gateway", changes, reason)
+    pubsub.publish(TOPIC, str(host_id))
 
 
-def both(first: Connection, second: Connection) -> str:
+def describe_both(first: ConnectionIdentity, second: ConnectionIdentity) -> str:
     """Return the addresses of two connections as the reason of a bar."""
     return f"{first.address} and {second.address} at the same time"
 
 
-def why(barred: str, reason: str, host: str) -> str:
+def explain_bar(barred: str, reason: str, host: str) -> str:
     """Return the sentence for a barred agent: why it is barred, and how an operator lifts the bar."""
-    token = f"make a token with `manage.py join_token {host}`"
-    if barred == Bar.CLONE:
-        decide = f"find out which one is right, then {token}, or run `manage.py agents --admit {host}`"
-        return f"two machines use the key of {host} ({reason}): {decide}"
-    return f"the agent of {host} was revoked ({reason}): to have it back, {token}"
+    make_token = f"make a token with `manage.py join_token {host}`"
+    if barred == BarKind.CLONE:
+        remedy = f"find out which one is right, then {make_token}, or run `manage.py agents --admit {host}`"
+        return f"two machines use the key of {host} ({reason}): {remedy}"
+    return f"the agent of {host} was revoked ({reason}): to have it back, {make_token}"
 
 
-def _locked(host_id: int) -> Agent:
+def _lock_agent(host_id: int) -> Agent:
     """Lock the host's open join tokens and its agent, and return the agent; raise RefusedError UNKNOWN if there is
     none.
 
@@ -188,22 +192,24 @@ def _locked(host_id: int) -> Agent:
     list(JoinToken.objects.select_for_update().filter(host_name=host and host.name, expires_at__gt=datetime.now(UTC)))
     row = Agent.objects.select_for_update(of=("self",)).select_related("host").filter(host_id=host_id).first()
     if row is None:
-        raise RefusedError(Reason.UNKNOWN, f"no agent has joined for host {host or host_id}")
+        raise RefusedError(RefusalReason.UNKNOWN, f"no agent has joined for host {host or host_id}")
     return row
 
 
-def _bar(row: Agent, bar: Bar, reason: str) -> None:
+def _bar_agent(row: Agent, kind: BarKind, reason: str) -> None:
     """Bar an agent and expire all join tokens of its host."""
     Agent.objects.filter(pk=row.pk).update(
-        barred=bar, barred_reason=reason[:MAX_REASON], rotate_asked_at=None, changed_at=Now()
+        barred=kind, barred_reason=reason[:MAX_REASON_CHARS], rotate_asked_at=None, changed_at=Now()
     )
-    _expire(JoinToken.objects.filter(host_name=row.host.name))
+    _expire_tokens(JoinToken.objects.filter(host_name=row.host.name))
 
 
-def _expire(tokens: QuerySet[JoinToken]) -> None:
+def _expire_tokens(tokens: QuerySet[JoinToken]) -> None:
     """Make those of these tokens expire now that are still valid."""
     tokens.filter(expires_at__gt=datetime.now(UTC)).update(expires_at=datetime.now(UTC))
 
 
-def _record(host: Host, action: str, source: Source, by: str, changes: dict[str, object], reason: str) -> None:
-    conductor.record(action, source, by, host=host, changes=changes, reason=reason)
+def _record_event(
+    host: Host, action: str, source: EventSource, by: str, changes: dict[str, object], reason: str
+) -> None:
+    conductor.record_event(action, source, by, host=host, changes=changes, reason=reason)

@@ -9,14 +9,14 @@ from django.conf import settings
 from django.db.models import Q
 
 from accelerators.commands.placement_delegation import WriterStatus
-from agents.models import Agent, Bar
+from agents.models import Agent, BarKind
 
-LIVENESS = ("up", "late", "down")
-WORDS = (*LIVENESS, Bar.REVOKED.value, Bar.CLONE.value)
+LIVENESS_STATES = ("up", "late", "down")
+AGENT_STATES = (*LIVENESS_STATES, BarKind.REVOKED.value, BarKind.CLONE.value)
 """All states of an agent."""
 
 
-def limits(now: datetime | None = None) -> tuple[datetime, datetime]:
+def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]:
     """Return two times: an agent heard since the first is up, since the second late, otherwise down.
 
     An age of one heartbeat plus the interval of lease flushes is normal, so it is up. An agent is down at the same age
@@ -28,53 +28,53 @@ def limits(now: datetime | None = None) -> tuple[datetime, datetime]:
     return at - timedelta(seconds=min(beat + flush, down)), at - timedelta(seconds=down)
 
 
-def where(word: str, lease: str = "") -> Q:
-    """Return the query condition for up, late or down; `lease_path` is the lookup path to the lease's `seen_at`."""
-    path = lease or "host__lease__seen_at"
-    up, down = limits()
-    if word == "up":
+def build_liveness_condition(state: str, lease_path: str = "") -> Q:
+    """Return the query condition for up, late or down; `lease_path` is the lookup path to the lease's `get_last_heard`."""
+    path = lease_path or "host__lease__seen_at"
+    up, down = compute_thresholds()
+    if state == "up":
         return Q(**{f"{path}__gte": up})
-    if word == "late":
+    if state == "late":
         return Q(**{f"{path}__lt": up, f"{path}__gte": down})
     return Q(**{f"{path}__lt": down}) | Q(**{f"{path}__isnull": True})
 
 
-def standing(word: str) -> Q:
+def build_state_condition(state: str) -> Q:
     """Return the query condition on Agent for any of AGENT_STATES."""
-    return Q(barred="") & where(word) if word in LIVENESS else Q(barred=word)
+    return Q(barred="") & build_liveness_condition(state) if state in LIVENESS_STATES else Q(barred=state)
 
 
-def seen_at(agent: Agent) -> datetime | None:
+def get_last_heard(agent: Agent) -> datetime | None:
     """Return when the agent was last heard, None if never. A query each unless `host__lease` was selected."""
     lease = getattr(agent.host, "lease", None)
     return lease.seen_at if lease else None
 
 
-def word_of(agent: Agent) -> str:
+def get_agent_state(agent: Agent) -> str:
     """Return the agent's state, one of AGENT_STATES."""
     if agent.barred:
         return agent.barred
-    seen = seen_at(agent)
-    up, down = limits()
-    return "down" if seen is None or seen < down else "late" if seen < up else "up"
+    last_heard = get_last_heard(agent)
+    up, down = compute_thresholds()
+    return "down" if last_heard is None or last_heard < down else "late" if last_heard < up else "up"
 
 
-def hands(hosts: Collection[int]) -> dict[int, WriterStatus]:
+def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:
     """Return for each of these hosts why its agent cannot write to Placement, if so, and whether it is silent.
 
     Hosts without an agent are left out. One query.
     """
-    found = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
-    return {agent.host_id: WriterStatus(lacks(agent), _is_silent(agent)) for agent in found}
+    agents = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
+    return {agent.host_id: WriterStatus(explain_cannot_write(agent), _is_silent(agent)) for agent in agents}
 
 
 def _is_silent(agent: Agent) -> bool:
     """Return whether the agent was never heard, or not for so long that it is down."""
-    seen = seen_at(agent)
-    return seen is None or seen < limits()[1]
+    last_heard = get_last_heard(agent)
+    return last_heard is None or last_heard < compute_thresholds()[1]
 
 
-def lacks(agent: Agent) -> str:
+def explain_cannot_write(agent: Agent) -> str:
     """Return why the agent cannot write to Placement now, '' if it can."""
     if agent.barred:
         return f"its agent may not connect: {agent.barred}"
@@ -85,11 +85,11 @@ def lacks(agent: Agent) -> str:
     return agent.writes
 
 
-def since(agent: Agent) -> datetime | None:
+def get_state_since(agent: Agent) -> datetime | None:
     """Return since when the agent is in its state, None if it was never heard.
 
     If barred, that is when its row last changed; if up, when it connected; otherwise when it was last heard.
     """
     if agent.barred:
         return agent.changed_at
-    return agent.connected_at if word_of(agent) == "up" else seen_at(agent)
+    return agent.connected_at if get_agent_state(agent) == "up" else get_last_heard(agent)

@@ -9,7 +9,7 @@ from django.db.models.functions import Now
 from accelerators.models import Host
 
 
-class Bar(models.TextChoices):
+class BarKind(models.TextChoices):
     """Why an agent may not connect."""
 
     NONE = ""
@@ -28,7 +28,7 @@ class Agent(models.Model):
     public_key = models.CharField(max_length=64, db_collation="C", unique=True)
     enrolled_at = models.DateTimeField(db_default=Now())
     key_since = models.DateTimeField(db_default=Now(), help_text="Since when it has this key.")
-    barred = models.CharField(max_length=16, choices=Bar, db_default="", default="", blank=True)
+    barred = models.CharField(max_length=16, choices=BarKind, db_default="", default="", blank=True)
     barred_reason = models.CharField(max_length=500, db_default="", default="", blank=True)
     rotate_asked_at = models.DateTimeField(
         null=True, blank=True, help_text="When somebody asked for a new key that it has not told yet."

@@ -11,8 +11,8 @@ from django.db import DataError, IntegrityError, connection, transaction
 from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.domain.diff import HostReport
-from accelerators.domain.states import Source
-from accelerators.inventory.merge import apply
+from accelerators.domain.states import EventSource
+from accelerators.inventory.merge import merge_reports
 from accelerators.models import Host
 from accelerators.runtime import jobs
 from agents import wire
@@ -24,10 +24,10 @@ BATCH_BYTES = 8 * 1024 * 1024
 """A batch takes no further report once its payloads have reached this size."""
 BATCH_ROWS = 500
 """Maximum number of reports in a batch."""
-BY_AGE = 4
+OLDEST_FIRST_EVERY = 4
 """Every OLDEST_FIRST_EVERY-th batch takes the oldest reports without regard to faults, so that hosts with faults cannot
 block the others for ever."""
-TAKE = """
+TAKE_BATCH = """
 WITH oldest AS (
        SELECT id, octet_length(payload) AS size FROM spool {which} ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED),
      batch AS (SELECT id, sum(size) OVER (ORDER BY id) - size AS before FROM oldest)
@@ -36,24 +36,24 @@ RETURNING s.host_id, s.epoch, s.seq, s.payload
 """
 """Remove the oldest reports from the spool and return them, up to a number of reports and of bytes. Rows that another
 process has locked are skipped."""
-OLDEST = TAKE.format(which="")
-URGENT = TAKE.format(which="WHERE host_id IN (SELECT host_id FROM spool WHERE urgent)")
+TAKE_OLDEST = TAKE_BATCH.format(which="")
+TAKE_URGENT = TAKE_BATCH.format(which="WHERE host_id IN (SELECT host_id FROM spool WHERE urgent)")
 """The same for hosts with a report that shows a fault. It takes all their reports: a driver's good answer in an earlier
 report must not be lost because of the error in the later one."""
 
 _batches = itertools.count(1)
-_decode = msgspec.json.Decoder(wire.Report).decode
-Batch = dict[int, list[HostReport]]
+_decode_report = msgspec.json.Decoder(wire.Report).decode
+ReportBatch = dict[int, list[HostReport]]
 
 
 def merge() -> None:
     """Run the job `merge`: merge spooled reports into the tables batch by batch, with one commit per batch."""
-    jobs.run("merge", merge_batch)
+    jobs.run_steps("merge", merge_batch)
 
 
 def watch_leases() -> None:
     """Run the job `leases`: mark hosts with silent agents as stale."""
-    leases.run()
+    leases.run_lease_job()
 
 
 def merge_batch() -> bool:
@@ -62,48 +62,48 @@ def merge_batch() -> bool:
     It must run inside a transaction of the caller. If the database rejects the batch, it is applied host by host, so
     that one bad report does not affect other hosts; the bad one is dropped and recorded as an event.
     """
-    rows = [] if next(_batches) % BY_AGE == 0 else _taken(URGENT)
-    if not (rows := rows or _taken(OLDEST)):
+    rows = [] if next(_batches) % OLDEST_FIRST_EVERY == 0 else _take_batch(TAKE_URGENT)
+    if not (rows := rows or _take_batch(TAKE_OLDEST)):
         return False
-    batch: Batch = {}
+    batch: ReportBatch = {}
     for host_id, epoch, seq, payload in rows:
         try:
-            report = _decode(payload)
+            report = _decode_report(payload)
         except msgspec.DecodeError as error:  # it was spooled by another release
-            _drop(host_id, error)
+            _record_dropped_report(host_id, error)
         else:
-            batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.told))
+            batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.all_drivers))
     try:
         with transaction.atomic():
-            apply(batch)
+            merge_reports(batch)
     except (DataError, IntegrityError) as error:
         log.warning(
             "the database rejected a batch of reports (hosts: %d); applying it host by host: %s", len(batch), error
         )
-        _one_by_one(batch)
-    transaction.on_commit(placing.wake, robust=True)
+        _apply_host_by_host(batch)
+    transaction.on_commit(placing.wake_job_for_answers, robust=True)
     return True
 
 
-def _taken(statement: str) -> list[tuple[int, int, int, str]]:
+def _take_batch(statement: str) -> list[tuple[int, int, int, str]]:
     """Remove a batch from the spool with one of the statements above, and return its rows."""
     with connection.cursor() as cursor:
         cursor.execute(statement, [BATCH_ROWS, BATCH_BYTES])
         return cursor.fetchall()
 
 
-def _one_by_one(batch: Batch) -> None:
+def _apply_host_by_host(batch: ReportBatch) -> None:
     """Apply a batch host by host, each in its own savepoint; drop the reports of hosts that the database rejects."""
     for host_id, reports in batch.items():
         try:
             with transaction.atomic():
-                apply({host_id: reports})
+                merge_reports({host_id: reports})
         except (DataError, IntegrityError) as error:
-            _drop(host_id, error)
+            _record_dropped_report(host_id, error)
 
 
-def _drop(host_id: int, error: Exception) -> None:
+def _record_dropped_report(host_id: int, error: Exception) -> None:
     """Record the event `report.refused` for a report that cannot be stored."""
     host = Host.objects.filter(id=host_id).first()
     reason = f"the host's report cannot be stored: {str(error).splitlines()[0]}"
-    conductor.record("report.refused", Source.SYSTEM, "merge", host=host, reason=reason)
+    conductor.record_event("report.refused", EventSource.SYSTEM, "merge", host=host, reason=reason)

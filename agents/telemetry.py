@@ -23,24 +23,24 @@ from django.db import connection
 from msgspec import DecodeError, Raw
 
 from agents.gateway import sample_cache, sample_rpc
-from agents.gateway.sample_cache import Board, TooManyCensusesError
-from agents.gateway.sample_rpc import Answer, Ask, GatewayUnreachableError, Held
+from agents.gateway.sample_cache import SampleCache, TooManyCensusesError
+from agents.gateway.sample_rpc import GatewayUnreachableError, HostSamples, SampleRequest, SampleResponse
 
 log = logging.getLogger(__name__)
 
-DEADLINE_S = 1.0
+RESPONSE_TIMEOUT_S = 1.0
 """Seconds to wait for a gateway's answer (plus a census's own time). A slower gateway counts as silent."""
-QUIET_S = 5.0
+GATEWAY_BACKOFF_S = 5.0
 """Seconds in which a gateway that did not answer is not asked again, so that not every page waits for it."""
-REGISTRY_S = 5.0
+REGISTRY_INTERVAL_S = 5.0
 """Minimum seconds between two reads of the gateways' rows, per process."""
-PATIENCE_MS = 3000
+STATEMENT_TIMEOUT_MS = 3000
 """Statement timeout in milliseconds for reading the gateways' rows, since the caller occupies a thread meanwhile."""
-AT_ONCE = 32
+MAX_THREADS = 32
 """Maximum number of threads that ask gateways. Censuses have another pool of this size, because each occupies one
 thread per gateway until it ends."""
 
-REGISTERED = """
+SELECT_LIVE_GATEWAYS = """
 SET LOCAL statement_timeout TO %s; SELECT name, url FROM agents_gateway WHERE seen_at >= %s;
 SET LOCAL statement_timeout TO DEFAULT
 """
@@ -58,7 +58,7 @@ class HostLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class LoadSnapshot:
     """The load of hosts, by host id. A host without samples is missing.
 
     `silent`: the names of gateways that gave no answer; the samples they have are missing too.
@@ -68,163 +68,177 @@ class Loads:
     silent: tuple[str, ...] = ()
 
 
-def last(hosts: Collection[int] | None = None) -> Loads:
+def get_last_loads(hosts: Collection[int] | None = None) -> LoadSnapshot:
     """Return the last known load of these hosts, or of all. It takes up to a second. No agent is asked.
 
     Raise DatabaseError if the gateways' rows cannot be read.
     """
-    return _everybody.ask(Ask(None if hosts is None else tuple(hosts)))
+    return _gateway_pool.ask_all(SampleRequest(None if hosts is None else tuple(hosts)))
 
 
-def watch(hosts: Collection[int], every_s: float, for_s: float) -> Loads:
+def request_periodic_loads(hosts: Collection[int], every_s: float, for_s: float) -> LoadSnapshot:
     """Ask these hosts to send samples every `every_s` seconds for `for_s` seconds; return the last known load at once.
 
     To continue, call it again before `for_s` seconds have passed. Agents get a message only if they need one.
     """
-    return _everybody.ask(Ask(tuple(hosts), every_s, for_s))
+    return _gateway_pool.ask_all(SampleRequest(tuple(hosts), every_s, for_s))
 
 
-def census(hosts: Collection[int], within_s: float) -> Loads:
+def run_load_census(hosts: Collection[int], within_s: float) -> LoadSnapshot:
     """Ask the agents of these hosts for samples now, and return those that arrived within `within_s` seconds.
 
     It returns as soon as all have answered. Agents that are older than samples never answer; with them it takes all of
     the time.
     """
-    return _everybody.ask(Ask(tuple(hosts), within_s=within_s))
+    return _gateway_pool.ask_all(SampleRequest(tuple(hosts), within_s=within_s))
 
 
-def of_device(loads: Loads, host_id: int, key: str) -> dict[str, Any]:
+def describe_device_load(loads: LoadSnapshot, host_id: int, key: str) -> dict[str, Any]:
     """Return one device's load as the usage resource shows it. `at` is None if nothing is known."""
-    told = loads.hosts.get(host_id)
-    values = told.devices.get(key) if told else None
-    at = datetime.fromtimestamp(told.at, UTC) if told and values is not None else None
-    age = round(max(0.0, time.time() - told.at), 1) if told and at else None
+    host_load = loads.hosts.get(host_id)
+    values = host_load.devices.get(key) if host_load else None
+    at = datetime.fromtimestamp(host_load.at, UTC) if host_load and values is not None else None
+    age = round(max(0.0, time.time() - host_load.at), 1) if host_load and at else None
     return {"at": at, "age_s": age, "values": values or {}, "silent": list(loads.silent)}
 
 
-def forget() -> None:
+def forget_gateways() -> None:
     """Forget the known gateways and which of them were silent. For tests."""
-    _everybody.forget()
+    _gateway_pool.forget_gateways()
 
 
-class Everybody:
+class GatewayPool:
     """Asks all gateways: the caches of this process directly, the registered gateways of others by HTTP."""
 
     def __init__(self) -> None:
-        self._quick, self._slow = ThreadPoolExecutor(AT_ONCE, "load"), ThreadPoolExecutor(AT_ONCE, "census")
-        self.forget()
+        self._load_threads, self._census_threads = (
+            ThreadPoolExecutor(MAX_THREADS, "load"),
+            ThreadPoolExecutor(MAX_THREADS, "census"),
+        )
+        self.forget_gateways()
 
-    def forget(self) -> None:
+    def forget_gateways(self) -> None:
         """Forget the known gateways and which of them were silent."""
-        self._others: dict[str, str] = {}
-        self._read_at = float("-inf")
-        self._quiet: dict[str, float] = {}
+        self._addresses: dict[str, str] = {}
+        self._addresses_read_at = float("-inf")
+        self._backoff_until: dict[str, float] = {}
 
-    def ask(self, asked: Ask) -> Loads:
+    def ask_all(self, request: SampleRequest) -> LoadSnapshot:
         """Ask all gateways in parallel and merge their answers; if two have samples of a host, the newer ones count.
 
         A gateway that does not answer in time, or is busy, is named in `silent`.
         """
-        if asked.hosts == ():
-            return Loads({})
-        deadline = time.monotonic() + asked.within_s + DEADLINE_S
-        boards, now = dict(sample_cache.here), time.monotonic()
-        others = {name: url for name, url in self._registered().items() if name not in boards}
-        silent = {name for name in others if self._quiet.get(name, 0.0) > now}
-        threads = self._slow if asked.within_s else self._quick
-        asking = {
-            name: threads.submit(sample_rpc.ask, url, asked, asked.within_s + DEADLINE_S)
-            for name, url in others.items()
+        if request.hosts == ():
+            return LoadSnapshot({})
+        deadline = time.monotonic() + request.within_s + RESPONSE_TIMEOUT_S
+        caches, now = dict(sample_cache.local_caches), time.monotonic()
+        remote_urls = {name: url for name, url in self._read_live_gateways().items() if name not in caches}
+        silent = {name for name in remote_urls if self._backoff_until.get(name, 0.0) > now}
+        threads = self._census_threads if request.within_s else self._load_threads
+        pending = {
+            name: threads.submit(sample_rpc.fetch_samples, url, request, request.within_s + RESPONSE_TIMEOUT_S)
+            for name, url in remote_urls.items()
             if name not in silent
         }
-        held: list[Held] = []
-        for name, board in boards.items():
+        samples: list[HostSamples] = []
+        for name, cache in caches.items():
             try:
-                held += _here(board, asked, deadline)
+                samples += _read_local_cache(cache, request, deadline)
             except TooManyCensusesError:
                 silent.add(name)
-        wait(asking.values(), timeout=max(0.0, deadline - time.monotonic()))
-        for name, answer in asking.items():
+        wait(pending.values(), timeout=max(0.0, deadline - time.monotonic()))
+        for name, answer in pending.items():
             try:
-                held += _answered(answer, boards)
+                samples += _read_response(answer, caches)
             except TooManyCensusesError:  # no free thread here, or too many censuses there: the gateway itself is well
                 silent.add(name)
             except GatewayUnreachableError as error:
-                log.warning("gateway %s at %s cannot be asked for samples: %s", name, others[name], error)
-                self._quiet[name] = time.monotonic() + QUIET_S
+                log.warning("gateway %s at %s cannot be asked for samples: %s", name, remote_urls[name], error)
+                self._backoff_until[name] = time.monotonic() + GATEWAY_BACKOFF_S
                 silent.add(name)
-        return Loads(_newest(held), tuple(sorted(silent)))
+        return LoadSnapshot(_decode_newest(samples), tuple(sorted(silent)))
 
-    def _registered(self) -> dict[str, str]:
+    def _read_live_gateways(self) -> dict[str, str]:
         """Return the addresses of the live gateways, by name. Raise DatabaseError, at the latest after
         STATEMENT_TIMEOUT_MS.
 
         The rows are read at most every REGISTRY_INTERVAL_S.
         """
-        if time.monotonic() - self._read_at >= REGISTRY_S:
-            live = datetime.now(UTC) - timedelta(seconds=2 * (settings.KEYS.beat_s + settings.KEYS.lease_flush_s) + 10)
+        if time.monotonic() - self._addresses_read_at >= REGISTRY_INTERVAL_S:
+            oldest_allowed = datetime.now(UTC) - timedelta(
+                seconds=2 * (settings.KEYS.beat_s + settings.KEYS.lease_flush_s) + 10
+            )
             with connection.cursor() as cursor:
-                cursor.execute(REGISTERED, [PATIENCE_MS, live])
+                cursor.execute(SELECT_LIVE_GATEWAYS, [STATEMENT_TIMEOUT_MS, oldest_allowed])
                 cursor.nextset()
-                self._others = dict(cursor.fetchall())
-            self._read_at = time.monotonic()
-            self._quiet = {name: until for name, until in list(self._quiet.items()) if name in self._others}
-        return self._others
+                self._addresses = dict(cursor.fetchall())
+            self._addresses_read_at = time.monotonic()
+            self._backoff_until = {
+                name: until for name, until in list(self._backoff_until.items()) if name in self._addresses
+            }
+        return self._addresses
 
 
-def _answered(answer: Future[Answer], boards: Collection[str]) -> list[Held]:
+def _read_response(future: Future[SampleResponse], local_names: Collection[str]) -> list[HostSamples]:
     """Return the samples in a gateway's answer. Raise TooManyCensusesError if no thread was free to ask it, or
     GatewayUnreachableError."""
-    if answer.cancel():
+    if future.cancel():
         raise TooManyCensusesError("no thread was free to ask it")
-    if not answer.done():
-        raise GatewayUnreachableError(f"no answer within {DEADLINE_S:.0f} s")
-    said = answer.result()
-    if said.gateway in boards:
+    if not future.done():
+        raise GatewayUnreachableError(f"no answer within {RESPONSE_TIMEOUT_S:.0f} s")
+    response = future.result()
+    if response.gateway in local_names:
         raise GatewayUnreachableError(
             "the address leads to the process that asks: set CYBORG_GATEWAY_URL if gateways run on several machines"
         )
-    return said.hosts
+    return response.hosts
 
 
-def _here(board: Board, asked: Ask, deadline: float) -> list[Held]:
+def _read_local_cache(cache: SampleCache, request: SampleRequest, deadline: float) -> list[HostSamples]:
     """Return the samples of a cache of this process, after asking agents if the request says so.
 
     Raise TooManyCensusesError.
     """
-    since = time.monotonic() if asked.within_s else 0.0
-    if board.loop and not board.loop.is_closed() and (asked.within_s or asked.for_s):
+    since = time.monotonic() if request.within_s else 0.0
+    if cache.loop and not cache.loop.is_closed() and (request.within_s or request.for_s):
         with suppress(RuntimeError, TimeoutError):  # its event loop has ended, or is too slow
-            if asked.within_s:
-                work = board.census(asked.hosts or (), asked.within_s)
-                asyncio.run_coroutine_threadsafe(work, board.loop).result(deadline - time.monotonic())
+            if request.within_s:
+                work = cache.run_census(request.hosts or (), request.within_s)
+                asyncio.run_coroutine_threadsafe(work, cache.loop).result(deadline - time.monotonic())
             else:
-                board.loop.call_soon_threadsafe(board.watch, asked.hosts or (), asked.every_s, asked.for_s)
-    return [Held(host, at, Raw(said)) for host, at, said in board.said(asked.hosts, since)]
+                cache.loop.call_soon_threadsafe(
+                    cache.request_periodic_samples, request.hosts or (), request.every_s, request.for_s
+                )
+    return [
+        HostSamples(host, at, Raw(samples_json))
+        for host, at, samples_json in cache.iterate_samples(request.hosts, since)
+    ]
 
 
-def _newest(held: Iterable[Held]) -> dict[int, HostLoad]:
+def _decode_newest(samples: Iterable[HostSamples]) -> dict[int, HostLoad]:
     """Decode the newest samples of each host; log and leave out those that cannot be decoded."""
-    found: dict[int, Held] = {}
-    for one in held:
-        if one.host not in found or found[one.host].at < one.at:
-            found[one.host] = one
+    newest: dict[int, HostSamples] = {}
+    for host_samples in samples:
+        if host_samples.host not in newest or newest[host_samples.host].at < host_samples.at:
+            newest[host_samples.host] = host_samples
     loads = {}
-    for host, one in found.items():
+    for host, host_samples in newest.items():
         try:
-            loads[host] = HostLoad(host, one.at, {load.key: load.values for load in one.loads()})
+            loads[host] = HostLoad(
+                host, host_samples.at, {load.key: load.values for load in host_samples.decode_loads()}
+            )
         except DecodeError as error:
-            _say_once(host, str(error))
+            _log_unreadable_once(host, str(error))
     return loads
 
 
 @lru_cache(maxsize=1024)
-def _say_once(host: int, why: str) -> None:
+def _log_unreadable_once(host: int, reason: str) -> None:
     """Log unreadable samples once per host and reason.
 
     A gateway of another release may send them, and every page that shows load would log it again.
     """
-    log.warning("the samples of host %d cannot be read and are left out: %s", host, why)
+    log.warning("the samples of host %d cannot be read and are left out: %s", host, reason)
 
 
-_everybody = Everybody()
+_gateway_pool = GatewayPool()

@@ -19,27 +19,27 @@ from drivers.inventory import AttachHandle, DriverReport, Name, Text, Word
 
 VERSIONS = ("cyborg.agent.1",)
 """WebSocket subprotocols that this release supports, best first."""
-MAX_MESSAGE = 1024 * 1024
+MAX_MESSAGE_BYTES = 1024 * 1024
 """Default of `CYBORG_MAX_MESSAGE_BYTES`, the maximum size of one message in bytes."""
-MAX_SAMPLES = 128 * 1024
+MAX_SAMPLES_BYTES = 128 * 1024
 """Maximum size of one Samples message in bytes: enough for a thousand devices."""
-MESSAGE_ERROR = "cyborg_message_error"
+MESSAGE_ERROR_KEY = "cyborg_message_error"
 """Key of `scope["state"]` where the web server stores (close code, reason) when it rejects a message.
 The application never sees that message, and can no longer send a Refuse to the peer."""
-MAX_PAYLOAD = 512 * 1024
+MAX_PAYLOAD_CHARS = 512 * 1024
 """Maximum length of a command's payload in characters."""
-PATH = "/ws/agent"
+AGENT_PATH = "/ws/agent"
 CHALLENGE_PATH = "/ws/agent/challenge"
 IMAGE_PATH = "/ws/agent/image/"
 
-KEY_BARRED = "key-barred"
+CODE_KEY_BARRED = "key-barred"
 """Code of a 403 that tells an agent to join with a new key: its token is valid, but its key is barred for ever."""
 
-Number = Annotated[int, Meta(ge=0, le=2**53)]
+NonNegativeInt = Annotated[int, Meta(ge=0, le=2**53)]
 Nonce = Annotated[str, Meta(max_length=64)]
-OFF = ("disabled", "absent")
+STATES_NOT_RUNNING = ("disabled", "absent")
 """States of a driver that does not run on the host."""
-Outcome = Literal["succeeded", "failed", "refused", "unknown"]
+ResultOutcome = Literal["succeeded", "failed", "refused", "unknown"]
 """How a command ended. `failed`: it was tried, and undone as far as possible. `refused`: nothing was changed.
 `unknown`: it was interrupted."""
 
@@ -69,22 +69,24 @@ class Report(Message, frozen=True, omit_defaults=True):
     is processed before the reports of other hosts.
     """
 
-    epoch: Number
-    seq: Number
+    epoch: NonNegativeInt
+    seq: NonNegativeInt
     hash: Annotated[str, Meta(min_length=32, max_length=64)]
     drivers: Annotated[tuple[DriverReport, ...], Meta(max_length=64)]
     others: Annotated[tuple[DriverReport, ...], Meta(max_length=64)] = ()
     urgent: bool = False
 
     @classmethod
-    def of(cls, epoch: int, seq: int, digest: str, told: tuple[DriverReport, ...]) -> Report:
+    def from_driver_reports(
+        cls, epoch: int, seq: int, content_hash: str, driver_reports: tuple[DriverReport, ...]
+    ) -> Report:
         """Make a Report from the reports of all drivers: split them into `drivers` and `others`, and set `urgent`."""
-        drivers = tuple(one for one in told if one.state not in OFF)
-        others = tuple(one for one in told if one.state in OFF)
-        return cls(epoch, seq, digest, drivers, others, shows_fault(drivers))
+        drivers = tuple(report for report in driver_reports if report.state not in STATES_NOT_RUNNING)
+        others = tuple(one for one in driver_reports if one.state in STATES_NOT_RUNNING)
+        return cls(epoch, seq, content_hash, drivers, others, shows_fault(drivers))
 
     @property
-    def told(self) -> tuple[DriverReport, ...]:
+    def all_drivers(self) -> tuple[DriverReport, ...]:
         """The reports of all drivers, those that do not run last."""
         return (*self.drivers, *self.others)
 
@@ -92,17 +94,17 @@ class Report(Message, frozen=True, omit_defaults=True):
 def shows_fault(drivers: tuple[DriverReport, ...]) -> bool:
     """Return whether a driver or backend has an error, or a device's status is failed or degraded."""
     return any(
-        one.error
-        or any(part.error for part in one.backends)
-        or any(device.status in ("failed", "degraded") for device in one.devices)
-        for one in drivers
+        report.error
+        or any(backend.error for backend in report.backends)
+        or any(device.status in ("failed", "degraded") for device in report.devices)
+        for report in drivers
     )
 
 
 class Beat(Message, frozen=True):
     """A heartbeat: it renews the host's lease. The gateway answers with an Ack that has the same `seq`."""
 
-    seq: Number
+    seq: NonNegativeInt
 
 
 class Alive(Message, frozen=True):
@@ -126,13 +128,13 @@ class NewKey(Message, frozen=True):
 class Taken(Message, frozen=True):
     """Confirms that commands are in the agent's journal. They need not be sent again while the agent runs."""
 
-    numbers: Annotated[tuple[Number, ...], Meta(max_length=256)]
+    numbers: Annotated[tuple[NonNegativeInt, ...], Meta(max_length=256)]
 
 
 class Progress(Message, frozen=True, omit_defaults=True):
     """Progress of a command; the first one also says that the command has started. For display, not kept for ever."""
 
-    number: Number
+    number: NonNegativeInt
     percent: Annotated[int, Meta(ge=0, le=100)] = 0
     text: Annotated[str, Meta(max_length=500)] = ""
 
@@ -145,12 +147,12 @@ class Result(Message, frozen=True, omit_defaults=True):
     `text` is a sentence for the operator; `detail` holds the values that the command asked for.
     """
 
-    number: Number
-    outcome: Outcome
+    number: NonNegativeInt
+    outcome: ResultOutcome
     text: Text = ""
     detail: Annotated[dict[str, str], Meta(max_length=64)] = {}
-    epoch: Number = 0
-    seq: Number = 0
+    epoch: NonNegativeInt = 0
+    seq: NonNegativeInt = 0
     hash: Annotated[str, Meta(max_length=64)] = ""
 
 
@@ -174,7 +176,7 @@ class ImageRef(Struct, frozen=True, omit_defaults=True):
     """An image that a command needs. The host of that command can fetch it at `IMAGE_PATH` + `id`."""
 
     id: Annotated[str, Meta(max_length=36)]
-    size: Number
+    size: NonNegativeInt
     sha256: Annotated[str, Meta(min_length=64, max_length=64)]
     name: Annotated[str, Meta(max_length=255)] = ""
     properties: Annotated[dict[str, str], Meta(max_length=256)] = {}
@@ -187,13 +189,13 @@ class Wish(Struct, frozen=True, omit_defaults=True):
     host's own file.
     """
 
-    generation: Number
+    generation: NonNegativeInt
     installed: bool = True
     enabled: bool = True
     settings: dict[str, object] | None = None
 
     @property
-    def runs(self) -> bool:
+    def should_run(self) -> bool:
         """Whether the driver should run."""
         return self.installed and self.enabled
 
@@ -206,7 +208,7 @@ class Command(Message, frozen=True, omit_defaults=True):
     with `refused`.
     """
 
-    number: Number
+    number: NonNegativeInt
     id: Annotated[str, Meta(max_length=36)]
     op: Word
     start_s: float
@@ -219,8 +221,8 @@ class Command(Message, frozen=True, omit_defaults=True):
     consumer: Annotated[str, Meta(max_length=36)] = ""
     layout: Annotated[dict[str, str], Meta(max_length=64)] = {}
     image: ImageRef | None = None
-    writer: Number = 0
-    payload: Annotated[str, Meta(max_length=MAX_PAYLOAD)] = ""
+    writer: NonNegativeInt = 0
+    payload: Annotated[str, Meta(max_length=MAX_PAYLOAD_CHARS)] = ""
     """For `placement` only: `writer` is the writer's epoch for which the command was made, and `payload` is the input
     of `placement_sync.direct`."""
     wish: Wish | None = None
@@ -234,7 +236,7 @@ class Writer(Message, frozen=True):
     connection, from this message or from a command, and only while the gateway answers its heartbeats.
     """
 
-    epoch: Number
+    epoch: NonNegativeInt
 
 
 class Watch(Message, frozen=True):
@@ -258,7 +260,7 @@ class Welcome(Message, frozen=True):
     """
 
     beat_s: float
-    epoch: Number
+    epoch: NonNegativeInt
     applied_hash: str
     max_bytes: int
     jitter_s: float = 0.0
@@ -270,7 +272,7 @@ class Ack(Message, frozen=True):
     All except a Beat's are sent after a commit, so that the acknowledged content cannot be lost.
     """
 
-    seq: Number
+    seq: NonNegativeInt
     of: str = "Report"
 
 
@@ -294,17 +296,17 @@ class Rotate(Message, frozen=True):
 FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result | Samples
 FromGateway = Welcome | Ack | Refuse | Probe | Rotate | Command | Writer | Watch
 
-_encode = msgspec.json.Encoder().encode
-_from_agent = msgspec.json.Decoder(FromAgent)
-_from_gateway = msgspec.json.Decoder(FromGateway)
-_type_only = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_known = {
+_encode_json = msgspec.json.Encoder().encode
+_agent_decoder = msgspec.json.Decoder(FromAgent)
+_gateway_decoder = msgspec.json.Decoder(FromGateway)
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_known_types = {
     "from_agent": {kind.__name__ for kind in get_args(FromAgent)},
     "from_gateway": {kind.__name__ for kind in get_args(FromGateway)},
 }
 
 
-class Unknown(Struct, frozen=True):
+class UnknownMessage(Struct, frozen=True):
     """A message of a type that this release does not know; the receiver counts and drops it."""
 
     type: str
@@ -314,55 +316,55 @@ class MalformedMessageError(ValueError):
     """Raised for bytes that are not a valid message. The text can be sent as the reason of a Refuse."""
 
 
-def encode(message: Message) -> str:
+def encode_message(message: Message) -> str:
     """Encode a message as the JSON text of one frame."""
-    return _encode(message).decode()
+    return _encode_json(message).decode()
 
 
-def decode_from_agent(data: bytes | str) -> FromAgent | Unknown:
+def decode_from_agent(data: bytes | str) -> FromAgent | UnknownMessage:
     """Decode and validate a message of an agent. Return UnknownMessage for an unknown type; raise
     MalformedMessageError."""
     try:
-        message: FromAgent = _from_agent.decode(data)
+        message: FromAgent = _agent_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        return _unknown(data, error, "from_agent")
+        return _unknown_message_or_raise(data, error, "from_agent")
     return message
 
 
-def decode_from_gateway(data: bytes | str) -> FromGateway | Unknown:
+def decode_from_gateway(data: bytes | str) -> FromGateway | UnknownMessage:
     """Decode and validate a message of a gateway. Return UnknownMessage for an unknown type; raise
     MalformedMessageError."""
     try:
-        message: FromGateway = _from_gateway.decode(data)
+        message: FromGateway = _gateway_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        return _unknown(data, error, "from_gateway")
+        return _unknown_message_or_raise(data, error, "from_gateway")
     return message
 
 
-def _unknown(data: bytes | str, error: Exception, side: str) -> Unknown:
+def _unknown_message_or_raise(data: bytes | str, error: Exception, sender: str) -> UnknownMessage:
     """Return UnknownMessage if `data` has a type that `sender` does not know; otherwise raise MalformedMessageError
     with `error`."""
     try:
-        name: Any = msgspec.json.decode(_type_only.decode(data).get("type", msgspec.Raw(b"null")))
+        name: Any = msgspec.json.decode(_fields_decoder.decode(data).get("type", msgspec.Raw(b"null")))
     except (msgspec.DecodeError, RecursionError):
         name = None
-    if isinstance(name, str) and name not in _known[side]:
-        return Unknown(name[:64])
+    if isinstance(name, str) and name not in _known_types[sender]:
+        return UnknownMessage(name[:64])
     raise MalformedMessageError(str(error)[:500]) from None
 
 
-def unknown_fields(data: bytes | str, message: Message | Unknown) -> int:
+def count_unknown_fields(data: bytes | str, message: Message | UnknownMessage) -> int:
     """Return how many top-level fields of `data` this release ignored. It decodes the whole text again.
 
     Call it only for peers that also offer a wire version unknown to this release.
     """
-    if isinstance(message, Unknown):
+    if isinstance(message, UnknownMessage):
         return 0
     known = {*message.__struct_fields__, "type"}
-    return sum(1 for name in _type_only.decode(data) if name not in known)
+    return sum(1 for name in _fields_decoder.decode(data) if name not in known)
 
 
-def content_hash(drivers: tuple[DriverReport, ...]) -> str:
+def hash_report_content(drivers: tuple[DriverReport, ...]) -> str:
     """Return the hash of a report's content. It does not depend on the order of the drivers."""
     ordered = sorted(drivers, key=lambda d: d.driver)
-    return hashlib.blake2b(_encode(ordered), digest_size=20).hexdigest()
+    return hashlib.blake2b(_encode_json(ordered), digest_size=20).hexdigest()

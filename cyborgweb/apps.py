@@ -19,10 +19,10 @@ class CyborgwebConfig(AppConfig):
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
 
         pre_migrate.connect(_refuse_development_database, sender=self)
-        post_migrate.connect(_migrated, sender=self)
-        jobs.register("messages", "cyborgweb.notify.fanout.run", cluster="work", timely=True)
-        jobs.register("deliveries", "cyborgweb.notify.sender.run", cluster="work", timely=True)
-        jobs.register("mails", "cyborgweb.notify.sender.run_mails", cluster="work", timely=True)
+        post_migrate.connect(_create_role_groups, sender=self)
+        jobs.register_job("messages", "cyborgweb.notify.fanout.run", cluster="work", periodic=True)
+        jobs.register_job("deliveries", "cyborgweb.notify.sender.run", cluster="work", periodic=True)
+        jobs.register_job("mails", "cyborgweb.notify.sender.run_mails", cluster="work", periodic=True)
 
 
 def _refuse_development_database(using: str, **about: Any) -> None:
@@ -38,13 +38,15 @@ def _refuse_development_database(using: str, **about: Any) -> None:
         )
 
 
-def _migrated(**about: Any) -> None:
+def _create_role_groups(**signal_arguments: Any) -> None:
     """Create the groups of the roles after `migrate`, and set their permissions.
 
     Does nothing while the migrations applied so far do not include the application `auth`.
     """
     from cyborgweb.auth import roles
 
-    if "plan" in about and "auth" in about["apps"].app_configs:  # Django also sends it when tests empty tables
+    if (
+        "plan" in signal_arguments and "auth" in signal_arguments["apps"].app_configs
+    ):  # Django also sends it when tests empty tables
         for role in roles.ROLES:
-            roles.group(role.group)
+            roles.get_group(role.group)

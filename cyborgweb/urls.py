@@ -24,25 +24,25 @@ def readyz(request: HttpRequest) -> HttpResponse:
     return JsonResponse({"status": "ok"})
 
 
-OURS = "admin|api|healthz|help|metrics|readyz|static|ws"
+OWN_PATHS = "admin|api|healthz|help|metrics|readyz|static|ws"
 """First path segments that are never passed to v2, which answers all other paths (contract section 1.4)."""
 
 urlpatterns = [
     path("healthz", healthz),
     path("readyz", readyz),
     path("metrics", page.metrics),
-    re_path("^admin/.*\0", error_pages.nowhere),
-    path("admin/usage/", admin.site.admin_view(usage.page), name="usage"),
-    path("admin/census/", admin.site.admin_view(census.page), name="census"),
-    path("admin/find/", admin.site.admin_view(search.find), name="find"),
-    path("admin/lists/<str:model>/", admin.site.admin_view(saved_views.keep), name="list_keep"),
-    path("admin/inbox/", admin.site.admin_view(inbox.inbox), name="inbox"),
-    path("admin/inbox/unread/", admin.site.admin_view(inbox.unread), name="inbox_unread"),
+    re_path("^admin/.*\0", error_pages.raise_not_found),
+    path("admin/usage/", admin.site.admin_view(usage.show_usage_page), name="usage"),
+    path("admin/census/", admin.site.admin_view(census.show_census), name="census"),
+    path("admin/find/", admin.site.admin_view(search.show_search), name="find"),
+    path("admin/lists/<str:model>/", admin.site.admin_view(saved_views.store_list_memory), name="list_keep"),
+    path("admin/inbox/", admin.site.admin_view(inbox.show_inbox), name="inbox"),
+    path("admin/inbox/unread/", admin.site.admin_view(inbox.count_unread_as_json), name="inbox_unread"),
     path("admin/", admin.site.urls),
     path("help/", include("cyborgweb.manual.views")),
     re_path(r"^api(?:/|$)", include("cyborgweb.api.root")),
     re_path(r"^accelerator(?:/|$)", include("accelerators.api.v2.urls")),
-    re_path(rf"^(?!(?:{OURS})(?:/|$))", include("accelerators.api.v2.urls")),
+    re_path(rf"^(?!(?:{OWN_PATHS})(?:/|$))", include("accelerators.api.v2.urls")),
 ]
 handler400 = "cyborgweb.pages.error_pages.bad_request"
 handler403 = "cyborgweb.pages.error_pages.permission_denied"

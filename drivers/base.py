@@ -100,7 +100,7 @@ class Driver:
 
         Raises Unsupported unless the driver overrides it.
         """
-        raise self._unable("uninstall")
+        raise self._unsupported_error("uninstall")
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to prepare `ask.handle` for `ask.consumer`; no steps if it is already prepared for this consumer."""
@@ -115,17 +115,17 @@ class Driver:
 
         Raises Invalid if the image is made for other hardware, and Unsupported unless the driver overrides it.
         """
-        raise self._unable("program")
+        raise self._unsupported_error("program")
 
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to divide the device as `ask.layout` describes. Raises Unsupported unless overridden."""
-        raise self._unable("partition")
+        raise self._unsupported_error("partition")
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to return the device to its power-on state. Raises Unsupported unless the driver overrides it."""
-        raise self._unable("reset")
+        raise self._unsupported_error("reset")
 
-    def _unable(self, act: str) -> Unsupported:
+    def _unsupported_error(self, act: str) -> Unsupported:
         return Unsupported(f"{self.name} cannot {act} a device")
 
 
@@ -134,8 +134,8 @@ def at_most(faults: Iterable[Fault]) -> tuple[Fault, ...]:
 
     If there are more, the last fault of the result states how many were left out.
     """
-    known = tuple(dict.fromkeys(faults))
-    if len(known) <= MAX_FAULTS:
-        return known
-    rest = len(known) - MAX_FAULTS + 1
-    return (*known[: MAX_FAULTS - 1], Fault("…", f"and {rest} more faults"))
+    unique_faults = tuple(dict.fromkeys(faults))
+    if len(unique_faults) <= MAX_FAULTS:
+        return unique_faults
+    omitted = len(unique_faults) - MAX_FAULTS + 1
+    return (*unique_faults[: MAX_FAULTS - 1], Fault("…", f"and {omitted} more faults"))

@@ -12,30 +12,30 @@ from typing import cast
 from drivers.base import Driver
 from drivers.errors import Failed, Invalid
 
-GROUP = "cyborg.accelerator.driver"
+ENTRY_POINT_GROUP = "cyborg.accelerator.driver"
 
 
-def names() -> tuple[str, ...]:
+def list_driver_names() -> tuple[str, ...]:
     """Return the names of all installed drivers, sorted; no driver is imported."""
-    return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
+    return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
 
-def load(name: str) -> Driver:
+def load_driver(name: str) -> Driver:
     """Import a driver and return an instance of it.
 
     Raises Invalid if the name is unknown or ambiguous, and Failed if the driver's code cannot be loaded.
     """
-    point = _find(name)
+    point = _find_entry_point(name)
     try:
         return cast(Driver, point.load()())
     except Exception as error:
         raise Failed(f"driver {name!r} ({point.value}) cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _find(name: str) -> EntryPoint:
-    points = {point.value: point for point in entry_points(group=GROUP, name=name)}
+def _find_entry_point(name: str) -> EntryPoint:
+    points = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=name)}
     if not points:
-        raise Invalid(f"there is no driver {name!r}; installed are {', '.join(names()) or 'none'}")
+        raise Invalid(f"there is no driver {name!r}; installed are {', '.join(list_driver_names()) or 'none'}")
     if len(points) > 1:
         raise Invalid(f"driver {name!r} is installed twice: {' and '.join(sorted(points))}")
     return points.popitem()[1]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-T = TypeVar("T")
+ConfigurationT = TypeVar("T")
 
 
 class ConfigurationError(ValueError):
@@ -22,59 +22,63 @@ class ConfigurationError(ValueError):
 
 
 @dataclass(frozen=True)
-class Key:
-    """One documented key: its default (`shown`) and one sentence about its `effect`, both for the manual."""
+class ConfigurationKey:
+    """One documented key: its default (`default_text`) and one sentence about its `effect`, both for the manual."""
 
     name: str
-    shown: str
+    default_text: str
     effect: str
 
 
-def key(name: str, default: Any, effect: str, shown: str | None = None) -> Any:
+def declare_key(name: str, default: Any, effect: str, default_text: str | None = None) -> Any:
     """Return a dataclass field for one configuration key.
 
-    `name` is its `CYBORG_…` name and `effect` one sentence for the manual, which prints `shown` in place of the
+    `name` is its `CYBORG_…` name and `effect` one sentence for the manual, which prints `default_text` in place of the
     default if it is given.
     """
-    text = shown if shown is not None else f"`{default}`"
-    return field(default=default, metadata={"key": Key(name, text, effect)})
+    text = default_text if default_text is not None else f"`{default}`"
+    return field(default=default, metadata={"key": ConfigurationKey(name, text, effect)})
 
 
-def keys_of(cls: type) -> list[Key]:
+def list_keys(cls: type) -> list[ConfigurationKey]:
     """Return the documented keys of a configuration class, in the order of its fields."""
-    return [cast(Key, f.metadata["key"]) for f in fields(cls)]
+    return [cast(ConfigurationKey, f.metadata["key"]) for f in fields(cls)]
 
 
-def load(cls: type[T], environ: Mapping[str, str]) -> T:
+def load_configuration(cls: type[ConfigurationT], environ: Mapping[str, str]) -> ConfigurationT:
     """Create a `cls` from the environment and the TOML file; keys that are in neither keep their defaults.
 
     Raises ConfigurationError if a value or the file is unusable. Unknown keys of the file are ignored.
     """
-    stored = _file(environ.get("CYBORG_CONFIG"))
-    values = {f.name: _value(f, environ, stored) for f in fields(cast(Any, cls)) if _given(f, environ, stored)}
+    file_values = _read_file(environ.get("CYBORG_CONFIG"))
+    values = {
+        f.name: _read_value(f, environ, file_values) for f in fields(cast(Any, cls)) if _is_set(f, environ, file_values)
+    }
     return cls(**values)
 
 
-def _given(f: Field[Any], environ: Mapping[str, str], stored: Mapping[str, Any]) -> bool:
-    name = f.metadata["key"].name
-    return bool(environ.get(name)) or name in stored
+def _is_set(dataclass_field: Field[Any], environ: Mapping[str, str], file_values: Mapping[str, Any]) -> bool:
+    name = dataclass_field.metadata["key"].name
+    return bool(environ.get(name)) or name in file_values
 
 
-def _value(f: Field[Any], environ: Mapping[str, str], stored: Mapping[str, Any]) -> Any:
-    name = f.metadata["key"].name
-    raw: Any = environ.get(name) or stored[name]
-    wanted: Any = {"int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple[str, ...]}.get(str(f.type), str)
-    if wanted == tuple[str, ...] and isinstance(raw, str):
+def _read_value(dataclass_field: Field[Any], environ: Mapping[str, str], file_values: Mapping[str, Any]) -> Any:
+    name = dataclass_field.metadata["key"].name
+    raw: Any = environ.get(name) or file_values[name]
+    value_type: Any = {"int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple[str, ...]}.get(
+        str(dataclass_field.type), str
+    )
+    if value_type == tuple[str, ...] and isinstance(raw, str):
         raw = [word.strip() for word in raw.split(",") if word.strip()]
-    if wanted is bool and isinstance(raw, str):
+    if value_type is bool and isinstance(raw, str):
         raw = {"1": True, "0": False, "on": True, "off": False, "yes": True, "no": False}.get(raw.lower(), raw)
     try:
-        return msgspec.convert(raw, wanted, strict=False)
+        return msgspec.convert(raw, value_type, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{name}={raw!r} is not usable: {error}") from None
 
 
-def _file(path: str | None) -> dict[str, Any]:
+def _read_file(path: str | None) -> dict[str, Any]:
     if not path:
         return {}
     try:

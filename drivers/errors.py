@@ -42,7 +42,7 @@ KINDS: dict[str, type[DriverError]] = {
 }
 """Error classes by the names that a driver's process sends to the agent."""
 
-_MEANING: dict[int, type[DriverError]] = {
+_CLASS_BY_ERRNO: dict[int, type[DriverError]] = {
     **dict.fromkeys((errno.EINVAL, errno.ERANGE), Invalid),
     **dict.fromkeys((errno.EOPNOTSUPP, errno.ENOSYS), Unsupported),
     **dict.fromkeys((errno.EBUSY, errno.EAGAIN, errno.ENOSPC, errno.EEXIST), Busy),
@@ -57,7 +57,7 @@ def from_os(error: OSError, subject: str) -> DriverError:
 
     A missing sysfs attribute becomes Gone. An unknown errno becomes Failed.
     """
-    kind = _MEANING.get(error.errno or 0, Failed)
+    kind = _CLASS_BY_ERRNO.get(error.errno or 0, Failed)
     return kind(f"{subject}: {error.strerror or error}")
 
 

@@ -25,8 +25,8 @@ def write_private(path: Path, content: bytes) -> None:
 
 def sync_directory(path: Path) -> None:
     """Flush a directory to disk: file names created or renamed in it survive a power failure. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
-_info = Decoder(dict[str, str])
+_info_decoder = Decoder(dict[str, str])
 WORD = r"^[A-Za-z0-9_.:-]+$"
 Word = Annotated[str, Meta(min_length=1, max_length=64, pattern=WORD)]
 """An identifier, such as a driver name or a metric."""
@@ -76,7 +76,7 @@ class AttachHandle(Struct, frozen=True, omit_defaults=True, gc=False):
 def _is_info(text: str) -> bool:
     """Return whether the text is a JSON object of strings; cached because reports repeat the same handles."""
     try:
-        _info.decode(text)
+        _info_decoder.decode(text)
     except ValueError:
         return False
     return True

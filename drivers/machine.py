@@ -47,8 +47,8 @@ class Machine:
         Raises Failed if it is longer than `limit` bytes, and Gone, Denied … as `errors.from_os` converts an OSError.
         """
         try:
-            with open(self._real(path), "rb", buffering=0) as file:
-                return _drain(file.fileno(), path, limit)
+            with open(self._host_path(path), "rb", buffering=0) as file:
+                return _read_to_end(file.fileno(), path, limit)
         except OSError as error:
             raise from_os(error, path) from None
 
@@ -72,12 +72,12 @@ class Machine:
 
     def exists(self, path: str) -> bool:
         """Return whether the path exists; False for a broken symbolic link."""
-        return os.path.exists(self._real(path))
+        return os.path.exists(self._host_path(path))
 
     def link(self, path: str) -> str:
         """Return the last component of a symbolic link's target (`driver` → `vfio-pci`); '' if there is no link."""
         try:
-            return os.path.basename(os.readlink(self._real(path)))
+            return os.path.basename(os.readlink(self._host_path(path)))
         except OSError:
             return ""
 
@@ -86,7 +86,7 @@ class Machine:
 
         For a device in /sys this is its position in the tree of buses.
         """
-        real = os.path.realpath(self._real(path))
+        real = os.path.realpath(self._host_path(path))
         for name, root in self._roots.items():
             top = os.path.realpath(root)
             if real == top or real.startswith(top + "/"):
@@ -96,7 +96,7 @@ class Machine:
     def names(self, path: str, pattern: str = "*") -> list[str]:
         """Return the sorted names in a directory that match a glob; an empty list if the directory cannot be read."""
         try:
-            return sorted(name for name in os.listdir(self._real(path)) if fnmatchcase(name, pattern))
+            return sorted(name for name in os.listdir(self._host_path(path)) if fnmatchcase(name, pattern))
         except OSError:
             return []
 
@@ -107,7 +107,7 @@ class Machine:
         Denied or another DriverError if the node cannot be opened for a different reason.
         """
         try:
-            os.close(os.open(self._real(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            os.close(os.open(self._host_path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         except OSError as error:
             if error.errno == errno.EBUSY:
                 return True
@@ -128,14 +128,14 @@ class Machine:
             names = [device.sys_name for device in pyudev.Context().list_devices(subsystem="pci")]
         return sorted(name for name in names if PCI_ADDRESS.fullmatch(name))
 
-    def _real(self, path: str) -> str:
+    def _host_path(self, path: str) -> str:
         for name, root in self._roots.items():
             if path == name or path.startswith(name + "/"):
                 return root + path[len(name) :]
         return path
 
 
-def _drain(fd: int, path: str, limit: int) -> bytes:
+def _read_to_end(fd: int, path: str, limit: int) -> bytes:
     data = b""
     while piece := os.read(fd, min(limit + 1 - len(data), MAX_TABLE)):
         data += piece

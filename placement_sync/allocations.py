@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-Amounts = Mapping[str, int]
+ProviderAmounts = Mapping[str, int]
 """Provider → amount."""
 
 
-class Consumer(msgspec.Struct, frozen=True):
+class ConsumerAllocations(msgspec.Struct, frozen=True):
     """All allocations of a consumer: provider → resource class → amount. `generation` is None if it has none."""
 
     uuid: str
@@ -31,18 +31,18 @@ class Consumer(msgspec.Struct, frozen=True):
     user: str = ""
 
 
-class Share(msgspec.Struct, frozen=True):
+class ClaimShare(msgspec.Struct, frozen=True):
     """What an attachment claims of one provider."""
 
     resource_class: str
     amount: int
 
 
-Shares = Mapping[str, Share]
+ClaimShares = Mapping[str, ClaimShare]
 """Provider → ClaimShare."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class AllocationWrite(msgspec.Struct, frozen=True):
     """One write: the generation it names, and per provider the consumer's amount before and after it."""
 
     generation: int
@@ -50,29 +50,36 @@ class Change(msgspec.Struct, frozen=True):
     after: dict[str, int]
 
     @property
-    def nothing(self) -> bool:
+    def is_noop(self) -> bool:
         """Whether the write changes no amount."""
         return self.before == self.after
 
 
-def claiming(seen: Consumer, shares: Shares, last: Change | None) -> Change | None:
+def plan_claim(
+    consumer: ConsumerAllocations, shares: ClaimShares, recorded: AllocationWrite | None
+) -> AllocationWrite | None:
     """Return the write that adds the shares exactly once; `recorded` is the recorded write, if any.
 
     `recorded` itself is returned while it has not happened yet. If `AllocationWrite.is_noop` is true, the shares are
     there already and nothing needs to be written. Returns None if the consumer has no allocations: then the instance is
     unknown to Placement, and nothing can be added.
     """
-    if seen.generation is None:
+    if consumer.generation is None:
         return None
-    before = _amounts(seen, shares)
-    if last and (last.generation, last.before) == (seen.generation, before):
-        return last
-    there = {rp for rp, amount in before.items() if last and amount >= last.after[rp]}
-    after = {rp: amount + (0 if rp in there else shares[rp].amount) for rp, amount in before.items()}
-    return Change(seen.generation, before, after)
+    before = _current_amounts(consumer, shares)
+    if recorded and (recorded.generation, recorded.before) == (consumer.generation, before):
+        return recorded
+    already_claimed = {rp for rp, amount in before.items() if recorded and amount >= recorded.after[rp]}
+    after = {rp: amount + (0 if rp in already_claimed else shares[rp].amount) for rp, amount in before.items()}
+    return AllocationWrite(consumer.generation, before, after)
 
 
-def releasing(seen: Consumer, shares: Shares, others: Amounts, last: Change | None) -> Change | None:
+def plan_release(
+    consumer: ConsumerAllocations,
+    shares: ClaimShares,
+    held_by_others: ProviderAmounts,
+    recorded: AllocationWrite | None,
+) -> AllocationWrite | None:
     """Return the write that removes the shares exactly once; `recorded` is the recorded write, if any.
 
     `recorded` itself is returned while it has not happened yet. The amounts in `held_by_others` belong to other
@@ -80,39 +87,39 @@ def releasing(seen: Consumer, shares: Shares, others: Amounts, last: Change | No
     changes no amount: it raises the generation, so that a claim that was sent and not yet answered can no longer take
     effect.
     """
-    if seen.generation is None:
+    if consumer.generation is None:
         return None
-    before = _amounts(seen, shares)
-    if last and (last.generation, last.before) == (seen.generation, before):
-        return last
-    if last and all(amount <= last.after[rp] for rp, amount in before.items()):
+    before = _current_amounts(consumer, shares)
+    if recorded and (recorded.generation, recorded.before) == (consumer.generation, before):
+        return recorded
+    if recorded and all(amount <= recorded.after[rp] for rp, amount in before.items()):
         return None
     after = {
-        rp: min(amount, max(amount - shares[rp].amount, others.get(rp, 0)))
-        if last is None or amount > last.after[rp]
+        rp: min(amount, max(amount - shares[rp].amount, held_by_others.get(rp, 0)))
+        if recorded is None or amount > recorded.after[rp]
         else amount
         for rp, amount in before.items()
     }
-    return Change(seen.generation, before, after)
+    return AllocationWrite(consumer.generation, before, after)
 
 
-def body(seen: Consumer, shares: Shares, change: Change) -> dict[str, Any]:
+def build_body(consumer: ConsumerAllocations, shares: ClaimShares, change: AllocationWrite) -> dict[str, Any]:
     """Return the body of the write: all allocations of the consumer, with the change applied.
 
     Providers of which nothing is left are left out.
     """
-    allocations = {rp: dict(amounts) for rp, amounts in seen.allocations.items()}
+    allocations = {rp: dict(amounts) for rp, amounts in consumer.allocations.items()}
     for rp, amount in change.after.items():
         allocations.setdefault(rp, {})[shares[rp].resource_class] = amount
-    kept = {rp: {name: n for name, n in amounts.items() if n} for rp, amounts in allocations.items()}
+    remaining = {rp: {name: n for name, n in amounts.items() if n} for rp, amounts in allocations.items()}
     return {
-        "allocations": {rp: {"resources": amounts} for rp, amounts in kept.items() if amounts},
-        "project_id": seen.project,
-        "user_id": seen.user,
+        "allocations": {rp: {"resources": amounts} for rp, amounts in remaining.items() if amounts},
+        "project_id": consumer.project,
+        "user_id": consumer.user,
         "consumer_generation": change.generation,
     }
 
 
-def _amounts(seen: Consumer, shares: Shares) -> dict[str, int]:
+def _current_amounts(consumer: ConsumerAllocations, shares: ClaimShares) -> dict[str, int]:
     """Return, per provider of the shares, how much the consumer has now of the share's resource class."""
-    return {rp: seen.allocations.get(rp, {}).get(share.resource_class, 0) for rp, share in shares.items()}
+    return {rp: consumer.allocations.get(rp, {}).get(share.resource_class, 0) for rp, share in shares.items()}

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import django_filters as filters
 
-from accelerators.api.own.fields import Chosen, DeviceReference, HostReference, Url
-from accelerators.api.own.views import Collection
-from placement_sync.models import Discrepancy, Kind
+from accelerators.api.own.fields import DeviceReference, HostReference, RowSerializer, UrlField
+from accelerators.api.own.views import CollectionView
+from placement_sync.models import Discrepancy, DiscrepancyKind
 
 
 class DiscrepancyFilter(filters.FilterSet):
     """Filter by kind, and by host, device, provider or instance."""
 
-    kind = filters.MultipleChoiceFilter(choices=Kind.choices, distinct=False)
+    kind = filters.MultipleChoiceFilter(choices=DiscrepancyKind.choices, distinct=False)
     host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
     device = filters.UUIDFilter(field_name="device__uuid")
     provider = filters.UUIDFilter(help_text="The resource provider in Placement.")
     instance = filters.UUIDFilter()
 
 
-class DiscrepancySerializer(Chosen):
+class DiscrepancySerializer(RowSerializer):
     """A contradiction between a bound request and Placement, Nova or the hardware.
 
     `said` tells what is wrong and what to do.
     """
 
-    url = Url("discrepancies", source="uuid")
+    url = UrlField("discrepancies", source="uuid")
     host = HostReference(read_only=True)
     device = DeviceReference(read_only=True, allow_null=True, help_text="Null after the device was removed.")
 
@@ -47,11 +47,11 @@ class DiscrepancySerializer(Chosen):
         read_only_fields = fields
 
 
-class DiscrepancyView(Collection):
+class DiscrepancyView(CollectionView):
     """Discrepancies, oldest first. They are found after a look at a host and deleted when they are resolved."""
 
     policy = "inventory"
-    orders = {"created": "id"}
+    sort_fields = {"created": "id"}
     serializer_class = DiscrepancySerializer
     filterset_class = DiscrepancyFilter
     queryset = Discrepancy.objects.select_related("host", "device")

@@ -27,34 +27,38 @@ class PlacementSyncConfig(AppConfig):
         from accelerators.images import download
         from accelerators.runtime import jobs
         from accelerators.workflows import attachments
-        from placement_sync.glance import Glance
+        from placement_sync.glance import GlanceClient
         from placement_sync.jobs import attachments as attaching
         from placement_sync.jobs import holder_checks, writer_election
-        from placement_sync.nova.client import Nova
+        from placement_sync.nova.client import InstanceStateCache
 
         def session() -> Any:
             return import_string(settings.SERVICE_SESSION)()
 
         keys = settings.KEYS
-        placement_delegation.register(epoch=writer_election.epoch)
+        placement_delegation.register_sources(epoch_source=writer_election.get_epoch)
         # Registered without a cloud, too: what was attached while a cloud was configured can still be detached.
-        jobs.register(
-            "attachments", "placement_sync.jobs.attachments.run", cluster="work", timely=True, intent="attachment"
+        jobs.register_job(
+            "attachments",
+            "placement_sync.jobs.attachments.run",
+            cluster="work",
+            periodic=True,
+            intent_kind="attachment",
         )
         if keys.nova_endpoint != "off":
-            instances.register(Nova(session, keys.nova_endpoint))
+            instances.register_source(InstanceStateCache(session, keys.nova_endpoint))
         if keys.has_cloud and keys.placement_endpoint != "off":
-            jobs.register(
-                "placement", "placement_sync.jobs.providers.run", cluster="work", timely=True, intent="provider"
+            jobs.register_job(
+                "placement", "placement_sync.jobs.providers.run", cluster="work", periodic=True, intent_kind="provider"
             )
-            jobs.register("faults", "placement_sync.jobs.discrepancies.run", cluster="work", timely=True)
-            safety.register("placement", holder_checks.allocations)
+            jobs.register_job("faults", "placement_sync.jobs.discrepancies.run", cluster="work", periodic=True)
+            safety.register_holder_check("placement", holder_checks.check_placement)
         if keys.has_cloud and keys.nova_endpoint != "off":
-            jobs.register(
-                "notices", "placement_sync.nova.notices_job.run", cluster="work", timely=True, intent="notice"
+            jobs.register_job(
+                "notices", "placement_sync.nova.notices_job.run", cluster="work", periodic=True, intent_kind="notice"
             )
-            jobs.register("instances", "placement_sync.nova.deleted_instances.run", cluster="work", timely=True)
-            attachments.register(attaching.look)
-            safety.register("nova", holder_checks.instances)
+            jobs.register_job("instances", "placement_sync.nova.deleted_instances.run", cluster="work", periodic=True)
+            attachments.register_instance_lookup(attaching.look_up_instance)
+            safety.register_holder_check("nova", holder_checks.check_nova)
         if settings.KEYS.glance_endpoint != "off":
-            download.register(Glance(session, settings.KEYS.glance_endpoint))
+            download.register_image_service(GlanceClient(session, settings.KEYS.glance_endpoint))

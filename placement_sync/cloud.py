@@ -13,7 +13,7 @@ from drivers.configuration import ConfigurationError
 log = logging.getLogger(__name__)
 
 
-def session(endpoint: str) -> Any | None:
+def get_cloud_session(endpoint: str) -> Any | None:
     """Return the service user's session, or None if `endpoint` is `off` or no cloud is configured."""
     if endpoint == "off":
         return None

@@ -16,31 +16,31 @@ from typing import Any
 import msgspec
 
 from placement_sync.client import (
-    Placement,
+    PlacementClient,
     PlacementConflictError,
     PlacementRejectedError,
     PlacementUnavailableError,
     WriterStoppedError,
 )
-from placement_sync.mapping import Provider
-from placement_sync.reconcile import Written
-from placement_sync.sync import ProviderMissingError, bring
+from placement_sync.mapping import DesiredProvider
+from placement_sync.reconcile import WrittenRecord
+from placement_sync.sync import ProviderMissingError, synchronize_host
 
-CLOUDS = ("clouds.yaml", "clouds.yml")
-PLACES = (Path("."), Path("~/.config/openstack"), Path("/etc/openstack"))
+CLOUD_FILES = ("clouds.yaml", "clouds.yml")
+CLOUD_DIRECTORIES = (Path("."), Path("~/.config/openstack"), Path("/etc/openstack"))
 """Directories in which openstacksdk looks for clouds.yaml."""
 
-Ended = tuple[str, str]
+WriteResult = tuple[str, str]
 """The result and a sentence that describes it. Results: `succeeded`; `failed`, after at least one write was tried;
 `refused`, before any write was tried.
 """
 
 
-class Work(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProviderWork(msgspec.Struct, frozen=True, omit_defaults=True):
     """The desired providers of one host. `written` and `root` come from the conductor's last look and save reads."""
 
-    desired: dict[str, Provider]
-    written: dict[str, Written] = {}
+    desired: dict[str, DesiredProvider]
+    written: dict[str, WrittenRecord] = {}
     root: str = ""
     endpoint: str = ""
 
@@ -52,7 +52,7 @@ def lacks(environ: Mapping[str, str]) -> str:
     if environ.get("OS_AUTH_URL"):
         return ""
     if not environ.get("OS_CLOUD") and not environ.get("OS_CLIENT_CONFIG_FILE"):
-        if any((place.expanduser() / name).is_file() for place in PLACES for name in CLOUDS):
+        if any((place.expanduser() / name).is_file() for place in CLOUD_DIRECTORIES for name in CLOUD_FILES):
             return "the host has a clouds.yaml: set OS_CLOUD to the cloud that the agent is to use"
         return "the host has no credentials: give its agent OS_CLOUD and a clouds.yaml, or OS_AUTH_URL, OS_USERNAME …"
     if find_spec("openstack") is None:
@@ -60,7 +60,7 @@ def lacks(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable[[], str]) -> Ended:
+def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable[[], str]) -> WriteResult:
     """Make Placement show the providers of `payload` (a ProviderWork) below the compute provider `host`.
 
     `refused` is called before each call to Placement and returns why this host may not write any more, or '' while it
@@ -68,15 +68,15 @@ def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable
     raised.
     """
 
-    def check() -> None:
+    def raise_if_stopped() -> None:
         if why := refused():
             raise WriterStoppedError(why)
 
     placement = None
     try:
-        work = msgspec.json.decode(payload, type=Work)
-        placement = Placement(_cloud(environ), work.endpoint, before_call=check)
-        outcome = bring(placement, host, work.desired, work.written, work.root)
+        work = msgspec.json.decode(payload, type=ProviderWork)
+        placement = PlacementClient(_open_adapter(environ), work.endpoint, before_call=raise_if_stopped)
+        outcome = synchronize_host(placement, host, work.desired, work.written, work.root)
     except (
         ProviderMissingError,
         PlacementUnavailableError,
@@ -88,8 +88,8 @@ def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable
     ) as error:
         writes = placement.writes if placement else 0
         counted = "1 write" if writes == 1 else f"{writes} writes"
-        said = f"{error}, after {counted}" if writes else f"{error}; nothing was written"
-        return "failed" if writes else "refused", said
+        text = f"{error}, after {counted}" if writes else f"{error}; nothing was written"
+        return "failed" if writes else "refused", text
     return "succeeded", "; ".join([f"writes: {placement.writes}, reads: {placement.reads}", *outcome.problems])[:4096]
 
 
@@ -97,7 +97,7 @@ class _CredentialsError(Exception):
     """The credentials cannot be used as they are."""
 
 
-def _cloud(environ: Mapping[str, str]) -> Any:
+def _open_adapter(environ: Mapping[str, str]) -> Any:
     """Return a keystoneauth1 adapter for the host's credentials. It logs in at its first call.
 
     Raises _CredentialsError; its text contains no secret.
@@ -109,7 +109,7 @@ def _cloud(environ: Mapping[str, str]) -> Any:
 
     try:
         if environ.get("OS_AUTH_URL"):
-            session = _of_variables(environ)
+            session = _session_from_variables(environ)
         else:
             from openstack.config import get_cloud_region
 
@@ -128,20 +128,20 @@ def _cloud(environ: Mapping[str, str]) -> Any:
     )
 
 
-def _of_variables(environ: Mapping[str, str]) -> Any:
+def _session_from_variables(environ: Mapping[str, str]) -> Any:
     """Return a session made from the `OS_…` variables, which have the names of keystoneauth1's options."""
     from keystoneauth1.loading import get_plugin_loader
     from keystoneauth1.session import Session
 
-    kind = environ.get("OS_AUTH_TYPE") or (
+    auth_type = environ.get("OS_AUTH_TYPE") or (
         "v3applicationcredential" if environ.get("OS_APPLICATION_CREDENTIAL_ID") else "password"
     )
-    loader: Any = get_plugin_loader(kind)
+    loader: Any = get_plugin_loader(auth_type)
     values = {}
     for option in loader.get_options():
         names = [option, *option.deprecated]
-        found = (environ.get("OS_" + one.name.upper().replace("-", "_")) for one in names)
-        values[option.dest] = next(filter(None, found), None)
+        candidates = (environ.get("OS_" + one.name.upper().replace("-", "_")) for one in names)
+        values[option.dest] = next(filter(None, candidates), None)
     cacert = environ.get("OS_CACERT")
     verify: bool | str = cacert if cacert else environ.get("OS_INSECURE", "").lower() not in ("1", "true", "yes")
     return Session(auth=loader.load_from_options(**values), verify=verify)

@@ -10,118 +10,129 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from accelerators.domain.groups import FUNCTION
-from accelerators.images.download import ALGORITHMS, ImageServiceUnavailableError, ImageUnusableError, Offer
-from accelerators.images.store import CHUNK, MAX_KEY, MAX_PROPERTIES, MAX_VALUE
+from accelerators.domain.groups import FUNCTION_KEY
+from accelerators.images.download import (
+    DIGEST_ALGORITHMS,
+    ImageServiceUnavailableError,
+    ImageUnusableError,
+    ServiceImage,
+)
+from accelerators.images.store import CHUNK_BYTES, MAX_KEY, MAX_PROPERTIES, MAX_VALUE
 from drivers.configuration import ConfigurationError
 
-READY, COMING = "active", ("queued", "saving", "uploading", "importing")
-PARTIAL = 206
-ABOUT = "accel:"
+ACTIVE, PENDING_STATES = "active", ("queued", "saving", "uploading", "importing")
+PARTIAL_CONTENT = 206
+PROPERTY_PREFIX = "accel:"
 
 
-class Glance:
+class GlanceClient:
     """The image service; one per process. `session` creates the service user's session at the first call."""
 
     def __init__(self, session: Callable[[], Any], endpoint: str = "") -> None:
         self._session, self._endpoint = session, endpoint
-        self._made: Any = None
+        self._image_proxy: Any = None
 
-    def image(self, uuid: str) -> Offer:
+    def image(self, uuid: str) -> ServiceImage:
         """Return the image with this id.
 
         Raises ImageUnusableError if there is none or it has no bytes; ImageServiceUnavailableError to retry later.
         """
-        with _answering():
-            answer = self._proxy().get(f"/images/{uuid}")
+        with _translate_errors():
+            answer = self._get_image_proxy().get(f"/images/{uuid}")
             if answer.status_code == 404:
                 raise ImageUnusableError(f"Glance has no image {uuid}")
-            _check(answer)
-            return offer(answer.json())
+            _raise_for_status(answer)
+            return parse_offer(answer.json())
 
-    def with_function(self, function: str) -> Sequence[Offer]:
+    def with_function(self, function: str) -> Sequence[ServiceImage]:
         """Return at most two active images whose property `accel:function_id` is `function`.
 
         Two are enough to show that the id is ambiguous.
         """
-        with _answering():
-            answer = self._proxy().get("/images", params={FUNCTION: function, "status": READY, "limit": "2"})
-            _check(answer)
-            return [offer(one) for one in answer.json()["images"] if one.get(FUNCTION) == function]
+        with _translate_errors():
+            answer = self._get_image_proxy().get(
+                "/images", params={FUNCTION_KEY: function, "status": ACTIVE, "limit": "2"}
+            )
+            _raise_for_status(answer)
+            return [parse_offer(one) for one in answer.json()["images"] if one.get(FUNCTION_KEY) == function]
 
     def read(self, uuid: str, start: int) -> tuple[int, Iterator[bytes]]:
         """Return the image's bytes and the offset at which they begin: `start`, or 0 if Glance ignores the range."""
-        with _answering():
+        with _translate_errors():
             headers = {"Range": f"bytes={start}-"} if start else {}
-            answer = self._proxy().get(f"/images/{uuid}/file", stream=True, headers=headers)
-            _check(answer)
+            answer = self._get_image_proxy().get(f"/images/{uuid}/file", stream=True, headers=headers)
+            _raise_for_status(answer)
             if answer.status_code == 204:
                 raise ImageUnusableError(f"Glance has no bytes of image {uuid}")
-        return start if answer.status_code == PARTIAL else 0, _chunks(answer)
+        return start if answer.status_code == PARTIAL_CONTENT else 0, _iterate_chunks(answer)
 
-    def _proxy(self) -> Any:
+    def _get_image_proxy(self) -> Any:
         """Return the openstacksdk proxy for images.
 
         It is imported at the first call, because that costs as much as all of Django.
         """
-        if self._made is None:
+        if self._image_proxy is None:
             from openstack.connection import Connection
 
-            own: dict[str, Any] = {"image_endpoint_override": self._endpoint} if self._endpoint else {}
-            self._made = Connection(session=self._session(), **own).image
-        return self._made
+            endpoint_options: dict[str, Any] = {"image_endpoint_override": self._endpoint} if self._endpoint else {}
+            self._image_proxy = Connection(session=self._session(), **endpoint_options).image
+        return self._image_proxy
 
 
-def offer(document: Mapping[str, Any]) -> Offer:
+def parse_offer(document: Mapping[str, Any]) -> ServiceImage:
     """Convert Glance's image document into an Offer.
 
     Raises ImageServiceUnavailableError if the image is still being uploaded, ImageUnusableError if it has another state
     or no size.
     """
     uuid, status = str(document["id"]), str(document.get("status"))
-    if status in COMING:
-        raise ImageServiceUnavailableError(f"image {uuid} is {status} in Glance, not {READY} yet")
-    if status != READY:
-        raise ImageUnusableError(f"image {uuid} is {status} in Glance, not {READY}")
+    if status in PENDING_STATES:
+        raise ImageServiceUnavailableError(f"image {uuid} is {status} in Glance, not {ACTIVE} yet")
+    if status != ACTIVE:
+        raise ImageUnusableError(f"image {uuid} is {status} in Glance, not {ACTIVE}")
     if not isinstance(document.get("size"), int):
         raise ImageUnusableError(f"Glance has no bytes of image {uuid}")
     algorithm, digest = document.get("os_hash_algo"), document.get("os_hash_value")
-    known = (algorithm, str(digest)) if algorithm in ALGORITHMS and digest else ("", "")
+    checksum = (algorithm, str(digest)) if algorithm in DIGEST_ALGORITHMS and digest else ("", "")
     name = str(document.get("name") or "")[:255]
-    return Offer(uuid, name, document["size"], properties(document), *known)
+    return ServiceImage(uuid, name, document["size"], select_properties(document), *checksum)
 
 
-def properties(document: Mapping[str, Any]) -> dict[str, str]:
+def select_properties(document: Mapping[str, Any]) -> dict[str, str]:
     """Return the image's `accel:` properties, at most MAX_PROPERTIES, without those that are too long.
 
     Other properties belong to Glance and may contain secrets of its stores.
     """
-    said = [(key, value) for key, value in document.items() if key.startswith(ABOUT) and isinstance(value, str)]
-    return dict([pair for pair in said if len(pair[0]) <= MAX_KEY and len(pair[1]) <= MAX_VALUE][:MAX_PROPERTIES])
+    own_properties = [
+        (key, value) for key, value in document.items() if key.startswith(PROPERTY_PREFIX) and isinstance(value, str)
+    ]
+    return dict(
+        [pair for pair in own_properties if len(pair[0]) <= MAX_KEY and len(pair[1]) <= MAX_VALUE][:MAX_PROPERTIES]
+    )
 
 
-def _check(answer: Any) -> None:
+def _raise_for_status(answer: Any) -> None:
     """Raise ImageServiceUnavailableError or ImageUnusableError if Glance answered with an error."""
     status = answer.status_code
     if status < 400:
         return
-    said = f"Glance answered {status}"
+    text = f"Glance answered {status}"
     if status in (401, 429) or status >= 500:
-        raise ImageServiceUnavailableError(said)
-    raise ImageUnusableError(f"{said}: the service user may not read this image")
+        raise ImageServiceUnavailableError(text)
+    raise ImageUnusableError(f"{text}: the service user may not read this image")
 
 
-def _chunks(answer: Any) -> Iterator[bytes]:
+def _iterate_chunks(answer: Any) -> Iterator[bytes]:
     """Yield the bytes of the answer, and close it at the end."""
-    with _answering():
+    with _translate_errors():
         try:
-            yield from answer.iter_content(CHUNK)
+            yield from answer.iter_content(CHUNK_BYTES)
         finally:
             answer.close()
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Turn the errors of openstacksdk, keystoneauth1 and requests into ImageServiceUnavailableError.
 
     A missing cloud configuration becomes ImageUnusableError.

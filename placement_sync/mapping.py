@@ -10,26 +10,26 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from accelerators.domain.provider_ids import provider_uuid
+from accelerators.domain.provider_ids import compute_provider_uuid
 
 CLASS_KEY, TRAIT_KEY = "rc", "trait"
-WORD = re.compile(r"[A-Z0-9_]{1,255}")
+NAME_PATTERN = re.compile(r"[A-Z0-9_]{1,255}")
 """Pattern of a trait or a resource class."""
 
 
 @dataclass(frozen=True)
-class Part:
+class DeployableRecord:
     """A deployable as it is stored. `rp_uuid` is '' until a provider id is recorded."""
 
     name: str
     rp_uuid: str
     total: int
     attributes: Mapping[str, str]
-    offered: bool
+    is_offered: bool
 
 
 @dataclass(frozen=True)
-class Provider:
+class DesiredProvider:
     """A desired provider, a child of the host's compute provider. Without a resource class it has no inventory."""
 
     uuid: str
@@ -40,37 +40,41 @@ class Provider:
     traits: frozenset[str]
 
 
-def desired(parts: Iterable[Part]) -> tuple[dict[str, Provider], list[str]]:
+def compute_desired_providers(deployables: Iterable[DeployableRecord]) -> tuple[dict[str, DesiredProvider], list[str]]:
     """Return the desired providers by uuid, and a sentence for each problem.
 
     Problems are an unusable resource class, an unusable trait name, and two deployables with the same provider id (the
     first one is used).
     """
-    providers: dict[str, Provider] = {}
+    providers: dict[str, DesiredProvider] = {}
     problems: list[str] = []
-    for part in parts:
-        provider = _provider(part, problems)
+    for deployable in deployables:
+        provider = _build_provider(deployable, problems)
         if (other := providers.setdefault(provider.uuid, provider)) is not provider:
             problems.append(
-                f"{part.name} has the provider id of {other.name}, {provider.uuid}, so it is not in Placement"
+                f"{deployable.name} has the provider id of {other.name}, {provider.uuid}, so it is not in Placement"
             )
     return providers, problems
 
 
-def _provider(part: Part, problems: list[str]) -> Provider:
-    wanted = part.attributes.get(CLASS_KEY, "")
-    if not WORD.fullmatch(wanted):
-        problems.append(f"{part.name} has no usable resource class ({wanted[:64]!r}), so it has no inventory")
-        wanted = ""
-    total = part.total if wanted else 0
-    uuid = part.rp_uuid or str(provider_uuid(part.name))
-    reserved = 0 if part.offered else total
-    return Provider(uuid, part.name, wanted, total, reserved, _traits(part, problems))
+def _build_provider(deployable: DeployableRecord, problems: list[str]) -> DesiredProvider:
+    resource_class = deployable.attributes.get(CLASS_KEY, "")
+    if not NAME_PATTERN.fullmatch(resource_class):
+        problems.append(
+            f"{deployable.name} has no usable resource class ({resource_class[:64]!r}), so it has no inventory"
+        )
+        resource_class = ""
+    total = deployable.total if resource_class else 0
+    uuid = deployable.rp_uuid or str(compute_provider_uuid(deployable.name))
+    reserved = 0 if deployable.is_offered else total
+    return DesiredProvider(
+        uuid, deployable.name, resource_class, total, reserved, _collect_traits(deployable, problems)
+    )
 
 
-def _traits(part: Part, problems: list[str]) -> frozenset[str]:
-    named = {value for key, value in part.attributes.items() if key.startswith(TRAIT_KEY)}
-    for name in sorted(named):
-        if not WORD.fullmatch(name):
-            problems.append(f"{part.name} has a trait whose name Placement does not accept: {name[:64]!r}")
-    return frozenset(name for name in named if WORD.fullmatch(name))
+def _collect_traits(deployable: DeployableRecord, problems: list[str]) -> frozenset[str]:
+    names = {value for key, value in deployable.attributes.items() if key.startswith(TRAIT_KEY)}
+    for name in sorted(names):
+        if not NAME_PATTERN.fullmatch(name):
+            problems.append(f"{deployable.name} has a trait whose name Placement does not accept: {name[:64]!r}")
+    return frozenset(name for name in names if NAME_PATTERN.fullmatch(name))

@@ -43,7 +43,7 @@ class WrittenProvider(models.Model):
         return str(self.uuid)
 
 
-class Who(models.TextChoices):
+class WriterChoice(models.TextChoices):
     """The two possible writers to Placement."""
 
     CONDUCTOR = "conductor"
@@ -56,7 +56,7 @@ class Writer(models.Model):
     `writer_election.switch_writer` changes it. If there is no row, the conductor writes, and the epoch is 0.
     """
 
-    who = models.CharField(max_length=16, choices=Who, default=Who.CONDUCTOR)
+    who = models.CharField(max_length=16, choices=WriterChoice, default=WriterChoice.CONDUCTOR)
     epoch = models.BigIntegerField(default=0, help_text="Grows by one with every change; an older one writes no more.")
     since = models.DateTimeField(db_default=Now())
     by = models.CharField(max_length=255, default="", blank=True)
@@ -66,7 +66,7 @@ class Writer(models.Model):
         verbose_name_plural = "writer"
         constraints = [
             models.CheckConstraint(condition=models.Q(id=1), name="writer_is_one_row"),
-            models.CheckConstraint(condition=models.Q(who__in=Who.values), name="writer_known"),
+            models.CheckConstraint(condition=models.Q(who__in=WriterChoice.values), name="writer_known"),
         ]
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Vanished(models.Model):
         return str(self.instance)
 
 
-class Kind(models.TextChoices):
+class DiscrepancyKind(models.TextChoices):
     """The kinds of contradiction between the bound requests and Placement, Nova or the hardware.
 
     * UNCLAIMED: a bound request has no allocation in Placement.
@@ -112,11 +112,11 @@ class Kind(models.TextChoices):
 class Discrepancy(fields.Row):
     """A contradiction about one instance on one provider. Only the job `faults` creates and deletes these rows."""
 
-    kind = models.CharField(max_length=16, choices=Kind)
+    kind = models.CharField(max_length=16, choices=DiscrepancyKind)
     host = models.ForeignKey(Host, models.CASCADE, related_name="discrepancies")
     device = models.ForeignKey(Device, models.CASCADE, null=True, blank=True, related_name="discrepancies")
     provider = models.UUIDField()
-    provider_name = fields.name()
+    provider_name = fields.name_field()
     instance = models.UUIDField(help_text="The instance, or whatever else is Placement's consumer.")
     since = models.DateTimeField(help_text="When it was seen first.")
     seen_at = models.DateTimeField(help_text="When it was seen last.")
@@ -127,13 +127,13 @@ class Discrepancy(fields.Row):
         verbose_name_plural = "discrepancies"
         constraints = [
             models.UniqueConstraint(fields=["kind", "provider", "instance"], name="discrepancy_once"),
-            models.CheckConstraint(condition=models.Q(kind__in=Kind.values), name="discrepancy_kind_known"),
+            models.CheckConstraint(condition=models.Q(kind__in=DiscrepancyKind.values), name="discrepancy_kind_known"),
         ]
 
     @property
     def label(self) -> str:
         """Return the kind in words."""
-        return str(Kind(self.kind).label)
+        return str(DiscrepancyKind(self.kind).label)
 
     def __str__(self) -> str:
         return f"{self.label}: {self.instance}"

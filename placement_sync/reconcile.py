@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement_sync.mapping import Provider
+from placement_sync.mapping import DesiredProvider
 
 Inventory = Mapping[str, Any]
 """An inventory record as Placement shows it: total, reserved, min_unit, max_unit, step_size, allocation_ratio."""
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedProvider:
     """A provider as Placement shows it. Writes of inventories and traits fail if `generation` has changed."""
 
     uuid: str
@@ -30,7 +30,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenRecord:
     """What we last wrote to a provider, and how Placement showed it last (`seen`).
 
     `classes` has more than one entry while an old resource class still has allocations.
@@ -38,11 +38,11 @@ class Written:
 
     classes: frozenset[str] = frozenset()
     traits: frozenset[str] = frozenset()
-    seen: Observed | None = None
+    seen: ObservedProvider | None = None
 
 
 @dataclass(frozen=True)
-class Create:
+class CreateProvider:
     """Create a provider below `parent`."""
 
     uuid: str
@@ -51,13 +51,13 @@ class Create:
 
 
 @dataclass(frozen=True)
-class Move:
+class MoveProvider:
     """Set a provider's name and parent back to what they shall be; `previous` describes both as observed."""
 
     uuid: str
     name: str
     parent: str
-    was: str
+    previous: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SetInventories:
     uuid: str
     name: str
     inventories: Mapping[str, Inventory]
-    was: Mapping[str, Inventory]
+    previous: Mapping[str, Inventory]
 
 
 @dataclass(frozen=True)
@@ -77,68 +77,74 @@ class SetTraits:
     uuid: str
     name: str
     traits: frozenset[str]
-    was: frozenset[str]
+    previous: frozenset[str]
 
 
 @dataclass(frozen=True)
-class Delete:
+class DeleteProvider:
     """Delete a provider. The caller must make sure that it has no allocations."""
 
     uuid: str
     name: str
 
 
-Write = Create | Move | SetInventories | SetTraits | Delete
+ProviderWrite = CreateProvider | MoveProvider | SetInventories | SetTraits | DeleteProvider
 
 
-def plan(
+def plan_writes(
     root: str,
-    desired: Mapping[str, Provider],
-    written: Mapping[str, Written],
-    observed: Mapping[str, Observed],
-) -> list[Write]:
+    desired: Mapping[str, DesiredProvider],
+    written: Mapping[str, WrittenRecord],
+    observed: Mapping[str, ObservedProvider],
+) -> list[ProviderWrite]:
     """Return the writes in order: per provider create or move, inventories, traits; then all deletions.
 
     `observed` must hold every existing provider of `desired` and `written`. A provider that is only in `observed`
     belongs to somebody else and is left alone.
     """
-    writes: list[Write] = []
+    writes: list[ProviderWrite] = []
     for uuid, provider in sorted(desired.items()):
-        writes += _bring(root, provider, written.get(uuid, Written()), observed.get(uuid))
-    gone = sorted(written.keys() - desired.keys())
-    writes += [Delete(uuid, observed[uuid].name) for uuid in gone if uuid in observed]
+        writes += _plan_provider(root, provider, written.get(uuid, WrittenRecord()), observed.get(uuid))
+    undesired = sorted(written.keys() - desired.keys())
+    writes += [DeleteProvider(uuid, observed[uuid].name) for uuid in undesired if uuid in observed]
     return writes
 
 
-def _bring(root: str, wanted: Provider, before: Written, now: Observed | None) -> list[Write]:
+def _plan_provider(
+    root: str, desired: DesiredProvider, written: WrittenRecord, observed: ObservedProvider | None
+) -> list[ProviderWrite]:
     """Return the writes for one desired provider; `observed` is None if it does not exist."""
-    writes: list[Write] = []
-    if now is None:
-        writes.append(Create(wanted.uuid, wanted.name, root))
-        now = Observed(wanted.uuid, wanted.name, root, 0)
-    elif (now.name, now.parent) != (wanted.name, root):
-        writes.append(Move(wanted.uuid, wanted.name, root, f"{now.name} below {now.parent or 'nothing'}"))
-    inventories = merged(wanted, before, now.inventories)
-    if inventories != now.inventories:
-        writes.append(SetInventories(wanted.uuid, wanted.name, inventories, now.inventories))
-    traits = (now.traits - before.traits) | wanted.traits
-    if traits != now.traits:
-        writes.append(SetTraits(wanted.uuid, wanted.name, traits, now.traits))
+    writes: list[ProviderWrite] = []
+    if observed is None:
+        writes.append(CreateProvider(desired.uuid, desired.name, root))
+        observed = ObservedProvider(desired.uuid, desired.name, root, 0)
+    elif (observed.name, observed.parent) != (desired.name, root):
+        writes.append(
+            MoveProvider(desired.uuid, desired.name, root, f"{observed.name} below {observed.parent or 'nothing'}")
+        )
+    inventories = merge_inventories(desired, written, observed.inventories)
+    if inventories != observed.inventories:
+        writes.append(SetInventories(desired.uuid, desired.name, inventories, observed.inventories))
+    traits = (observed.traits - written.traits) | desired.traits
+    if traits != observed.traits:
+        writes.append(SetTraits(desired.uuid, desired.name, traits, observed.traits))
     return writes
 
 
-def merged(wanted: Provider, before: Written, now: Mapping[str, Inventory]) -> dict[str, Inventory]:
+def merge_inventories(
+    desired: DesiredProvider, written: WrittenRecord, observed: Mapping[str, Inventory]
+) -> dict[str, Inventory]:
     """Return all inventories of the provider, with our resource class as desired and our old classes removed.
 
     Placement accepts no total of 0. If nothing is left of our class, it keeps its last total, all of it reserved; if it
     had no inventory, it gets none.
     """
-    ours = wanted.resource_class
-    result = {name: entry for name, entry in now.items() if name not in before.classes or name == ours}
-    if not ours:
+    own_class = desired.resource_class
+    result = {name: entry for name, entry in observed.items() if name not in written.classes or name == own_class}
+    if not own_class:
         return result
-    there = now.get(ours, {})
-    if total := wanted.total or int(there.get("total", 0)):
-        numbers = {"total": total, "max_unit": total, "reserved": wanted.reserved if wanted.total else total}
-        result[ours] = {**there, **numbers}
+    existing = observed.get(own_class, {})
+    if total := desired.total or int(existing.get("total", 0)):
+        own_fields = {"total": total, "max_unit": total, "reserved": desired.reserved if desired.total else total}
+        result[own_class] = {**existing, **own_fields}
     return result

@@ -12,24 +12,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from placement_sync.client import IN_USE, Placement, PlacementConflictError
-from placement_sync.mapping import Provider
+from placement_sync.client import IN_USE_CODES, PlacementClient, PlacementConflictError
+from placement_sync.mapping import DesiredProvider
 from placement_sync.reconcile import (
-    Create,
-    Delete,
+    CreateProvider,
+    DeleteProvider,
     Inventory,
-    Move,
-    Observed,
+    MoveProvider,
+    ObservedProvider,
+    ProviderWrite,
     SetInventories,
     SetTraits,
-    Write,
-    Written,
-    plan,
+    WrittenRecord,
+    plan_writes,
 )
 
-TRIES = 8
+MAX_ATTEMPTS = 8
 """Attempts for one host when another writer changes the same providers."""
-PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.02, 0.5
 """First and longest back-off between two attempts, in seconds. The pause is random between 0 and the back-off."""
 
 
@@ -38,23 +38,23 @@ class ProviderMissingError(Exception):
 
 
 @dataclass
-class Outcome:
+class SyncOutcome:
     """The writes that were sent (in a dry run: would be sent), and the problems; store `written` for the next call."""
 
     root: str = ""
-    writes: list[Write] = field(default_factory=list)
+    writes: list[ProviderWrite] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    written: dict[str, Written] = field(default_factory=dict)
+    written: dict[str, WrittenRecord] = field(default_factory=dict)
 
 
-def bring(
-    placement: Placement,
+def synchronize_host(
+    placement: PlacementClient,
     host: str,
-    desired: Mapping[str, Provider],
-    written: Mapping[str, Written],
+    desired: Mapping[str, DesiredProvider],
+    written: Mapping[str, WrittenRecord],
     root: str = "",
     dry_run: bool = False,
-) -> Outcome:
+) -> SyncOutcome:
     """Make Placement show `desired` below the compute provider `host`. `root` is that provider's uuid, if it is known.
 
     With `dry_run`, only read, and return the writes that would be sent. A provider with allocations is not deleted, and
@@ -64,169 +64,182 @@ def bring(
     PlacementConflictError after MAX_ATTEMPTS attempts. Writes that were sent before an error are found by the next
     call.
     """
-    outcome = Outcome(written=dict(written))
-    for attempt in range(TRIES):
+    outcome = SyncOutcome(written=dict(written))
+    for attempt in range(MAX_ATTEMPTS):
         try:
-            outcome.root, observed = _look(placement, host, desired, outcome.written, root)
-            outcome.written = _remember(outcome.written, observed, desired)
-            writes = plan(outcome.root, desired, outcome.written, observed)
+            outcome.root, observed = _read_observed(placement, host, desired, outcome.written, root)
+            outcome.written = _merge_observed(outcome.written, observed, desired)
+            writes = plan_writes(outcome.root, desired, outcome.written, observed)
             if dry_run:
                 outcome.writes = writes
                 return outcome
             outcome.problems.clear()
             for write in writes:
-                _apply(placement, write, desired, observed, outcome)
+                _apply_write(placement, write, desired, observed, outcome)
             break
         except PlacementConflictError as conflict:
-            if attempt == TRIES - 1:
+            if attempt == MAX_ATTEMPTS - 1:
                 raise
             root = outcome.root
-            _forget(outcome.written, conflict)
-            time.sleep(random.uniform(0, min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S)))
+            _drop_seen(outcome.written, conflict)
+            time.sleep(random.uniform(0, min(FIRST_BACK_OFF_S * 2**attempt, MAX_BACK_OFF_S)))
     return outcome
 
 
-def _look(
-    placement: Placement, host: str, desired: Mapping[str, Provider], written: Mapping[str, Written], root: str
-) -> tuple[str, dict[str, Observed]]:
+def _read_observed(
+    placement: PlacementClient,
+    host: str,
+    desired: Mapping[str, DesiredProvider],
+    written: Mapping[str, WrittenRecord],
+    root: str,
+) -> tuple[str, dict[str, ObservedProvider]]:
     """Return the compute provider's uuid, and the observed state of the providers in `desired` or `written`.
 
     A written provider is found in other trees, too; one that is only desired is looked for in the host's tree alone.
     Raises ProviderMissingError.
     """
-    tree = placement.tree(root) if root else {}
+    tree = placement.read_tree(root) if root else {}
     if root not in tree or tree[root].name != host:
-        found = placement.root(host)
-        if found is None:
+        compute_provider = placement.find_compute_provider(host)
+        if compute_provider is None:
             raise ProviderMissingError(f"waiting for compute provider {host}")
-        root, tree = found.uuid, placement.tree(found.uuid)
+        root, tree = compute_provider.uuid, placement.read_tree(compute_provider.uuid)
     observed = {}
     for uuid in desired.keys() | written.keys():
-        seen = written[uuid].seen if uuid in written else None
+        last_seen = written[uuid].seen if uuid in written else None
         if uuid in tree:
-            bare = tree[uuid]
-            same = seen is not None and (seen.generation, seen.name, seen.parent) == (
-                bare.generation,
-                bare.name,
-                bare.parent,
+            summary = tree[uuid]
+            is_unchanged = last_seen is not None and (last_seen.generation, last_seen.name, last_seen.parent) == (
+                summary.generation,
+                summary.name,
+                summary.parent,
             )
-            observed[uuid] = seen if seen and same else placement.filled(bare)
-        elif uuid in written and (elsewhere := placement.provider(uuid)):
+            observed[uuid] = last_seen if last_seen and is_unchanged else placement.read_details(summary)
+        elif uuid in written and (elsewhere := placement.read_provider(uuid)):
             observed[uuid] = elsewhere
     return root, observed
 
 
-def _remember(
-    written: Mapping[str, Written], observed: Mapping[str, Observed], desired: Mapping[str, Provider]
-) -> dict[str, Written]:
+def _merge_observed(
+    written: Mapping[str, WrittenRecord],
+    observed: Mapping[str, ObservedProvider],
+    desired: Mapping[str, DesiredProvider],
+) -> dict[str, WrittenRecord]:
     """Return the written state for the next attempt, with what is observed now as `seen`.
 
     A provider that is neither observed nor desired is dropped. Classes and traits that exist as desired count as ours,
     whoever wrote them: an agent, or a worker that was killed before it could store its result.
     """
-    remembered: dict[str, Written] = {}
+    merged: dict[str, WrittenRecord] = {}
     for uuid in written.keys() | observed.keys():
-        before, now, wanted = written.get(uuid, Written()), observed.get(uuid), desired.get(uuid)
-        if now and wanted:
-            classes = before.classes | ({wanted.resource_class} & now.inventories.keys())
-            before = Written(classes, before.traits | (wanted.traits & now.traits))
-        if now or wanted:
-            remembered[uuid] = replace(before, seen=now)
-    return remembered
+        record, current, provider = written.get(uuid, WrittenRecord()), observed.get(uuid), desired.get(uuid)
+        if current and provider:
+            classes = record.classes | ({provider.resource_class} & current.inventories.keys())
+            record = WrittenRecord(classes, record.traits | (provider.traits & current.traits))
+        if current or provider:
+            merged[uuid] = replace(record, seen=current)
+    return merged
 
 
-def _forget(written: dict[str, Written], conflict: PlacementConflictError) -> None:
+def _drop_seen(written: dict[str, WrittenRecord], conflict: PlacementConflictError) -> None:
     """Drop every `seen` after a conflict, so that the next attempt reads all providers again."""
     for uuid, entry in written.items():
         written[uuid] = replace(entry, seen=None)
 
 
-def _apply(
-    placement: Placement,
-    write: Write,
-    desired: Mapping[str, Provider],
-    observed: dict[str, Observed],
-    outcome: Outcome,
+def _apply_write(
+    placement: PlacementClient,
+    write: ProviderWrite,
+    desired: Mapping[str, DesiredProvider],
+    observed: dict[str, ObservedProvider],
+    outcome: SyncOutcome,
 ) -> None:
     """Send one write and update `observed` and `outcome`."""
     uuid = write.uuid
-    if isinstance(write, Delete):
-        _delete(placement, write, outcome)
+    if isinstance(write, DeleteProvider):
+        _delete_provider(placement, write, outcome)
         return
-    wanted, now = desired[uuid], observed.get(uuid)
-    if isinstance(write, Create):
-        now = _create(placement, write)
-    elif isinstance(write, Move):
-        assert now
-        generation = placement.move(uuid, write.name, write.parent)
-        now = replace(now, name=write.name, parent=write.parent, generation=generation)
+    provider, current = desired[uuid], observed.get(uuid)
+    if isinstance(write, CreateProvider):
+        current = _create_provider(placement, write)
+    elif isinstance(write, MoveProvider):
+        assert current
+        generation = placement.move_provider(uuid, write.name, write.parent)
+        current = replace(current, name=write.name, parent=write.parent, generation=generation)
     elif isinstance(write, SetInventories):
-        assert now
-        now = _inventories(placement, write, now, outcome)
+        assert current
+        current = _replace_inventories(placement, write, current, outcome)
     else:
-        assert now and isinstance(write, SetTraits)
-        generation = placement.set_traits(uuid, now.generation, write.traits)
-        now = replace(now, generation=generation, traits=write.traits)
-    changed, observed[uuid] = now is not observed.get(uuid), now
-    before = outcome.written.get(uuid, Written())
-    classes = (before.classes | {wanted.resource_class}) & now.inventories.keys()
-    traits = wanted.traits if isinstance(write, SetTraits) or wanted.traits <= now.traits else before.traits
-    outcome.written[uuid] = Written(classes, traits, now)
+        assert current and isinstance(write, SetTraits)
+        generation = placement.set_traits(uuid, current.generation, write.traits)
+        current = replace(current, generation=generation, traits=write.traits)
+    changed, observed[uuid] = current is not observed.get(uuid), current
+    record = outcome.written.get(uuid, WrittenRecord())
+    classes = (record.classes | {provider.resource_class}) & current.inventories.keys()
+    traits = provider.traits if isinstance(write, SetTraits) or provider.traits <= current.traits else record.traits
+    outcome.written[uuid] = WrittenRecord(classes, traits, current)
     if changed:
         outcome.writes.append(write)
 
 
-def _create(placement: Placement, write: Create) -> Observed:
+def _create_provider(placement: PlacementClient, write: CreateProvider) -> ObservedProvider:
     """Create a provider and return its state, or move the provider that already has this uuid.
 
     That one may be in another tree or have another name. Raises PlacementConflictError if a provider with another uuid
     has the name.
     """
     try:
-        generation = placement.create(write.uuid, write.name, write.parent)
+        generation = placement.create_provider(write.uuid, write.name, write.parent)
     except PlacementConflictError:
-        there = placement.provider(write.uuid)
-        if there is None:
+        existing = placement.read_provider(write.uuid)
+        if existing is None:
             raise
-        generation = placement.move(write.uuid, write.name, write.parent)
-        return replace(there, name=write.name, parent=write.parent, generation=generation)
-    return Observed(write.uuid, write.name, write.parent, generation)
+        generation = placement.move_provider(write.uuid, write.name, write.parent)
+        return replace(existing, name=write.name, parent=write.parent, generation=generation)
+    return ObservedProvider(write.uuid, write.name, write.parent, generation)
 
 
-def _inventories(placement: Placement, write: SetInventories, now: Observed, outcome: Outcome) -> Observed:
+def _replace_inventories(
+    placement: PlacementClient, write: SetInventories, current: ObservedProvider, outcome: SyncOutcome
+) -> ObservedProvider:
     """Replace the provider's inventories, but keep a class that has allocations, with all of it reserved (a problem).
 
     Returns the new state, or `current` itself if nothing had to be written.
     """
-    inventories, gone = dict(write.inventories), now.inventories.keys() - write.inventories.keys()
-    held = {name for amounts in placement.allocations(write.uuid).values() for name in amounts} & gone if gone else None
-    if held:
-        kept: dict[str, Inventory] = {
-            name: {**now.inventories[name], "reserved": now.inventories[name]["total"]} for name in held
+    inventories, removed_classes = dict(write.inventories), current.inventories.keys() - write.inventories.keys()
+    allocated_classes = (
+        {name for amounts in placement.read_allocations(write.uuid).values() for name in amounts} & removed_classes
+        if removed_classes
+        else None
+    )
+    if allocated_classes:
+        kept_inventories: dict[str, Inventory] = {
+            name: {**current.inventories[name], "reserved": current.inventories[name]["total"]}
+            for name in allocated_classes
         }
-        inventories |= kept
-        classes = ", ".join(sorted(held))
+        inventories |= kept_inventories
+        classes = ", ".join(sorted(allocated_classes))
         outcome.problems.append(f"{write.name} keeps {classes}, fully reserved, because of its allocations")
-    if inventories == now.inventories:
-        return now
-    generation = placement.set_inventories(write.uuid, now.generation, inventories)
-    return replace(now, generation=generation, inventories=inventories)
+    if inventories == current.inventories:
+        return current
+    generation = placement.set_inventories(write.uuid, current.generation, inventories)
+    return replace(current, generation=generation, inventories=inventories)
 
 
-def _delete(placement: Placement, write: Delete, outcome: Outcome) -> None:
+def _delete_provider(placement: PlacementClient, write: DeleteProvider, outcome: SyncOutcome) -> None:
     """Delete the provider; if it has allocations, keep it and add a problem."""
-    consumers = placement.allocations(write.uuid)
+    consumers = placement.read_allocations(write.uuid)
     try:
         if not consumers:
-            placement.delete(write.uuid)
+            placement.delete_provider(write.uuid)
     except PlacementConflictError as conflict:
-        if conflict.code not in IN_USE:
+        if conflict.code not in IN_USE_CODES:
             raise
-        consumers = placement.allocations(write.uuid)
+        consumers = placement.read_allocations(write.uuid)
     if consumers:
-        who = ", ".join(sorted(consumers)[:5])
+        consumer_list = ", ".join(sorted(consumers)[:5])
         outcome.problems.append(
-            f"{write.name} was removed from its host but stays in Placement, because it is allocated to {who}"
+            f"{write.name} was removed from its host but stays in Placement, because it is allocated to {consumer_list}"
         )
     else:
         outcome.written.pop(write.uuid, None)

@@ -98,7 +98,7 @@ def _nothing_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from cyborgweb.auth import read_only
 
-    monkeypatch.setattr(read_only, "_known", (float("inf"), None))
+    monkeypatch.setattr(read_only, "_cached", (float("inf"), None))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -93,8 +93,8 @@ def test_the_pictures_can_be_drawn() -> None:
 
 
 def test_the_contents_have_every_page_once_and_no_other() -> None:
-    there = {str(page.relative_to(contents.DOCS).with_suffix("")) for page in PAGES[1:]} | {contents.FIELDS}
-    named = [entry.name for entry in contents.entries()]
+    there = {str(page.relative_to(contents.DOCS_FOLDER).with_suffix("")) for page in PAGES[1:]} | {contents.FIELDS_PAGE}
+    named = [entry.name for entry in contents.load_entries()]
     assert sorted(named) == sorted(there), "docs/contents.toml names each page of docs/ once"
 
 

@@ -62,9 +62,9 @@ def test_migrations_match_the_models() -> None:
 
 
 def test_the_configuration_page_is_the_codes() -> None:
-    from cyborgweb.management.commands.configuration_page import page
+    from cyborgweb.management.commands.configuration_page import render_configuration_page
 
-    assert (ROOT / "docs" / "configuration.md").read_text() == page(), "run `make docs`"
+    assert (ROOT / "docs" / "configuration.md").read_text() == render_configuration_page(), "run `make docs`"
 
 
 def test_tests_that_share_a_product_run_in_one_process() -> None:

@@ -19,15 +19,15 @@ from unfold.decorators import display
 
 from accelerators.admin import device_actions
 from accelerators.devices import admission_rules
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import AdmissionRule
 from accelerators.ui import badges, permissions
-from accelerators.ui.changelist import Listing
+from accelerators.ui.changelist import ConsoleModelAdmin
 from accelerators.ui.refusals import RefusalAsMessage
 
 
 @admin.register(AdmissionRule)
-class AdmissionRuleAdmin(RefusalAsMessage, Listing):
+class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
     """List of admission rules in the order in which they are tried, the form of one, and the page that applies them."""
 
     list_display = ("order", "name", "shown_enabled", "shown_action", "shown_fits", "updated")
@@ -46,56 +46,59 @@ class AdmissionRuleAdmin(RefusalAsMessage, Listing):
 
     @display(description="In force", ordering="enabled")
     def shown_enabled(self, rule: AdmissionRule) -> SafeString:
-        return badges.mark("on", "good") if rule.enabled else badges.mark("off", "calm")
+        return badges.render_badge("on", "good") if rule.enabled else badges.render_badge("off", "calm")
 
     @display(description="Found devices become", ordering="action")
     def shown_action(self, rule: AdmissionRule) -> SafeString:
-        return badges.state(rule.action)
+        return badges.render_device_state(rule.action)
 
     @display(description="If they match")
     def shown_fits(self, rule: AdmissionRule) -> str:
-        said = {name: getattr(rule, name) for name in ("host", "driver", "vendor", "model", "type")}
-        return ", ".join(f"{name} {value}" for name, value in said.items() if value) or "always"
+        conditions = {name: getattr(rule, name) for name in ("host", "driver", "vendor", "model", "type")}
+        return ", ".join(f"{name} {value}" for name, value in conditions.items() if value) or "always"
 
     @display(description="Changed", ordering="-updated_at")
     def updated(self, rule: AdmissionRule) -> SafeString:
-        return badges.ago(rule.updated_at or rule.created_at)
+        return badges.render_relative_time(rule.updated_at or rule.created_at)
 
     def save_model(self, request: HttpRequest, obj: AdmissionRule, form: ModelForm, change: bool) -> None:
-        values, who = {name: form.cleaned_data[name] for name in self.fields}, device_actions.person(request)
+        values, caller = {name: form.cleaned_data[name] for name in self.fields}, device_actions.get_caller(request)
         if change:
-            admission_rules.edit(obj.uuid, values, who, Source.PERSON)
+            admission_rules.edit_rule(obj.uuid, values, caller, EventSource.PERSON)
         else:
-            obj.pk = admission_rules.create(values | {"uuid": obj.uuid}, who, Source.PERSON).pk
+            obj.pk = admission_rules.create_rule(values | {"uuid": obj.uuid}, caller, EventSource.PERSON).pk
 
     def delete_model(self, request: HttpRequest, obj: AdmissionRule) -> None:
-        admission_rules.delete(obj.uuid, device_actions.person(request), Source.PERSON)
+        admission_rules.delete_rule(obj.uuid, device_actions.get_caller(request), EventSource.PERSON)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[AdmissionRule]) -> None:
         for rule in queryset:
             self.delete_model(request, rule)
 
     def get_urls(self) -> list[Any]:
-        apply = self.admin_site.admin_view(self.apply_view)
-        return [path("apply/", apply, name="accelerators_admissionrule_apply"), *super().get_urls()]
+        apply_view = self.admin_site.admin_view(self.apply_view)
+        return [path("apply/", apply_view, name="accelerators_admissionrule_apply"), *super().get_urls()]
 
     def apply_view(self, request: HttpRequest) -> HttpResponse:
         """GET: show how many inactive devices each rule would move. POST: move them."""
-        permissions.require(request, permissions.RULES)
+        permissions.require_permission(request, permissions.UPDATE_RULES)
         if not self.has_view_permission(request):
             raise PermissionDenied
         if request.method == "POST":
-            moved = sum(admission_rules.apply(device_actions.person(request)))
+            moved = sum(admission_rules.apply_rules(device_actions.get_caller(request)))
             messages.success(request, f"The rules moved {moved} device{'' if moved == 1 else 's'}.")
             return HttpResponseRedirect(reverse("admin:accelerators_admissionrule_changelist"))
-        counts = admission_rules.preview()
+        counts = admission_rules.count_matching_devices()
         context = self.admin_site.each_context(request) | {
             "title": "Apply the rules",
             "opts": self.opts,
-            "rows": [(rule, badges.state(rule.action), counts[rule.name]) for rule in self._counted(counts)],
+            "rows": [
+                (rule, badges.render_device_state(rule.action), counts[rule.name])
+                for rule in self._select_counted_rules(counts)
+            ],
             "total": counts.total(),
         }
         return TemplateResponse(request, "accelerators/rules_apply.html", context)
 
-    def _counted(self, counts: dict[str, int]) -> QuerySet[AdmissionRule]:
+    def _select_counted_rules(self, counts: dict[str, int]) -> QuerySet[AdmissionRule]:
         return AdmissionRule.objects.filter(name__in=counts)

@@ -17,38 +17,38 @@ from django.template.response import TemplateResponse
 from accelerators import safety
 from accelerators.admin import device_actions
 from accelerators.commands import catalogue, placing
-from accelerators.commands.catalogue import Act
+from accelerators.commands.catalogue import OrderableCommand
 from accelerators.devices.lifecycle import MAX_REASON
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource
 from accelerators.models import Command, Device, Host, Image
 from accelerators.ui import badges, permissions
 
-KEPT = ("op", "layout", "image", "deployable", "driver")
-IMAGES = 50
-DONE = {"uninstall": "uninstalled", "program": "programmed", "partition": "partitioned", "reset": "reset"}
+KEPT_FIELDS = ("op", "layout", "image", "deployable", "driver")
+MAX_IMAGES = 50
+OP_PARTICIPLES = {"uninstall": "uninstalled", "program": "programmed", "partition": "partitioned", "reset": "reset"}
 
 
-def possible(request: HttpRequest, device: Device, held: int) -> list[Act]:
+def list_available_commands(request: HttpRequest, device: Device, held: int) -> list[OrderableCommand]:
     """Return the commands that this user can order for a device now; none if the user may not order commands.
 
     `held` is the number of our requests that hold the device.
     """
-    if not permissions.may(request, permissions.ORDER):
+    if not permissions.is_allowed(request, permissions.CREATE_COMMAND):
         return []
-    return list(catalogue.possible(device, held))
+    return list(catalogue.list_possible_commands(device, held))
 
 
-def images(offered: list[Act]) -> QuerySet[Image] | None:
-    """Return the IMAGES newest stored images to choose from; None if no offered command takes an image.
+def select_images(offered_commands: list[OrderableCommand]) -> QuerySet[Image] | None:
+    """Return the MAX_IMAGES newest stored images to choose from; None if no offered command takes an image.
 
     Other images, such as those in Glance, can be named by their uuid.
     """
-    wanted = any(act.takes == "image" for act in offered)
-    return Image.objects.order_by("-id")[:IMAGES] if wanted else None
+    takes_image = any(act.takes == "image" for act in offered_commands)
+    return Image.objects.order_by("-id")[:MAX_IMAGES] if takes_image else None
 
 
-def post(admin: Any, request: HttpRequest, about: Device | Host) -> HttpResponse:
+def handle_order(admin: Any, request: HttpRequest, target: Device | Host) -> HttpResponse:
     """Handle the POST of a button: place the command and redirect to its page.
 
     A dangerous command on a device first answers with a confirmation page. If the command is refused, redirects to the
@@ -57,63 +57,67 @@ def post(admin: Any, request: HttpRequest, about: Device | Host) -> HttpResponse
     """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
-    act = catalogue.ACTS.get(request.POST.get("op", ""))
-    of = "device" if isinstance(about, Device) else "host"
-    if act is None or act.of != of:
+    act = catalogue.ORDERABLE_COMMANDS.get(request.POST.get("op", ""))
+    target_type = "device" if isinstance(target, Device) else "host"
+    if act is None or act.target != target_type:
         raise PermissionDenied("This page has no such button. Go back and try again.")
-    permissions.require(request, permissions.RESCAN if act.op == "rescan" else permissions.ORDER)
-    page = badges.page(of, about.pk)
+    permissions.require_permission(request, permissions.RESCAN if act.op == "rescan" else permissions.CREATE_COMMAND)
+    target_url = badges.page_url(target_type, target.pk)
     try:
-        said = _said(request, act)
-        if isinstance(about, Device) and act.danger and "sure" not in request.POST:
-            return _ask(admin, request, act, about)
-        command = _order(request, act, about, said)
+        arguments = _parse_arguments(request, act)
+        if isinstance(target, Device) and act.danger and "sure" not in request.POST:
+            return _render_confirmation(admin, request, act, target)
+        command = _place_command(request, act, target, arguments)
     except RefusedError as refused:
         messages.error(request, refused.text)
-        return HttpResponseRedirect(page)
-    return HttpResponseRedirect(badges.page("command", command.pk))
+        return HttpResponseRedirect(target_url)
+    return HttpResponseRedirect(badges.page_url("command", command.pk))
 
 
-def _said(request: HttpRequest, act: Act) -> dict[str, Any]:
+def _parse_arguments(request: HttpRequest, act: OrderableCommand) -> dict[str, Any]:
     """Return the arguments of a command from the form's fields. Raises RefusedError INVALID."""
     text = request.POST.get(act.takes, "").strip() if act.takes else ""
-    part = request.POST.get("deployable", "")
+    deployable = request.POST.get("deployable", "")
     match act.takes:
         case "layout":
-            return {"layout": catalogue.layout(text.split())}
+            return {"layout": catalogue.parse_layout(text.split())}
         case "image":
             try:
-                return {"image": UUID(text), "deployable": UUID(part) if part else None}
+                return {"image": UUID(text), "deployable": UUID(deployable) if deployable else None}
             except ValueError:
                 raise RefusedError(
-                    Reason.INVALID, "Enter the uuid of an image that is stored here or in Glance."
+                    RefusalReason.INVALID, "Enter the uuid of an image that is stored here or in Glance."
                 ) from None
         case "driver":
             return {"driver": text}
     return {}
 
 
-def _order(request: HttpRequest, act: Act, about: Device | Host, said: dict[str, Any]) -> Command:
-    ask = placing.ask if isinstance(about, Device) else placing.ask_host
+def _place_command(
+    request: HttpRequest, act: OrderableCommand, target: Device | Host, arguments: dict[str, Any]
+) -> Command:
+    place = placing.order_device_command if isinstance(target, Device) else placing.order_host_command
     reason = request.POST.get("reason", "")
-    return ask(act.op, about.uuid, device_actions.person(request), reason=reason, source=Source.PERSON, **said)
+    return place(
+        act.op, target.uuid, device_actions.get_caller(request), reason=reason, source=EventSource.PERSON, **arguments
+    )
 
 
-def _ask(admin: Any, request: HttpRequest, act: Act, device: Device) -> HttpResponse:
+def _render_confirmation(admin: Any, request: HttpRequest, act: OrderableCommand, device: Device) -> HttpResponse:
     """Show the confirmation page; if somebody holds the device, or that cannot be checked, it says so."""
     try:
-        safety.refuse_unless_free(device, DONE[act.op])
-        blocked = ""
+        safety.refuse_unless_free(device, OP_PARTICIPLES[act.op])
+        refusal = ""
     except RefusedError as refused:
-        blocked = refused.text
+        refusal = refused.text
     context = admin.admin_site.each_context(request) | {
         "title": f"{act.op.capitalize()} {device}?",
         "opts": admin.opts,
         "act": act,
         "device": device,
         "said": request.POST.get(act.takes, "") if act.takes else "",
-        "blocked": blocked,
-        "kept": [(name, request.POST[name]) for name in KEPT if request.POST.get(name)],
+        "blocked": refusal,
+        "kept": [(name, request.POST[name]) for name in KEPT_FIELDS if request.POST.get(name)],
         "reason": request.POST.get("reason", ""),
         "longest": MAX_REASON,
     }

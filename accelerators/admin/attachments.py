@@ -18,14 +18,14 @@ from unfold.decorators import display
 from accelerators.admin import device_actions
 from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import libvirt_xml
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource
 from accelerators.models import Attachment, DeviceProfile, Intent
 from accelerators.ui import badges, permissions
-from accelerators.ui.changelist import ReadOnly
+from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.workflows import attachments
 
-STATES = {
+ATTACHMENT_STATE_TONES = {
     "asked": "calm",
     "attaching": "busy",
     "attached": "good",
@@ -34,12 +34,12 @@ STATES = {
     "detaching": "busy",
     "detached": "calm",
 }
-PROFILES = 200
+MAX_PROFILES = 200
 """Maximum number of device profiles that the form offers."""
 
 
 @admin.register(Attachment)
-class AttachmentAdmin(ReadOnly):
+class AttachmentAdmin(ReadOnlyModelAdmin):
     """List of attachments: accelerators that were attached to running instances; and the page of one."""
 
     list_display = ("shown_uuid", "shown_state", "shown_instance", "what", "host", "by", "when")
@@ -52,23 +52,23 @@ class AttachmentAdmin(ReadOnly):
     empty = "Nothing was attached to a running instance yet. Nova's own requests are listed under Requests."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return super().has_view_permission(request, obj) or permissions.may(request, permissions.ATTACH)
+        return super().has_view_permission(request, obj) or permissions.is_allowed(request, permissions.ATTACH)
 
     @display(description="Attachment", ordering="uuid")
     def shown_uuid(self, row: Attachment) -> SafeString:
-        return badges.short(row.uuid)
+        return badges.render_short_uuid(row.uuid)
 
     @display(description="State", ordering="state")
     def shown_state(self, row: Attachment) -> SafeString:
-        return state(row)
+        return render_attachment_state(row)
 
     @display(description="Instance", ordering="instance")
     def shown_instance(self, row: Attachment) -> SafeString:
-        return badges.short(row.instance)
+        return badges.render_short_uuid(row.instance)
 
     @display(description="Profile or device")
     def what(self, row: Attachment) -> SafeString | str:
-        return row.profile or badges.short(row.device)
+        return row.profile or badges.render_short_uuid(row.device)
 
     @display(description="By", ordering="actor")
     def by(self, row: Attachment) -> str:
@@ -76,25 +76,25 @@ class AttachmentAdmin(ReadOnly):
 
     @display(description="When", ordering="-id")
     def when(self, row: Attachment) -> SafeString:
-        return badges.ago(row.created_at)
+        return badges.render_relative_time(row.created_at)
 
     def get_urls(self) -> list[Any]:
-        ask = self.admin_site.admin_view(self.ask_view)
-        return [path("attach/", ask, name="accelerators_attachment_attach"), *super().get_urls()]
+        attach_view = self.admin_site.admin_view(self.attach_view)
+        return [path("attach/", attach_view, name="accelerators_attachment_attach"), *super().get_urls()]
 
-    def ask_view(self, request: HttpRequest) -> HttpResponse:
+    def attach_view(self, request: HttpRequest) -> HttpResponse:
         """GET: show the form. POST: start the attachment and redirect to its page; if it is refused, show the form."""
-        permissions.require(request, permissions.ATTACH)
+        permissions.require_permission(request, permissions.ATTACH)
         if request.method == "POST":
             try:
-                row = _ask(request)
-                return HttpResponseRedirect(badges.page("attachment", row.pk))
+                row = _start_attachment(request)
+                return HttpResponseRedirect(badges.page_url("attachment", row.pk))
             except RefusedError as refused:
                 messages.error(request, refused.text)
         context = self.admin_site.each_context(request) | {
             "title": "Attach to a running instance",
             "opts": self.opts,
-            "profiles": DeviceProfile.objects.order_by("name").values_list("name", flat=True)[:PROFILES],
+            "profiles": DeviceProfile.objects.order_by("name").values_list("name", flat=True)[:MAX_PROFILES],
             "said": {name: request.POST.get(name, request.GET.get(name, "")) for name in ("instance", "profile")}
             | {name: request.POST.get(name, request.GET.get(name, "")) for name in ("device", "reason")},
             "longest": MAX_REASON,
@@ -111,45 +111,54 @@ class AttachmentAdmin(ReadOnly):
         if not self.has_view_permission(request, row):
             raise PermissionDenied
         if request.method == "POST":
-            return self._detach(request, row)
-        handles = attachments.handles(row)
-        waiting = Intent.objects.filter(kind=attachments.KIND, key=str(row.uuid)).exclude(last_error="").first()
+            return self._handle_detach(request, row)
+        handles = attachments.get_handles(row)
+        waiting_intent = (
+            Intent.objects.filter(kind=attachments.ATTACHMENT_INTENT, key=str(row.uuid)).exclude(last_error="").first()
+        )
         context = self.admin_site.each_context(request) | {
             "title": f"Attachment {str(row.uuid)[:8]}",
             "opts": self.opts,
             "row": row,
-            "state": state(row),
-            "created": badges.ago(row.created_at),
-            "host": badges.link("host", row.host, row.host),
-            "steps": [(badges.ago(parse_datetime(one["at"])), one["step"], one["text"]) for one in row.steps],
-            "waiting": waiting,
-            "hotplug": libvirt_xml.sentence(handles, row.host),
-            "libvirt": libvirt_xml.elements(handles),
-            "open": row.state not in attachments.TAKEN_BACK,
+            "state": render_attachment_state(row),
+            "created": badges.render_relative_time(row.created_at),
+            "host": badges.render_page_link("host", row.host, row.host),
+            "steps": [
+                (badges.render_relative_time(parse_datetime(step["at"])), step["step"], step["text"])
+                for step in row.steps
+            ],
+            "waiting": waiting_intent,
+            "hotplug": libvirt_xml.describe_plugging(handles, row.host),
+            "libvirt": libvirt_xml.render_hostdev_elements(handles),
+            "open": row.state not in attachments.REVERTING_OR_ENDED,
             "longest": MAX_REASON,
         }
-        context |= permissions.page(request, permissions.DETACH)
+        context |= permissions.build_permission_context(request, permissions.DETACH)
         return TemplateResponse(request, "accelerators/attachment.html", context)
 
-    def _detach(self, request: HttpRequest, row: Attachment) -> HttpResponse:
-        permissions.require(request, permissions.DETACH)
+    def _handle_detach(self, request: HttpRequest, row: Attachment) -> HttpResponse:
+        permissions.require_permission(request, permissions.DETACH)
         try:
-            attachments.detach(row.uuid, device_actions.person(request), request.POST.get("reason", ""), Source.PERSON)
+            attachments.order_detachment(
+                row.uuid, device_actions.get_caller(request), request.POST.get("reason", ""), EventSource.PERSON
+            )
         except RefusedError as refused:
             messages.error(request, refused.text)
-        return HttpResponseRedirect(badges.page("attachment", row.pk))
+        return HttpResponseRedirect(badges.page_url("attachment", row.pk))
 
 
-def state(row: Attachment) -> SafeString:
+def render_attachment_state(row: Attachment) -> SafeString:
     """Render the attachment's state as a badge, with its fault on hover."""
-    return badges.mark(row.state, STATES[row.state], row.fault)
+    return badges.render_badge(row.state, ATTACHMENT_STATE_TONES[row.state], row.fault)
 
 
-def _ask(request: HttpRequest) -> Attachment:
-    said = {name: request.POST.get(name, "").strip() for name in ("instance", "profile", "device")}
+def _start_attachment(request: HttpRequest) -> Attachment:
+    form_values = {name: request.POST.get(name, "").strip() for name in ("instance", "profile", "device")}
     try:
-        instance, device = UUID(said["instance"]), UUID(said["device"]) if said["device"] else None
+        instance, device = UUID(form_values["instance"]), UUID(form_values["device"]) if form_values["device"] else None
     except ValueError:
-        raise RefusedError(Reason.INVALID, "Enter the uuids of the instance and of the device.") from None
-    more: Any = {"profile": said["profile"], "device": device, "reason": request.POST.get("reason", "")}
-    return attachments.ask(instance, device_actions.person(request), source=Source.PERSON, **more)
+        raise RefusedError(RefusalReason.INVALID, "Enter the uuids of the instance and of the device.") from None
+    options: Any = {"profile": form_values["profile"], "device": device, "reason": request.POST.get("reason", "")}
+    return attachments.order_attachment(
+        instance, device_actions.get_caller(request), source=EventSource.PERSON, **options
+    )

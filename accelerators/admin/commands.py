@@ -21,15 +21,15 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.models import Command, Device, Event, Host
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.ui import badges, timeline
-from accelerators.ui.changelist import ReadOnly
+from accelerators.ui.changelist import ReadOnlyModelAdmin
 
-LATELY = 8
+MAX_LATEST = 8
 """Number of commands that the page of a device or host shows, the newest ones; the list has them all."""
 
 
-class Ended(admin.SimpleListFilter):
+class CommandProgressListFilter(admin.SimpleListFilter):
     """Filter by whether the command is still under way."""
 
     title, parameter_name = "progress", "open"
@@ -39,11 +39,11 @@ class Ended(admin.SimpleListFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Command]) -> QuerySet[Command]:
         if self.value() == "yes":
-            return queryset.filter(OPEN)
-        return queryset.exclude(OPEN) if self.value() == "no" else queryset
+            return queryset.filter(COMMAND_IS_OPEN)
+        return queryset.exclude(COMMAND_IS_OPEN) if self.value() == "no" else queryset
 
 
-class Together(admin.SimpleListFilter):
+class RequestIdListFilter(admin.SimpleListFilter):
     """Filter by the request id under which commands were ordered, for example all commands of one bulk action.
 
     The value comes from a link only; the sidebar has no values to choose from.
@@ -52,20 +52,20 @@ class Together(admin.SimpleListFilter):
     title, parameter_name = "ordered with request", "together"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        asked = request.GET.get("together", "")
-        return [(asked, asked)] if asked else []
+        request_id = request.GET.get("together", "")
+        return [(request_id, request_id)] if request_id else []
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Command]) -> QuerySet[Command]:
         return queryset.filter(request_id=self.value()) if self.value() else queryset
 
 
 @admin.register(Command)
-class CommandAdmin(ReadOnly):
+class CommandAdmin(ReadOnlyModelAdmin):
     """List of commands to agents with their results, and the page of one."""
 
     list_display = ("shown_state", "shown_op", "shown_device", "shown_host", "by", "since", "result")
     list_display_links = ("shown_op",)
-    list_filter = ("state", Ended, "op", Together)
+    list_filter = ("state", CommandProgressListFilter, "op", RequestIdListFilter)
     list_select_related = ("host", "device")
     ordering = ("-id",)
     search_fields = (
@@ -86,7 +86,7 @@ class CommandAdmin(ReadOnly):
 
     @display(description="State", ordering="state")
     def shown_state(self, command: Command) -> SafeString:
-        return state(command)
+        return render_command_state(command)
 
     @display(description="Operation", ordering="op")
     def shown_op(self, command: Command) -> str:
@@ -94,11 +94,11 @@ class CommandAdmin(ReadOnly):
 
     @display(description="Device", ordering="device_name")
     def shown_device(self, command: Command) -> SafeString | str:
-        return device(command)
+        return render_command_device(command)
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, command: Command) -> SafeString:
-        return badges.link("host", command.host_id, command.host.name)
+        return badges.render_page_link("host", command.host_id, command.host.name)
 
     @display(description="By, and why", ordering="actor")
     def by(self, command: Command) -> SafeString:
@@ -106,36 +106,41 @@ class CommandAdmin(ReadOnly):
 
     @display(description="When", ordering="-id")
     def since(self, command: Command) -> SafeString:
-        return when(command)
+        return render_order_time(command)
 
     @display(description="Result")
     def result(self, command: Command) -> SafeString:
-        return result(command)
+        return render_command_result(command)
 
     def get_urls(self) -> list[Any]:
-        one, some = self.admin_site.admin_view(self.now_view), self.admin_site.admin_view(self.lately_view)
+        progress_view, latest_view = (
+            self.admin_site.admin_view(self.progress_view),
+            self.admin_site.admin_view(self.latest_commands_view),
+        )
         return [
-            path("lately/<slug:of>/<int:pk>/", some, name="accelerators_command_lately"),
-            path("<int:pk>/now/", one, name="accelerators_command_now"),
+            path("lately/<slug:owner_type>/<int:pk>/", latest_view, name="accelerators_command_lately"),
+            path("<int:pk>/now/", progress_view, name="accelerators_command_now"),
             *super().get_urls(),
         ]
 
-    def now_view(self, request: HttpRequest, pk: int) -> HttpResponse:
+    def progress_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Answer with the part of a command's page that shows its progress; the page polls it until the command ends.
 
         Answers 404 if there is no such command.
         """
-        command = self._shown(request, Command.objects.filter(pk=pk)).first()
-        context = standing(command) if command else {}
+        command = self._require_view_permission(request, Command.objects.filter(pk=pk)).first()
+        context = build_progress_context(command) if command else {}
         return TemplateResponse(request, "accelerators/command_now.html", context, status=200 if command else 404)
 
-    def lately_view(self, request: HttpRequest, of: str, pk: int) -> HttpResponse:
+    def latest_commands_view(self, request: HttpRequest, owner_type: str, pk: int) -> HttpResponse:
         """Answer with the part of a device's or host's page that lists its newest commands; polled while one runs."""
-        of = "device" if of == "device" else "host"
-        commands = self._shown(request, Command.objects.filter(**{of: pk}))
-        return TemplateResponse(request, "accelerators/command_lately.html", lately(commands, of, pk))
+        owner_type = "device" if owner_type == "device" else "host"
+        commands = self._require_view_permission(request, Command.objects.filter(**{owner_type: pk}))
+        return TemplateResponse(
+            request, "accelerators/command_lately.html", build_latest_context(commands, owner_type, pk)
+        )
 
-    def _shown(self, request: HttpRequest, commands: QuerySet[Command]) -> QuerySet[Command]:
+    def _require_view_permission(self, request: HttpRequest, commands: QuerySet[Command]) -> QuerySet[Command]:
         if not self.has_view_permission(request):
             raise PermissionDenied
         return commands
@@ -149,14 +154,14 @@ class CommandAdmin(ReadOnly):
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, command):
             raise PermissionDenied
-        context = self.admin_site.each_context(request) | standing(command)
+        context = self.admin_site.each_context(request) | build_progress_context(command)
         context |= {
             "title": f"{command.op} {command.device_name or command.host.name}",
             "opts": self.opts,
-            "about": device(command),
-            "asked": list(_asked(command)),
-            "detail": list(_detail(command)),
-            "events": timeline.rows(Event.objects.filter(subject=command.uuid)[: timeline.ROWS]),
+            "about": render_command_device(command),
+            "asked": list(_list_arguments(command)),
+            "detail": list(_iterate_details(command)),
+            "events": timeline.render_events(Event.objects.filter(subject=command.uuid)[: timeline.MAX_EVENTS]),
         }
         return TemplateResponse(request, "accelerators/command.html", context)
 
@@ -165,34 +170,36 @@ class CommandAdmin(ReadOnly):
         return super().get_queryset(request).select_related("host", "device").defer("detail")
 
 
-def state(command: Command) -> SafeString:
+def render_command_state(command: Command) -> SafeString:
     """Render the command's state as a badge, with its result text on hover."""
-    return badges.mark(command.state, badges.COMMAND_STATES[command.state], command.text)
+    return badges.render_badge(command.state, badges.COMMAND_STATE_TONES[command.state], command.text)
 
 
-def device(command: Command) -> SafeString | str:
+def render_command_device(command: Command) -> SafeString | str:
     """Render the command's device as a link; if it was deleted, its last name; a dash for a command to a host."""
     if command.device_id:
-        return badges.link("device", command.device_id, command.device_name)
-    return command.device_name or badges.NOTHING
+        return badges.render_page_link("device", command.device_id, command.device_name)
+    return command.device_name or badges.DASH
 
 
-def when(command: Command) -> SafeString:
+def render_order_time(command: Command) -> SafeString:
     """Render when the command was ordered and, if it has ended, how long it took."""
-    took = format_html(' <span class="faint">took {}</span>', badges.lasted(command.created_at, command.ended_at))
-    return format_html("{}{}", badges.ago(command.created_at), took if command.ended_at else "")
+    duration = format_html(
+        ' <span class="faint">took {}</span>', badges.format_duration(command.created_at, command.ended_at)
+    )
+    return format_html("{}{}", badges.render_relative_time(command.created_at), duration if command.ended_at else "")
 
 
-def result(command: Command) -> SafeString:
+def render_command_result(command: Command) -> SafeString:
     """Render the command's result text, or its outcome if there is none; until it ends, its progress."""
     if command.ended_at:
         return format_html('<span class="reason">{}</span>', command.text or command.outcome)
     if command.started_at or command.percent:
-        return badges.progress(command.percent, command.progress)
-    return format_html('<span class="reason">{}</span>', command.progress or waits(command))
+        return badges.render_progress_bar(command.percent, command.progress)
+    return format_html('<span class="reason">{}</span>', command.progress or describe_waiting(command))
 
 
-def waits(command: Command) -> str:
+def describe_waiting(command: Command) -> str:
     """Return in words what an open command waits for; '' while the agent executes it."""
     if command.answered_at:
         return "it waits until the host's report is applied"
@@ -203,31 +210,31 @@ def waits(command: Command) -> str:
     }.get(command.state, "")
 
 
-def standing(command: Command) -> dict[str, Any]:
+def build_progress_context(command: Command) -> dict[str, Any]:
     """Return the context of `command_now.html`: the command's stages with their times, and its progress."""
     stages = [
-        ("ordered", command.created_at, "" if command.answered_at or command.taken_at else waits(command)),
+        ("ordered", command.created_at, "" if command.answered_at or command.taken_at else describe_waiting(command)),
         ("taken by the agent", command.taken_at, f"must happen by {command.start_by:%H:%M:%S} UTC, else it expires"),
         ("started", command.started_at, ""),
         ("answered", command.answered_at, f"must happen by {command.end_by:%H:%M:%S} UTC, else its outcome is unknown"),
         ("ended", command.ended_at, ""),
     ]
     reached = [at is not None for _, at, _ in stages]
-    next_one = reached.index(False) if False in reached else len(stages)
+    next_stage = reached.index(False) if False in reached else len(stages)
     return {
         "command": command,
-        "state": state(command),
-        "took": badges.lasted(command.created_at, command.ended_at),
-        "bar": badges.progress(command.percent, command.progress)
+        "state": render_command_state(command),
+        "took": badges.format_duration(command.created_at, command.ended_at),
+        "bar": badges.render_progress_bar(command.percent, command.progress)
         if command.started_at and not command.ended_at
         else "",
-        "waits": "" if command.ended_at else waits(command),
+        "waits": "" if command.ended_at else describe_waiting(command),
         "stages": [
             {
                 "name": name,
-                "at": badges.ago(at) if at else "",
-                "glyph": badges.GLYPHS["good" if at else "busy" if n == next_one else "calm"],
-                "note": "" if at or n != next_one or command.ended_at else note,
+                "at": badges.render_relative_time(at) if at else "",
+                "glyph": badges.GLYPHS["good" if at else "busy" if n == next_stage else "calm"],
+                "note": "" if at or n != next_stage or command.ended_at else note,
             }
             for n, (name, at, note) in enumerate(stages)
             if at or not command.ended_at
@@ -237,73 +244,73 @@ def standing(command: Command) -> dict[str, Any]:
     }
 
 
-def lately(commands: QuerySet[Command], of: str, pk: int) -> dict[str, Any]:
-    """Return the context of `command_lately.html` with the LATELY newest of `commands`; costs one statement.
+def build_latest_context(commands: QuerySet[Command], owner_type: str, pk: int) -> dict[str, Any]:
+    """Return the context of `command_lately.html` with the MAX_LATEST newest of `commands`; costs one statement.
 
-    `of` is "device" or "host", `pk` the id of the one whose page shows them.
+    `owner_type` is "device" or "host", `pk` the id of the one whose page shows them.
     """
-    newest = list(commands.select_related("host").defer("detail").order_by("-id")[:LATELY])
+    newest = list(commands.select_related("host").defer("detail").order_by("-id")[:MAX_LATEST])
     rows = [
         {
-            "command": one,
-            "state": state(one),
-            "device": "" if of == "device" else device(one),
-            "when": when(one),
-            "result": result(one),
+            "command": command,
+            "state": render_command_state(command),
+            "device": "" if owner_type == "device" else render_command_device(command),
+            "when": render_order_time(command),
+            "result": render_command_result(command),
         }
-        for one in newest
+        for command in newest
     ]
-    under_way = [str(one.pk) for one in newest if one.ended_at is None]
-    asked = {f"{of}__id__exact": pk}
+    open_ids = [str(one.pk) for one in newest if one.ended_at is None]
+    list_query = {f"{owner_type}__id__exact": pk}
     return {
         "commands": rows,
-        "of": of,
-        "open": " ".join(under_way),
-        "piece": reverse("admin:accelerators_command_lately", args=[of, pk]) if under_way else "",
-        "all_commands": f"{reverse('admin:accelerators_command_changelist')}?{urlencode(asked)}",
+        "of": owner_type,
+        "open": " ".join(open_ids),
+        "piece": reverse("admin:accelerators_command_lately", args=[owner_type, pk]) if open_ids else "",
+        "all_commands": f"{reverse('admin:accelerators_command_changelist')}?{urlencode(list_query)}",
     }
 
 
-def of(request: HttpRequest, about: Device | Host) -> dict[str, Any]:
+def load_latest_context(request: HttpRequest, owner: Device | Host) -> dict[str, Any]:
     """Return the context with the latest commands of a device or host; without commands if the user may not view them.
 
     Costs one statement.
     """
     if not request.user.has_perm("accelerators.view_command"):
         return {"commands": None}
-    of = "device" if isinstance(about, Device) else "host"
-    return lately(Command.objects.filter(**{of: about.pk}), of, about.pk)
+    owner_type = "device" if isinstance(owner, Device) else "host"
+    return build_latest_context(Command.objects.filter(**{owner_type: owner.pk}), owner_type, owner.pk)
 
 
-def _asked(command: Command) -> Iterator[tuple[str, Any]]:
+def _list_arguments(command: Command) -> Iterator[tuple[str, Any]]:
     """Return the command's arguments as pairs of name and value; empty ones are left out."""
-    said = command.arguments
-    pairs = {name: said.get(name) for name in ("driver", "deployable", "uuid", "consumer")}
-    pairs |= said.get("layout", {})
-    pairs |= {name.replace("_", " "): value for name, value in said.get("wanted", {}).items()}
-    pairs |= {name: json.dumps(value) for name, value in said.get("wish", {}).items()}
-    image = said.get("image") or {}
+    arguments = command.arguments
+    pairs = {name: arguments.get(name) for name in ("driver", "deployable", "uuid", "consumer")}
+    pairs |= arguments.get("layout", {})
+    pairs |= {name.replace("_", " "): value for name, value in arguments.get("wanted", {}).items()}
+    pairs |= {name: json.dumps(value) for name, value in arguments.get("wish", {}).items()}
+    image = arguments.get("image") or {}
     pairs |= {"image": image.get("id"), "image's name": image.get("name"), "image's sha256": image.get("sha256")}
     return ((name, value) for name, value in pairs.items() if value)
 
 
-def _detail(command: Command) -> Iterator[dict[str, Any]]:
+def _iterate_details(command: Command) -> Iterator[dict[str, Any]]:
     """Yield the details of the result, one dict per detail, for the template.
 
     A JSON list of objects has `columns` and `rows` and becomes a table; text of several lines has `long` set.
     """
     for name, value in sorted(command.detail.items()):
-        rows = _rows(value)
+        rows = _parse_object_list(value)
         columns = list(dict.fromkeys(column for row in rows or () for column in row))
         cells = [[row.get(column, "") for column in columns] for row in rows or ()]
         if rows if rows is not None else value:
             yield {"name": name, "value": value, "columns": columns, "rows": cells, "long": "\n" in value}
 
 
-def _rows(value: str) -> list[dict[str, Any]] | None:
+def _parse_object_list(value: str) -> list[dict[str, Any]] | None:
     """Parse a JSON list of objects, the form in which drivers return signals and samples; None for other text."""
     try:
-        found = json.loads(value) if value.startswith("[") else None
+        parsed = json.loads(value) if value.startswith("[") else None
     except ValueError:
         return None
-    return found if isinstance(found, list) and all(isinstance(row, dict) for row in found) else None
+    return parsed if isinstance(parsed, list) and all(isinstance(row, dict) for row in parsed) else None

@@ -19,19 +19,19 @@ from django.template.response import TemplateResponse
 from accelerators import safety
 from accelerators.commands import catalogue
 from accelerators.devices import lifecycle
-from accelerators.devices.lifecycle import Seen
+from accelerators.devices.lifecycle import SeenStates
 from accelerators.domain import actions
-from accelerators.domain.actions import Action, Standing
+from accelerators.domain.actions import Action, LifecycleState
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import Drain, IllegalTransitionError, Source
+from accelerators.domain.states import DrainTarget, EventSource, IllegalTransitionError
 from accelerators.models import Bulk, Device
 from accelerators.ui import badges, permissions
 from accelerators.workflows import bulk_actions
 
 
 @dataclass(frozen=True)
-class Choice:
+class StateChoice:
     """A button that changes a device's state.
 
     `action` is the change, `then` the state in which a drain ends; with `danger` the button always asks for
@@ -41,66 +41,68 @@ class Choice:
     name: str
     label: str
     action: Action
-    then: Drain = Drain.MAINTENANCE
+    then: DrainTarget = DrainTarget.MAINTENANCE
     danger: bool = False
 
     @property
     def meaning(self) -> str:
         """Return one sentence for people that says what the action does."""
-        ends = " When its last request has ended, it is retired." if self.then is Drain.RETIRED else ""
-        return actions.MEANING[self.action] + ends
+        retirement_text = " When its last request has ended, it is retired." if self.then is DrainTarget.RETIRED else ""
+        return actions.ACTION_DESCRIPTIONS[self.action] + retirement_text
 
-    def offered(self, now: Standing) -> bool:
+    def is_offered(self, current: LifecycleState) -> bool:
         """Return whether the button is shown: the action is legal now, and would change something.
 
         Only our own requests count as holders; Placement and Nova are not asked.
         """
         try:
-            changes = actions.decide(self.action, now, self.then) != now
+            changes = actions.state_after_action(self.action, current, self.then) != current
         except IllegalTransitionError:
             return False
-        if self.then is Drain.RETIRED:  # on a device that is free and not offered, the button "Retire" does the same
-            return changes and (bool(now.held) or now.here in actions.OFFERED)
-        return changes and not (self.action is Action.RETIRE and now.held)
+        if (
+            self.then is DrainTarget.RETIRED
+        ):  # on a device that is free and not offered, the button "Retire" does the same
+            return changes and (bool(current.holding_requests) or current.effective_state in actions.OFFERED_STATES)
+        return changes and not (self.action is Action.RETIRE and current.holding_requests)
 
-    def why_not(self, now: Standing) -> str:
-        """Return, as a sentence, why the button is not shown; call it only if `offered` is False."""
+    def explain_unavailable(self, current: LifecycleState) -> str:
+        """Return, as a sentence, why the button is not shown; call it only if `is_offered` is False."""
         try:
-            if actions.decide(self.action, now, self.then) == now:
-                return f"It is {now.state} already."
+            if actions.state_after_action(self.action, current, self.then) == current:
+                return f"It is {current.state} already."
         except IllegalTransitionError as error:
             return f"It {error}."
-        if self.action is Action.RETIRE and now.held:
-            verb = "is" if now.held == 1 else "are"
-            return f"{now.held} of its units {verb} held. Choose “Drain, then retire”: that waits until they are free."
+        if self.action is Action.RETIRE and current.holding_requests:
+            verb = "is" if current.holding_requests == 1 else "are"
+            return f"{current.holding_requests} of its units {verb} held. Choose “Drain, then retire”: that waits until they are free."
         return "It is not offered and nobody holds it. Choose “Retire” instead."
 
 
-CHOICES = {
+STATE_CHOICES = {
     choice.name: choice
     for choice in (
-        Choice("enable", "Enable", Action.ENABLE),
-        Choice("drain", "Drain", Action.DRAIN),
-        Choice("disable", "Disable", Action.DISABLE),
-        Choice("release", "Release", Action.RELEASE),
-        Choice("quarantine", "Quarantine", Action.QUARANTINE),
-        Choice("reinstate", "Reinstate", Action.REINSTATE),
-        Choice("drain-retire", "Drain, then retire", Action.DRAIN, Drain.RETIRED, danger=True),
-        Choice("retire", "Retire", Action.RETIRE, danger=True),
+        StateChoice("enable", "Enable", Action.ENABLE),
+        StateChoice("drain", "Drain", Action.DRAIN),
+        StateChoice("disable", "Disable", Action.DISABLE),
+        StateChoice("release", "Release", Action.RELEASE),
+        StateChoice("quarantine", "Quarantine", Action.QUARANTINE),
+        StateChoice("reinstate", "Reinstate", Action.REINSTATE),
+        StateChoice("drain-retire", "Drain, then retire", Action.DRAIN, DrainTarget.RETIRED, danger=True),
+        StateChoice("retire", "Retire", Action.RETIRE, danger=True),
     )
 }
 
 
 @dataclass(frozen=True)
-class Ask:
+class CommandChoice:
     """An action of the device list that orders a command from each device's agent and does not change its state.
 
-    It has those attributes of `Choice` that bulk actions need, so that a bulk action can be made from either.
+    It has those attributes of `StateChoice` that bulk actions need, so that a bulk action can be made from either.
     """
 
     name: str
     label: str
-    then: Drain = Drain.MAINTENANCE
+    then: DrainTarget = DrainTarget.MAINTENANCE
 
     @property
     def action(self) -> str:
@@ -110,41 +112,45 @@ class Ask:
     @property
     def danger(self) -> bool:
         """Return whether the command is destructive, so that it is refused while somebody holds the device."""
-        return catalogue.ACTS[self.name].danger
+        return catalogue.ORDERABLE_COMMANDS[self.name].danger
 
     @property
     def meaning(self) -> str:
         """Return one sentence for people that says what the command does."""
-        return catalogue.ACTS[self.name].meaning
+        return catalogue.ORDERABLE_COMMANDS[self.name].meaning
 
 
-ASKS = {ask.name: ask for ask in (Ask("health", "Check health"), Ask("reset", "Reset"))}
+COMMAND_CHOICES = {ask.name: ask for ask in (CommandChoice("health", "Check health"), CommandChoice("reset", "Reset"))}
 
 
-def choice_of(bulk: Bulk) -> Choice | Ask:
+def find_choice_of_bulk(bulk: Bulk) -> StateChoice | CommandChoice:
     """Return the action of the list with which a bulk action was made."""
-    every = (*CHOICES.values(), *ASKS.values())
-    return next(c for c in every if c.action == bulk.action and c.then == bulk.then)
+    all_choices = (*STATE_CHOICES.values(), *COMMAND_CHOICES.values())
+    return next(choice for choice in all_choices if choice.action == bulk.action and choice.then == bulk.then)
 
 
-def person(request: HttpRequest) -> Caller:
+def get_caller(request: HttpRequest) -> Caller:
     """Return the logged-in user as the caller that events name: user name and id, without roles and project."""
     return Caller(request.user.get_username(), str(request.user.pk), frozenset(), "")
 
 
-def possible(device: Device, held: int) -> list[Choice]:
+def list_available_choices(device: Device, held: int) -> list[StateChoice]:
     """Return the actions whose buttons a device's page shows; `held` is the number of our requests that hold it."""
-    now = lifecycle.standing(device, held)
-    return [choice for choice in CHOICES.values() if choice.offered(now)]
+    current = lifecycle.build_standing(device, held)
+    return [choice for choice in STATE_CHOICES.values() if choice.is_offered(current)]
 
 
-def impossible(device: Device, held: int) -> list[tuple[str, str]]:
+def explain_unavailable_choices(device: Device, held: int) -> list[tuple[str, str]]:
     """Return the labels of the actions that are not possible now, each with the reason."""
-    now = lifecycle.standing(device, held)
-    return [(choice.label, choice.why_not(now)) for choice in CHOICES.values() if not choice.offered(now)]
+    current = lifecycle.build_standing(device, held)
+    return [
+        (choice.label, choice.explain_unavailable(current))
+        for choice in STATE_CHOICES.values()
+        if not choice.is_offered(current)
+    ]
 
 
-def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
+def handle_state_change(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
     """Handle the POST of a device's page: change the device's state and redirect to its page with a message.
 
     An action that cannot be undone first answers with a confirmation page. If requests hold the device, any action does
@@ -154,61 +160,65 @@ def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
     """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
-    permissions.require(request)
-    choice = CHOICES.get(request.POST.get("choice", ""))
+    permissions.require_permission(request)
+    choice = STATE_CHOICES.get(request.POST.get("choice", ""))
     if choice is None:
         raise PermissionDenied("This page has no such button. Go back and try again.")
-    holders = safety.requests(device).holders
+    holders = safety.find_requests_of_device(device).holders
     typed = request.POST.get("typed", "").strip()
     if (choice.danger or holders) and "sure" not in request.POST:
-        return _ask(admin, request, choice, device, holders)
+        return _render_confirmation(admin, request, choice, device, holders)
     if holders and typed != (device.address or device.key):
-        return _ask(admin, request, choice, device, holders, "The text does not match. Nothing was done.")
-    words = {device.uuid: request.POST["seen"][:200]} if request.POST.get("seen") else {}
-    reason, seen = request.POST.get("reason", ""), Seen(words, held_too=bool(holders))
+        return _render_confirmation(
+            admin, request, choice, device, holders, "The text does not match. Nothing was done."
+        )
+    expected_states = {device.uuid: request.POST["seen"][:200]} if request.POST.get("seen") else {}
+    reason, expectation = request.POST.get("reason", ""), SeenStates(expected_states, held_too=bool(holders))
     try:
-        result = lifecycle.ask(choice.action, device.uuid, person(request), reason, choice.then, Source.PERSON, seen)
+        result = lifecycle.apply_action_to_device(
+            choice.action, device.uuid, get_caller(request), reason, choice.then, EventSource.PERSON, expectation
+        )
     except RefusedError as refused:
         messages.error(request, refused.text)
     else:
-        done = "is already" if result.outcome == "unchanged" else "is now"
-        messages.success(request, f"{device} {done} {result.state}{result.text and f', {result.text}'}.")
-    return HttpResponseRedirect(badges.page("device", device.pk))
+        outcome_text = "is already" if result.outcome == "unchanged" else "is now"
+        messages.success(request, f"{device} {outcome_text} {result.state}{result.text and f', {result.text}'}.")
+    return HttpResponseRedirect(badges.page_url("device", device.pk))
 
 
-def of_list() -> Iterator[Callable[..., HttpResponse | None]]:
+def iterate_list_actions() -> Iterator[Callable[..., HttpResponse | None]]:
     """Yield the actions of the list of devices as the functions that Django's admin expects."""
-    for choice in (*CHOICES.values(), *ASKS.values()):
-        yield _of_list(choice)
+    for choice in (*STATE_CHOICES.values(), *COMMAND_CHOICES.values()):
+        yield _build_list_action(choice)
 
 
-def _of_list(choice: Choice | Ask) -> Callable[..., HttpResponse | None]:
+def _build_list_action(choice: StateChoice | CommandChoice) -> Callable[..., HttpResponse | None]:
     """Build an admin action that stores the selected devices as a draft bulk action and redirects to its page.
 
     That page predicts the result and asks for confirmation; until then no device is changed.
     """
 
-    def act(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
+    def create_draft(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
         selection = request.GET.urlencode()
         try:
-            bulk = bulk_actions.choose(choice.action, choice.then, queryset, person(request), selection)
+            bulk = bulk_actions.create_draft(choice.action, choice.then, queryset, get_caller(request), selection)
         except RefusedError as refused:
             messages.error(request, refused.text)
             return None
-        return HttpResponseRedirect(badges.page("bulk", bulk.uuid))
+        return HttpResponseRedirect(badges.page_url("bulk", bulk.uuid))
 
-    act.__name__ = choice.name
-    act.short_description = choice.label  # type: ignore[attr-defined]
-    act.allowed_permissions = ("decide",)  # type: ignore[attr-defined]
-    return act
+    create_draft.__name__ = choice.name
+    create_draft.short_description = choice.label  # type: ignore[attr-defined]
+    create_draft.allowed_permissions = ("decide",)  # type: ignore[attr-defined]
+    return create_draft
 
 
-def _ask(
-    admin: Any, request: HttpRequest, choice: Choice, device: Device, holders: tuple[str, ...], wrong: str = ""
+def _render_confirmation(
+    admin: Any, request: HttpRequest, choice: StateChoice, device: Device, holders: tuple[str, ...], error: str = ""
 ) -> HttpResponse:
     """Show the confirmation page: what will happen, and which requests hold the device.
 
-    `wrong` is the message shown if the typed address was wrong.
+    `error` is the message shown if the typed address was wrong.
     """
     context = admin.admin_site.each_context(request) | {
         "title": f"{choice.label}: {device}?",
@@ -217,7 +227,7 @@ def _ask(
         "device": device,
         "holders": holders,
         "word": device.address or device.key,
-        "wrong": wrong,
+        "wrong": error,
         "kept": [("choice", choice.name), ("seen", request.POST.get("seen", ""))],
         "reason": request.POST.get("reason", ""),
         "longest": lifecycle.MAX_REASON,

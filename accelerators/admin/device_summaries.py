@@ -8,57 +8,67 @@ from collections.abc import Sequence
 from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Q, QuerySet, Value, When, Window
 from django.db.models.functions import RowNumber
 
-from accelerators.admin.topology_svg import SHOWN, Card, Unit
+from accelerators.admin.topology_svg import MAX_CELLS, DeviceCard, HandleCell
 from accelerators.models import AttachHandle, Device
 from accelerators.ui import badges
 
-GONE = (
+IS_MISSING = (
     Q(missing_since__isnull=False) | Q(deployable__missing_since__isnull=False) | Q(deployable__device__state="missing")
 )
-HELD = Q(request__isnull=False)
-STATE = Case(
-    When(GONE & HELD, then=Value("missing and held")),
-    When(GONE, then=Value("missing")),
+IS_HELD = Q(request__isnull=False)
+HANDLE_STATE = Case(
+    When(IS_MISSING & IS_HELD, then=Value("missing and held")),
+    When(IS_MISSING, then=Value("missing")),
     When(request__state="BindStarted", then=Value("being bound")),
-    When(HELD, then=Value("held")),
+    When(IS_HELD, then=Value("held")),
     When(deployable__device__state="ready", deployable__device__busy_with=None, then=Value("free")),
     default=Value("reserved"),
 )
-"""SQL expression for the state of an attach handle: one of the words in `topology_svg.UNITS`."""
-OF = "deployable__device_id"
+"""SQL expression for the state of an attach handle: one of the words in `topology_svg.HANDLE_GLYPHS`."""
+DEVICE_ID = "deployable__device_id"
 
 
-def of(devices: Sequence[Device], most: int = SHOWN) -> list[Card]:
-    """Return one card per device, in the order of `devices`, with at most `most` attach handles each.
+def load_cards(devices: Sequence[Device], max_cells: int = MAX_CELLS) -> list[DeviceCard]:
+    """Return one card per device, in the order of `devices`, with at most `max_cells` attach handles each.
 
     Held and missing handles are preferred; the counts of a card include all its handles. Each device must have its
-    `host` loaded. Costs one statement, and a second one if a device has `most` handles or more.
+    `host` loaded. Costs one statement, and a second one if a device has `max_cells` handles or more.
     """
-    handles = AttachHandle.objects.filter(**{f"{OF}__in": [device.pk for device in devices]}).annotate(word=STATE)
-    units = _units(handles, most)
-    counts = {key: Counter(unit.state for unit in found) for key, found in units.items()}
-    if full := [key for key, found in units.items() if len(found) == most]:
-        counts |= {key: Counter[str]() for key in full}
-        counted = handles.filter(**{f"{OF}__in": full}).order_by().values_list(OF, "word").annotate(n=Count("*"))
-        for key, word, number in counted:
-            counts[key][word] = number
-    return [_card(device, units.get(device.pk, ()), counts.get(device.pk, Counter())) for device in devices]
+    handles = AttachHandle.objects.filter(**{f"{DEVICE_ID}__in": [device.pk for device in devices]}).annotate(
+        word=HANDLE_STATE
+    )
+    cells_by_device = _load_cells(handles, max_cells)
+    counts_by_device = {key: Counter(unit.state for unit in cells) for key, cells in cells_by_device.items()}
+    if truncated := [key for key, found in cells_by_device.items() if len(found) == max_cells]:
+        counts_by_device |= {key: Counter[str]() for key in truncated}
+        count_rows = (
+            handles.filter(**{f"{DEVICE_ID}__in": truncated})
+            .order_by()
+            .values_list(DEVICE_ID, "word")
+            .annotate(n=Count("*"))
+        )
+        for key, word, number in count_rows:
+            counts_by_device[key][word] = number
+    return [
+        _build_card(device, cells_by_device.get(device.pk, ()), counts_by_device.get(device.pk, Counter()))
+        for device in devices
+    ]
 
 
-def _units(handles: QuerySet[AttachHandle], most: int) -> dict[int, list[Unit]]:
-    """Return at most `most` handles per device id, by deployable and id; held and missing ones are preferred."""
-    idle = ExpressionWrapper(Q(request__isnull=True, missing_since__isnull=True), output_field=BooleanField())
-    place = Window(RowNumber(), partition_by=F(OF), order_by=[idle.asc(), F("id").asc()])
-    found = handles.annotate(place=place).filter(place__lte=most).order_by("deployable_id", "id")
-    by_request, by_itself = _addresses("acceleratorrequest"), _addresses("attachhandle")
-    units: dict[int, list[Unit]] = {}
-    for device, key, request, *rest in found.values_list(OF, "id", "request__id", *COLUMNS):
-        url = by_request.format(request) if request else by_itself.format(key)
-        units.setdefault(device, []).append(_unit(url, *rest))
-    return units
+def _load_cells(handles: QuerySet[AttachHandle], max_cells: int) -> dict[int, list[HandleCell]]:
+    """Return at most `max_cells` handles per device id, by deployable and id; held and missing ones are preferred."""
+    is_idle = ExpressionWrapper(Q(request__isnull=True, missing_since__isnull=True), output_field=BooleanField())
+    position = Window(RowNumber(), partition_by=F(DEVICE_ID), order_by=[is_idle.asc(), F("id").asc()])
+    selected = handles.annotate(place=position).filter(place__lte=max_cells).order_by("deployable_id", "id")
+    request_url, handle_url = _page_url_template("acceleratorrequest"), _page_url_template("attachhandle")
+    cells_by_device: dict[int, list[HandleCell]] = {}
+    for device, key, request, *rest in selected.values_list(DEVICE_ID, "id", "request__id", *CELL_COLUMNS):
+        url = request_url.format(request) if request else handle_url.format(key)
+        cells_by_device.setdefault(device, []).append(_build_cell(url, *rest))
+    return cells_by_device
 
 
-COLUMNS = (
+CELL_COLUMNS = (
     "attach_info",
     "word",
     "deployable_id",
@@ -70,32 +80,37 @@ COLUMNS = (
 )
 
 
-def _unit(url: str, info: str, word: str, part: int, kind: str, *holder: object) -> Unit:
-    return Unit(badges.handle(info), word, url, part, kind, info, *(str(one or "") for one in holder))
+def _build_cell(url: str, info: str, state: str, deployable_id: int, attach_type: str, *holder: object) -> HandleCell:
+    return HandleCell(
+        badges.describe_handle(info), state, url, deployable_id, attach_type, info, *(str(one or "") for one in holder)
+    )
 
 
-def _addresses(model: str) -> str:
+def _page_url_template(model: str) -> str:
     """Return a format string for the URLs of a model's pages, so that `reverse` runs once and not for each handle."""
-    return badges.page(model, 0).replace("/0/", "/{}/")
+    return badges.page_url(model, 0).replace("/0/", "/{}/")
 
 
-def _card(device: Device, units: Sequence[Unit], counts: Counter[str]) -> Card:
+def _build_card(device: Device, cells: Sequence[HandleCell], counts: Counter[str]) -> DeviceCard:
     stale = bool(device.host.why_stale(device.driver, device.backend))
-    others = (
-        (f"health {device.status}", badges.HEALTH[device.status], device.status not in ("ok", "unknown")),
+    other_badges = (
+        (f"health {device.status}", badges.HEALTH_TONES[device.status], device.status not in ("ok", "unknown")),
         ("draining", "busy", bool(device.drain_to)),
         ("stale", "warn", stale),
     )
-    return Card(
+    return DeviceCard(
         name=str(device),
         model=device.model,
         type=device.type,
-        place=device.address or device.key,
+        address=device.address or device.key,
         numa=device.numa_node,
         bus=(device.address or "").rpartition(":")[0],
         bridges=tuple(device.bridges.split()),
-        url=badges.page("device", device.pk),
-        marks=((device.state, badges.STATES[device.state]), *((word, tone) for word, tone, true in others if true)),
-        units=tuple(units),
-        counts=counts,
+        url=badges.page_url("device", device.pk),
+        status_badges=(
+            (device.state, badges.DEVICE_STATE_TONES[device.state]),
+            *((word, tone) for word, tone, true in other_badges if true),
+        ),
+        cells=tuple(cells),
+        handle_counts=counts,
     )

@@ -25,22 +25,22 @@ from accelerators.admin import (
     raw_inventory,
     topology_svg,
 )
-from accelerators.admin.filters import Draining, Driver, Freshness
+from accelerators.admin.filters import DeviceFreshnessListFilter, DrainingListFilter, DriverListFilter
 from accelerators.devices import lifecycle
 from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.ui import badges, permissions, timeline
-from accelerators.ui.changelist import ReadOnly
+from accelerators.ui.changelist import ReadOnlyModelAdmin
 
-HANDLES = 256
+MAX_HANDLES = 256
 """Maximum number of attach handles on a device's page; held and missing ones come first. The list has them all."""
 
 
-OF_DEVICE = "deployable__device__id__exact"
+DEVICE_PARAM = "deployable__device__id__exact"
 """URL parameter that limits the list of attach handles to one device."""
 
 
 @admin.register(Device)
-class DeviceAdmin(ReadOnly):
+class DeviceAdmin(ReadOnlyModelAdmin):
     """The list of devices, and the page of one device with the views that its buttons post to."""
 
     list_display = (
@@ -54,8 +54,8 @@ class DeviceAdmin(ReadOnly):
         "since",
     )
     list_display_links = ("shown_model",)
-    list_filter = ("state", "status", "type", Freshness, Draining, Driver)
-    actions = (*device_actions.of_list(), partitioning.of_list)
+    list_filter = ("state", "status", "type", DeviceFreshnessListFilter, DrainingListFilter, DriverListFilter)
+    actions = (*device_actions.iterate_list_actions(), partitioning.change_units)
     list_select_related = ("host",)
     ordering = ("host_id", "key")
     search_fields = (
@@ -79,15 +79,15 @@ class DeviceAdmin(ReadOnly):
 
     @display(description="State", ordering="state")
     def shown_state(self, device: Device) -> SafeString:
-        return badges.marks(
-            badges.state(device.state, device.state_reason),
-            badges.draining(device.drain_to),
-            badges.stale(device.host.why_stale(device.driver, device.backend)),
+        return badges.join_badges(
+            badges.render_device_state(device.state, device.state_reason),
+            badges.render_drain_badge(device.drain_to),
+            badges.render_stale_badge(device.host.why_stale(device.driver, device.backend)),
         )
 
     @display(description="Health", ordering="status")
     def shown_health(self, device: Device) -> SafeString:
-        return badges.health(device.status, device.status_reason)
+        return badges.render_health(device.status, device.status_reason)
 
     @display(description="Model", ordering="model")
     def shown_model(self, device: Device) -> SafeString:
@@ -95,19 +95,19 @@ class DeviceAdmin(ReadOnly):
 
     @display(description="Address", ordering="address")
     def shown_address(self, device: Device) -> SafeString:
-        return badges.mono(device.address or device.key)
+        return badges.render_identifier(device.address or device.key)
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, device: Device) -> SafeString:
-        return badges.link("host", device.host_id, device.host.name)
+        return badges.render_page_link("host", device.host_id, device.host.name)
 
     @display(description="Since", ordering="-state_since")
     def since(self, device: Device) -> SafeString:
-        return badges.ago(device.state_since)
+        return badges.render_relative_time(device.state_since)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
         """Return whether the user may run actions of this list that require the permission `decide`; Django asks it."""
-        return permissions.may(request)
+        return permissions.is_allowed(request)
 
     def get_urls(self) -> list[Any]:
         decide, order = (self.admin_site.admin_view(view) for view in (self.decide_view, self.order_view))
@@ -120,21 +120,21 @@ class DeviceAdmin(ReadOnly):
 
     def decide_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Handle POST of the buttons of a device's page that change its state."""
-        return self._posted(device_actions.one, request, object_id)
+        return self._forward_post(device_actions.handle_state_change, request, object_id)
 
     def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Handle POST of the buttons of a device's page that order a command from its agent."""
-        return self._posted(agent_actions.post, request, object_id)
+        return self._forward_post(agent_actions.handle_order, request, object_id)
 
     def units_view(self, request: HttpRequest) -> HttpResponse:
         """Show and handle the page that changes the number of units of one or many devices."""
-        return partitioning.view(self, request)
+        return partitioning.handle_units_page(self, request)
 
-    def _posted(self, act: Callable[..., HttpResponse], request: HttpRequest, object_id: str) -> HttpResponse:
+    def _forward_post(self, handler: Callable[..., HttpResponse], request: HttpRequest, object_id: str) -> HttpResponse:
         device = self.get_object(request, object_id)
         if device is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
-        return act(self, request, device)
+        return handler(self, request, device)
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -148,44 +148,53 @@ class DeviceAdmin(ReadOnly):
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, device):
             raise PermissionDenied
-        events = Event.objects.filter(subject=device.uuid)[: timeline.ROWS]
-        (card,) = device_summaries.of([device], HANDLES)
-        held = card.held
-        offered = agent_actions.possible(request, device, held)
-        deployables, may = _inside(device, card), permissions.page(request)
+        events = Event.objects.filter(subject=device.uuid)[: timeline.MAX_EVENTS]
+        (card,) = device_summaries.load_cards([device], MAX_HANDLES)
+        held_count = card.held_count
+        orderable_commands = agent_actions.list_available_commands(request, device, held_count)
+        deployables, permission_context = (
+            _build_deployable_rows(device, card),
+            permissions.build_permission_context(request),
+        )
         context = self.admin_site.each_context(request) | {
             "title": device.model,
             "opts": self.opts,
             "device": device,
-            "state": badges.state(device.state),
-            "health": badges.health(device.status),
-            "stale": badges.stale(stale := device.host.why_stale(device.driver, device.backend)),
-            "why_stale": stale,
-            "state_since": badges.ago(device.state_since),
-            "status_since": badges.ago(device.status_since),
-            "reported": badges.ago(device.host.reported_at),
-            "picture": topology_svg.device(card),
-            "legend": topology_svg.legend([card]),
+            "state": badges.render_device_state(device.state),
+            "health": badges.render_health(device.status),
+            "stale": badges.render_stale_badge(stale_reason := device.host.why_stale(device.driver, device.backend)),
+            "why_stale": stale_reason,
+            "state_since": badges.render_relative_time(device.state_since),
+            "status_since": badges.render_relative_time(device.status_since),
+            "reported": badges.render_relative_time(device.host.reported_at),
+            "picture": topology_svg.draw_device(card),
+            "legend": topology_svg.build_legend([card]),
             "deployables": deployables,
-            "hidden": card.hidden.total(),
-            "handles_url": handles_of(device),
-            "held": held,
-            "total": card.counts.total(),
-            "draining": badges.draining(device.drain_to, held),
-            "choices": device_actions.possible(device, held) if may["may"] else [],
-            "impossible": device_actions.impossible(device, held) if may["may"] else [],
+            "hidden": card.hidden_counts.total(),
+            "handles_url": handle_list_url(device),
+            "held": held_count,
+            "total": card.handle_counts.total(),
+            "draining": badges.render_drain_badge(device.drain_to, held_count),
+            "choices": device_actions.list_available_choices(device, held_count) if permission_context["may"] else [],
+            "impossible": device_actions.explain_unavailable_choices(device, held_count)
+            if permission_context["may"]
+            else [],
             "to_install": device.to_install.splitlines(),
-            "acts": offered,
-            "images": agent_actions.images(offered),
+            "acts": orderable_commands,
+            "images": agent_actions.select_images(orderable_commands),
             "longest": lifecycle.MAX_REASON,
-            "signals": raw_inventory.signals(request, device),
-            "stored": raw_inventory.inventory(device, deployables),
-            "events": timeline.rows(events),
+            "signals": raw_inventory.load_last_signals(request, device),
+            "stored": raw_inventory.dump_inventory(device, deployables),
+            "events": timeline.render_events(events),
         }
-        context |= may | commands.of(request, device) | partitioning.of_device(request, device)
-        return TemplateResponse(request, "accelerators/device.html", context | self.beside(device))
+        context |= (
+            permission_context
+            | commands.load_latest_context(request, device)
+            | partitioning.build_units_context(request, device)
+        )
+        return TemplateResponse(request, "accelerators/device.html", context | self.get_extra_context(device))
 
-    def beside(self, device: Device) -> dict[str, Any]:
+    def get_extra_context(self, device: Device) -> dict[str, Any]:
         """Return template context that other apps add to the page; subclasses override this method."""
         return {}
 
@@ -193,44 +202,48 @@ class DeviceAdmin(ReadOnly):
         return super().get_queryset(request).select_related("host")
 
 
-def _inside(device: Device, card: topology_svg.Card) -> list[dict[str, Any]]:
+def _build_deployable_rows(device: Device, card: topology_svg.DeviceCard) -> list[dict[str, Any]]:
     """Return a device's deployables with their attributes and those handles that are shown. Costs two statements."""
-    numbers = {"handles": Count("attach_handles"), "held": Count("attach_handles__request")}
-    found = device.deployables.annotate(**numbers).order_by("id").prefetch_related("attributes")
+    annotations = {"handles": Count("attach_handles"), "held": Count("attach_handles__request")}
+    deployables = device.deployables.annotate(**annotations).order_by("id").prefetch_related("attributes")
     return [
         {
             "deployable": deployable,
             "attributes": deployable.attributes.all(),
             "units": [
-                {"unit": unit, "state": topology_svg.mark(unit.state), "instance_url": requests_of(unit.instance)}
-                for unit in card.units
-                if unit.part == deployable.pk
+                {
+                    "unit": cell,
+                    "state": topology_svg.render_handle_state(cell.state),
+                    "instance_url": request_list_url(cell.instance),
+                }
+                for cell in card.cells
+                if cell.deployable_id == deployable.pk
             ],
             "held": deployable.held,
             "handles": deployable.handles,
-            "missing_since": badges.ago(deployable.missing_since) if deployable.missing_since else "",
+            "missing_since": badges.render_relative_time(deployable.missing_since) if deployable.missing_since else "",
         }
-        for deployable in found
+        for deployable in deployables
     ]
 
 
-def handles_of(device: Device) -> str:
+def handle_list_url(device: Device) -> str:
     """Return the URL of the list of a device's attach handles."""
-    return f"{reverse('admin:accelerators_attachhandle_changelist')}?{urlencode({OF_DEVICE: device.pk})}"
+    return f"{reverse('admin:accelerators_attachhandle_changelist')}?{urlencode({DEVICE_PARAM: device.pk})}"
 
 
-def requests_of(instance: str) -> str:
+def request_list_url(instance: str) -> str:
     """Return the URL of the list of an instance's requests; '' if `instance` is empty."""
     url = reverse("admin:accelerators_acceleratorrequest_changelist")
     return f"{url}?{urlencode({'q': instance})}" if instance else ""
 
 
-def holder(handle: AttachHandle) -> Model | None:
+def get_holder(handle: AttachHandle) -> Model | None:
     """Return the request that holds a handle, None if it is free."""
     return getattr(handle, "request", None)
 
 
-class Presence(admin.SimpleListFilter):
+class PresenceListFilter(admin.SimpleListFilter):
     """Filter by whether the driver's last report still contains the object."""
 
     title, parameter_name = "presence", "presence"
@@ -243,11 +256,11 @@ class Presence(admin.SimpleListFilter):
 
 
 @admin.register(Deployable)
-class DeployableAdmin(ReadOnly):
+class DeployableAdmin(ReadOnlyModelAdmin):
     """List of deployables: the parts of devices that are resource providers."""
 
     list_display = ("name", "num_accelerators", "shown_device", "shown_host", "rp_uuid", "shown_missing")
-    list_filter = ("device__type", "device__state", Presence)
+    list_filter = ("device__type", "device__state", PresenceListFilter)
     list_select_related = ("device__host",)
     ordering = ("id",)
     search_fields = ("uuid__startswith", "rp_uuid__startswith", "name__icontains", "device__host__name__icontains")
@@ -257,18 +270,18 @@ class DeployableAdmin(ReadOnly):
 
     @display(description="Device", ordering="device__model")
     def shown_device(self, deployable: Deployable) -> SafeString:
-        return badges.link("device", deployable.device_id, deployable.device)
+        return badges.render_page_link("device", deployable.device_id, deployable.device)
 
     @display(description="Host", ordering="device__host__name")
     def shown_host(self, deployable: Deployable) -> SafeString:
-        return badges.link("host", deployable.device.host_id, deployable.device.host.name)
+        return badges.render_page_link("host", deployable.device.host_id, deployable.device.host.name)
 
     @display(description="Presence", ordering="missing_since")
     def shown_missing(self, deployable: Deployable) -> SafeString:
-        return presence(deployable.missing_since)
+        return render_presence(deployable.missing_since)
 
 
-class Held(admin.SimpleListFilter):
+class HandleUseListFilter(admin.SimpleListFilter):
     """Filter by whether a request holds the handle."""
 
     title, parameter_name = "use", "use"
@@ -281,7 +294,7 @@ class Held(admin.SimpleListFilter):
 
 
 @admin.register(AttachHandle)
-class AttachHandleAdmin(ReadOnly):
+class AttachHandleAdmin(ReadOnlyModelAdmin):
     """List of attach handles, the assignable units, with the request, instance and project that hold each."""
 
     list_display = (
@@ -294,7 +307,7 @@ class AttachHandleAdmin(ReadOnly):
         "shown_host",
         "shown_missing",
     )
-    list_filter = ("attach_type", Held, Presence)
+    list_filter = ("attach_type", HandleUseListFilter, PresenceListFilter)
     list_select_related = ("request", "deployable__device__host")
     ordering = ("id",)
     search_fields = (
@@ -326,47 +339,49 @@ class AttachHandleAdmin(ReadOnly):
     empty = "No attach handles yet. Each deployable that an agent reports brings its own."
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        return lookup == OF_DEVICE or super().lookup_allowed(lookup, value, request)
+        return lookup == DEVICE_PARAM or super().lookup_allowed(lookup, value, request)
 
     @display(description="Handle", ordering="attach_info")
     def shown_name(self, handle: AttachHandle) -> SafeString:
         return format_html(
-            '<span class="mono" title="{}">{}</span>', handle.attach_info, badges.handle(handle.attach_info)
+            '<span class="mono" title="{}">{}</span>', handle.attach_info, badges.describe_handle(handle.attach_info)
         )
 
     @display(description="Held by")
     def shown_holder(self, handle: AttachHandle) -> SafeString:
-        request = holder(handle)
-        if handle.not_offered and not request:
-            return badges.mark("not offered", "calm", handle.not_offered)
+        request = get_holder(handle)
+        if handle.reason_not_offered and not request:
+            return badges.render_badge("not offered", "calm", handle.reason_not_offered)
         return (
-            badges.link("acceleratorrequest", request.pk, str(request)[:8]) if request else badges.mark("free", "calm")
+            badges.render_page_link("acceleratorrequest", request.pk, str(request)[:8])
+            if request
+            else badges.render_badge("free", "calm")
         )
 
     @display(description="Instance")
     def instance(self, handle: AttachHandle) -> SafeString:
-        return badges.short(getattr(holder(handle), "instance_uuid", None))
+        return badges.render_short_uuid(getattr(get_holder(handle), "instance_uuid", None))
 
     @display(description="Project")
     def project(self, handle: AttachHandle) -> SafeString:
-        return badges.short(getattr(holder(handle), "project_id", None))
+        return badges.render_short_uuid(getattr(get_holder(handle), "project_id", None))
 
     @display(description="Device")
     def shown_device(self, handle: AttachHandle) -> SafeString:
-        return badges.link("device", handle.deployable.device_id, handle.deployable.device)
+        return badges.render_page_link("device", handle.deployable.device_id, handle.deployable.device)
 
     @display(description="Host")
     def shown_host(self, handle: AttachHandle) -> SafeString:
         device = handle.deployable.device
-        return badges.link("host", device.host_id, device.host.name)
+        return badges.render_page_link("host", device.host_id, device.host.name)
 
     @display(description="Presence", ordering="missing_since")
     def shown_missing(self, handle: AttachHandle) -> SafeString:
-        return presence(handle.missing_since)
+        return render_presence(handle.missing_since)
 
 
-def presence(missing_since: Any) -> SafeString:
+def render_presence(missing_since: Any) -> SafeString:
     """Render a badge: present, or missing from the driver's report, with the time since when on hover."""
     if missing_since is None:
-        return badges.mark("present", "good")
-    return badges.mark("missing", "warn", f"since {missing_since:%Y-%m-%d %H:%M:%S} UTC")
+        return badges.render_badge("present", "good")
+    return badges.render_badge("missing", "warn", f"since {missing_since:%Y-%m-%d %H:%M:%S} UTC")

@@ -23,20 +23,20 @@ from unfold.decorators import display
 
 from accelerators.admin import device_actions
 from accelerators.commands.placing import MAX_REASON
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import DriverState, RolloutOp, RolloutState, Source, StepState
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import DriverState, EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Event, HostDriver, Rollout, RolloutStep
 from accelerators.ui import badges, permissions, timeline
-from accelerators.ui.changelist import ReadOnly
+from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.workflows import driver_rollouts
-from accelerators.workflows.driver_config import Change
+from accelerators.workflows.driver_config import DriverChange
 
-ROWS = 200
+MAX_HOST_ROWS = 200
 """Maximum number of hosts that a rollout's page lists, failed ones first. The counts include all hosts."""
-SEEN = {"ok": "good", "failed": "bad", "quarantined": "warn", "disabled": "calm", "absent": "calm"}
-STATES = {"running": "busy", "done": "good", "stopped": "bad", "cancelled": "warn"}
-STEPS = {"waiting": "calm", "ordered": "busy", "done": "good", "failed": "bad", "skipped": "calm"}
-BUTTONS = {
+DRIVER_STATE_TONES = {"ok": "good", "failed": "bad", "quarantined": "warn", "disabled": "calm", "absent": "calm"}
+ROLLOUT_STATE_TONES = {"running": "busy", "done": "good", "stopped": "bad", "cancelled": "warn"}
+STEP_STATE_TONES = {"waiting": "calm", "ordered": "busy", "done": "good", "failed": "bad", "skipped": "calm"}
+BUTTON_OPERATIONS = {
     "install": (RolloutOp.INSTALL, None),
     "settings": (RolloutOp.UPDATE, None),
     "enable": (RolloutOp.UPDATE, True),
@@ -45,7 +45,7 @@ BUTTONS = {
 }
 
 
-class Seen(admin.SimpleListFilter):
+class DriverStateListFilter(admin.SimpleListFilter):
     """Filter by the driver's state as its agent reported it."""
 
     title, parameter_name = "seen", "state"
@@ -58,12 +58,12 @@ class Seen(admin.SimpleListFilter):
 
 
 @admin.register(HostDriver)
-class DriverAdmin(ReadOnly):
+class DriverAdmin(ReadOnlyModelAdmin):
     """List of every driver on every host, including those that are installed but do not run; and the page of one."""
 
     list_display = ("shown_driver", "shown_host", "shown_seen", "shown_wanted", "shown_drift", "devices", "said")
     list_display_links = ("shown_driver",)
-    list_filter = (Seen, "drifts")
+    list_filter = (DriverStateListFilter, "drifts")
     list_select_related = ("host", "wish__command")
     ordering = ("place",)
     search_fields = ("driver__startswith", "host__name__icontains")
@@ -82,19 +82,19 @@ class DriverAdmin(ReadOnly):
 
     @display(description="Host", ordering="place")
     def shown_host(self, row: HostDriver) -> SafeString:
-        return badges.link("host", row.host_id, row.host.name)
+        return badges.render_page_link("host", row.host_id, row.host.name)
 
     @display(description="Reported", ordering="state")
     def shown_seen(self, row: HostDriver) -> SafeString:
-        return seen(row)
+        return render_reported_state(row)
 
     @display(description="Wanted")
     def shown_wanted(self, row: HostDriver) -> SafeString:
-        return wanted(row)
+        return render_wanted_state(row)
 
     @display(description="Drift", ordering="drifts")
     def shown_drift(self, row: HostDriver) -> SafeString | str:
-        return drift(row) or badges.NOTHING
+        return render_drift(row) or badges.DASH
 
     @display(description="Message")
     def said(self, row: HostDriver) -> str:
@@ -114,7 +114,7 @@ class DriverAdmin(ReadOnly):
             raise PermissionDenied
         if request.method == "POST":
             try:
-                return HttpResponseRedirect(badges.page("rollout", _begin(request, row).uuid))
+                return HttpResponseRedirect(badges.page_url("rollout", _start_rollout(request, row).uuid))
             except RefusedError as refused:
                 messages.error(request, refused.text)
         wish = row.wanted
@@ -124,23 +124,25 @@ class DriverAdmin(ReadOnly):
             "opts": self.opts,
             "row": row,
             "wish": wish,
-            "marks": [seen(row), drift(row)],
-            "wanted": wanted(row),
+            "marks": [render_reported_state(row), render_drift(row)],
+            "wanted": render_wanted_state(row),
             "settings": request.POST.get("settings", settings),
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),
-            "since": badges.ago((row.said or {}).get("since")),
+            "since": badges.render_relative_time((row.said or {}).get("since")),
             "longest": MAX_REASON,
-            "parallel": driver_rollouts.PARALLEL,
-            "rollouts": [(rollout, state(rollout)) for rollout in _of(row)],
-            "events": timeline.rows(Event.objects.filter(subject=row.wish.uuid)[: timeline.ROWS] if row.wish else []),
+            "parallel": driver_rollouts.DEFAULT_PARALLEL,
+            "rollouts": [(rollout, render_rollout_state(rollout)) for rollout in _select_newest_rollouts(row)],
+            "events": timeline.render_events(
+                Event.objects.filter(subject=row.wish.uuid)[: timeline.MAX_EVENTS] if row.wish else []
+            ),
         }
-        context |= permissions.page(request, permissions.ROLLOUT)
+        context |= permissions.build_permission_context(request, permissions.START_ROLLOUT)
         return TemplateResponse(request, "accelerators/driver.html", context)
 
 
 @admin.register(Rollout)
-class RolloutAdmin(ReadOnly):
+class RolloutAdmin(ReadOnlyModelAdmin):
     """List of rollouts with their operation, counts of hosts, author and state; and the page of one."""
 
     list_display = ("shown_state", "what", "shown_counts", "by", "when")
@@ -153,12 +155,12 @@ class RolloutAdmin(ReadOnly):
     empty = "No rollouts yet. Start one on the page of a driver."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Rollout]:
-        number = {f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in StepState}
+        number = {f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in RolloutStepState}
         return super().get_queryset(request).annotate(**number)
 
     @display(description="State", ordering="state")
     def shown_state(self, rollout: Rollout) -> SafeString:
-        return state(rollout)
+        return render_rollout_state(rollout)
 
     @display(description="What", ordering="driver")
     def what(self, rollout: Rollout) -> str:
@@ -166,7 +168,9 @@ class RolloutAdmin(ReadOnly):
 
     @display(description="Hosts")
     def shown_counts(self, rollout: Rollout) -> SafeString:
-        return badges.marks(*_counts({word: getattr(rollout, f"{word}_steps") for word in StepState}))
+        return badges.join_badges(
+            *_render_step_counts({word: getattr(rollout, f"{word}_steps") for word in RolloutStepState})
+        )
 
     @display(description="By, and why", ordering="actor")
     def by(self, rollout: Rollout) -> SafeString:
@@ -174,13 +178,13 @@ class RolloutAdmin(ReadOnly):
 
     @display(description="When", ordering="-id")
     def when(self, rollout: Rollout) -> SafeString:
-        return badges.ago(rollout.created_at)
+        return badges.render_relative_time(rollout.created_at)
 
     def get_urls(self) -> list[Any]:
-        now = self.admin_site.admin_view(self.now_view)
-        return [path("<int:pk>/now/", now, name="accelerators_rollout_now"), *super().get_urls()]
+        progress_view = self.admin_site.admin_view(self.progress_view)
+        return [path("<int:pk>/now/", progress_view, name="accelerators_rollout_now"), *super().get_urls()]
 
-    def now_view(self, request: HttpRequest, pk: int) -> HttpResponse:
+    def progress_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Answer with the part of a rollout's page that shows its progress; the page polls it until the rollout ends.
 
         Answers 404 if there is no such rollout.
@@ -188,7 +192,7 @@ class RolloutAdmin(ReadOnly):
         if not self.has_view_permission(request):
             raise PermissionDenied
         rollout = Rollout.objects.filter(pk=pk).first()
-        context = standing(rollout) if rollout else {}
+        context = build_progress_context(rollout) if rollout else {}
         return TemplateResponse(request, "accelerators/rollout_now.html", context, status=200 if rollout else 404)
 
     def change_view(
@@ -201,23 +205,25 @@ class RolloutAdmin(ReadOnly):
         if not self.has_view_permission(request, rollout):
             raise PermissionDenied
         if request.method == "POST":
-            permissions.require(request, permissions.ROLLOUT)
-            driver_rollouts.cancel(rollout, device_actions.person(request))
-            return HttpResponseRedirect(badges.page("rollout", rollout.uuid))
-        context = self.admin_site.each_context(request) | standing(rollout)
-        context |= {"title": str(rollout), "opts": self.opts} | permissions.page(request, permissions.ROLLOUT)
+            permissions.require_permission(request, permissions.START_ROLLOUT)
+            driver_rollouts.cancel_rollout(rollout, device_actions.get_caller(request))
+            return HttpResponseRedirect(badges.page_url("rollout", rollout.uuid))
+        context = self.admin_site.each_context(request) | build_progress_context(rollout)
+        context |= {"title": str(rollout), "opts": self.opts} | permissions.build_permission_context(
+            request, permissions.START_ROLLOUT
+        )
         context |= {"settings": "" if rollout.settings is None else json.dumps(rollout.settings, indent=2)}
         return TemplateResponse(request, "accelerators/rollout.html", context)
 
 
-def seen(row: HostDriver) -> SafeString:
+def render_reported_state(row: HostDriver) -> SafeString:
     """Render the driver's state and version as its agent reported them, with the error on hover."""
-    said = row.said or {}
-    version = f" {said['version']}" if said.get("version") else ""
-    return badges.mark(f"{row.state}{version}", SEEN[row.state], said.get("error", ""))
+    reported = row.reported or {}
+    version = f" {reported['version']}" if reported.get("version") else ""
+    return badges.render_badge(f"{row.state}{version}", DRIVER_STATE_TONES[row.state], reported.get("error", ""))
 
 
-def wanted(row: HostDriver) -> SafeString:
+def render_wanted_state(row: HostDriver) -> SafeString:
     """Render the wanted state and its generation, or that nothing is wanted and the host's own file decides."""
     if row.wish is None:
         return format_html('<span class="faint">{}</span>', "nothing is wanted here; its host's own file decides")
@@ -225,86 +231,111 @@ def wanted(row: HostDriver) -> SafeString:
     return format_html('{} <span class="faint">generation {}</span>', word, row.wish.generation)
 
 
-def drift(row: HostDriver) -> SafeString | str:
+def render_drift(row: HostDriver) -> SafeString | str:
     """Render a badge if the reported state differs from the wanted one, with both generations on hover; else ''."""
     if not row.drifts or row.wish is None:
         return ""
-    applied = (row.said or {}).get("generation", 0)
-    return badges.mark(
-        "drifts", "warn", f"Generation {row.wish.generation} is wanted, but the agent has applied generation {applied}."
+    applied_generation = (row.reported or {}).get("generation", 0)
+    return badges.render_badge(
+        "drifts",
+        "warn",
+        f"Generation {row.wish.generation} is wanted, but the agent has applied generation {applied_generation}.",
     )
 
 
-def state(rollout: Rollout) -> SafeString:
+def render_rollout_state(rollout: Rollout) -> SafeString:
     """Render the rollout's state as a badge."""
-    return badges.mark(rollout.state, STATES[rollout.state])
+    return badges.render_badge(rollout.state, ROLLOUT_STATE_TONES[rollout.state])
 
 
-def standing(rollout: Rollout) -> dict[str, Any]:
-    """Return the context of `rollout_now.html`: the rollout's progress, counts, and at most ROWS hosts."""
-    stand = driver_rollouts.counts(rollout)
-    over = sum(number for word, number in stand.items() if word not in (StepState.WAITING, StepState.ORDERED))
-    order = {word: place for place, word in enumerate(("failed", "ordered", "done", "waiting", "skipped"))}
-    first = Case(*(When(state=word, then=place) for word, place in order.items()), default=9)
-    steps = list(rollout.steps.select_related("command").order_by(first, "id")[:ROWS])
+def build_progress_context(rollout: Rollout) -> dict[str, Any]:
+    """Return the context of `rollout_now.html`: the rollout's progress, counts, and at most MAX_HOST_ROWS hosts."""
+    step_counts = driver_rollouts.count_steps_by_state(rollout)
+    finished_count = sum(
+        number
+        for word, number in step_counts.items()
+        if word not in (RolloutStepState.WAITING, RolloutStepState.ORDERED)
+    )
+    sort_positions = {word: place for place, word in enumerate(("failed", "ordered", "done", "waiting", "skipped"))}
+    sort_position = Case(*(When(state=word, then=place) for word, place in sort_positions.items()), default=9)
+    steps = list(rollout.steps.select_related("command").order_by(sort_position, "id")[:MAX_HOST_ROWS])
     running = rollout.ended_at is None
     return {
         "rollout": rollout,
         "running": running,
         "can_cancel": rollout.state == RolloutState.RUNNING and running,
-        "state": state(rollout),
-        "bar": badges.progress(100 * over // max(rollout.total, 1), f"{over} of {rollout.total}") if running else "",
-        "counts": _counts(stand),
-        "took": badges.lasted(rollout.created_at, rollout.ended_at),
-        "rows": [_row(one) for one in steps],
+        "state": render_rollout_state(rollout),
+        "bar": badges.render_progress_bar(
+            100 * finished_count // max(rollout.total, 1), f"{finished_count} of {rollout.total}"
+        )
+        if running
+        else "",
+        "counts": _render_step_counts(step_counts),
+        "took": badges.format_duration(rollout.created_at, rollout.ended_at),
+        "rows": [_build_step_row(step) for step in steps],
         "left": max(0, rollout.total - len(steps)),
         "piece": reverse("admin:accelerators_rollout_now", args=[rollout.pk]) if running else "",
     }
 
 
-def _row(one: RolloutStep) -> dict[str, Any]:
-    host = badges.link("host", one.host_id, one.host_name) if one.host_id else one.host_name
-    command = badges.link("command", one.command_id, "command") if one.command_id else ""
-    return {"host": host, "state": badges.mark(one.state, STEPS[one.state]), "text": one.text, "command": command}
+def _build_step_row(step: RolloutStep) -> dict[str, Any]:
+    host = badges.render_page_link("host", step.host_id, step.host_name) if step.host_id else step.host_name
+    command = badges.render_page_link("command", step.command_id, "command") if step.command_id else ""
+    return {
+        "host": host,
+        "state": badges.render_badge(step.state, STEP_STATE_TONES[step.state]),
+        "text": step.text,
+        "command": command,
+    }
 
 
-def _counts(stand: Any) -> list[SafeString]:
-    return [badges.mark(f"{stand[word]} {word}", STEPS[word]) for word in StepState if stand[word]]
+def _render_step_counts(step_counts: Any) -> list[SafeString]:
+    return [
+        badges.render_badge(f"{step_counts[word]} {word}", STEP_STATE_TONES[word])
+        for word in RolloutStepState
+        if step_counts[word]
+    ]
 
 
-def _of(row: HostDriver) -> QuerySet[Rollout]:
+def _select_newest_rollouts(row: HostDriver) -> QuerySet[Rollout]:
     """Return the five newest rollouts of this driver that include this host."""
     return Rollout.objects.filter(driver=row.driver, steps__host=row.host_id).order_by("-id")[:5]
 
 
-def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
+def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
     """Start the rollout that a button of a driver's page asks for.
 
     Raises RefusedError INVALID if the settings are not a JSON object, and what `driver_rollouts` refuses; raises
     PermissionDenied for users who may not start rollouts, and for unknown buttons.
     """
-    permissions.require(request, permissions.ROLLOUT)
-    if request.POST.get("do") not in BUTTONS:
+    permissions.require_permission(request, permissions.START_ROLLOUT)
+    if request.POST.get("do") not in BUTTON_OPERATIONS:
         raise PermissionDenied("This page has no such button. Go back and try again.")
-    op, enabled = BUTTONS[request.POST["do"]]
-    text = request.POST.get("settings", "").strip()
+    op, enabled = BUTTON_OPERATIONS[request.POST["do"]]
+    settings_text = request.POST.get("settings", "").strip()
     settings = None
-    if request.POST["do"] in ("install", "settings") and text:
+    if request.POST["do"] in ("install", "settings") and settings_text:
         try:
-            settings = json.loads(text)
+            settings = json.loads(settings_text)
         except ValueError as error:
-            raise RefusedError(Reason.INVALID, f"The settings are not valid JSON: {error}. Nothing was done.") from None
+            raise RefusedError(
+                RefusalReason.INVALID, f"The settings are not valid JSON: {error}. Nothing was done."
+            ) from None
         if not isinstance(settings, dict):
-            raise RefusedError(Reason.INVALID, "The settings must be a JSON object. Nothing was done.")
-    every = {"all": True} if op is RolloutOp.INSTALL else {"driver": row.driver}
-    hosts = driver_rollouts.choose(selector=every) if request.POST.get("where") == "all" else [row.host]
-    most = request.POST.get("max_parallel", "")
-    parallel = int(most) if most.isdecimal() and len(most) < 4 else driver_rollouts.PARALLEL
-    return driver_rollouts.start(
-        Change(op, row.driver, enabled, settings),
+            raise RefusedError(RefusalReason.INVALID, "The settings must be a JSON object. Nothing was done.")
+    selector = {"all": True} if op is RolloutOp.INSTALL else {"driver": row.driver}
+    hosts = driver_rollouts.select_hosts(selector=selector) if request.POST.get("where") == "all" else [row.host]
+    max_parallel_text = request.POST.get("max_parallel", "")
+    max_parallel = (
+        int(max_parallel_text)
+        if max_parallel_text.isdecimal() and len(max_parallel_text) < 4
+        else driver_rollouts.DEFAULT_PARALLEL
+    )
+    return driver_rollouts.start_rollout(
+        DriverChange(op, row.driver, enabled, settings),
         hosts,
-        device_actions.person(request),
-        pace=driver_rollouts.Pace(parallel, "go_on" not in request.POST),
+        device_actions.get_caller(request),
+        pace=driver_rollouts.RolloutPace(max_parallel, "go_on" not in request.POST),
         reason=request.POST.get("reason", ""),
-        source=Source.PERSON,
+        source=EventSource.PERSON,
     )

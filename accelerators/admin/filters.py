@@ -9,10 +9,10 @@ from django.db.models import BooleanField, CharField, F, Func, Q, QuerySet, Valu
 from django.http import HttpRequest
 
 from accelerators.models import Device, Host
-from accelerators.models.devices import driver_error
+from accelerators.models.devices import build_driver_error_expression
 
 
-class Freshness(admin.SimpleListFilter):
+class DeviceFreshnessListFilter(admin.SimpleListFilter):
     """Filter by whether a device's data is live, or stale because its agent is not heard of or its driver failed."""
 
     title, parameter_name = "freshness", "stale"
@@ -24,26 +24,28 @@ class Freshness(admin.SimpleListFilter):
         if self.value() not in ("yes", "no"):
             return queryset
         stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
-        matching = queryset.alias(_error=driver_error())
+        devices_with_error = queryset.alias(_error=build_driver_error_expression())
         if self.value() == "no":
-            return matching.exclude(stale)
-        return matching.filter(stale, host__in=_troubled())  # hosts are few; devices of other hosts are not read
+            return devices_with_error.exclude(stale)
+        return devices_with_error.filter(
+            stale, host__in=_select_hosts_with_stale_devices()
+        )  # hosts are few; devices of other hosts are not read
 
 
-def _troubled() -> QuerySet[Host]:
+def _select_hosts_with_stale_devices() -> QuerySet[Host]:
     """Query the hosts that can have stale devices: their agent is not heard of, or one of their drivers or backends
     failed."""
-    failing = Func(
+    has_error = Func(
         F("drivers"),
         Value('$.*.error ? (@ <> "")'),
         function="jsonb_path_exists",
         template="%(function)s(%(expressions)s::jsonpath)",
         output_field=BooleanField(),
     )
-    return Host.objects.order_by().filter(Q(stale_since__isnull=False) | Q(failing))
+    return Host.objects.order_by().filter(Q(stale_since__isnull=False) | Q(has_error))
 
 
-class Draining(admin.SimpleListFilter):
+class DrainingListFilter(admin.SimpleListFilter):
     """Filter by whether a device is draining: it waits for its last request to end."""
 
     title, parameter_name = "drain", "draining"
@@ -55,14 +57,14 @@ class Draining(admin.SimpleListFilter):
         return queryset.filter(drain_to__isnull=self.value() == "no") if self.value() else queryset
 
 
-class Driver(admin.SimpleListFilter):
+class DriverListFilter(admin.SimpleListFilter):
     """Filter by driver. The choices come from the hosts, which are few, so that no query has to read every device."""
 
     title, parameter_name = "driver", "driver"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        named = Func(F("drivers"), function="jsonb_object_keys", output_field=CharField())
-        known = Host.objects.order_by().annotate(known=named).values_list("known", flat=True).distinct()
+        driver_names = Func(F("drivers"), function="jsonb_object_keys", output_field=CharField())
+        known = Host.objects.order_by().annotate(known=driver_names).values_list("known", flat=True).distinct()
         return [(name, name) for name in sorted(known)]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:

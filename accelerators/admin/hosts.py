@@ -21,13 +21,13 @@ from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import driver_status
 from accelerators.models import Device, Event, Host
 from accelerators.ui import badges, permissions, timeline
-from accelerators.ui.changelist import ReadOnly
+from accelerators.ui.changelist import ReadOnlyModelAdmin
 
-DEVICE_ROWS = 64
+MAX_DEVICE_ROWS = 64
 """Maximum number of devices that a host's page draws and lists; the filtered device list has them all."""
 
 
-class Live(admin.SimpleListFilter):
+class HostFreshnessListFilter(admin.SimpleListFilter):
     """Filter by whether the host's agent is heard of (live) or not (stale)."""
 
     title, parameter_name = "freshness", "stale"
@@ -42,11 +42,11 @@ class Live(admin.SimpleListFilter):
 
 
 @admin.register(Host)
-class HostAdmin(ReadOnly):
+class HostAdmin(ReadOnlyModelAdmin):
     """The list of hosts, and the page of one host with the view that its buttons post to."""
 
     list_display = ("name", "shown_live", "shown_drivers", "shown_devices", "shown_node", "reported")
-    list_filter = (Live,)
+    list_filter = (HostFreshnessListFilter,)
     ordering = ("name",)
     search_fields = ("uuid__startswith", "name__icontains", "node__icontains")
     search_help_text = "name, node, uuid"
@@ -56,41 +56,43 @@ class HostAdmin(ReadOnly):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
-        counts = Device.objects.filter(host=OuterRef("pk")).order_by().values("host").annotate(n=Count("*")).values("n")
-        number = Coalesce(Subquery(counts), Value(0), output_field=IntegerField())
-        return super().get_queryset(request).annotate(number_of_devices=number)
+        devices_per_host = (
+            Device.objects.filter(host=OuterRef("pk")).order_by().values("host").annotate(n=Count("*")).values("n")
+        )
+        device_count = Coalesce(Subquery(devices_per_host), Value(0), output_field=IntegerField())
+        return super().get_queryset(request).annotate(number_of_devices=device_count)
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Host | None:
         """Return a host by id, uuid or name, else None. Events name a host by its name."""
-        found = super().get_object(request, object_id, from_field)
-        return found or self.get_queryset(request).filter(name=object_id).first()
+        host = super().get_object(request, object_id, from_field)
+        return host or self.get_queryset(request).filter(name=object_id).first()
 
     @display(description="Freshness", ordering="stale_since")
     def shown_live(self, host: Host) -> SafeString:
-        return live(host)
+        return render_freshness(host)
 
     @display(description="Drivers")
     def shown_drivers(self, host: Host) -> SafeString:
-        failing = {name: entry["error"] for name, entry in host.drivers.items() if entry.get("error")}
-        ailing = {
-            f"{name}:{backend}": said["error"]
+        failing_drivers = {name: entry["error"] for name, entry in host.drivers.items() if entry.get("error")}
+        failing_backends = {
+            f"{name}:{backend}": backend_entry["error"]
             for name, entry in host.drivers.items()
-            for backend, said in entry.get("backends", {}).items()
-            if said["error"] and name not in failing
+            for backend, backend_entry in entry.get("backends", {}).items()
+            if backend_entry["error"] and name not in failing_drivers
         }
-        asked = [name for name, entry in host.drivers.items() if driver_status.is_on(entry)]
-        if not asked:
-            return badges.NOTHING
-        if failing or ailing:
-            why = "; ".join(f"{name}: {error}" for name, error in (failing | ailing).items())
-            backends = f"{len(ailing)} backend{'s' if len(ailing) > 1 else ''} failing"
-            word = f"{len(failing)} of {len(asked)} failing" if failing else backends
-            return badges.mark(word, "bad", why)
-        return badges.mark(f"{len(asked)} answering", "good", ", ".join(asked))
+        enabled_drivers = [name for name, entry in host.drivers.items() if driver_status.should_list_driver(entry)]
+        if not enabled_drivers:
+            return badges.DASH
+        if failing_drivers or failing_backends:
+            errors_text = "; ".join(f"{name}: {error}" for name, error in (failing_drivers | failing_backends).items())
+            backends_text = f"{len(failing_backends)} backend{'s' if len(failing_backends) > 1 else ''} failing"
+            word = f"{len(failing_drivers)} of {len(enabled_drivers)} failing" if failing_drivers else backends_text
+            return badges.render_badge(word, "bad", errors_text)
+        return badges.render_badge(f"{len(enabled_drivers)} answering", "good", ", ".join(enabled_drivers))
 
     @display(description="Devices", ordering="number_of_devices")
     def shown_devices(self, host: Host) -> SafeString:
-        return format_html('<a href="{}">{}</a>', devices_of(host), host.number_of_devices)
+        return format_html('<a href="{}">{}</a>', device_list_url(host), host.number_of_devices)
 
     @display(description="Node", ordering="node")
     def shown_node(self, host: Host) -> str:
@@ -98,7 +100,7 @@ class HostAdmin(ReadOnly):
 
     @display(description="Last change", ordering="-reported_at")
     def reported(self, host: Host) -> SafeString:
-        return badges.ago(host.reported_at)
+        return badges.render_relative_time(host.reported_at)
 
     def get_urls(self) -> list[Any]:
         order = self.admin_site.admin_view(self.order_view)
@@ -109,14 +111,14 @@ class HostAdmin(ReadOnly):
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
-        return agent_actions.post(self, request, host)
+        return agent_actions.handle_order(self, request, host)
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Show the page of one host with its drivers, devices, commands and events.
 
-        `extra_context` and `beside` add what other apps know. Raises PermissionDenied for methods other than GET and
+        `extra_context` and `get_extra_context` add what other apps know. Raises PermissionDenied for methods other than GET and
         HEAD.
         """
         host = self.get_object(request, object_id)
@@ -124,97 +126,101 @@ class HostAdmin(ReadOnly):
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, host):
             raise PermissionDenied
-        devices = list(host.devices.order_by("numa_node", "address", "key")[:DEVICE_ROWS])
+        devices = list(host.devices.order_by("numa_node", "address", "key")[:MAX_DEVICE_ROWS])
         devices.sort(key=lambda device: device.numa_node < 0)  # unknown NUMA nodes last, as in the picture
-        drawn = device_summaries.of(devices)
+        cards = device_summaries.load_cards(devices)
         context = self.admin_site.each_context(request) | {
             "title": host.name,
             "opts": self.opts,
             "host": host,
-            "live": live(host),
-            "reported": badges.ago(host.reported_at),
-            "drivers": [_driver(name, entry) for name, entry in sorted(host.drivers.items())],
+            "live": render_freshness(host),
+            "reported": badges.render_relative_time(host.reported_at),
+            "drivers": [_build_driver_row(name, entry) for name, entry in sorted(host.drivers.items())],
             "unwanted": sorted({device.driver for device in devices} - set(host.drivers)),
-            "picture": topology_svg.host(drawn, host.name),
-            "legend": topology_svg.legend(drawn),
-            "nowhere": sum(card.numa < 0 for card in drawn),
-            "bridged": any(card.bridges for card in drawn),
-            "devices": [_device(*pair) for pair in zip(devices, drawn, strict=True)],
-            "devices_url": devices_of(host),
-            "events": timeline.rows(Event.objects.filter(host=host.name)[: timeline.ROWS]),
-            "orders": permissions.may(request, permissions.ORDER),
+            "picture": topology_svg.draw_host(cards, host.name),
+            "legend": topology_svg.build_legend(cards),
+            "nowhere": sum(card.numa < 0 for card in cards),
+            "bridged": any(card.bridges for card in cards),
+            "devices": [_build_device_row(*pair) for pair in zip(devices, cards, strict=True)],
+            "devices_url": device_list_url(host),
+            "events": timeline.render_events(Event.objects.filter(host=host.name)[: timeline.MAX_EVENTS]),
+            "orders": permissions.is_allowed(request, permissions.CREATE_COMMAND),
             "longest": MAX_REASON,
         }
-        context |= permissions.page(request, permissions.RESCAN) | commands.of(request, host)
-        return TemplateResponse(request, "accelerators/host.html", context | self.beside(host) | (extra_context or {}))
+        context |= permissions.build_permission_context(request, permissions.RESCAN) | commands.load_latest_context(
+            request, host
+        )
+        return TemplateResponse(
+            request, "accelerators/host.html", context | self.get_extra_context(host) | (extra_context or {})
+        )
 
-    def beside(self, host: Host) -> dict[str, Any]:
+    def get_extra_context(self, host: Host) -> dict[str, Any]:
         """Return template context that other apps add to the page; subclasses override this method."""
         return {}
 
 
-def live(host: Host) -> SafeString:
+def render_freshness(host: Host) -> SafeString:
     """Render whether the data of a host is up to date: live, or stale with the time since when on hover."""
     if host.stale_since is None:
-        return badges.mark("live", "good")
-    return badges.mark(
+        return badges.render_badge("live", "good")
+    return badges.render_badge(
         "stale", "warn", f"Its agent has not been heard from since {host.stale_since:%Y-%m-%d %H:%M:%S} UTC."
     )
 
 
-def devices_of(host: Host) -> str:
+def device_list_url(host: Host) -> str:
     """Return the URL of the list of a host's devices."""
     return f"{reverse('admin:accelerators_device_changelist')}?{urlencode({'host__name': host.name})}"
 
 
-def _driver(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+def _build_driver_row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     error = entry.get("error", "")
-    answers = (
-        badges.mark("answering", "good")
-        if driver_status.is_on(entry)
-        else badges.mark(driver_status.state_of(entry), "calm")
+    answer_badge = (
+        badges.render_badge("answering", "good")
+        if driver_status.should_list_driver(entry)
+        else badges.render_badge(driver_status.driver_state_of(entry), "calm")
     )
     return {
         "name": name,
-        "answer": badges.mark("failing", "bad") if error else answers,
+        "answer": badges.render_badge("failing", "bad") if error else answer_badge,
         "error": error,
-        "since": badges.ago(entry.get("since")),
+        "since": badges.render_relative_time(entry.get("since")),
         "devices": entry.get("devices", 0),
         "faults": entry.get("faults", []),
-        "backends": [_backend(*one) for one in sorted(entry.get("backends", {}).items())],
+        "backends": [_build_backend_row(*backend) for backend in sorted(entry.get("backends", {}).items())],
     }
 
 
-def _backend(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+def _build_backend_row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     error = entry["error"]
     return {
         "name": name,
         "kind": entry["kind"],
         "labels": ", ".join(f"{word}: {value}" for word, value in sorted(entry["labels"].items())),
-        "answer": badges.mark("failing", "bad") if error else badges.mark("answering", "good"),
+        "answer": badges.render_badge("failing", "bad") if error else badges.render_badge("answering", "good"),
         "error": error,
-        "since": badges.ago(entry["since"]),
-        "services": [_service(service) for service in entry["services"]],
+        "since": badges.render_relative_time(entry["since"]),
+        "services": [_render_service(service) for service in entry["services"]],
     }
 
 
-def _service(service: dict[str, Any]) -> SafeString:
+def _render_service(service: dict[str, Any]) -> SafeString:
     """Render a service's name, with its limits on hover, or the reason if it is not ready."""
     limits = ", ".join(f"{word} {value}" for word, value in service["limits"].items())
     if service["state"] == "ready":
-        return badges.mark(service["name"], "good", limits)
-    return badges.mark(service["name"], "calm", service["reason"])
+        return badges.render_badge(service["name"], "good", limits)
+    return badges.render_badge(service["name"], "calm", service["reason"])
 
 
-def _device(device: Device, card: topology_svg.Card) -> dict[str, Any]:
+def _build_device_row(device: Device, card: topology_svg.DeviceCard) -> dict[str, Any]:
     return {
         "device": device,
-        "state": badges.state(device.state, device.state_reason),
-        "stale": badges.stale(device.host.why_stale(device.driver, device.backend)),
-        "health": badges.health(device.status, device.status_reason),
-        "since": badges.ago(device.state_since),
-        "held": card.held,
-        "handles": card.counts.total(),
-        "units": [(unit, topology_svg.mark(unit.state)) for unit in card.units],
-        "hidden": card.hidden.total(),
+        "state": badges.render_device_state(device.state, device.state_reason),
+        "stale": badges.render_stale_badge(device.host.why_stale(device.driver, device.backend)),
+        "health": badges.render_health(device.status, device.status_reason),
+        "since": badges.render_relative_time(device.state_since),
+        "held": card.held_count,
+        "handles": card.handle_counts.total(),
+        "units": [(unit, topology_svg.render_handle_state(unit.state)) for unit in card.cells],
+        "hidden": card.hidden_counts.total(),
     }

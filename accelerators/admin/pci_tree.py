@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-Path = tuple[str, ...]
-Bus = tuple[str, Path]
+BridgePath = tuple[str, ...]
+BusPosition = tuple[str, BridgePath]
 """Address `dddd:bb` of a bus, '' for devices that are not on PCI; and the bridges above it, root first."""
-DEEPEST = 4
+MAX_BOX_DEPTH = 4
 """Maximum number of nested boxes of bridges; buses behind further bridges are drawn behind the innermost box."""
 
 
 @dataclass(frozen=True)
-class Branch:
+class TreeBranch:
     """A bus, or a box of bridges if `bus` is None; the following branches with a greater `depth` are behind the box.
 
     For a box, `bridges` is a chain of bridges without branches between them, root first; for a bus, `bridges` are those
@@ -27,27 +27,27 @@ class Branch:
     """
 
     depth: int
-    bridges: Path
-    bus: Bus | None = None
+    bridges: BridgePath
+    bus: BusPosition | None = None
     switch: bool = False
 
 
-def of(buses: Iterable[Bus]) -> list[Branch]:
+def build_tree(buses: Iterable[BusPosition]) -> list[TreeBranch]:
     """Return the tree as a list in drawing order: a box comes before everything behind it, else the order is kept."""
-    return list(_below(list(buses), 0, 0))
+    return list(_iterate_branches(list(buses), 0, 0))
 
 
-def _below(buses: Sequence[Bus], known: int, depth: int) -> Iterator[Branch]:
-    """Yield the branches of buses that have their first `known` bridges in common, without these bridges."""
-    ports: dict[Path, list[Bus]] = {}
+def _iterate_branches(buses: Sequence[BusPosition], common: int, depth: int) -> Iterator[TreeBranch]:
+    """Yield the branches of buses that have their first `common` bridges in common, without these bridges."""
+    ports: dict[BridgePath, list[BusPosition]] = {}
     for bus in buses:
-        ports.setdefault(bus[1][known : known + 1] or bus[:1], []).append(bus)
-    for behind in ports.values():
-        if len(behind) == 1 or depth == DEEPEST:
-            yield from (Branch(depth, bus[1][known:], bus) for bus in behind)
+        ports.setdefault(bus[1][common : common + 1] or bus[:1], []).append(bus)
+    for port_buses in ports.values():
+        if len(port_buses) == 1 or depth == MAX_BOX_DEPTH:
+            yield from (TreeBranch(depth, bus[1][common:], bus) for bus in port_buses)
             continue
-        levels = zip(*(path for _, path in behind), strict=False)
+        levels = zip(*(path for _, path in port_buses), strict=False)
         shared = len(list(takewhile(lambda level: len(set(level)) == 1, levels)))
-        switch = all(len(path) > shared for _, path in behind)
-        yield Branch(depth, behind[0][1][known:shared], switch=switch)
-        yield from _below(behind, shared, depth + 1)
+        switch = all(len(path) > shared for _, path in port_buses)
+        yield TreeBranch(depth, port_buses[0][1][common:shared], switch=switch)
+        yield from _iterate_branches(port_buses, shared, depth + 1)

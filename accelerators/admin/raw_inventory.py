@@ -14,7 +14,7 @@ from accelerators.domain.states import CommandState
 from accelerators.models import Command, Device
 from accelerators.ui import badges
 
-SHOWN = (
+DEVICE_FIELDS = (
     "key",
     "type",
     "vendor",
@@ -26,58 +26,58 @@ SHOWN = (
     "status",
     "status_reason",
 )
-BOARD = ("std_board_info", "vendor_board_info", "to_install", "acts")
+BOARD_FIELDS = ("std_board_info", "vendor_board_info", "to_install", "acts")
 
 
-def signals(request: HttpRequest, device: Device) -> dict[str, Any] | None:
+def load_last_signals(request: HttpRequest, device: Device) -> dict[str, Any] | None:
     """Return the result of the last successful health check of a device: time, link, text, signals and samples.
 
     Returns None if there is none, or if the user may not view commands. Costs one statement.
     """
     if not request.user.has_perm("accelerators.view_command"):
         return None
-    asked = Command.objects.filter(device=device, op="health", state=CommandState.SUCCEEDED.value)
-    last = asked.order_by("-id").first()
-    if last is None:
+    health_checks = Command.objects.filter(device=device, op="health", state=CommandState.SUCCEEDED.value)
+    last_check = health_checks.order_by("-id").first()
+    if last_check is None:
         return None
     return {
-        "at": badges.ago(last.ended_at),
-        "url": badges.page("command", last.pk),
-        "health": last.text,
-        "rows": _rows(last.detail.get("signals")),
-        "samples": _rows(last.detail.get("samples")),
+        "at": badges.render_relative_time(last_check.ended_at),
+        "url": badges.page_url("command", last_check.pk),
+        "health": last_check.text,
+        "rows": _parse_rows(last_check.detail.get("signals")),
+        "samples": _parse_rows(last_check.detail.get("samples")),
     }
 
 
-def _rows(said: Any) -> list[dict[str, Any]]:
+def _parse_rows(text: Any) -> list[dict[str, Any]]:
     """Parse a JSON list of objects, the form in which drivers return signals and samples.
 
     Returns [] for text that is not a JSON list; elements that are not objects are dropped.
     """
     try:
-        found = json.loads(said or "[]")
+        parsed = json.loads(text or "[]")
     except (TypeError, ValueError):
         return []
-    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    return [row for row in parsed if isinstance(row, dict)] if isinstance(parsed, list) else []
 
 
-def inventory(device: Device, deployables: list[dict[str, Any]]) -> str:
+def dump_inventory(device: Device, deployables: list[dict[str, Any]]) -> str:
     """Return a device with its deployables and the handles that its page shows, as JSON with a report's field names."""
     return json.dumps(
         {"driver": device.driver}
-        | {name: getattr(device, name) for name in (*SHOWN, *BOARD)}
-        | {"deployables": [_deployable(part) for part in deployables]},
+        | {name: getattr(device, name) for name in (*DEVICE_FIELDS, *BOARD_FIELDS)}
+        | {"deployables": [_build_deployable_fields(part) for part in deployables]},
         indent=2,
         ensure_ascii=False,
     )
 
 
-def _deployable(part: dict[str, Any]) -> dict[str, Any]:
-    deployable = part["deployable"]
+def _build_deployable_fields(row: dict[str, Any]) -> dict[str, Any]:
+    deployable = row["deployable"]
     return {
         "name": deployable.name,
         "num_accelerators": deployable.num_accelerators,
-        "attributes": [{"key": one.key, "value": one.value} for one in part["attributes"] if one.origin == "agent"],
-        "handles": [{"attach_type": one["unit"].type, "info": one["unit"].info} for one in part["units"]],
+        "attributes": [{"key": one.key, "value": one.value} for one in row["attributes"] if one.origin == "agent"],
+        "handles": [{"attach_type": one["unit"].type, "info": one["unit"].info} for one in row["units"]],
         "driver_name": deployable.driver_name,
     }

@@ -16,17 +16,17 @@ from unfold.decorators import display
 
 from accelerators.audit import sealing
 from accelerators.models import Event, Intent
-from accelerators.models.records import saying
+from accelerators.models.records import event_has_words
 from accelerators.ui import badges, timeline
-from accelerators.ui.changelist import ChipList, ReadOnly, as_uuid
+from accelerators.ui.changelist import ConsoleChangeList, ReadOnlyModelAdmin, parse_uuid
 
 STUCK_AFTER = 10
 """Failures after which an intent is shown as stuck."""
-KINDS = (
+SUBJECT_TYPES = (
     *("device", "command", "driver", "backend", "host", "agent", "report", "request", "instance", "attachment"),
     *("profile", "rule", "image", "rollout", "bulk", "placement", "discrepancy", "events", "user", "token", "list"),
 )
-EXACTLY = {
+EXACT_LOOKUPS = {
     "actor": "actor",
     "host": "host",
     "kind": "subject_type",
@@ -36,12 +36,12 @@ EXACTLY = {
     "until": "at__lt",
 }
 """Query lookup of a search term with a prefix, by prefix: `actor:olga`, `since:2026-11-01T10:30`."""
-MOST_WORDS, LATELY = 10, 10
-"""MOST_WORDS: number of search terms that are used, the rest is ignored. LATELY: number of other events of the same
+MAX_SEARCH_TERMS, MAX_SUBJECT_EVENTS = 10, 10
+"""MAX_SEARCH_TERMS: number of search terms that are used, the rest is ignored. MAX_SUBJECT_EVENTS: number of other events of the same
 subject on the page of an event."""
 
 
-class Window(admin.SimpleListFilter):
+class EventAgeListFilter(admin.SimpleListFilter):
     """Filter by age. PostgreSQL reads only the partitions that the period needs."""
 
     title, parameter_name = "time", "last"
@@ -55,7 +55,7 @@ class Window(admin.SimpleListFilter):
         return queryset.filter(at__gte=datetime.now(UTC) - timedelta(hours=hours)) if hours else queryset
 
 
-class EventList(ChipList):
+class EventChangeList(ConsoleChangeList):
     """List of events that finds all matches of a search first and then sorts them.
 
     Otherwise the database would read events from the newest on until a page is full. For words that are frequent alone
@@ -66,30 +66,30 @@ class EventList(ChipList):
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         if self.query and self.result_count and not self.paginator.estimated:
-            first = (self.page_num - 1) * self.list_per_page
+            offset = (self.page_num - 1) * self.list_per_page
             newest = ExpressionWrapper(F("at") + timedelta(0), output_field=DateTimeField())  # no index has this order
-            self.result_list = self.queryset.order_by(newest.desc(), "-id")[first : first + self.list_per_page]
+            self.result_list = self.queryset.order_by(newest.desc(), "-id")[offset : offset + self.list_per_page]
 
 
-class Subject(admin.SimpleListFilter):
+class SubjectTypeListFilter(admin.SimpleListFilter):
     """Filter by the type of the event's subject."""
 
     title, parameter_name = "subject", "about"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [(word, word) for word in KINDS]
+        return [(word, word) for word in SUBJECT_TYPES]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Event]) -> QuerySet[Event]:
         return queryset.filter(subject_type=self.value()) if self.value() else queryset
 
 
 @admin.register(Event)
-class EventAdmin(ReadOnly):
+class EventAdmin(ReadOnlyModelAdmin):
     """List of events (the audit) and the page of one. The database table is append-only: nobody can change an event."""
 
     list_display = ("time", "shown_action", "shown_subject", "shown_host", "shown_changes", "by")
     list_display_links = ("shown_action",)
-    list_filter = (Window, Subject, "source")
+    list_filter = (EventAgeListFilter, SubjectTypeListFilter, "source")
     ordering = ("-at", "-id")
     sortable_by = ()
     search_fields = ("subject_name",)
@@ -105,31 +105,33 @@ class EventAdmin(ReadOnly):
     empty = "No events yet. Every change of the inventory is recorded as an event."
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Event | None:
-        known = object_id.isdecimal() and len(object_id) < 19
-        return Event.objects.filter(pk=int(object_id)).first() if known else None
+        is_id = object_id.isdecimal() and len(object_id) < 19
+        return Event.objects.filter(pk=int(object_id)).first() if is_id else None
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Event], search_term: str
     ) -> tuple[QuerySet[Event], bool]:
         """Search events; every kind of search term uses an index, and all terms must match.
 
-        A uuid is that of the subject. A term with a prefix of EXACTLY matches the whole value. Every other term must be
+        A uuid is that of the subject. A term with a prefix of EXACT_LOOKUPS matches the whole value. Every other term must be
         the beginning of a word of the event (`saying`). Raises ValueError for an invalid time.
         """
-        terms = search_term.split()[:MOST_WORDS]
-        for name, _, value in [term.partition(":") for term in terms if _exactly(term)]:
-            said = value[:255]
-            queryset = queryset.filter(**{EXACTLY[name]: _moment(said) if name in ("since", "until") else said})
+        terms = search_term.split()[:MAX_SEARCH_TERMS]
+        for name, _, value in [term.partition(":") for term in terms if _is_exact_term(term)]:
+            exact_value = value[:255]
+            queryset = queryset.filter(
+                **{EXACT_LOOKUPS[name]: _parse_time(exact_value) if name in ("since", "until") else exact_value}
+            )
             if name in ("actor", "request", "action"):  # no other index than `event_words` has these fields
-                queryset = queryset.filter(saying(said))
-        terms = [term for term in terms if not _exactly(term)]
-        for uuid in filter(None, map(as_uuid, terms)):
+                queryset = queryset.filter(event_has_words(exact_value))
+        terms = [term for term in terms if not _is_exact_term(term)]
+        for uuid in filter(None, map(parse_uuid, terms)):
             queryset = queryset.filter(subject=uuid)
-        words = [term[:255] for term in terms if as_uuid(term) is None]
-        return (queryset.filter(saying(*words)) if words else queryset), False
+        words = [term[:255] for term in terms if parse_uuid(term) is None]
+        return (queryset.filter(event_has_words(*words)) if words else queryset), False
 
-    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChipList]:
-        return EventList
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ConsoleChangeList]:
+        return EventChangeList
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -144,62 +146,66 @@ class EventAdmin(ReadOnly):
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, event):
             raise PermissionDenied
         others = Event.objects.exclude(pk=event.pk)
-        along = others.filter(saying(event.request_id), request_id=event.request_id) if event.request_id else None
+        same_request = (
+            others.filter(event_has_words(event.request_id), request_id=event.request_id) if event.request_id else None
+        )
         context = self.admin_site.each_context(request) | {
             "title": str(event),
             "opts": self.opts,
             "event": event,
-            "action": badges.action(event.action),
-            "at": badges.ago(event.at),
-            "subject": timeline.subject(event),
-            "host": timeline.host(event),
-            "by": timeline.by(event),
-            "changed": badges.before_after(event.changes),
-            "seal": sealing.seal_of(event),
-            "along": timeline.rows(along[: timeline.ROWS]) if along is not None else [],
-            "lately": timeline.rows(others.filter(subject=event.subject)[:LATELY]) if event.subject else [],
+            "action": badges.render_event_action(event.action),
+            "at": badges.render_relative_time(event.at),
+            "subject": timeline.render_subject(event),
+            "host": timeline.render_host(event),
+            "by": timeline.describe_actor(event),
+            "changed": badges.list_changes(event.changes),
+            "seal": sealing.find_seal_of_event(event),
+            "along": timeline.render_events(same_request[: timeline.MAX_EVENTS]) if same_request is not None else [],
+            "lately": timeline.render_events(others.filter(subject=event.subject)[:MAX_SUBJECT_EVENTS])
+            if event.subject
+            else [],
         }
         return TemplateResponse(request, "accelerators/event.html", context)
 
     @display(description="Time")
     def time(self, event: Event) -> SafeString:
-        return badges.ago(event.at)
+        return badges.render_relative_time(event.at)
 
     @display(description="Action")
     def shown_action(self, event: Event) -> SafeString:
-        return badges.action(event.action)
+        return badges.render_event_action(event.action)
 
     @display(description="Subject")
     def shown_subject(self, event: Event) -> SafeString | str:
-        return timeline.subject(event)
+        return timeline.render_subject(event)
 
     @display(description="Host")
     def shown_host(self, event: Event) -> SafeString | str:
-        return timeline.host(event)
+        return timeline.render_host(event)
 
     @display(description="By")
     def by(self, event: Event) -> str:
-        return timeline.by(event)
+        return timeline.describe_actor(event)
 
     @display(description="What changed, and why")
     def shown_changes(self, event: Event) -> SafeString:
-        changes = badges.changes(event.changes, most=2) if event.changes else ""
+        changes = badges.render_changes(event.changes, max_changes=2) if event.changes else ""
         reason = format_html('<span class="reason">{}</span>', event.reason) if event.reason else ""
-        return format_html("{}{}", changes, reason) if changes or reason else badges.NOTHING
+        return format_html("{}{}", changes, reason) if changes or reason else badges.DASH
 
 
-def _exactly(term: str) -> bool:
+def _is_exact_term(term: str) -> bool:
     name, _, value = term.partition(":")
-    return bool(value) and name in EXACTLY
+    return bool(value) and name in EXACT_LOOKUPS
 
 
-def _moment(text: str) -> datetime:
+def _parse_time(text: str) -> datetime:
     """Parse an ISO time, in UTC unless it has an offset. Raises ValueError."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-class Stuck(admin.SimpleListFilter):
+class StuckIntentListFilter(admin.SimpleListFilter):
     """Filter by whether an intent is stuck: it has failed at least STUCK_AFTER times."""
 
     title, parameter_name = "progress", "stuck"
@@ -214,11 +220,11 @@ class Stuck(admin.SimpleListFilter):
 
 
 @admin.register(Intent)
-class IntentAdmin(ReadOnly):
+class IntentAdmin(ReadOnlyModelAdmin):
     """List of intents: what the conductor still has to send to Placement, Nova or an agent."""
 
     list_display = ("kind", "key", "progress", "attempts", "next", "last_error", "created")
-    list_filter = (Stuck, "kind")
+    list_filter = (StuckIntentListFilter, "kind")
     ordering = ("-attempts", "id")
     search_fields = ("uuid__startswith", "kind__startswith", "key__startswith")
     search_help_text = "kind, key, uuid"
@@ -227,13 +233,17 @@ class IntentAdmin(ReadOnly):
     @display(description="Progress", ordering="attempts")
     def progress(self, intent: Intent) -> SafeString:
         if intent.attempts >= STUCK_AFTER:
-            return badges.mark("stuck", "bad", intent.last_error)
-        return badges.mark("retrying", "warn", intent.last_error) if intent.attempts else badges.mark("waiting", "calm")
+            return badges.render_badge("stuck", "bad", intent.last_error)
+        return (
+            badges.render_badge("retrying", "warn", intent.last_error)
+            if intent.attempts
+            else badges.render_badge("waiting", "calm")
+        )
 
     @display(description="Next try", ordering="next_at")
     def next(self, intent: Intent) -> SafeString:
-        return badges.ago(intent.next_at)
+        return badges.render_relative_time(intent.next_at)
 
     @display(description="Since", ordering="-created_at")
     def created(self, intent: Intent) -> SafeString:
-        return badges.ago(intent.created_at)
+        return badges.render_relative_time(intent.created_at)

@@ -8,16 +8,16 @@ from datetime import datetime
 
 from django.utils.safestring import SafeString
 
-from accelerators.domain.states import RESOLVED
+from accelerators.domain.states import BIND_ENDED_STATES
 from accelerators.models import AcceleratorRequest, Command, Event, Intent
 from accelerators.requests import notices
 from accelerators.ui import badges
-from accelerators.ui.timeline import by
+from accelerators.ui.timeline import describe_actor
 
-EVENTS, COMMANDS = 100, 20
+MAX_EVENTS, MAX_COMMANDS = 100, 20
 """Maximum number of events and commands in a timeline, the newest ones; the lists have them all."""
-TOLD = ("request.notified", "request.notice_refused")
-STEPS = {
+NOTICE_ACTIONS = ("request.notified", "request.notice_refused")
+EVENT_WORDS = {
     "request.created": ("requested", "calm"),
     "request.bind_started": ("bind started", "busy"),
     "request.bound": ("bound", "good"),
@@ -30,107 +30,132 @@ STEPS = {
 
 
 @dataclass(frozen=True)
-class Happened:
+class TimelineEntry:
     """One entry of a timeline, from an event or a command; `url` is the command's page, '' for an event."""
 
     at: datetime
     word: str
     tone: str
-    said: str
-    by: str
+    text: str
+    actor: str
     url: str = ""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One entry of a timeline, ready for a template; `after` is the time since the entry before it."""
+class RenderedTimelineEntry:
+    """One entry of a timeline, ready for a template; `elapsed` is the time since the entry before it."""
 
-    what: Happened
-    mark: SafeString
+    entry: TimelineEntry
+    badge: SafeString
     at: SafeString
-    after: str
+    elapsed: str
 
 
-def steps(events: Iterable[Event], commands: Iterable[Command]) -> list[Step]:
+def build_timeline(events: Iterable[Event], commands: Iterable[Command]) -> list[RenderedTimelineEntry]:
     """Merge events and commands into one timeline, the oldest entry first."""
-    happened = [*map(_event, events), *(one for command in commands for one in _command(command))]
-    happened.sort(key=lambda one: one.at)
-    befores = [None, *(one.at for one in happened)]
+    entries = [
+        *map(_build_event_entry, events),
+        *(one for command in commands for one in _iterate_command_entries(command)),
+    ]
+    entries.sort(key=lambda one: one.at)
+    previous_times = [None, *(one.at for one in entries)]
     return [
-        Step(one, badges.mark(one.word, one.tone), badges.ago(one.at), badges.lasted(before, one.at) if before else "")
-        for before, one in zip(befores, happened, strict=False)
+        RenderedTimelineEntry(
+            entry,
+            badges.render_badge(entry.word, entry.tone),
+            badges.render_relative_time(entry.at),
+            badges.format_duration(before, entry.at) if before else "",
+        )
+        for before, entry in zip(previous_times, entries, strict=False)
     ]
 
 
-def _event(event: Event) -> Happened:
-    plain = (event.action.rpartition(".")[2].replace("_", " "), "calm")
-    word, tone = STEPS.get(event.action, plain)
-    return Happened(event.at, word, tone, event.reason, by(event))
+def _build_event_entry(event: Event) -> TimelineEntry:
+    default = (event.action.rpartition(".")[2].replace("_", " "), "calm")
+    word, tone = EVENT_WORDS.get(event.action, default)
+    return TimelineEntry(event.at, word, tone, event.reason, describe_actor(event))
 
 
-def _command(command: Command) -> Iterator[Happened]:
+def _iterate_command_entries(command: Command) -> Iterator[TimelineEntry]:
     """Yield when a command was taken by its agent, started and answered.
 
     The order itself is left out, because the event that caused it, such as `request.bind_started`, is in the timeline.
     """
-    op, agent, url = command.op, f"agent of {command.host.name}", badges.page("command", command.pk)
+    op, agent, url = command.op, f"agent of {command.host.name}", badges.page_url("command", command.pk)
     if command.taken_at:
-        yield Happened(command.taken_at, f"{op}: taken", "busy", "", agent, url)
+        yield TimelineEntry(command.taken_at, f"{op}: taken", "busy", "", agent, url)
     if command.started_at:
-        yield Happened(command.started_at, f"{op}: started", "busy", command.progress, agent, url)
+        yield TimelineEntry(command.started_at, f"{op}: started", "busy", command.progress, agent, url)
     if command.ended_at:  # a command ends when its report is applied; its answer came before
-        tone, at = badges.COMMAND_STATES[command.state], command.answered_at or command.ended_at
-        yield Happened(at, f"{op}: {command.state}", tone, command.text, agent, url)
+        tone, at = badges.COMMAND_STATE_TONES[command.state], command.answered_at or command.ended_at
+        yield TimelineEntry(at, f"{op}: {command.state}", tone, command.text, agent, url)
 
 
-def took(steps: Iterable[Step]) -> str:
+def describe_bind_duration(steps: Iterable[RenderedTimelineEntry]) -> str:
     """Return how long the first bind took: "bound after 1.2 s" or "bind failed after 60 s"; '' if none has ended.
 
     The time counts from the start of the bind, or from the creation of the request if the start is not in `steps`.
     """
-    begun = None
-    for one in (step.what for step in steps):
-        if begun and one.word in ("bound", "bind failed"):
-            return f"{one.word} after {badges.lasted(begun, one.at)}"
-        if one.word == "bind started" or (one.word == "requested" and begun is None):
-            begun = one.at
+    started_at = None
+    for entry in (step.entry for step in steps):
+        if started_at and entry.word in ("bound", "bind failed"):
+            return f"{entry.word} after {badges.format_duration(started_at, entry.at)}"
+        if entry.word == "bind started" or (entry.word == "requested" and started_at is None):
+            started_at = entry.at
     return ""
 
 
 @dataclass(frozen=True)
-class Telling:
+class NoticeRow:
     """One notice to Nova, ready for a template: answered, refused, or still to be sent."""
 
     at: SafeString
-    mark: SafeString
+    badge: SafeString
     status: str
-    said: str
+    answer: str
 
 
-def told(request: AcceleratorRequest, events: Iterable[Event]) -> list[Telling]:
+def list_notices(request: AcceleratorRequest, events: Iterable[Event]) -> list[NoticeRow]:
     """Return the notices to Nova about a request, the oldest first, and at the end the one still to be sent, if any.
 
     While Nova cannot be reached only the last try is stored. Costs one statement, for the waiting notice.
     """
-    tellings = [_answer(event) for event in sorted(events, key=lambda event: event.at) if event.action in TOLD]
-    if waits := Intent.objects.filter(kind=notices.KIND, key=str(request.uuid)).first():
-        status = "completed" if waits.payload.get("completed") else "failed"
-        tried = f"tried {waits.attempts} time{'' if waits.attempts == 1 else 's'}, last answer: {waits.last_error}"
-        mark = badges.mark("retrying", "warn") if waits.attempts else badges.mark("waiting", "calm")
-        tellings.append(
-            Telling(badges.ago(waits.next_at), mark, status, tried if waits.attempts else "will be sent now")
+    notice_rows = [
+        _build_notice_row(event)
+        for event in sorted(events, key=lambda event: event.at)
+        if event.action in NOTICE_ACTIONS
+    ]
+    if pending_intent := Intent.objects.filter(kind=notices.NOTICE_INTENT, key=str(request.uuid)).first():
+        status = "completed" if pending_intent.payload.get("completed") else "failed"
+        attempts_text = f"tried {pending_intent.attempts} time{'' if pending_intent.attempts == 1 else 's'}, last answer: {pending_intent.last_error}"
+        badge = (
+            badges.render_badge("retrying", "warn")
+            if pending_intent.attempts
+            else badges.render_badge("waiting", "calm")
         )
-    return tellings
+        notice_rows.append(
+            NoticeRow(
+                badges.render_relative_time(pending_intent.next_at),
+                badge,
+                status,
+                attempts_text if pending_intent.attempts else "will be sent now",
+            )
+        )
+    return notice_rows
 
 
-def _answer(event: Event) -> Telling:
+def _build_notice_row(event: Event) -> NoticeRow:
     status = str((event.changes.get("notice") or [None, ""])[1])
-    mark = badges.mark("answered" if event.action == TOLD[0] else "refused", STEPS[event.action][1])
-    return Telling(badges.ago(event.at), mark, status, event.reason.removeprefix(f"Nova was told {status}: "))
+    badge = badges.render_badge(
+        "answered" if event.action == NOTICE_ACTIONS[0] else "refused", EVENT_WORDS[event.action][1]
+    )
+    return NoticeRow(
+        badges.render_relative_time(event.at), badge, status, event.reason.removeprefix(f"Nova was told {status}: ")
+    )
 
 
-def untold(request: AcceleratorRequest) -> str:
-    """Return, as a sentence, why there are no notices to Nova; call it only if `told` returns none."""
-    if request.state not in RESOLVED:
+def explain_missing_notices(request: AcceleratorRequest) -> str:
+    """Return, as a sentence, why there are no notices to Nova; call it only if `list_notices` returns none."""
+    if request.state not in BIND_ENDED_STATES:
         return "Nova is notified when a request is bound or its bind has failed."
     return "Nova was not notified: no cloud is configured (CYBORG_CLOUD, OS_…), or CYBORG_NOVA_ENDPOINT is off."

@@ -16,14 +16,14 @@ from unfold.decorators import display
 from accelerators.admin import request_timeline
 from accelerators.models import AcceleratorRequest, Command, DeviceProfile, Event
 from accelerators.ui import badges
-from accelerators.ui.changelist import ReadOnly
+from accelerators.ui.changelist import ReadOnlyModelAdmin
 
-SIBLINGS = 20
+MAX_SIBLINGS = 20
 """Maximum number of other requests of the same instance on a request's page."""
 
 
 @admin.register(DeviceProfile)
-class DeviceProfileAdmin(ReadOnly):
+class DeviceProfileAdmin(ReadOnlyModelAdmin):
     """List of device profiles, which are named lists of request groups, and the page of one."""
 
     list_display = ("name", "shown_groups", "description", "created")
@@ -43,11 +43,11 @@ class DeviceProfileAdmin(ReadOnly):
 
     @display(description="Created", ordering="-created_at")
     def created(self, profile: DeviceProfile) -> SafeString:
-        return badges.ago(profile.created_at)
+        return badges.render_relative_time(profile.created_at)
 
 
 @admin.register(AcceleratorRequest)
-class AcceleratorRequestAdmin(ReadOnly):
+class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
     """List of accelerator requests with project, instance, state and held handle, and the page of one."""
 
     list_display = (
@@ -60,7 +60,7 @@ class AcceleratorRequestAdmin(ReadOnly):
         "handle",
         "created",
     )
-    of_project = "project_id"
+    project_field = "project_id"
     list_filter = ("state",)
     list_select_related = ("profile", "attach_handle__deployable")
     ordering = ("-id",)
@@ -91,66 +91,70 @@ class AcceleratorRequestAdmin(ReadOnly):
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, arq):
             raise PermissionDenied
-        events = list(Event.objects.filter(subject=arq.uuid)[: request_timeline.EVENTS])
+        events = list(Event.objects.filter(subject=arq.uuid)[: request_timeline.MAX_EVENTS])
         commands = Command.objects.filter(request=arq.uuid).select_related("host").order_by("-id")
         siblings = self.get_queryset(request).filter(instance_uuid=arq.instance_uuid).exclude(pk=arq.pk)
-        steps = request_timeline.steps(events, commands[: request_timeline.COMMANDS])
+        steps = request_timeline.build_timeline(events, commands[: request_timeline.MAX_COMMANDS])
         context = self.admin_site.each_context(request) | {
             "title": f"Request {str(arq.uuid)[:8]}",
             "opts": self.opts,
             "arq": arq,
-            "state": state(arq),
-            "created": badges.ago(arq.created_at),
-            "deadline": badges.ago(arq.deadline) if arq.state == "BindStarted" else "",
-            "host": badges.link("host", arq.hostname, arq.hostname) if arq.hostname else badges.NOTHING,
-            "holds": badges.handle(arq.attach_handle.attach_info) if arq.attach_handle else "",
+            "state": render_request_state(arq),
+            "created": badges.render_relative_time(arq.created_at),
+            "deadline": badges.render_relative_time(arq.deadline) if arq.state == "BindStarted" else "",
+            "host": badges.render_page_link("host", arq.hostname, arq.hostname) if arq.hostname else badges.DASH,
+            "holds": badges.describe_handle(arq.attach_handle.attach_info) if arq.attach_handle else "",
             "group": sorted(arq.group.items()),
             "steps": steps,
-            "took": request_timeline.took(steps),
-            "told": request_timeline.told(arq, events),
-            "untold": request_timeline.untold(arq),
-            "siblings": [(one, state(one)) for one in siblings.order_by("id")[:SIBLINGS]] if arq.instance_uuid else [],
+            "took": request_timeline.describe_bind_duration(steps),
+            "told": request_timeline.list_notices(arq, events),
+            "untold": request_timeline.explain_missing_notices(arq),
+            "siblings": [(sibling, render_request_state(sibling)) for sibling in siblings.order_by("id")[:MAX_SIBLINGS]]
+            if arq.instance_uuid
+            else [],
         }
-        return TemplateResponse(request, "accelerators/request.html", context | self.beside(arq))
+        return TemplateResponse(request, "accelerators/request.html", context | self.get_extra_context(arq))
 
-    def beside(self, request: AcceleratorRequest) -> dict[str, Any]:
+    def get_extra_context(self, request: AcceleratorRequest) -> dict[str, Any]:
         """Return template context that other apps add to the page; subclasses override this method."""
         return {}
 
     @display(description="Request", ordering="uuid")
     def shown_uuid(self, request: AcceleratorRequest) -> SafeString:
-        return badges.short(request.uuid)
+        return badges.render_short_uuid(request.uuid)
 
     @display(description="State", ordering="state")
     def shown_state(self, request: AcceleratorRequest) -> SafeString:
-        return state(request)
+        return render_request_state(request)
 
     @display(description="Profile", ordering="profile__name")
     def shown_profile(self, request: AcceleratorRequest) -> SafeString:
-        return badges.link("deviceprofile", request.profile_id, request.profile.name)
+        return badges.render_page_link("deviceprofile", request.profile_id, request.profile.name)
 
     @display(description="Instance", ordering="instance_uuid")
     def shown_instance(self, request: AcceleratorRequest) -> SafeString:
-        return badges.short(request.instance_uuid)
+        return badges.render_short_uuid(request.instance_uuid)
 
     @display(description="Project", ordering="project_id")
     def project(self, request: AcceleratorRequest) -> SafeString:
-        return badges.short(request.project_id)
+        return badges.render_short_uuid(request.project_id)
 
     @display(description="Holds")
     def handle(self, request: AcceleratorRequest) -> SafeString:
-        held = request.attach_handle
+        attach_handle = request.attach_handle
         return (
-            badges.link("device", held.deployable.device_id, badges.handle(held.attach_info))
-            if held
-            else badges.NOTHING
+            badges.render_page_link(
+                "device", attach_handle.deployable.device_id, badges.describe_handle(attach_handle.attach_info)
+            )
+            if attach_handle
+            else badges.DASH
         )
 
     @display(description="Created", ordering="-created_at")
     def created(self, request: AcceleratorRequest) -> SafeString:
-        return badges.ago(request.created_at)
+        return badges.render_relative_time(request.created_at)
 
 
-def state(request: AcceleratorRequest) -> SafeString:
+def render_request_state(request: AcceleratorRequest) -> SafeString:
     """Render the request's state as a badge, with its fault on hover."""
-    return badges.mark(request.state, badges.REQUEST_STATES[request.state], request.fault)
+    return badges.render_badge(request.state, badges.REQUEST_STATE_TONES[request.state], request.fault)

@@ -16,11 +16,11 @@ from itertools import count, groupby, takewhile
 from django.utils.safestring import SafeString
 
 from accelerators.admin import pci_tree
-from accelerators.admin.pci_tree import Branch, Bus
+from accelerators.admin.pci_tree import BusPosition, TreeBranch
 from accelerators.ui import badges
 from accelerators.ui.badges import GLYPHS
 
-UNITS = {
+HANDLE_GLYPHS = {
     "free": GLYPHS["calm"],
     "held": GLYPHS["good"],
     "being bound": GLYPHS["busy"],
@@ -30,7 +30,7 @@ UNITS = {
 }
 """Glyph of each state of an attach handle. Reserved (Placement's word): it is free, but its device is not offered."""
 
-TONES = {
+HANDLE_TONES = {
     "free": "calm",
     "held": "good",
     "being bound": "busy",
@@ -39,22 +39,22 @@ TONES = {
     "missing and held": "bad",
 }
 
-WIDTH, COLUMN, GAP, PAD = 1100, 508, 20, 16
-GUTTER, INSET, LEFT, RIGHT = 50, 22, 60, 14
+PICTURE_WIDTH, COLUMN_WIDTH, GAP, PADDING = 1100, 508, 20, 16
+GUTTER, INSET, ICON_SPACE, RIGHT_MARGIN = 50, 22, 60, 14
 """Widths. GUTTER: room for the tree, left of a column of cards. INSET: added to it for each nested box of bridges.
-LEFT: room for the icon in a card. RIGHT: right margin in a card."""
-HEAD, AREA_HEAD, PITCH, CELL, BETWEEN, BOX = 58, 46, 24, 20, 12, 24
-WHOLE = COLUMN - GUTTER
+ICON_SPACE: room for the icon in a card. RIGHT_MARGIN: right margin in a card."""
+CARD_HEAD, AREA_HEAD, CELL_PITCH, CELL_SIZE, CARD_SPACING, BRIDGE_BOX_HEIGHT = 58, 46, 24, 20, 12, 24
+CARD_WIDTH = COLUMN_WIDTH - GUTTER
 """Width of a card if no bridges are known."""
-ROWS = 4
-SHOWN = ROWS * ((WHOLE - LEFT - RIGHT) // PITCH) - 2
-"""Maximum number of cells on a card of a host's picture: ROWS full rows, without the two places that the number of the
+MAX_CELL_ROWS = 4
+MAX_CELLS = MAX_CELL_ROWS * ((CARD_WIDTH - ICON_SPACE - RIGHT_MARGIN) // CELL_PITCH) - 2
+"""Maximum number of cells on a card of a host's picture: MAX_CELL_ROWS full rows, without the two places that the number of the
 hidden handles takes."""
-TITLE = 34
+MAX_TEXT_LENGTH = 34
 """Maximum number of characters of a card's model and address beside its state; longer text is cut. The card's title has
 all of it."""
 
-SHAPES = {
+DEVICE_ICONS = {
     "GPU": "M3 9h30v18H3zM6 27v4M10 27v4M14 27v4M18 27v4M12 12.5a5.5 5.5 0 1 0 .01 0M24 12.5a5.5 5.5 0 1 0 .01 0"
     "M12 16.5a1.5 1.5 0 1 0 .01 0M24 16.5a1.5 1.5 0 1 0 .01 0",
     "FPGA": "M8 8h20v20H8zM13 3v5M18 3v5M23 3v5M13 28v5M18 28v5M23 28v5M3 13h5M3 18h5M3 23h5M28 13h5M28 18h5M28 23h5"
@@ -67,19 +67,19 @@ SHAPES = {
     "": "M3 9h30v17H3zM6 26v5M10 26v5M14 26v5M18 26v5M22 26v5",
 }
 """SVG path of the icon for each type of device, 36 units wide and high; '' is the icon of all other types."""
-CELLS = "a cell for each function. The tables below contain the same data."
+CELLS_DESCRIPTION = "a cell for each function. The tables below contain the same data."
 """Part of the description of a picture, for readers who do not see it."""
-NODE = "M5 5h14v14H5zM9 9h6v6H9zM9 2v3M15 2v3M9 19v3M15 19v3M2 9h3M2 15h3M19 9h3M19 15h3"
+NUMA_NODE_ICON = "M5 5h14v14H5zM9 9h6v6H9zM9 2v3M15 2v3M9 19v3M15 19v3M2 9h3M2 15h3M19 9h3M19 15h3"
 
 
 @dataclass(frozen=True)
-class Unit:
-    """An attach handle and its holder. `state` is a word of `UNITS`, `part` the id of its deployable."""
+class HandleCell:
+    """An attach handle and its holder. `state` is a word of `HANDLE_GLYPHS`, `deployable_id` the id of its deployable."""
 
     name: str
     state: str
     url: str
-    part: int = 0
+    deployable_id: int = 0
     type: str = ""
     info: str = ""
     request: str = ""
@@ -88,84 +88,84 @@ class Unit:
     project: str = ""
 
     @property
-    def said(self) -> str:
+    def tooltip(self) -> str:
         """Return the text that is shown on hover and that screen readers read: name, state and holder."""
         if not self.request:
             return f"{self.name}: {self.state}"
-        by = f"request {self.request[:8]} of {self.profile}, project {self.project}"
-        return f"{self.name}: {self.state}, instance {self.instance or 'none yet'}, {by}"
+        holder = f"request {self.request[:8]} of {self.profile}, project {self.project}"
+        return f"{self.name}: {self.state}, instance {self.instance or 'none yet'}, {holder}"
 
 
 @dataclass(frozen=True)
-class Card:
+class DeviceCard:
     """A device as the picture shows it.
 
-    `marks` are words with their tones, the device's state first. `counts` is the number of all its handles by state;
-    `units` are those handles that get a cell of their own. `numa` is -1 if unknown, `bus` is '' if the device is not on
+    `status_badges` are words with their tones, the device's state first. `handle_counts` is the number of all its handles by state;
+    `cells` are those handles that get a cell of their own. `numa` is -1 if unknown, `bus` is '' if the device is not on
     PCI, and `bridges` are the PCI bridges above it, root first.
     """
 
     name: str
     model: str
     type: str
-    place: str
+    address: str
     numa: int
     bus: str
     url: str
-    marks: tuple[tuple[str, str], ...]
-    units: tuple[Unit, ...] = ()
-    counts: Counter[str] = field(default_factory=Counter)
+    status_badges: tuple[tuple[str, str], ...]
+    cells: tuple[HandleCell, ...] = ()
+    handle_counts: Counter[str] = field(default_factory=Counter)
     bridges: tuple[str, ...] = ()
 
     @property
-    def hidden(self) -> Counter[str]:
+    def hidden_counts(self) -> Counter[str]:
         """Count, by state, the handles that have no cell of their own."""
-        return self.counts - Counter(unit.state for unit in self.units)
+        return self.handle_counts - Counter(unit.state for unit in self.cells)
 
     @property
-    def held(self) -> int:
+    def held_count(self) -> int:
         """Return the number of handles that are held or being bound."""
-        return sum(self.counts[state] for state in ("held", "being bound", "missing and held"))
+        return sum(self.handle_counts[state] for state in ("held", "being bound", "missing and held"))
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedCard:
     """A card with the position of its upper left corner, relative to its area, and its width."""
 
-    card: Card
+    card: DeviceCard
     x: int
     y: int
-    width: int = WHOLE
+    width: int = CARD_WIDTH
 
     @property
     def height(self) -> int:
         """Return the height of the card, which depends on its number of cells."""
-        cells = len(self.card.units) + bool(self.card.hidden)
-        return HEAD + PITCH * max(1, -(-cells // self.per_row)) + 8
+        cells = len(self.card.cells) + bool(self.card.hidden_counts)
+        return CARD_HEAD + CELL_PITCH * max(1, -(-cells // self.cells_per_row)) + 8
 
     @property
-    def per_row(self) -> int:
+    def cells_per_row(self) -> int:
         """Return the number of cells that fit into one row."""
-        return (self.width - LEFT - RIGHT) // PITCH
+        return (self.width - ICON_SPACE - RIGHT_MARGIN) // CELL_PITCH
 
 
 @dataclass(frozen=True)
-class Hung:
+class PlacedBranch:
     """A branch with its position: a box of bridges, or a bus with its cards.
 
     `x` is the position of the vertical line to which it is connected, `y` that of its own horizontal line, and `right`
     the right edge of its column.
     """
 
-    branch: Branch
+    branch: TreeBranch
     x: int
     y: int
     right: int
-    cards: tuple[Placed, ...] = ()
+    cards: tuple[PlacedCard, ...] = ()
 
 
 @dataclass(frozen=True)
-class Area:
+class NumaArea:
     """A NUMA node with its position, its size and its columns of branches."""
 
     numa: int
@@ -173,240 +173,263 @@ class Area:
     y: int
     width: int
     height: int
-    columns: tuple[tuple[Hung, ...], ...]
+    columns: tuple[tuple[PlacedBranch, ...], ...]
 
     @property
-    def placed(self) -> list[Placed]:
+    def placed_cards(self) -> list[PlacedCard]:
         """Return all cards of the NUMA node."""
         return [placed for column in self.columns for hung in column for placed in hung.cards]
 
 
-def layout(cards: Iterable[Card]) -> list[Area]:
+def place_cards(cards: Iterable[DeviceCard]) -> list[NumaArea]:
     """Place the cards of a host, one area per NUMA node; cards whose NUMA node is unknown get the last area.
 
     Areas are arranged in rows of two. If their number is odd, the last area is as wide as two and has up to two columns
     of cards.
     """
-    known = sorted(cards, key=lambda card: (card.numa < 0, card.numa, card.bus == "", card.bus, card.place))
-    nodes = [(numa, _by_bus(found)) for numa, found in groupby(known, key=lambda card: card.numa)]
-    trees = [pci_tree.of(buses) for _, buses in nodes]
+    sorted_cards = sorted(cards, key=lambda card: (card.numa < 0, card.numa, card.bus == "", card.bus, card.address))
+    nodes = [
+        (numa, _group_by_bus(node_cards)) for numa, node_cards in groupby(sorted_cards, key=lambda card: card.numa)
+    ]
+    trees = [pci_tree.build_tree(buses) for _, buses in nodes]
     gutter = GUTTER + INSET * max((branch.depth for tree in trees for branch in tree), default=0)
-    areas: list[Area] = []
+    areas: list[NumaArea] = []
     top = 0
-    for at in range(0, len(nodes), 2):
-        row = nodes[at : at + 2]
-        width = (WIDTH - GAP) // 2 if len(row) == 2 else WIDTH
-        hung = [_columns(trees[at + n], buses, 3 - len(row), gutter) for n, (_, buses) in enumerate(row)]
-        height = PAD + max(
-            one.y + one.height for columns in hung for column in columns for branch in column for one in branch.cards
+    for start in range(0, len(nodes), 2):
+        row_nodes = nodes[start : start + 2]
+        width = (PICTURE_WIDTH - GAP) // 2 if len(row_nodes) == 2 else PICTURE_WIDTH
+        node_columns = [
+            _place_columns(trees[start + n], buses, 3 - len(row_nodes), gutter)
+            for n, (_, buses) in enumerate(row_nodes)
+        ]
+        height = PADDING + max(
+            placed_card.y + placed_card.height
+            for columns in node_columns
+            for column in columns
+            for branch in column
+            for placed_card in branch.cards
         )
         areas += [
-            Area(numa, n * (width + GAP), top, width, height, columns)
-            for n, ((numa, _), columns) in enumerate(zip(row, hung, strict=True))
+            NumaArea(numa, n * (width + GAP), top, width, height, columns)
+            for n, ((numa, _), columns) in enumerate(zip(row_nodes, node_columns, strict=True))
         ]
         top += height + GAP
     return areas
 
 
-def _by_bus(cards: Iterable[Card]) -> dict[Bus, list[Card]]:
-    buses: dict[Bus, list[Card]] = {}
+def _group_by_bus(cards: Iterable[DeviceCard]) -> dict[BusPosition, list[DeviceCard]]:
+    buses: dict[BusPosition, list[DeviceCard]] = {}
     for card in cards:
         buses.setdefault((card.bus, card.bridges), []).append(card)
     return buses
 
 
-def _columns(
-    tree: Sequence[Branch], buses: Mapping[Bus, Sequence[Card]], number: int, gutter: int
-) -> tuple[tuple[Hung, ...], ...]:
-    """Place the branches below each other in at most `number` columns of about the same height.
+def _place_columns(
+    tree: Sequence[TreeBranch], buses: Mapping[BusPosition, Sequence[DeviceCard]], max_columns: int, gutter: int
+) -> tuple[tuple[PlacedBranch, ...], ...]:
+    """Place the branches below each other in at most `max_columns` columns of about the same height.
 
     A column never begins inside a box of bridges.
     """
-    width = COLUMN - gutter
-    sizes = [
-        sum(Placed(card, 0, 0, width).height + BETWEEN for card in buses[branch.bus]) if branch.bus else BOX + BETWEEN
+    width = COLUMN_WIDTH - gutter
+    heights = [
+        sum(PlacedCard(card, 0, 0, width).height + CARD_SPACING for card in buses[branch.bus])
+        if branch.bus
+        else BRIDGE_BOX_HEIGHT + CARD_SPACING
         for branch in tree
     ]
-    columns: list[list[Hung]] = [[]]
-    x, y, gone = PAD, AREA_HEAD, 0
+    columns: list[list[PlacedBranch]] = [[]]
+    x, y, used_height = PADDING, AREA_HEAD, 0
     for n, branch in enumerate(tree):
-        if branch.depth == 0 and number > len(columns) and gone:
-            ends = next((m for m in range(n + 1, len(tree)) if tree[m].depth == 0), len(tree))
-            if gone + sum(sizes[n:ends]) / 2 > sum(sizes) / 2:
+        if branch.depth == 0 and max_columns > len(columns) and used_height:
+            next_root = next((m for m in range(n + 1, len(tree)) if tree[m].depth == 0), len(tree))
+            if used_height + sum(heights[n:next_root]) / 2 > sum(heights) / 2:
                 columns.append([])
-                x, y = WIDTH - PAD - COLUMN, AREA_HEAD
-        line, cards = x + 9 + INSET * branch.depth, []
-        middle = y + (HEAD if branch.bus else BOX) // 2
+                x, y = PICTURE_WIDTH - PADDING - COLUMN_WIDTH, AREA_HEAD
+        line_x, cards = x + 9 + INSET * branch.depth, []
+        middle_y = y + (CARD_HEAD if branch.bus else BRIDGE_BOX_HEIGHT) // 2
         for card in buses[branch.bus] if branch.bus else ():
-            cards.append(Placed(card, x + gutter, y, width))
-            y += cards[-1].height + BETWEEN
-        y += 0 if branch.bus else BOX + BETWEEN
-        gone += sizes[n]
-        columns[-1].append(Hung(branch, line, middle, x + COLUMN, tuple(cards)))
+            cards.append(PlacedCard(card, x + gutter, y, width))
+            y += cards[-1].height + CARD_SPACING
+        y += 0 if branch.bus else BRIDGE_BOX_HEIGHT + CARD_SPACING
+        used_height += heights[n]
+        columns[-1].append(PlacedBranch(branch, line_x, middle_y, x + COLUMN_WIDTH, tuple(cards)))
     return tuple(map(tuple, columns))
 
 
-def host(cards: Iterable[Card], name: str) -> SafeString:
+def draw_host(cards: Iterable[DeviceCard], name: str) -> SafeString:
     """Draw all cards of a host as one SVG; '' if there are none."""
-    areas = layout(cards)
+    areas = place_cards(cards)
     if not areas:
         return SafeString()
     height = max(area.y + area.height for area in areas)
-    inside = "".join(_area(area) for area in areas)
-    return _svg(WIDTH, height, f"The accelerators of {name}", f"Cards by NUMA node and bus; {CELLS}", inside)
-
-
-def device(card: Card) -> SafeString:
-    """Draw one card as an SVG."""
-    placed = Placed(card, 0, 0)
-    return _svg(WHOLE, placed.height, f"The parts of {card.name}", f"One card, {CELLS}", _card(placed))
-
-
-def legend(cards: Iterable[Card]) -> Iterator[tuple[SafeString, str, int]]:
-    """Yield, for each state of attach handles that occurs, a cell as SVG, the word and the number of handles."""
-    counts = sum((card.counts for card in cards), Counter[str]())
-    for state in UNITS:
-        if counts[state]:
-            box = f'<svg class="picture" width="{CELL}" height="{CELL}" aria-hidden="true">{_box(state, 0, 0)}</svg>'
-            yield SafeString(box), state, counts[state]
-
-
-def mark(state: str) -> SafeString:
-    """Render the state of an attach handle as a badge, as in the lists."""
-    return badges.mark(state, TONES[state])
-
-
-def _svg(width: int, height: int, name: str, more: str, inside: str) -> SafeString:
-    # One unit of margin on each side, so that lines on the edge are not cut.
-    box = f'viewBox="-1 -1 {width + 2} {height + 2}" width="{width + 2}" height="{height + 2}"'
-    svg = f'<svg class="picture" {box} role="group" aria-label="{escape(name)}">'
-    return SafeString(f"{svg}<desc>{escape(more)}</desc>{inside}</svg>")
-
-
-def _area(area: Area) -> str:
-    cards = [placed.card for placed in area.placed]
-    name = f"NUMA node {area.numa}" if area.numa >= 0 else "NUMA node unknown"
-    held, handles = sum(card.held for card in cards), sum(card.counts.total() for card in cards)
-    counted = f"{len(cards)} card{'' if len(cards) == 1 else 's'} · {held} of {handles} held"
-    return (
-        f'<g class="area" role="group" aria-label="{name}, {counted}" transform="translate({area.x} {area.y})">'
-        f'<rect class="ground" width="{area.width}" height="{area.height}" rx="10"/>'
-        f'<path class="node" transform="translate({PAD - 3} 12)" d="{NODE}"/>'
-        f'<text class="name" x="{PAD + 32}" y="28" aria-hidden="true">{name}</text>'
-        f'<text class="small end" x="{area.width - PAD}" y="28" aria-hidden="true">{counted}</text>'
-        f"{_tree(area)}{''.join(map(_card, area.placed))}</g>"
+    content = "".join(_draw_area(area) for area in areas)
+    return _wrap_in_svg(
+        PICTURE_WIDTH,
+        height,
+        f"The accelerators of {name}",
+        f"Cards by NUMA node and bus; {CELLS_DESCRIPTION}",
+        content,
     )
 
 
-def _tree(area: Area) -> str:
+def draw_device(card: DeviceCard) -> SafeString:
+    """Draw one card as an SVG."""
+    placed = PlacedCard(card, 0, 0)
+    return _wrap_in_svg(
+        CARD_WIDTH, placed.height, f"The parts of {card.name}", f"One card, {CELLS_DESCRIPTION}", _draw_card(placed)
+    )
+
+
+def build_legend(cards: Iterable[DeviceCard]) -> Iterator[tuple[SafeString, str, int]]:
+    """Yield, for each state of attach handles that occurs, a cell as SVG, the word and the number of handles."""
+    counts = sum((card.handle_counts for card in cards), Counter[str]())
+    for state in HANDLE_GLYPHS:
+        if counts[state]:
+            cell_svg = f'<svg class="picture" width="{CELL_SIZE}" height="{CELL_SIZE}" aria-hidden="true">{_draw_cell_box(state, 0, 0)}</svg>'
+            yield SafeString(cell_svg), state, counts[state]
+
+
+def render_handle_state(state: str) -> SafeString:
+    """Render the state of an attach handle as a badge, as in the lists."""
+    return badges.render_badge(state, HANDLE_TONES[state])
+
+
+def _wrap_in_svg(width: int, height: int, name: str, description: str, content: str) -> SafeString:
+    # One unit of margin on each side, so that lines on the edge are not cut.
+    size_attributes = f'viewBox="-1 -1 {width + 2} {height + 2}" width="{width + 2}" height="{height + 2}"'
+    svg = f'<svg class="picture" {size_attributes} role="group" aria-label="{escape(name)}">'
+    return SafeString(f"{svg}<desc>{escape(description)}</desc>{content}</svg>")
+
+
+def _draw_area(area: NumaArea) -> str:
+    cards = [placed.card for placed in area.placed_cards]
+    name = f"NUMA node {area.numa}" if area.numa >= 0 else "NUMA node unknown"
+    held_count, handle_count = sum(card.held_count for card in cards), sum(card.handle_counts.total() for card in cards)
+    summary = f"{len(cards)} card{'' if len(cards) == 1 else 's'} · {held_count} of {handle_count} held"
+    return (
+        f'<g class="area" role="group" aria-label="{name}, {summary}" transform="translate({area.x} {area.y})">'
+        f'<rect class="ground" width="{area.width}" height="{area.height}" rx="10"/>'
+        f'<path class="node" transform="translate({PADDING - 3} 12)" d="{NUMA_NODE_ICON}"/>'
+        f'<text class="name" x="{PADDING + 32}" y="28" aria-hidden="true">{name}</text>'
+        f'<text class="small end" x="{area.width - PADDING}" y="28" aria-hidden="true">{summary}</text>'
+        f"{_draw_tree(area)}{''.join(map(_draw_card, area.placed_cards))}</g>"
+    )
+
+
+def _draw_tree(area: NumaArea) -> str:
     """Draw the lines of the tree, the boxes of bridges and the labels of buses.
 
     Lines go from the NUMA node to boxes and buses, from a box to everything behind it, and from a bus to its cards.
     """
-    lines, shown = [], []
+    lines, labels = [], []
     for column in area.columns:
         first = column[0]
         # The second column is connected to the node as well, by a line of its own under the heading.
-        start = f"M{PAD + 9} {AREA_HEAD - 9}H{first.x}" if first.x > PAD + 9 else f"M{first.x} {AREA_HEAD - 10}"
+        start = f"M{PADDING + 9} {AREA_HEAD - 9}H{first.x}" if first.x > PADDING + 9 else f"M{first.x} {AREA_HEAD - 10}"
         lines.append(f"{start}V{max(hung.y for hung in column if hung.branch.depth == 0)}")
-        for n, hung in enumerate(column):
-            if hung.branch.bus is None:
-                behind = _behind(hung, column[n + 1 :])
-                last = max(one.y for one in behind if one.branch.depth == hung.branch.depth + 1)
-                lines.append(f"M{hung.x} {hung.y}h12M{hung.x + INSET} {hung.y + BOX // 2}V{last}")
-                shown.append(_bridges(hung, sum(len(one.cards) for one in behind)))
+        for n, placed_branch in enumerate(column):
+            if placed_branch.branch.bus is None:
+                behind = _list_branches_behind(placed_branch, column[n + 1 :])
+                last_y = max(one.y for one in behind if one.branch.depth == placed_branch.branch.depth + 1)
+                lines.append(
+                    f"M{placed_branch.x} {placed_branch.y}h12M{placed_branch.x + INSET} {placed_branch.y + BRIDGE_BOX_HEIGHT // 2}V{last_y}"
+                )
+                labels.append(_draw_bridge_box(placed_branch, sum(len(one.cards) for one in behind)))
                 continue
-            left = hung.cards[0].x
-            middles = [one.y + HEAD // 2 for one in hung.cards]
-            lines.append(f"M{hung.x} {hung.y}H{left}")
-            lines += [f"M{hung.x + 20} {hung.y}V{middle}H{left}" for middle in middles[1:]]
-            shown.append(_pill(hung.branch, hung.x + 20, hung.y))
-    return f'<path class="tree" d="{"".join(lines)}"/>{"".join(shown)}'
+            card_x = placed_branch.cards[0].x
+            card_middles = [one.y + CARD_HEAD // 2 for one in placed_branch.cards]
+            lines.append(f"M{placed_branch.x} {placed_branch.y}H{card_x}")
+            lines += [f"M{placed_branch.x + 20} {placed_branch.y}V{middle}H{card_x}" for middle in card_middles[1:]]
+            labels.append(_draw_bus_label(placed_branch.branch, placed_branch.x + 20, placed_branch.y))
+    return f'<path class="tree" d="{"".join(lines)}"/>{"".join(labels)}'
 
 
-def _behind(box: Hung, following: Sequence[Hung]) -> list[Hung]:
+def _list_branches_behind(box: PlacedBranch, following: Sequence[PlacedBranch]) -> list[PlacedBranch]:
     return list(takewhile(lambda one: one.branch.depth > box.branch.depth, following))
 
 
-def _bridges(hung: Hung, cards: int) -> str:
+def _draw_bridge_box(placed_box: PlacedBranch, card_count: int) -> str:
     """Draw a box with the addresses of its bridges; of three or more only the first and the last are shown.
 
     The title has all addresses.
     """
-    found, x = hung.branch.bridges, hung.x + 12
-    name = "switch" if hung.branch.switch else f"bridge{'' if len(found) == 1 else 's'}"
-    shown = found if len(found) < 3 else (found[0], "…", found[-1])
-    said = f"{name}: {' › '.join(found)}, {cards} cards behind it"
+    addresses, x = placed_box.branch.bridges, placed_box.x + 12
+    name = "switch" if placed_box.branch.switch else f"bridge{'' if len(addresses) == 1 else 's'}"
+    shown_addresses = addresses if len(addresses) < 3 else (addresses[0], "…", addresses[-1])
+    tooltip = f"{name}: {' › '.join(addresses)}, {card_count} cards behind it"
     return (
-        f'<g class="bridges" role="img"><title>{escape(said)}</title>'
-        f'<rect x="{x}" y="{hung.y - BOX // 2}" width="{hung.right - x}" height="{BOX}" rx="6"/>'
-        f'<text class="mono" x="{x + 12}" y="{hung.y + 4}">{escape(" › ".join(shown))}</text>'
-        f'<text class="end" x="{hung.right - RIGHT}" y="{hung.y + 4}">{name} · {cards} cards</text></g>'
+        f'<g class="bridges" role="img"><title>{escape(tooltip)}</title>'
+        f'<rect x="{x}" y="{placed_box.y - BRIDGE_BOX_HEIGHT // 2}" width="{placed_box.right - x}" height="{BRIDGE_BOX_HEIGHT}" rx="6"/>'
+        f'<text class="mono" x="{x + 12}" y="{placed_box.y + 4}">{escape(" › ".join(shown_addresses))}</text>'
+        f'<text class="end" x="{placed_box.right - RIGHT_MARGIN}" y="{placed_box.y + 4}">{name} · {card_count} cards</text></g>'
     )
 
 
-def _pill(branch: Branch, x: int, y: int) -> str:
+def _draw_bus_label(branch: TreeBranch, x: int, y: int) -> str:
     bus = branch.bus[0] if branch.bus else ""
-    said = f"PCI bus {bus}" if bus else "not on PCI"
-    behind = f", behind {' › '.join(branch.bridges)}" if branch.bridges else ""
+    bus_text = f"PCI bus {bus}" if bus else "not on PCI"
+    bridges_text = f", behind {' › '.join(branch.bridges)}" if branch.bridges else ""
     return (
-        f'<g class="bus" role="img"><title>{escape(said + behind)}</title>'
+        f'<g class="bus" role="img"><title>{escape(bus_text + bridges_text)}</title>'
         f'<rect x="{x - 14}" y="{y - 9}" width="28" height="18" rx="9"/>'
         f'<text x="{x}" y="{y + 4}">{escape(bus.rpartition(":")[2] or "–")}</text></g>'
     )
 
 
-def _card(placed: Placed) -> str:
+def _draw_card(placed: PlacedCard) -> str:
     card, width, height = placed.card, placed.width, placed.height
-    (state, tone), *others = card.marks
-    said = f"{card.name}: {', '.join(word for word, _ in card.marks)}, {card.held} of {card.counts.total()} held"
-    more = " ".join(f'<tspan class="{tone}">{GLYPHS[tone]} {escape(word)}</tspan>' for word, tone in others)
-    shape = SHAPES.get(card.type, SHAPES[""])
+    (state, tone), *other_badges = card.status_badges
+    tooltip = f"{card.name}: {', '.join(word for word, _ in card.status_badges)}, {card.held_count} of {card.handle_counts.total()} held"
+    other_badges_svg = " ".join(
+        f'<tspan class="{tone}">{GLYPHS[tone]} {escape(word)}</tspan>' for word, tone in other_badges
+    )
+    icon = DEVICE_ICONS.get(card.type, DEVICE_ICONS[""])
     return (
         f'<g class="card {tone}{" absent" if state == "missing" else ""}" transform="translate({placed.x} {placed.y})">'
-        f'<a href="{escape(card.url)}"><title>{escape(said)}</title>'
+        f'<a href="{escape(card.url)}"><title>{escape(tooltip)}</title>'
         f'<rect class="face" width="{width}" height="{height}" rx="8"/>'
         f'<path class="edge" d="M8 .5H5a4.5 4.5 0 0 0-4.5 4.5V{height - 5}a4.5 4.5 0 0 0 4.5 4.5h3z"/>'
-        f'<path class="shape" transform="translate(16 11)" d="{shape}"/>'
-        f'<g aria-hidden="true"><text class="name" x="{LEFT}" y="25">{escape(_cut(card.model))}</text>'
-        f'<text class="small end" x="{width - RIGHT}" y="25"><tspan class="{tone}">{GLYPHS[tone]} {escape(state)}'
+        f'<path class="shape" transform="translate(16 11)" d="{icon}"/>'
+        f'<g aria-hidden="true"><text class="name" x="{ICON_SPACE}" y="25">{escape(_truncate(card.model))}</text>'
+        f'<text class="small end" x="{width - RIGHT_MARGIN}" y="25"><tspan class="{tone}">{GLYPHS[tone]} {escape(state)}'
         f"</tspan></text>"
-        f'<text class="small" x="{LEFT}" y="44">{escape(card.type)} <tspan class="mono">{escape(_cut(card.place))}'
-        f'</tspan></text><text class="small end" x="{width - RIGHT}" y="44">{more}</text></g></a>'
-        f"{_cells(placed)}</g>"
+        f'<text class="small" x="{ICON_SPACE}" y="44">{escape(card.type)} <tspan class="mono">{escape(_truncate(card.address))}'
+        f'</tspan></text><text class="small end" x="{width - RIGHT_MARGIN}" y="44">{other_badges_svg}</text></g></a>'
+        f"{_draw_cells(placed)}</g>"
     )
 
 
-def _cells(placed: Placed) -> str:
-    card, per_row = placed.card, placed.per_row
-    if not card.counts.total():
-        return f'<text class="small" x="{LEFT}" y="{HEAD + 14}">no attach handles</text>'
-    places = ((LEFT + PITCH * (n % per_row), HEAD + PITCH * (n // per_row)) for n in count())
-    cells = [_cell(unit, *place) for unit, place in zip(card.units, places, strict=False)]
-    if hidden := card.hidden:
-        said = f"{hidden.total()} more: " + ", ".join(f"{number} {state}" for state, number in hidden.items())
-        cells.append(_more(card.url, said, hidden.total(), *next(places)))
+def _draw_cells(placed: PlacedCard) -> str:
+    card, per_row = placed.card, placed.cells_per_row
+    if not card.handle_counts.total():
+        return f'<text class="small" x="{ICON_SPACE}" y="{CARD_HEAD + 14}">no attach handles</text>'
+    positions = ((ICON_SPACE + CELL_PITCH * (n % per_row), CARD_HEAD + CELL_PITCH * (n // per_row)) for n in count())
+    cells = [_draw_cell(unit, *place) for unit, place in zip(card.cells, positions, strict=False)]
+    if hidden := card.hidden_counts:
+        tooltip = f"{hidden.total()} more: " + ", ".join(f"{number} {state}" for state, number in hidden.items())
+        cells.append(_draw_hidden_count(card.url, tooltip, hidden.total(), *next(positions)))
     return "".join(cells)
 
 
-def _cell(unit: Unit, x: int, y: int) -> str:
-    return f'<a href="{escape(unit.url)}"><title>{escape(unit.said)}</title>{_box(unit.state, x, y)}</a>'
+def _draw_cell(cell: HandleCell, x: int, y: int) -> str:
+    return f'<a href="{escape(cell.url)}"><title>{escape(cell.tooltip)}</title>{_draw_cell_box(cell.state, x, y)}</a>'
 
 
-def _box(state: str, x: int, y: int) -> str:
-    kind = state.replace(" ", "-")
+def _draw_cell_box(state: str, x: int, y: int) -> str:
+    css_class = state.replace(" ", "-")
     return (
-        f'<g class="cell {kind}"><rect x="{x + 0.5}" y="{y + 0.5}" width="{CELL - 1}" height="{CELL - 1}" rx="4"/>'
-        f'<text x="{x + CELL // 2}" y="{y + 14}" aria-hidden="true">{UNITS[state]}</text></g>'
+        f'<g class="cell {css_class}"><rect x="{x + 0.5}" y="{y + 0.5}" width="{CELL_SIZE - 1}" height="{CELL_SIZE - 1}" rx="4"/>'
+        f'<text x="{x + CELL_SIZE // 2}" y="{y + 14}" aria-hidden="true">{HANDLE_GLYPHS[state]}</text></g>'
     )
 
 
-def _more(url: str, said: str, number: int, x: int, y: int) -> str:
+def _draw_hidden_count(url: str, tooltip: str, number: int, x: int, y: int) -> str:
     return (
-        f'<a href="{escape(url)}"><title>{escape(said)}</title>'
+        f'<a href="{escape(url)}"><title>{escape(tooltip)}</title>'
         f'<text class="small rest" x="{x + 2}" y="{y + 14}">+{number}</text></a>'
     )
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= TITLE else f"{text[: TITLE - 1]}…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_LENGTH else f"{text[: MAX_TEXT_LENGTH - 1]}…"

@@ -20,7 +20,7 @@ from accelerators.api import forms, html_json
 from accelerators.domain.caller import Caller
 from accelerators.ui import badges
 
-ROWS = 100
+MAX_ROWS = 100
 """The number of rows of a list that are shown; a list of v2 has pages only if the client asks for them."""
 SHOWN_HEADERS = ("OpenStack-API-Version", "Retry-After")
 
@@ -60,14 +60,14 @@ NAVIGATION: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
 base)."""
 
 
-def wants_page(accept: str) -> bool:
+def is_browser_accept_header(accept: str) -> bool:
     """Return whether an Accept header was sent by a browser: HTML first, XHTML as well, and finally any type. No other
     client sends this combination."""
     types = [part.partition(";")[0].strip() for part in accept.split(",")]
     return types[0] == "text/html" and "application/xhtml+xml" in types and "*/*" in types
 
 
-class Browsable(BaseRenderer):
+class BrowsableRenderer(BaseRenderer):
     """Renders an answer of either API as an HTML page."""
 
     media_type, format, charset = "text/html", "html", "utf-8"
@@ -80,27 +80,29 @@ class Browsable(BaseRenderer):
         view, request, response = context["view"], context["request"], context["response"]
         if isinstance(data, bytes):
             data = orjson.loads(data)
-        page = _page(data, view, request, response) | {"navigation": navigation(request.path)}
+        page = _build_page_context(data, view, request, response) | {"navigation": build_navigation(request.path)}
         return render_to_string("api/page.html", page, request=request._request)
 
 
-def navigation(path: str) -> list[dict[str, Any]]:
+def build_navigation(path: str) -> list[dict[str, Any]]:
     """Return the sidebar's sections; the entry that `path` belongs to is marked as current."""
-    here = path.removeprefix("/accelerator").rstrip("/")
-    shown = []
+    current_path = path.removeprefix("/accelerator").rstrip("/")
+    sections = []
     for title, base, entries in NAVIGATION:
-        items = [(word, icon, base + name, f"{here}/".startswith(f"{base}{name}/")) for word, icon, name in entries]
-        shown.append({"title": title, "link": base, "items": items})
-    return shown
+        items = [
+            (label, icon, base + name, f"{current_path}/".startswith(f"{base}{name}/")) for label, icon, name in entries
+        ]
+        sections.append({"title": title, "link": base, "items": items})
+    return sections
 
 
-def _page(data: Any, view: Any, request: Request, response: Response) -> dict[str, Any]:
+def _build_page_context(data: Any, view: Any, request: Request, response: Response) -> dict[str, Any]:
     base = f"{request.scheme}://{request.get_host()}"
-    own = hasattr(view, "get_serializer")
-    good = response.status_code < 400
-    shown, rows, left = _cut(data) if good else (data, [], 0)
-    offered = list(_forms(data, view, request, own)) if good else []
-    crumbs = _crumbs(request.path)
+    is_own_api = hasattr(view, "get_serializer")
+    succeeded = response.status_code < 400
+    shown, rows, omitted = _cut_rows(data) if succeeded else (data, [], 0)
+    action_forms = list(_build_forms(data, view, request, is_own_api)) if succeeded else []
+    crumbs = _build_breadcrumbs(request.path)
     # An error may occur before authentication. Reading request.user here would repeat the failure.
     caller = getattr(request, "_user", None)
     return {
@@ -110,27 +112,31 @@ def _page(data: Any, view: Any, request: Request, response: Response) -> dict[st
         "method": request.method,
         "address": request.get_full_path(),
         "curl": f"curl -H 'X-Auth-Token: …' '{request.build_absolute_uri()}'",
-        "status": badges.mark(f"{response.status_code} {response.status_text}", "good" if good else "bad"),
+        "status": badges.render_badge(f"{response.status_code} {response.status_text}", "good" if succeeded else "bad"),
         "headers": [(name, response.headers[name]) for name in SHOWN_HEADERS if name in response.headers],
-        "table": html_json.table(rows, base),
-        "json": html_json.coloured(shown, base),
-        "left": left,
-        "rest": _rest(rows, request.path) if left and not own else "",
-        "message": _message(data) if not good else "",
-        "pages": {name: data.get(name) for name in ("previous", "next")} if own and isinstance(data, Mapping) else {},
-        "filters": forms.of_filters(view, request.query_params.dict()) if own and good and not view.detail else (),
-        "forms": [form for form in offered if form.fields or form.body],
-        "buttons": [form for form in offered if not form.fields and not form.body],
+        "table": html_json.build_table(rows, base),
+        "json": html_json.render_json(shown, base),
+        "left": omitted,
+        "rest": _build_next_page_address(rows, request.path) if omitted and not is_own_api else "",
+        "message": _extract_error_message(data) if not succeeded else "",
+        "pages": {name: data.get(name) for name in ("previous", "next")}
+        if is_own_api and isinstance(data, Mapping)
+        else {},
+        "filters": forms.build_filter_fields(view, request.query_params.dict())
+        if is_own_api and succeeded and not view.detail
+        else (),
+        "forms": [form for form in action_forms if form.fields or form.body],
+        "buttons": [form for form in action_forms if not form.fields and not form.body],
         "caller": caller if isinstance(caller, Caller) else None,
         "login": f"/admin/login/?{urlencode({'next': request.get_full_path()})}",
     }
 
 
-def _forms(data: Any, view: Any, request: Request, own: bool) -> Iterator[forms.Form]:
-    return forms.of_serializer(view, request, data) if own else forms.of_v2(request.path)
+def _build_forms(data: Any, view: Any, request: Request, is_own_api: bool) -> Iterator[forms.ActionForm]:
+    return forms.build_own_forms(view, request, data) if is_own_api else forms.build_v2_forms(request.path)
 
 
-def _cut(data: Any) -> tuple[Any, list[Any], int]:
+def _cut_rows(data: Any) -> tuple[Any, list[Any], int]:
     """Return the data to show, the rows in it if it is a list, and the number of rows that are left out."""
     if not isinstance(data, Mapping):
         return data, [], 0
@@ -138,15 +144,15 @@ def _cut(data: Any) -> tuple[Any, list[Any], int]:
     if key is None or not (key == "results" or len(data) == 1):
         return data, [], 0
     rows = data[key]
-    return {**data, key: rows[:ROWS]}, rows[:ROWS], max(0, len(rows) - ROWS)
+    return {**data, key: rows[:MAX_ROWS]}, rows[:MAX_ROWS], max(0, len(rows) - MAX_ROWS)
 
 
-def _rest(rows: list[Any], path: str) -> str:
+def _build_next_page_address(rows: list[Any], path: str) -> str:
     """Return the address of the v2 page that begins after these rows."""
-    return f"{path}?{urlencode({'limit': ROWS, 'marker': rows[-1].get('uuid', '')})}"
+    return f"{path}?{urlencode({'limit': MAX_ROWS, 'marker': rows[-1].get('uuid', '')})}"
 
 
-def _crumbs(path: str) -> list[tuple[str, str]]:
+def _build_breadcrumbs(path: str) -> list[tuple[str, str]]:
     """Return label and address of every page above `path`, and of `path` itself."""
     crumbs, address = [], ""
     for part in path.strip("/").split("/") if path != "/" else ():
@@ -156,13 +162,13 @@ def _crumbs(path: str) -> list[tuple[str, str]]:
     return crumbs or [("API", "/")]
 
 
-def _message(data: Any) -> str:
+def _extract_error_message(data: Any) -> str:
     """Return the message of an error answer of either API."""
-    found = data.get("error", {}).get("message") if isinstance(data, Mapping) else None
-    if found is None and isinstance(data, Mapping) and isinstance(text := data.get("error_message"), str):
+    message = data.get("error", {}).get("message") if isinstance(data, Mapping) else None
+    if message is None and isinstance(data, Mapping) and isinstance(text := data.get("error_message"), str):
         try:
-            found = orjson.loads(text).get("faultstring")
+            message = orjson.loads(text).get("faultstring")
         except (orjson.JSONDecodeError, AttributeError):
             # Upstream's plain text is the status, an empty line, and the message.
-            found = text.partition("\n\n")[2].strip() or text
-    return str(found or "")
+            message = text.partition("\n\n")[2].strip() or text
+    return str(message or "")

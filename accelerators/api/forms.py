@@ -16,7 +16,7 @@ from django.core.exceptions import PermissionDenied
 from rest_framework import exceptions, serializers
 from rest_framework.request import Request, override_method
 
-AS_JSON = (
+JSON_FIELD_TYPES = (
     serializers.ListField,
     serializers.ListSerializer,
     serializers.DictField,
@@ -24,11 +24,11 @@ AS_JSON = (
     serializers.IntegerField,
 )
 """Fields whose input is sent as JSON, and not as a string."""
-WORDS = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}
+LABEL_BY_METHOD = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}
 
 
 @dataclass(frozen=True)
-class Field:
+class FormField:
     """One input field. `kind` is text, area, json or choice."""
 
     name: str
@@ -36,13 +36,13 @@ class Field:
     kind: str = "text"
     help: str = ""
     required: bool = False
-    limit: int | None = None
+    max_length: int | None = None
     choices: tuple[tuple[str, str], ...] = ()
     several: bool = False
 
 
 @dataclass(frozen=True)
-class Form:
+class ActionForm:
     """One action. With `body` the form sends that JSON after editing, with `fields` an object of their values,
     otherwise no body.
 
@@ -52,10 +52,10 @@ class Form:
     label: str
     method: str
     url: str
-    fields: tuple[Field, ...] = ()
+    fields: tuple[FormField, ...] = ()
     body: str = ""
-    then: str = ""
-    danger: bool = False
+    next_url: str = ""
+    needs_confirmation: bool = False
 
     @property
     def rows(self) -> int:
@@ -63,79 +63,100 @@ class Form:
         return self.body.count("\n") + 3
 
 
-def of_serializer(view: Any, request: Request, data: Any) -> Iterator[Form]:
+def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionForm]:
     """Yield the forms of the actions that this caller may perform on this page of our own API, filled with current
     values."""
-    if view.detail and view.verbs and view.allowed(view.policy_rules["POST"]):
-        for verb in view.offered(data):
-            danger = verb in view.dangerous
-            yield Form(verb.capitalize(), "POST", f"{request.path.rstrip('/')}/{verb}/", danger=danger)
+    if view.detail and view.member_actions and view.is_rule_satisfied(view.policy_rules["POST"]):
+        for verb in view.get_offered_actions(data):
+            danger = verb in view.actions_to_confirm
+            yield ActionForm(
+                verb.capitalize(), "POST", f"{request.path.rstrip('/')}/{verb}/", needs_confirmation=danger
+            )
     for method in ("POST", "PATCH", "DELETE"):
-        if method not in view.allowed_methods or not _may(view, request, method):
+        if method not in view.allowed_methods or not _is_method_permitted(view, request, method):
             continue
         if method == "DELETE":
-            yield Form(WORDS[method], method, request.path, then=parent(request.path), danger=True)
+            yield ActionForm(
+                LABEL_BY_METHOD[method],
+                method,
+                request.path,
+                next_url=get_parent_address(request.path),
+                needs_confirmation=True,
+            )
             continue
         values = data if method == "PATCH" and isinstance(data, Mapping) else {}
-        yield Form(WORDS[method], method, request.path, _fields(view, view.action_map[method.lower()], method, values))
-    for word, action in () if view.detail else view.words.items():
-        if view.allowed(f"cyborg:{view.policy}:{word}"):
+        yield ActionForm(
+            LABEL_BY_METHOD[method],
+            method,
+            request.path,
+            _build_fields(view, view.action_map[method.lower()], method, values),
+        )
+    for word, action in () if view.detail else view.collection_actions.items():
+        if view.is_rule_satisfied(f"cyborg:{view.policy}:{word}"):
             url = f"{request.path.rstrip('/')}/{word}/"
-            yield Form(word.capitalize(), "POST", url, _fields(view, action, "POST", {}), danger=True)
+            yield ActionForm(
+                word.capitalize(), "POST", url, _build_fields(view, action, "POST", {}), needs_confirmation=True
+            )
 
 
-def _fields(view: Any, action: str, method: str, values: Mapping[str, Any]) -> tuple[Field, ...]:
+def _build_fields(view: Any, action: str, method: str, values: Mapping[str, Any]) -> tuple[FormField, ...]:
     """Return the input fields of an action, filled with the current `values`."""
-    body = view.bodies[action]() if action in view.bodies else view.get_serializer()
-    shown = body.fields.items()
-    return tuple(_field(name, field, values.get(name), method) for name, field in shown if not field.read_only)
+    body = view.body_serializers[action]() if action in view.body_serializers else view.get_serializer()
+    fields = body.fields.items()
+    return tuple(_build_field(name, field, values.get(name), method) for name, field in fields if not field.read_only)
 
 
-def _may(view: Any, request: Request, method: str) -> bool:
-    with override_method(view, request, method) as asked:
+def _is_method_permitted(view: Any, request: Request, method: str) -> bool:
+    with override_method(view, request, method) as override_request:
         try:
-            view.check_permissions(asked)
+            view.check_permissions(override_request)
         except (exceptions.APIException, PermissionDenied):
             return False
     return True
 
 
-def _field(name: str, field: serializers.Field, value: Any, method: str) -> Field:
-    as_json = isinstance(field, AS_JSON)
-    limit = getattr(field, "max_length", None)
-    kind = "json" if as_json else "area" if limit and limit > 255 else "text"
-    text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() if as_json and value is not None else value or ""
-    return Field(name, text, kind, field.help_text or "", field.required and method == "POST", limit)
+def _build_field(name: str, field: serializers.Field, value: Any, method: str) -> FormField:
+    is_json = isinstance(field, JSON_FIELD_TYPES)
+    max_length = getattr(field, "max_length", None)
+    kind = "json" if is_json else "area" if max_length and max_length > 255 else "text"
+    text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() if is_json and value is not None else value or ""
+    return FormField(name, text, kind, field.help_text or "", field.required and method == "POST", max_length)
 
 
-def of_filters(view: Any, params: Mapping[str, str], reserved: Collection[str] = ()) -> tuple[Field, ...]:
+def build_filter_fields(view: Any, params: Mapping[str, str], reserved: Collection[str] = ()) -> tuple[FormField, ...]:
     """Return the filter fields of a list of our own API, filled with the query's values."""
     fields = []
-    for name, one in view.filters().items():
-        found = one.extra.get("choices", ()) or ((("true", "yes"), ("false", "no")) if _yes_no(one) else ())
-        choices = tuple((str(value), str(label)) for value, label in found)
+    for name, query_filter in view.get_filters().items():
+        options = query_filter.extra.get("choices", ()) or (
+            (("true", "yes"), ("false", "no")) if _is_boolean_filter(query_filter) else ()
+        )
+        choices = tuple((str(value), str(label)) for value, label in options)
         kind = "choice" if choices else "text"
-        fields.append(Field(name, params.get(name, ""), kind, one.extra.get("help_text", ""), choices=choices))
-    orders = tuple((sign + word, sign + word) for word in view.orders for sign in ("", "-"))
-    asked = params.get("ordering", view.default_order)
-    return (*fields, Field("ordering", asked, "choice", "A leading - reverses the order.", choices=orders))
+        fields.append(
+            FormField(name, params.get(name, ""), kind, query_filter.extra.get("help_text", ""), choices=choices)
+        )
+    orders = tuple((sign + word, sign + word) for word in view.sort_fields for sign in ("", "-"))
+    ordering = params.get("ordering", view.default_ordering)
+    return (*fields, FormField("ordering", ordering, "choice", "A leading - reverses the order.", choices=orders))
 
 
-def _yes_no(one: Any) -> bool:
-    return "Boolean" in type(one).__name__
+def _is_boolean_filter(query_filter: Any) -> bool:
+    return "Boolean" in type(query_filter).__name__
 
 
-PROFILE = [{"name": "", "description": "", "groups": [{"resources:FPGA": "1", "trait:CUSTOM_EXAMPLE": "required"}]}]
-PROGRAM = [{"op": "replace", "path": "/program", "value": [{"image_uuid": ""}]}]
-ATTRIBUTE = {"deployable_id": 0, "key": "", "value": ""}
-V2: tuple[tuple[str, tuple[tuple[str, str, str, Any], ...]], ...] = (
-    (r"device_profiles", (("Create", "POST", "", PROFILE),)),
+EXAMPLE_PROFILE = [
+    {"name": "", "description": "", "groups": [{"resources:FPGA": "1", "trait:CUSTOM_EXAMPLE": "required"}]}
+]
+EXAMPLE_PROGRAM = [{"op": "replace", "path": "/program", "value": [{"image_uuid": ""}]}]
+EXAMPLE_ATTRIBUTE = {"deployable_id": 0, "key": "", "value": ""}
+V2_ACTIONS: tuple[tuple[str, tuple[tuple[str, str, str, Any], ...]], ...] = (
+    (r"device_profiles", (("Create", "POST", "", EXAMPLE_PROFILE),)),
     (r"device_profiles/[^/]+", (("Delete", "DELETE", "", None),)),
     (r"accelerator_requests", (("Create", "POST", "", {"device_profile_name": ""}),)),
     (r"accelerator_requests/[^/]+", (("Delete", "DELETE", "", None),)),
     (r"devices/[^/]+", (("Enable", "POST", "/enable", None), ("Disable", "POST", "/disable", None))),
-    (r"deployables/[^/]+", (("Program", "PATCH", "/program", PROGRAM),)),
-    (r"attributes", (("Create", "POST", "", ATTRIBUTE),)),
+    (r"deployables/[^/]+", (("Program", "PATCH", "/program", EXAMPLE_PROGRAM),)),
+    (r"attributes", (("Create", "POST", "", EXAMPLE_ATTRIBUTE),)),
     (r"attributes/[^/]+", (("Delete", "DELETE", "", None),)),
 )
 """For each path below v2 (contract section 2): the actions, each with label, method, path below the address, and
@@ -145,19 +166,26 @@ Binding is left out because it needs a service token, which no person has.
 """
 
 
-def of_v2(path: str) -> Iterator[Form]:
+def build_v2_forms(path: str) -> Iterator[ActionForm]:
     """Yield the forms for an address of v2. Permissions are not checked here; the API refuses what the caller may not
     do."""
-    here = path.rstrip("/").removesuffix(".json")
-    inner = re.sub(r"^(?:/accelerator)?(?:/v2)?/", "", here)
-    for pattern, actions in V2:
-        if re.fullmatch(pattern, inner):
-            for label, method, below, body in actions:
+    address = path.rstrip("/").removesuffix(".json")
+    v2_path = re.sub(r"^(?:/accelerator)?(?:/v2)?/", "", address)
+    for pattern, actions in V2_ACTIONS:
+        if re.fullmatch(pattern, v2_path):
+            for label, method, suffix, body in actions:
                 text = orjson.dumps(body, option=orjson.OPT_INDENT_2).decode() if body is not None else ""
                 danger = method == "DELETE"
-                yield Form(label, method, here + below, body=text, then=parent(here) if danger else "", danger=danger)
+                yield ActionForm(
+                    label,
+                    method,
+                    address + suffix,
+                    body=text,
+                    next_url=get_parent_address(address) if danger else "",
+                    needs_confirmation=danger,
+                )
 
 
-def parent(path: str) -> str:
+def get_parent_address(path: str) -> str:
     """Return the address one level above `path`."""
     return f"{path.rstrip('/').rpartition('/')[0]}{'/' if path.endswith('/') else ''}" or "/"

@@ -8,7 +8,7 @@ import orjson
 from rest_framework.renderers import BaseRenderer
 
 
-class Json(BaseRenderer):
+class JsonRenderer(BaseRenderer):
     """Renders JSON with orjson. Bytes are passed through, and None gives an empty body. The media type has no charset,
     because clients of v2 expect none."""
 

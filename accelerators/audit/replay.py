@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from accelerators.domain.diff import FOUND
+from accelerators.domain.diff import FOUND_EVENT_FIELDS
 
-Fields = dict[str, Any]
-State = dict[str, dict[str, Fields]]
+ReplayedFields = dict[str, Any]
+ReplayedState = dict[str, dict[str, ReplayedFields]]
 """Kind → uuid → field → value."""
 
-REPRODUCED: Mapping[str, tuple[str, ...]] = {
+REPRODUCED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "host": ("node", "stale_since"),
-    "device": ("state", "returns_to", "drain_to", *FOUND),
+    "device": ("state", "returns_to", "drain_to", *FOUND_EVENT_FIELDS),
     "request": ("project_id", "group", "state", "instance_uuid", "attach_handle", "label"),
     "profile": ("name", "groups", "description"),
     "rule": ("name", "order", "host", "driver", "vendor", "model", "type", "action", "enabled"),
@@ -28,14 +28,14 @@ REPRODUCED: Mapping[str, tuple[str, ...]] = {
 """Per kind of object the fields that the replay reproduces as they are stored, with these exceptions: the `group` of a
 request is the index of the group in its profile, and its `attach_handle` the handle's id; a command has the state in
 which it was ordered until it has ended; times are in whole seconds."""
-DEPLOYABLE, BITSTREAM = "deployable ", " bitstream"
+DEPLOYABLE_PREFIX, BITSTREAM_SUFFIX = "deployable ", " bitstream"
 """Prefix and suffix of further fields of a device. `deployable NAME` is its number of units, or that it is missing;
 `NAME bitstream` is what the deployable was programmed with."""
-ENDS = frozenset({"device.removed", "request.deleted", "profile.deleted", "rule.deleted", "image.removed"})
+REMOVAL_ACTIONS = frozenset({"device.removed", "request.deleted", "profile.deleted", "rule.deleted", "image.removed"})
 """Actions after which the object no longer exists."""
 
 
-class Told(NamedTuple):
+class ReplayEvent(NamedTuple):
     """The columns of an event that the replay needs."""
 
     action: str
@@ -46,28 +46,28 @@ class Told(NamedTuple):
     changes: Mapping[str, Any]
 
 
-def fold(events: Iterable[Told], state: State | None = None) -> State:
+def replay_events(events: Iterable[ReplayEvent], state: ReplayedState | None = None) -> ReplayedState:
     """Apply events, which must be in the order of their ids, to `state`; return it.
 
     `state` is changed in place; without it, an empty state is created. Events of other kinds than those in
     REPRODUCED_FIELDS, and events without a subject, are ignored. An object appears with the first event that sets one
     of its fields.
     """
-    state = {kind: {} for kind in REPRODUCED} if state is None else state
+    state = {kind: {} for kind in REPRODUCED_FIELDS} if state is None else state
     for event in events:
-        kept = state.get(event.kind)
-        if kept is None or not event.subject:
+        objects = state.get(event.kind)
+        if objects is None or not event.subject:
             continue
-        if event.action in ENDS:
-            kept.pop(event.subject, None)
+        if event.action in REMOVAL_ACTIONS:
+            objects.pop(event.subject, None)
             continue
-        after = {name: pair[1] for name, pair in event.changes.items() if _is_reproduced(event.kind, name)}
-        if after or event.subject in kept:
-            kept.setdefault(event.subject, {}).update(after)
+        new_values = {name: pair[1] for name, pair in event.changes.items() if _is_reproduced(event.kind, name)}
+        if new_values or event.subject in objects:
+            objects.setdefault(event.subject, {}).update(new_values)
     return state
 
 
 def _is_reproduced(kind: str, name: str) -> bool:
     """Return True if the replay reproduces this field of this kind of object."""
-    of_device = name.startswith(DEPLOYABLE) or name.endswith(BITSTREAM)
-    return name in REPRODUCED[kind] or (kind == "device" and of_device)
+    is_device_field = name.startswith(DEPLOYABLE_PREFIX) or name.endswith(BITSTREAM_SUFFIX)
+    return name in REPRODUCED_FIELDS[kind] or (kind == "device" and is_device_field)

@@ -18,17 +18,17 @@ from django.db.models import Sum
 from accelerators import conductor
 from accelerators.audit import sealing
 from accelerators.domain import hash_chain
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import Seal
 from accelerators.runtime import jobs
 
 log = logging.getLogger(__name__)
 
-PATIENCE = "200ms"
+LOCK_TIMEOUT = "200ms"
 """Lock timeout for creating or dropping a month's partition. All new writers of events have to wait behind a statement
 that waits for this lock, so the statement gives up soon, and the next run of the job tries again."""
-BRIEFLY = "SELECT set_config('lock_timeout', %s, true)"
-OLDEST = """
+SET_LOCK_TIMEOUT = "SELECT set_config('lock_timeout', %s, true)"
+SELECT_OLDEST_MONTH = """
 SELECT min(right(inhrelid::regclass::text, 7)) FROM pg_inherits
 WHERE inhparent = 'accelerators_event'::regclass AND inhrelid::regclass::text ~ '_\\d{4}_\\d\\d$'
 """
@@ -37,10 +37,10 @@ WHERE inhparent = 'accelerators_event'::regclass AND inhrelid::regclass::text ~ 
 
 def run() -> None:
     """Run the job `seals`: seal all events that can be sealed, then drop the months past their retention."""
-    jobs.run(sealing.JOB, lambda: sealing.seal() or drop_oldest())
+    jobs.run_steps(sealing.SEALS_JOB, lambda: sealing.seal_oldest_events() or drop_oldest_month())
 
 
-def make_months() -> None:
+def create_month_partitions() -> None:
     """Create the missing partitions for this month and the next two. The job `sweep` calls it.
 
     If the lock is not free within LOCK_TIMEOUT (a backup reads for long), this logs a warning and creates nothing: the
@@ -48,13 +48,13 @@ def make_months() -> None:
     """
     try:
         with transaction.atomic(), connection.cursor() as cursor:
-            cursor.execute(BRIEFLY, [PATIENCE])
+            cursor.execute(SET_LOCK_TIMEOUT, [LOCK_TIMEOUT])
             cursor.execute("SELECT accelerators_event_months(2)")
     except OperationalError as error:
         log.warning("the partitions of the coming months cannot be created now, the next run tries again: %s", error)
 
 
-def drop_oldest(now: datetime | None = None) -> bool:
+def drop_oldest_month(now: datetime | None = None) -> bool:
     """Drop the oldest month of events if it is past its retention; return True if there may be another one to drop.
 
     Returns False, and logs why, if the month is not dropped because of a lock or because events and seals do not agree.
@@ -62,49 +62,55 @@ def drop_oldest(now: datetime | None = None) -> bool:
     months = settings.KEYS.event_retention_months
     if not months:
         return False
-    oldest = conductor.cursor().execute(OLDEST).fetchone()[0]
-    if oldest is None or oldest >= _before(now or datetime.now(UTC), months):
+    oldest = conductor.open_cursor().execute(SELECT_OLDEST_MONTH).fetchone()[0]
+    if oldest is None or oldest >= _get_oldest_month_to_keep(now or datetime.now(UTC), months):
         return False
     try:
         with conductor.writing():
-            return _drop(oldest, months)
+            return _drop_month(oldest, months)
     except OperationalError as error:
         log.warning("the events of %s cannot be dropped now, the next run tries again: %s", oldest, error)
         return False
 
 
-def _before(now: datetime, months: int) -> str:
+def _get_oldest_month_to_keep(now: datetime, months: int) -> str:
     """Return the oldest month to keep, as partitions are named (YYYY_MM): `now`'s month and `months` before it stay."""
     year, month = divmod(now.year * 12 + now.month - 1 - months, 12)
     return f"{year:04d}_{month + 1:02d}"
 
 
-def _drop(name: str, months: int) -> bool:
+def _drop_month(partition_month: str, months: int) -> bool:
     """Drop the partition of one month (YYYY_MM) and record it by an event and a seal; in the caller's transaction.
 
     Deletes the marks of the month's seals, too. Returns False, and logs an error, if the month has more or fewer events
     than were sealed. Raises OperationalError if a lock is not free within LOCK_TIMEOUT.
     """
-    month, table, write = name.replace("_", "-"), f"accelerators_event_{name}", conductor.cursor()
-    write.execute(BRIEFLY, [PATIENCE])
-    (there,) = write.execute(f"SELECT count(*) FROM {table}").fetchone()
+    month, table, cursor = (
+        partition_month.replace("_", "-"),
+        f"accelerators_event_{partition_month}",
+        conductor.open_cursor(),
+    )
+    cursor.execute(SET_LOCK_TIMEOUT, [LOCK_TIMEOUT])
+    (event_count,) = cursor.execute(f"SELECT count(*) FROM {table}").fetchone()
     seals = Seal.objects.filter(month=month, events__gt=0)
-    sealed = seals.aggregate(events=Sum("events", default=0))["events"]
-    if there != sealed:
+    sealed_count = seals.aggregate(events=Sum("events", default=0))["events"]
+    if event_count != sealed_count:
         text = "the events of %s are not dropped: %d are stored, but %d were sealed; run manage.py verify_events"
-        log.error(text, month, there, sealed)
+        log.error(text, month, event_count, sealed_count)
         return False
-    last = sealing.newest()
-    conductor.record(
+    last = sealing.get_newest_seal()
+    conductor.record_event(
         "events.dropped",
-        Source.SYSTEM,
-        sealing.JOB,
+        EventSource.SYSTEM,
+        sealing.SEALS_JOB,
         subject=(None, month),
-        changes={"events": [there, 0], "last seal": [seals.values_list("number", flat=True).first(), None]},
+        changes={"events": [event_count, 0], "last seal": [seals.values_list("number", flat=True).first(), None]},
         reason=f"older than {months} months (CYBORG_EVENT_RETENTION_MONTHS)",
     )
     seals.update(marks=b"")
-    sealing.add(last, last.month, tx=last.tx, event=last.event, events=0, digest=hash_chain.digest(()), drops=month)
-    write.execute(f"DROP TABLE {table}")
-    log.info("dropped the %d events of %s", there, month)
+    sealing.append_seal(
+        last, last.month, tx=last.tx, event=last.event, events=0, digest=hash_chain.digest_events(()), drops=month
+    )
+    cursor.execute(f"DROP TABLE {table}")
+    log.info("dropped the %d events of %s", event_count, month)
     return True

@@ -15,28 +15,28 @@ from typing import Any
 
 from accelerators import conductor
 from accelerators.domain import hash_chain
-from accelerators.domain.hash_chain import Link
+from accelerators.domain.hash_chain import SealContent
 from accelerators.models import Event, Seal
 
 log = logging.getLogger(__name__)
 
-JOB = "seals"
-MOST = 10_000
+SEALS_JOB = "seals"
+MAX_EVENTS_PER_SEAL = 10_000
 """Maximum number of events per seal."""
 
-LINE = """json_build_array(e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), e.source, e.actor,
+EVENT_TEXT = """json_build_array(e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), e.source, e.actor,
   e.request_id, e.action, e.subject_type, e.subject, e.subject_name, e.host, e.changes::text, e.reason)::text"""
 """SQL expression of an event's canonical text (docs/audit.md): a JSON array with `, ` between its values."""
-DIGEST = f"sha256(convert_to({LINE}, 'UTF8'))"
-FINAL = "SELECT accelerators_event_final()"
-FRESH = f"""
-SELECT e.tx, e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM'), {DIGEST} FROM accelerators_event e
+EVENT_DIGEST = f"sha256(convert_to({EVENT_TEXT}, 'UTF8'))"
+SELECT_FINAL_TX = "SELECT accelerators_event_final()"
+SELECT_UNSEALED = f"""
+SELECT e.tx, e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM'), {EVENT_DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND e.tx < %s ORDER BY e.tx, e.id LIMIT %s
 """
 """Events that can be sealed: those after the last seal, of transactions below that of SELECT_FINAL_TX."""
 
 
-def seal(most: int = MOST) -> bool:
+def seal_oldest_events(max_events: int = MAX_EVENTS_PER_SEAL) -> bool:
     """Seal the oldest events that are not sealed, at most `max_events` and of one month; return True if there may be
     more.
 
@@ -45,46 +45,48 @@ def seal(most: int = MOST) -> bool:
     False.
     """
     with conductor.writing():
-        last = newest()
-        write = conductor.cursor()
-        (final,) = write.execute(FINAL).fetchone()
+        last = get_newest_seal()
+        cursor = conductor.open_cursor()
+        (final,) = cursor.execute(SELECT_FINAL_TX).fetchone()
         if final < last.tx:
             log.error("transaction numbers are lower than those of the last seal: this database was restored")
-            write.execute("SELECT accelerators_event_renumber()")
+            cursor.execute("SELECT accelerators_event_renumber()")
             return False
-        found = write.execute(FRESH, [last.tx, last.event, final, most]).fetchall()
-        rows = list(takewhile(lambda row: row[2] == found[0][2], found))
+        unsealed = cursor.execute(SELECT_UNSEALED, [last.tx, last.event, final, max_events]).fetchall()
+        rows = list(takewhile(lambda row: row[2] == unsealed[0][2], unsealed))
         if not rows:
             return False
         (tx, event, month, _), digests = rows[-1], [row[3] for row in rows]
-        made = add(last, month, tx=tx, event=event, events=len(rows), digest=hash_chain.digest(digests))
-        Seal.objects.filter(pk=made.pk).update(marks=hash_chain.marks(digests))
+        made = append_seal(last, month, tx=tx, event=event, events=len(rows), digest=hash_chain.digest_events(digests))
+        Seal.objects.filter(pk=made.pk).update(marks=hash_chain.join_marks(digests))
     log.info("sealed %d events: №%d %s", made.events, made.number, made.hash)
-    return len(found) == most or len(rows) < len(found)
+    return len(unsealed) == max_events or len(rows) < len(unsealed)
 
 
-def newest() -> Seal:
+def get_newest_seal() -> Seal:
     """Return the last seal. If there is none, return a seal with number 0 that is not stored; the first seal follows
     it."""
-    nothing = Seal(number=0, month="", tx=-1, event=0, events=0, digest="", hash=hash_chain.START)
-    return Seal.objects.order_by("-number").first() or nothing
+    before_first = Seal(number=0, month="", tx=-1, event=0, events=0, digest="", hash=hash_chain.FIRST_PREVIOUS_HASH)
+    return Seal.objects.order_by("-number").first() or before_first
 
 
-def add(last: Seal, month: str, **columns: Any) -> Seal:
+def append_seal(last: Seal, month: str, **columns: Any) -> Seal:
     """Store the seal that follows `last`, with its hash, and return it. `columns` are its other columns."""
-    made = Seal(number=last.number + 1, month=month, sealed_at=datetime.now(UTC), **columns)
-    made.hash = link(made, last.hash).hash
-    made.save(force_insert=True)
-    return made
+    seal = Seal(number=last.number + 1, month=month, sealed_at=datetime.now(UTC), **columns)
+    seal.hash = build_link(seal, last.hash).hash
+    seal.save(force_insert=True)
+    return seal
 
 
-def link(seal: Seal, before: str) -> Link:
+def build_link(seal: Seal, previous_hash: str) -> SealContent:
     """Return the values that the hash of a seal covers; `previous_hash` is that of the previous seal."""
-    at = seal.sealed_at.astimezone(UTC).isoformat(timespec="microseconds")
-    return Link(seal.number, before, seal.month, seal.tx, seal.event, seal.events, seal.digest, seal.drops, at)
+    sealed_at = seal.sealed_at.astimezone(UTC).isoformat(timespec="microseconds")
+    return SealContent(
+        seal.number, previous_hash, seal.month, seal.tx, seal.event, seal.events, seal.digest, seal.drops, sealed_at
+    )
 
 
-def seal_of(event: Event) -> Seal | None:
+def find_seal_of_event(event: Event) -> Seal | None:
     """Return the seal that covers an event, None if the event is not sealed yet."""
     later = Seal.objects.filter(tx=event.tx, event__gte=event.pk) | Seal.objects.filter(tx__gt=event.tx)
     return later.filter(events__gt=0).order_by("number").first()

@@ -14,25 +14,25 @@ from dataclasses import dataclass, field
 from django.db import connection
 from django.db.models import Sum
 
-from accelerators.audit.sealing import DIGEST, link, newest
+from accelerators.audit.sealing import EVENT_DIGEST, build_link, get_newest_seal
 from accelerators.domain import hash_chain
 from accelerators.models import Seal
 
-MOST = 20
+MAX_FINDINGS = 20
 """The verification stops when it has this many findings."""
-SEALED = f"""
-SELECT e.id, {DIGEST} FROM accelerators_event e
+SELECT_SEALED_EVENTS = f"""
+SELECT e.id, {EVENT_DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND (e.tx, e.id) <= (%s, %s) ORDER BY e.tx, e.id LIMIT %s
 """
 """The events between two seals, with their digests."""
-BELOW = "SELECT e.id FROM accelerators_event e WHERE e.tx < 0 ORDER BY e.tx, e.id LIMIT 1"
+SELECT_EVENT_BEFORE_FIRST_SEAL = "SELECT e.id FROM accelerators_event e WHERE e.tx < 0 ORDER BY e.tx, e.id LIMIT 1"
 """Find an event with a negative transaction number. No transaction has one, so somebody inserted it in front of the
 first seal."""
-UNSEALED = "SELECT count(*) FROM accelerators_event e WHERE (e.tx, e.id) > (%s, %s)"
+COUNT_UNSEALED = "SELECT count(*) FROM accelerators_event e WHERE (e.tx, e.id) > (%s, %s)"
 
 
 @dataclass(frozen=True)
-class Finding:
+class SealFinding:
     """A difference between the events and the seals. `event` is 0 if it concerns the seal itself; `seal` is 0 if it
     concerns an event before the first seal."""
 
@@ -42,7 +42,7 @@ class Finding:
 
 
 @dataclass
-class Proof:
+class VerificationResult:
     """The result of a verification: how many seals and events were verified, and the findings."""
 
     seals: int = 0
@@ -54,15 +54,15 @@ class Proof:
     number: int = 0
     hash: str = ""
     """`number` and `hash` of the newest seal. Keep both outside the database, as an anchor for later verifications."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[SealFinding] = field(default_factory=list)
 
 
-def verify(
+def verify_seals(
     first: int = 1,
     last: int | None = None,
     anchors: Mapping[int, str] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Proof:
+) -> VerificationResult:
     """Verify the seals from `first` to `last` with their events, by default all; stop when there are MAX_FINDINGS
     findings.
 
@@ -70,76 +70,84 @@ def verify(
     with the number of events done and the number of all. Only reads, and takes no lock; costs about one statement per
     seal, in which the database computes a sha256 of each event.
     """
-    proof, end = Proof(), newest()
-    proof.number, proof.hash = end.number, end.hash
-    wanted = Seal.objects.filter(number__gte=first, number__lte=end.number if last is None else last)
-    of = wanted.aggregate(events=Sum("events", default=0))["events"]
-    before = Seal.objects.filter(number=first - 1).first() or Seal(number=0, tx=-1, event=0, hash=hash_chain.START)
+    result, newest_seal = VerificationResult(), get_newest_seal()
+    result.number, result.hash = newest_seal.number, newest_seal.hash
+    seals = Seal.objects.filter(number__gte=first, number__lte=newest_seal.number if last is None else last)
+    events_total = seals.aggregate(events=Sum("events", default=0))["events"]
+    previous = Seal.objects.filter(number=first - 1).first() or Seal(
+        number=0, tx=-1, event=0, hash=hash_chain.FIRST_PREVIOUS_HASH
+    )
     dropped = set(Seal.objects.exclude(drops="").values_list("drops", flat=True))
-    for seal in wanted.order_by("number").iterator(chunk_size=500):
-        if len(proof.findings) >= MOST:
+    for seal in seals.order_by("number").iterator(chunk_size=500):
+        if len(result.findings) >= MAX_FINDINGS:
             break
-        if gone := seal.number - before.number - 1:
-            which = f"№{seal.number - 1} is" if gone == 1 else f"№{before.number + 1} to №{seal.number - 1} are"
-            proof.findings.append(Finding(seal.number - 1, 0, f"seal {which} gone"))
-        _seal(seal, before, anchors or {}, dropped, proof)
-        before = seal
-        progress(proof.events + proof.dropped, of)
-    for number, kept in sorted((anchors or {}).items()):
-        if number > end.number:
-            text = f"seal №{number} ({kept[:12]}…) was kept elsewhere and is gone: the end of the chain was cut off"
-            proof.findings.append(Finding(number, 0, text))
+        if missing_count := seal.number - previous.number - 1:
+            which = (
+                f"№{seal.number - 1} is" if missing_count == 1 else f"№{previous.number + 1} to №{seal.number - 1} are"
+            )
+            result.findings.append(SealFinding(seal.number - 1, 0, f"seal {which} gone"))
+        _verify_seal(seal, previous, anchors or {}, dropped, result)
+        previous = seal
+        progress(result.events + result.dropped, events_total)
+    for number, anchor in sorted((anchors or {}).items()):
+        if number > newest_seal.number:
+            text = f"seal №{number} ({anchor[:12]}…) was kept elsewhere and is gone: the end of the chain was cut off"
+            result.findings.append(SealFinding(number, 0, text))
     if last is None:
         with connection.cursor() as cursor:
-            cursor.execute(UNSEALED, [end.tx, end.event])
-            (proof.unsealed,) = cursor.fetchone()
-            cursor.execute(BELOW)
+            cursor.execute(COUNT_UNSEALED, [newest_seal.tx, newest_seal.event])
+            (result.unsealed,) = cursor.fetchone()
+            cursor.execute(SELECT_EVENT_BEFORE_FIRST_SEAL)
             if below := cursor.fetchone():
-                proof.findings.append(Finding(0, below[0], f"event {below[0]} was inserted: no transaction wrote it"))
-    return proof
+                result.findings.append(
+                    SealFinding(0, below[0], f"event {below[0]} was inserted: no transaction wrote it")
+                )
+    return result
 
 
-def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str], proof: Proof) -> None:
+def _verify_seal(
+    seal: Seal, previous: Seal, anchors: Mapping[int, str], dropped: set[str], result: VerificationResult
+) -> None:
     """Verify one seal and its events; add counts and findings to `result`.
 
     `previous` is the seal before. `dropped` holds the months that were dropped; a month that was dropped during the
     verification is added.
     """
-    proof.seals += 1
-    if link(seal, before.hash).hash != seal.hash:
-        text = f"seal №{seal.number} does not fit: it was changed, or does not follow №{before.number}"
-        proof.findings.append(Finding(seal.number, 0, text))
+    result.seals += 1
+    if build_link(seal, previous.hash).hash != seal.hash:
+        text = f"seal №{seal.number} does not fit: it was changed, or does not follow №{previous.number}"
+        result.findings.append(SealFinding(seal.number, 0, text))
     if anchors.get(seal.number, seal.hash) != seal.hash:
         text = f"seal №{seal.number} differs from the one that was kept elsewhere: the chain was computed again"
-        proof.findings.append(Finding(seal.number, 0, text))
+        result.findings.append(SealFinding(seal.number, 0, text))
     with connection.cursor() as cursor:
-        cursor.execute(SEALED, [before.tx, before.event, seal.tx, seal.event, seal.events + 1])
+        cursor.execute(SELECT_SEALED_EVENTS, [previous.tx, previous.event, seal.tx, seal.event, seal.events + 1])
         rows = cursor.fetchall()
     if seal.events and not rows and seal.month not in dropped and Seal.objects.filter(drops=seal.month).exists():
         dropped.add(seal.month)  # the month was dropped during this verification
     if seal.events and seal.month in dropped:
-        proof.dropped += seal.events
+        result.dropped += seal.events
         if rows:
             text = f"event {rows[0][0]} was inserted: those of seal №{seal.number} were dropped with {seal.month}"
-            proof.findings.append(Finding(seal.number, rows[0][0], text))
+            result.findings.append(SealFinding(seal.number, rows[0][0], text))
         return
-    proof.events += len(rows)
+    result.events += len(rows)
     digests = [bytes(row[1]) for row in rows]
-    if len(rows) != seal.events or hash_chain.digest(digests) != seal.digest:
-        proof.findings.append(_event(seal, [row[0] for row in rows], digests))
+    if len(rows) != seal.events or hash_chain.digest_events(digests) != seal.digest:
+        result.findings.append(_find_first_difference(seal, [row[0] for row in rows], digests))
 
 
-def _event(seal: Seal, ids: list[int], digests: list[bytes]) -> Finding:
+def _find_first_difference(seal: Seal, ids: list[int], digests: list[bytes]) -> SealFinding:
     """Return the finding about the first event under a seal that does not fit; `ids` and `digests` are of the events
     that are there now."""
-    place = hash_chain.parting(bytes(seal.marks), digests)
-    there = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} found"
-    under = f"under seal №{seal.number} ({seal.events} sealed, {there})"
+    place = hash_chain.find_first_mismatch(bytes(seal.marks), digests)
+    count_text = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} found"
+    seal_text = f"under seal №{seal.number} ({seal.events} sealed, {count_text})"
     if place is None:
-        return Finding(seal.number, 0, f"an event {under} was changed")
+        return SealFinding(seal.number, 0, f"an event {seal_text} was changed")
     if place >= len(ids):
-        return Finding(seal.number, 0, f"the last events {under} are gone")
+        return SealFinding(seal.number, 0, f"the last events {seal_text} are gone")
     what = "was changed" if len(ids) == seal.events else "was inserted"
     if len(ids) < seal.events:
         what = "is in the place of an event that is gone"
-    return Finding(seal.number, ids[place], f"event {ids[place]} {what}, {under}")
+    return SealFinding(seal.number, ids[place], f"event {ids[place]} {what}, {seal_text}")

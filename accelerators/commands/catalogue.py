@@ -11,18 +11,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from accelerators.commands.placing import ASKED, EXCLUSIVE
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.commands.placing import ALLOWED_STATES, EXCLUSIVE_OPS
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Device
 from drivers.plan import DESTRUCTIVE
 
 
 @dataclass(frozen=True)
-class Act:
+class OrderableCommand:
     """A command that people can order: its target, its meaning, and the argument that it takes."""
 
     op: str
-    of: Literal["device", "host"]
+    target: Literal["device", "host"]
     meaning: str
     takes: Literal["", "layout", "image", "driver"] = ""
 
@@ -32,39 +32,49 @@ class Act:
         return self.op in DESTRUCTIVE
 
 
-ACTS = {
+ORDERABLE_COMMANDS = {
     act.op: act
     for act in (
-        Act("health", "device", "Ask the driver for the device's health and for the reasons."),
-        Act("reset", "device", "Reset the hardware. Its programmed image may be lost."),
-        Act("partition", "device", "Divide the device as given in words of the driver's layout.", "layout"),
-        Act("program", "device", "Program the device with an image, which replaces its present one.", "image"),
-        Act("uninstall", "device", "Undo what installing the device changed on the host. The device becomes inactive."),
-        Act("rescan", "host", "Make the drivers look for devices now. This ends a driver's quarantine.", "driver"),
-        Act("logs", "host", "Fetch the last lines of the agent's own log."),
-        Act("report", "host", "Fetch the agent's last report unchanged, for all drivers or for one.", "driver"),
+        OrderableCommand("health", "device", "Ask the driver for the device's health and for the reasons."),
+        OrderableCommand("reset", "device", "Reset the hardware. Its programmed image may be lost."),
+        OrderableCommand(
+            "partition", "device", "Divide the device as given in words of the driver's layout.", "layout"
+        ),
+        OrderableCommand(
+            "program", "device", "Program the device with an image, which replaces its present one.", "image"
+        ),
+        OrderableCommand(
+            "uninstall", "device", "Undo what installing the device changed on the host. The device becomes inactive."
+        ),
+        OrderableCommand(
+            "rescan", "host", "Make the drivers look for devices now. This ends a driver's quarantine.", "driver"
+        ),
+        OrderableCommand("logs", "host", "Fetch the last lines of the agent's own log."),
+        OrderableCommand(
+            "report", "host", "Fetch the agent's last report unchanged, for all drivers or for one.", "driver"
+        ),
     )
 }
-OF_DEVICE = tuple(act.op for act in ACTS.values() if act.of == "device")
-OF_HOST = tuple(act.op for act in ACTS.values() if act.of == "host")
+ORDERABLE_DEVICE_OPS = tuple(act.op for act in ORDERABLE_COMMANDS.values() if act.target == "device")
+ORDERABLE_HOST_OPS = tuple(act.op for act in ORDERABLE_COMMANDS.values() if act.target == "host")
 
 
-def possible(device: Device, held: int) -> Iterator[Act]:
+def list_possible_commands(device: Device, held: int) -> Iterator[OrderableCommand]:
     """Yield the commands that are possible for a device now; `held` is the number of our requests that hold it.
 
     Holders that only other witnesses know (Placement, Nova) and the agent's connection are not checked here.
     """
-    words = device.acts.split()
-    for op in OF_DEVICE:
-        blocked = (device.busy_with and op in EXCLUSIVE) or (held and op in DESTRUCTIVE)
-        if op in words and device.state in ASKED[op] and not blocked:
-            yield ACTS[op]
+    supported_ops = device.acts.split()
+    for op in ORDERABLE_DEVICE_OPS:
+        is_blocked = (device.busy_with and op in EXCLUSIVE_OPS) or (held and op in DESTRUCTIVE)
+        if op in supported_ops and device.state in ALLOWED_STATES[op] and not is_blocked:
+            yield ORDERABLE_COMMANDS[op]
 
 
-def layout(words: Iterable[str]) -> dict[str, str]:
+def parse_layout(words: Iterable[str]) -> dict[str, str]:
     """Parse layout words such as `vfs=4` into a dict. Raise RefusedError INVALID if there are none or one is
     incomplete."""
     pairs = [word.partition("=") for word in words]
     if not pairs or not all(key and value for key, _, value in pairs):
-        raise RefusedError(Reason.INVALID, "Give the layout in words of the driver such as vfs=4.")
+        raise RefusedError(RefusalReason.INVALID, "Give the layout in words of the driver such as vfs=4.")
     return {key: value for key, _, value in pairs}

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-OP = "placement"
+PLACEMENT_OP = "placement"
 """The command that makes a host's agent write to Placement."""
-TOPIC = "writer"
+WRITER_TOPIC = "writer"
 """Topic of notifications that the writer, and with it the epoch, has changed."""
 
 
@@ -22,33 +22,33 @@ class WriterStatus(NamedTuple):
     of the agent for so long that it must have stopped by itself any write that it was ordered to do.
     """
 
-    lacks: str
-    silent: bool
+    reason: str
+    has_stopped_writing: bool
 
 
-NOBODY = WriterStatus("no agent of this host has ever connected", True)
+NO_AGENT = WriterStatus("no agent of this host has ever connected", True)
 
-Epoch = Callable[[], int]
-Hands = Callable[[Collection[int]], dict[int, WriterStatus]]
-_epoch: list[Epoch] = []
-_hands: list[Hands] = []
+EpochSource = Callable[[], int]
+WriterStatusSource = Callable[[Collection[int]], dict[int, WriterStatus]]
+_epoch_sources: list[EpochSource] = []
+_status_sources: list[WriterStatusSource] = []
 
 
-def register(epoch: Epoch | None = None, hands: Hands | None = None) -> None:
+def register_sources(epoch_source: EpochSource | None = None, status_source: WriterStatusSource | None = None) -> None:
     """Register the sources for `get_writer_epoch` and `get_writer_statuses`. Call it from `AppConfig.ready()` of the
     app that knows them."""
-    _epoch.extend([epoch] if epoch else [])
-    _hands.extend([hands] if hands else [])
+    _epoch_sources.extend([epoch_source] if epoch_source else [])
+    _status_sources.extend([status_source] if status_source else [])
 
 
-def epoch() -> int:
+def get_writer_epoch() -> int:
     """Return the current epoch of the Placement writer; 0 if no source is registered."""
-    return max((one() for one in _epoch), default=0)
+    return max((source() for source in _epoch_sources), default=0)
 
 
-def hands(hosts: Collection[int]) -> dict[int, WriterStatus]:
+def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:
     """Return for each host (by id) whether its agent can write to Placement; `NO_AGENT` for a host without an agent."""
-    known = dict.fromkeys(hosts, NOBODY)
-    for one in _hands:
-        known |= one(hosts)
-    return known
+    statuses = dict.fromkeys(hosts, NO_AGENT)
+    for source in _status_sources:
+        statuses |= source(hosts)
+    return statuses

@@ -18,8 +18,8 @@ from django.db import connection
 from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.domain import traits
-from accelerators.domain.groups import FUNCTION
-from accelerators.domain.states import Origin, Source
+from accelerators.domain.groups import FUNCTION_KEY
+from accelerators.domain.states import AttributeOrigin, EventSource
 from accelerators.models import Attribute, Command, Deployable, Device
 from accelerators.runtime import pubsub
 
@@ -27,7 +27,7 @@ POLL_S = 1.0
 """Seconds after which `wait_until_ended` reads the command again, in case a notification was lost."""
 
 
-def programmed(device: Device, deployable_name: str, image: Mapping[str, Any], actor: str) -> None:
+def store_programmed_image(device: Device, deployable_name: str, image: Mapping[str, Any], actor: str) -> None:
     """Store the image's bitstream as the content of a deployable, and the image's function as its only function trait.
 
     If `deployable_name` is '', all deployables of the device get it. Deployables that are missing are skipped. `image`
@@ -35,111 +35,122 @@ def programmed(device: Device, deployable_name: str, image: Mapping[str, Any], a
     again. Call it inside `conductor.writing()`, with the device's host locked first.
     """
     with conductor.writing():
-        parts = Deployable.objects.select_for_update(of=("self",)).filter(device=device, missing_since__isnull=True)
-        named = parts.filter(name=deployable_name) if deployable_name else parts
-        for part in named.select_related("device__host").order_by("id"):
-            _programmed(part, image, actor)
+        deployables = Deployable.objects.select_for_update(of=("self",)).filter(
+            device=device, missing_since__isnull=True
+        )
+        selected = deployables.filter(name=deployable_name) if deployable_name else deployables
+        for deployable in selected.select_related("device__host").order_by("id"):
+            _store_image_of_deployable(deployable, image, actor)
 
 
-def _programmed(part: Deployable, image: Mapping[str, Any], actor: str) -> None:
+def _store_image_of_deployable(deployable: Deployable, image: Mapping[str, Any], actor: str) -> None:
     """Store bitstream and function trait of one deployable, with an event and a `provider` intent.
 
     Without a function id in the image's properties, the image's own id names the function.
     """
-    device, bitstream = part.device, UUID(image["id"])
-    function = image.get("properties", {}).get(FUNCTION) or image["id"]
-    trait = traits.function_trait(part.driver_name or device.driver, function)
-    earlier = Attribute.objects.filter(deployable=part, value__startswith=traits.FUNCTION_ID).order_by("id")
-    before = ", ".join(earlier.values_list("value", flat=True)) or None
-    earlier.exclude(key=traits.KEY).delete()
+    device, bitstream = deployable.device, UUID(image["id"])
+    function = image.get("properties", {}).get(FUNCTION_KEY) or image["id"]
+    trait = traits.build_function_trait(deployable.driver_name or device.driver, function)
+    old_traits = Attribute.objects.filter(
+        deployable=deployable, value__startswith=traits.FUNCTION_TRAIT_PREFIX
+    ).order_by("id")
+    before = ", ".join(old_traits.values_list("value", flat=True)) or None
+    old_traits.exclude(key=traits.FUNCTION_TRAIT_KEY).delete()
     now = datetime.now(UTC)
-    values = {"value": trait, "origin": Origin.CONDUCTOR.value}
+    values = {"value": trait, "origin": AttributeOrigin.CONDUCTOR.value}
     Attribute.objects.update_or_create(
-        deployable=part, key=traits.KEY, defaults=values | {"updated_at": now}, create_defaults=values
+        deployable=deployable,
+        key=traits.FUNCTION_TRAIT_KEY,
+        defaults=values | {"updated_at": now},
+        create_defaults=values,
     )
-    was, part.bitstream_id, part.updated_at = part.bitstream_id, bitstream, now
-    part.save(update_fields=["bitstream_id", "updated_at"])
-    conductor.record(
+    old_bitstream, deployable.bitstream_id, deployable.updated_at = deployable.bitstream_id, bitstream, now
+    deployable.save(update_fields=["bitstream_id", "updated_at"])
+    conductor.record_event(
         "device.programmed",
-        Source.SYSTEM,
+        EventSource.SYSTEM,
         actor,
         host=device.host,
         subject=(device.uuid, str(device)),
         changes={
-            f"{part.name} bitstream": [str(was) if was else None, str(bitstream)],
-            f"{part.name} function": [before, trait],
+            f"{deployable.name} bitstream": [str(old_bitstream) if old_bitstream else None, str(bitstream)],
+            f"{deployable.name} function": [before, trait],
         },
         reason=f"image {image.get('name') or image['id']}",
     )
-    conductor.providers_changed([device.host])
+    conductor.raise_provider_intents([device.host])
 
 
-def unclear(device: int, deployable_name: str) -> None:
+def clear_bitstreams(device: int, deployable_name: str) -> None:
     """Forget the bitstream of a deployable (all of the device if the name is ''), because its content is unknown.
 
     Records one event if any deployable had a bitstream. Call it inside `conductor.writing()`.
     """
-    parts = Deployable.objects.filter(device=device, bitstream_id__isnull=False).select_related("device__host")
-    held = list(parts.filter(name=deployable_name) if deployable_name else parts)
-    Deployable.objects.filter(id__in=[part.pk for part in held]).update(bitstream_id=None, updated_at=datetime.now(UTC))
-    if held:
-        about = held[0].device
-        conductor.record(
+    programmed_deployables = Deployable.objects.filter(device=device, bitstream_id__isnull=False).select_related(
+        "device__host"
+    )
+    selected = list(programmed_deployables.filter(name=deployable_name) if deployable_name else programmed_deployables)
+    Deployable.objects.filter(id__in=[part.pk for part in selected]).update(
+        bitstream_id=None, updated_at=datetime.now(UTC)
+    )
+    if selected:
+        device_row = selected[0].device
+        conductor.record_event(
             "device.unclear",
-            Source.SYSTEM,
-            placing.JOB,
-            host=about.host,
-            subject=(about.uuid, str(about)),
-            changes={f"{part.name} bitstream": [str(part.bitstream_id), None] for part in held},
+            EventSource.SYSTEM,
+            placing.COMMANDS_JOB,
+            host=device_row.host,
+            subject=(device_row.uuid, str(device_row)),
+            changes={f"{deployable.name} bitstream": [str(deployable.bitstream_id), None] for deployable in selected},
             reason="programming was interrupted, and its result is unknown",
         )
 
 
-_waiting: dict[str, list[threading.Event]] = {}
+_waiters: dict[str, list[threading.Event]] = {}
 _lock = threading.Lock()
 _subscribed = False
 
 
-def until_ended(uuid: UUID, seconds: float) -> Command | None:
+def wait_until_ended(uuid: UUID, seconds: float) -> Command | None:
     """Wait until a command has ended, or for at most `seconds`; return it as it is then, None if it does not exist.
 
     The connection to the database is closed while waiting, unless the caller is in a transaction. Notifications wake
     this function; in case one is lost it also reads the command every `POLL_S` seconds.
     """
-    news, end = threading.Event(), time.monotonic() + seconds
-    _enter(str(uuid), news)
+    changed, give_up_at = threading.Event(), time.monotonic() + seconds
+    _add_waiter(str(uuid), changed)
     try:
         while True:
-            news.clear()
+            changed.clear()
             command = Command.objects.filter(uuid=uuid).first()
-            left = end - time.monotonic()
-            if command is None or command.ended_at is not None or left <= 0:
+            remaining_s = give_up_at - time.monotonic()
+            if command is None or command.ended_at is not None or remaining_s <= 0:
                 return command
             if not connection.in_atomic_block:
                 connection.close()
-            news.wait(min(left, POLL_S))
+            changed.wait(min(remaining_s, POLL_S))
     finally:
         with _lock:
-            _waiting[str(uuid)].remove(news)
-            if not _waiting[str(uuid)]:
-                del _waiting[str(uuid)]
+            _waiters[str(uuid)].remove(changed)
+            if not _waiters[str(uuid)]:
+                del _waiters[str(uuid)]
 
 
-def _enter(uuid: str, news: threading.Event) -> None:
+def _add_waiter(uuid: str, changed: threading.Event) -> None:
     """Register a waiting thread; at the first call also subscribe to the notifications about commands."""
     global _subscribed
     with _lock:
-        _waiting.setdefault(uuid, []).append(news)
-        first, _subscribed = not _subscribed, True
-    if first:
-        pubsub.subscribe(placing.CHANGED, _heard)
-    pubsub.listen()
+        _waiters.setdefault(uuid, []).append(changed)
+        is_first, _subscribed = not _subscribed, True
+    if is_first:
+        pubsub.subscribe(placing.COMMAND_CHANGED_TOPIC, _wake_waiters)
+    pubsub.start_listener()
 
 
-def _heard(uuid: str | None) -> None:
+def _wake_waiters(uuid: str | None) -> None:
     """Wake the threads that wait for this command, or all if `uuid` is None (notifications may have been lost)."""
     with _lock:
-        waiting = [*_waiting.values()] if uuid is None else [_waiting.get(uuid, [])]
-        for events in waiting:
-            for news in events:
-                news.set()
+        waiters = [*_waiters.values()] if uuid is None else [_waiters.get(uuid, [])]
+        for events in waiters:
+            for changed in events:
+                changed.set()

@@ -1,12 +1,12 @@
 """SQL statements of `placing` and `command_results`. Most of them handle any number of commands at once."""
 
-_EVENT = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name,
+_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name,
   host, changes, reason)
 SELECT clock_timestamp(), {source}, {actor}, m.request_id, 'command.' || {action}, 'command', m.uuid,
   left(m.op || ' ' || m.device_name, 255), h.name, {changes}, {reason}
 FROM {rows} m JOIN accelerators_host h ON h.id = m.host_id {more}"""
 
-PLACE = f"""
+INSERT_COMMANDS = f"""
 WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(n int, op text, host bigint, device uuid,
     handle bigint, part bigint, arguments jsonb, exclusive bool, request uuid, actor text, reason text, source text,
     start_s int, more_s int) LIMIT %(count)s::bigint),
@@ -32,7 +32,7 @@ made AS (
   UPDATE accelerators_device d SET busy_with = m.uuid, generation = d.generation + 1, updated_at = now() FROM made m
   WHERE d.id = m.device_id AND m.exclusive
 ), logged AS ({
-    _EVENT.format(
+    _INSERT_EVENTS.format(
         source="%(source)s::text",
         actor="m.actor",
         action="'ordered'",
@@ -45,13 +45,13 @@ made AS (
 """
 """Insert commands, mark their devices busy, record the events. Device and handle arguments are read from their rows."""
 
-TAKEN = """
+MARK_TAKEN = """
 UPDATE accelerators_command c SET state = 'taken', taken_at = now(), updated_at = now()
 FROM unnest(%(hosts)s::bigint[], %(numbers)s::bigint[]) AS x(host, number)
 WHERE c.id = x.number AND c.host_id = x.host AND c.state = 'queued'
 """
 
-PROGRESSED = """
+STORE_PROGRESS = """
 UPDATE accelerators_command c SET state = 'started', started_at = coalesce(c.started_at, now()),
   taken_at = coalesce(c.taken_at, now()), percent = x.percent, progress = x.text, updated_at = now()
 FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(host bigint, number bigint, percent int, text text)
@@ -59,29 +59,29 @@ WHERE c.id = x.number AND c.host_id = x.host AND c.state IN ('queued', 'taken', 
 RETURNING c.uuid::text
 """
 
-_ANSWERS = """
+_UPDATE_WITH_ANSWERS = """
 WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(host bigint, number bigint, outcome text, text text,
   detail jsonb, epoch bigint, seq bigint, hash text))
 UPDATE accelerators_command c SET answered_at = now(), updated_at = now(), detail = x.detail, {sets} FROM x
 WHERE c.id = x.number AND c.host_id = x.host AND c.answered_at IS NULL AND {which}
 """
 
-ANSWERED = _ANSWERS.format(
+STORE_ANSWERS = _UPDATE_WITH_ANSWERS.format(
     sets="outcome = x.outcome, text = x.text, report_epoch = x.epoch, report_seq = x.seq, report_hash = x.hash",
     which="c.state IN ('queued', 'taken', 'started')",
 )
 """Store answers. Only the first answer to a command counts, and only if it comes from the command's own host."""
 
-LATE = f"""
+STORE_LATE_ANSWERS = f"""
 WITH m AS ({
-    _ANSWERS.format(
+    _UPDATE_WITH_ANSWERS.format(
         sets="outcome = x.outcome,"
         " text = concat_ws(', ', c.text || '; its agent answered later: ' || x.outcome, nullif(x.text, ''))",
         which="c.state IN ('expired', 'unknown')",
     )
 } RETURNING c.*
 ), logged AS ({
-    _EVENT.format(
+    _INSERT_EVENTS.format(
         source="'agent'",
         actor="h.name",
         action="'answered'",
@@ -94,33 +94,35 @@ WITH m AS ({
 """
 """Note answers to commands that have already ended as expired or unknown, with an event each. Nobody waits for them."""
 
-OPEN = """
+SELECT_OPEN = """
 SELECT c.host_id, c.id FROM accelerators_command c
 JOIN unnest(%(hosts)s::bigint[], %(numbers)s::bigint[]) AS x(host, number) ON c.id = x.number AND c.host_id = x.host
 WHERE c.ended_at IS NULL AND c.state <> 'preparing'
 """
 
-REFUSED = """
+REFUSE_UNDELIVERED = """
 UPDATE accelerators_command c SET answered_at = now(), updated_at = now(), outcome = 'refused', text = %(text)s::text
 WHERE c.id = ANY(%(numbers)s::bigint[]) AND c.state IN ('preparing', 'queued') AND c.answered_at IS NULL
 """
 
-CANCELLED = """
+REFUSE_PREPARING = """
 UPDATE accelerators_command c SET answered_at = now(), updated_at = now(), outcome = 'refused', text = %(text)s::text
 WHERE c.id IN (SELECT w.id FROM accelerators_command w WHERE w.request = ANY(%(requests)s::uuid[])
   AND w.state = 'preparing' AND w.answered_at IS NULL FOR NO KEY UPDATE SKIP LOCKED)
 """
 """Locked rows are skipped: another transaction is ending those commands."""
 
-PREPARED = """
+MARK_IMAGE_READY = """
 UPDATE accelerators_command c SET state = 'queued', updated_at = now(), progress = '',
   arguments = c.arguments || jsonb_build_object('image', %(image)s::jsonb)
 WHERE c.id = %(number)s::bigint AND c.state = 'preparing' AND c.answered_at IS NULL RETURNING c.host_id
 """
 
-WAITING = "SELECT EXISTS (SELECT FROM accelerators_command WHERE ended_at IS NULL AND answered_at IS NOT NULL)"
+SELECT_ANY_ANSWERED = (
+    "SELECT EXISTS (SELECT FROM accelerators_command WHERE ended_at IS NULL AND answered_at IS NOT NULL)"
+)
 
-MADE = """
+SELECT_MISSING_DETACHES = """
 SELECT c.id, t.id, c.arguments ->> 'consumer' FROM accelerators_command c
 JOIN accelerators_attachhandle t ON t.uuid = (c.arguments ->> 'uuid')::uuid
 WHERE c.id = ANY(%(numbers)s::bigint[]) AND c.op = 'attach' AND t.attach_type = ANY(%(types)s::text[])
@@ -129,7 +131,7 @@ ORDER BY c.id
 """
 """Select attachments made on hosts (command, handle, consumer) for which no later `detach` was ordered."""
 
-END = f"""
+END_COMMANDS = f"""
 WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, text text)),
 done AS (
   UPDATE accelerators_command c SET state = x.state, text = x.text, ended_at = clock_timestamp(), updated_at = now(),
@@ -138,7 +140,7 @@ done AS (
 ), free AS (
   UPDATE accelerators_device d SET busy_with = NULL, updated_at = now() FROM done WHERE d.busy_with = done.uuid
 ) {
-    _EVENT.format(
+    _INSERT_EVENTS.format(
         source="CASE WHEN m.answered_at IS NULL THEN 'system' ELSE 'agent' END",
         actor="m.actor",
         action="m.state",

@@ -22,24 +22,24 @@ from django.db.models import Exists, OuterRef, QuerySet
 
 from accelerators import conductor, safety
 from accelerators.commands import placing
-from accelerators.commands.placing import Order, check_reason
-from accelerators.conductor import locked
-from accelerators.domain.actions import Action, Standing, decide, drained
+from accelerators.commands.placing import CommandOrder, check_reason
+from accelerators.conductor import lock_devices
+from accelerators.domain.actions import Action, LifecycleState, state_after_action, state_after_last_request
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.provider_ids import provider_uuid
-from accelerators.domain.states import DeviceState, Drain, IllegalTransitionError, Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.provider_ids import compute_provider_uuid
+from accelerators.domain.states import DeviceState, DrainTarget, EventSource, IllegalTransitionError
 from accelerators.models import AcceleratorRequest, Deployable, Device
 from accelerators.runtime import jobs
 
 MAX_REASON = placing.MAX_REASON
-SLICE = 200
+SLICE_SIZE = 200
 """Maximum number of devices that are moved in one transaction."""
-PATIENCE_S = 10.0
+HOLDER_CHECKS_TIMEOUT_S = 10.0
 """Seconds that one transaction spends on questions to witnesses. Devices whose witnesses have not been asked by then
 are refused with AWAY, so that they are tried again."""
 
-DONE = {
+DEFAULT_REASONS = {
     Action.ENABLE: "enabled",
     Action.DRAIN: "drained",
     Action.DISABLE: "disabled",
@@ -50,7 +50,7 @@ DONE = {
 }
 """Default reason for each action."""
 
-MOVE = """
+UPDATE_STATES = """
 UPDATE accelerators_device t SET state = x.state, returns_to = x.returns_to, drain_to = x.drain_to,
   state_since = CASE WHEN x.state = t.state THEN t.state_since ELSE %s::timestamptz END,
   state_reason = coalesce(x.reason, t.state_reason), state_by = coalesce(x.who, t.state_by), updated_at = now()
@@ -59,7 +59,7 @@ FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, was text, state text, returns
 WHERE t.id = x.id AND t.state = x.was
 """
 """Change the state of devices by compare and set."""
-NAMED = """
+STORE_PROVIDER_IDS = """
 UPDATE accelerators_deployable t SET rp_uuid = x.rp, updated_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, rp uuid) WHERE t.id = x.id AND t.rp_uuid IS NULL
 """
@@ -70,7 +70,7 @@ _json = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True)
-class Result:
+class ActionResult:
     """Outcome of an action for one device. `state` is the device's state afterwards, '' if there is no such device."""
 
     uuid: UUID
@@ -79,12 +79,12 @@ class Result:
     host: str = ""
     state: str = ""
     text: str = ""
-    reason: Reason | None = None
+    reason: RefusalReason | None = None
     """Kind of refusal, None if it was not refused; `text` explains it in a sentence."""
 
 
 @dataclass(frozen=True)
-class Step:
+class DeviceStateChange:
     """A change of one locked device from `before` to `after`.
 
     `actor` is the actor of the event. `changed_by` is stored with the device as the cause of its state; '' keeps the
@@ -92,50 +92,50 @@ class Step:
     """
 
     device: Device
-    now: Standing
-    after: Standing
+    before: LifecycleState
+    after: LifecycleState
     actor: str
     reason: str
-    by: str = ""
+    changed_by: str = ""
     name: str | None = None
     """Name of the event after `device.`; by default the new state."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a person saw when deciding: `Standing.word` of each device, and whether they confirmed held devices too."""
+class SeenStates:
+    """What a person saw when deciding: `Standing.as_text` of each device, and whether they confirmed held devices too."""
 
-    words: Mapping[UUID, str]
+    words_by_device: Mapping[UUID, str]
     held_too: bool = False
 
 
-def enable(uuid: UUID, caller: Caller, reason: str = "") -> None:
+def enable_device(uuid: UUID, caller: Caller, reason: str = "") -> None:
     """Offer a device: it becomes ready, or installing if its driver has to install it first.
 
     Changes nothing if the device is offered already. Raises RefusedError: UNKNOWN; INVALID for a reason that cannot be
     stored; CONFLICT if it is missing, quarantined, retired or busy with a command; HELD, naming the holders, if it
     would have to be installed.
     """
-    ask(Action.ENABLE, uuid, caller, reason)
+    apply_action_to_device(Action.ENABLE, uuid, caller, reason)
 
 
-def disable(uuid: UUID, caller: Caller, reason: str = "") -> None:
+def disable_device(uuid: UUID, caller: Caller, reason: str = "") -> None:
     """Take a device out of offer; bound requests stay bound. Changes nothing if the device is not offered.
 
     Raises RefusedError UNKNOWN, and INVALID for a reason that cannot be stored; a known device is never refused.
     """
-    ask(Action.DISABLE, uuid, caller, reason)
+    apply_action_to_device(Action.DISABLE, uuid, caller, reason)
 
 
-def ask(
+def apply_action_to_device(
     action: Action,
     uuid: UUID,
     caller: Caller,
     reason: str = "",
-    then: Drain = Drain.MAINTENANCE,
-    source: Source = Source.API,
-    seen: Seen | None = None,
-) -> Result:
+    drain_to: DrainTarget = DrainTarget.MAINTENANCE,
+    source: EventSource = EventSource.API,
+    seen: SeenStates | None = None,
+) -> ActionResult:
     """Apply an action to one device and return the result; as `apply_action`, but a refusal is raised.
 
     Raises RefusedError: UNKNOWN; INVALID for a reason that cannot be stored; CONFLICT if its state or a running command
@@ -143,34 +143,38 @@ def ask(
     retired or installed, or if it was not confirmed for held devices; AWAY if a witness cannot be asked before it is
     retired.
     """
-    (result,) = act(action, [uuid], caller, reason, then, source, seen)
+    (result,) = apply_action(action, [uuid], caller, reason, drain_to, source, seen)
     if result.reason is not None:
         raise RefusedError(result.reason, result.text)
     return result
 
 
-def many(
-    action: Action, uuids: Iterable[UUID], caller: Caller, reason: str = "", then: Drain = Drain.MAINTENANCE
-) -> Iterator[list[Result]]:
+def apply_action_in_slices(
+    action: Action,
+    uuids: Iterable[UUID],
+    caller: Caller,
+    reason: str = "",
+    drain_to: DrainTarget = DrainTarget.MAINTENANCE,
+) -> Iterator[list[ActionResult]]:
     """Apply an action to any number of devices in slices of SLICE_SIZE, with source PERSON; yield the results of each
     slice.
 
     Each slice is one transaction: slices that are done stay done if the caller stops or a later one fails.
     """
-    rest = iter(uuids)
-    while part := list(islice(rest, SLICE)):
-        yield act(action, part, caller, reason, then, Source.PERSON)
+    remaining = iter(uuids)
+    while uuids_of_slice := list(islice(remaining, SLICE_SIZE)):
+        yield apply_action(action, uuids_of_slice, caller, reason, drain_to, EventSource.PERSON)
 
 
-def act(
+def apply_action(
     action: Action,
     uuids: Sequence[UUID],
     caller: Caller,
     reason: str = "",
-    then: Drain = Drain.MAINTENANCE,
-    source: Source = Source.API,
-    seen: Seen | None = None,
-) -> list[Result]:
+    drain_to: DrainTarget = DrainTarget.MAINTENANCE,
+    source: EventSource = EventSource.API,
+    seen: SeenStates | None = None,
+) -> list[ActionResult]:
     """Apply an action to at most SLICE_SIZE devices in one transaction; returns one ActionResult per device.
 
     A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
@@ -178,70 +182,74 @@ def act(
     that state at once, in a second transaction. Locks the devices and their hosts; asks witnesses about devices to be
     retired, for HOLDER_CHECKS_TIMEOUT_S at most in all. Raises RefusedError INVALID for a reason that cannot be stored.
     """
-    assert len(uuids) <= SLICE, "more than a slice"
-    reason = check_reason(reason) or DONE[action]
-    steps: list[Step] = []
+    assert len(uuids) <= SLICE_SIZE, "more than a slice"
+    reason = check_reason(reason) or DEFAULT_REASONS[action]
+    changes: list[DeviceStateChange] = []
     with conductor.writing():
-        found = {device.uuid: device for device in locked(Device.objects.filter(uuid__in=uuids))}
-        held = _held(found.values())
-        free = _guard()
+        devices = {device.uuid: device for device in lock_devices(Device.objects.filter(uuid__in=uuids))}
+        holder_counts = _count_holding_requests(devices.values())
+        refuse_if_not_free = _build_free_check()
         results = {}
-        for uuid, device in found.items():
-            now = standing(device, held[device.id])
+        for uuid, device in devices.items():
+            before = build_standing(device, holder_counts[device.id])
             try:
-                after = _decide(action, device, now, then, seen)
-                if after.here == _S.RETIRED != now.here:
-                    free(device, now)
-                if action is Action.ENABLE and after != now:
+                after = _decide_new_standing(action, device, before, drain_to, seen)
+                if after.effective_state == _S.RETIRED != before.effective_state:
+                    refuse_if_not_free(device, before)
+                if action is Action.ENABLE and after != before:
                     _refuse_unless_idle(device, after)
             except RefusedError as refused:
-                results[uuid] = _refused(device, refused.reason, refused.text)
+                results[uuid] = _build_refused_result(device, refused.reason, refused.text)
             else:
-                if after != now:
+                if after != before:
                     name = "draining" if action is Action.DRAIN else ""
-                    steps.append(Step(device, now, after, caller.name, reason, caller.name, name))
-                results[uuid] = _result(device, after, "unchanged" if after == now else "moved")
-        store(steps, source)
-    if draining := [step.device.uuid for step in steps if step.after.drain_to]:
-        for device, after in _finish(Device.objects.filter(uuid__in=draining)):
-            results[device.uuid] = _result(device, after, "moved")
-    return [results.get(uuid) or _unknown(uuid) for uuid in dict.fromkeys(uuids)]
+                    changes.append(DeviceStateChange(device, before, after, caller.name, reason, caller.name, name))
+                results[uuid] = _build_result(device, after, "unchanged" if after == before else "moved")
+        store_state_changes(changes, source)
+    if draining := [change.device.uuid for change in changes if change.after.drain_to]:
+        for device, after in _finish_drains(Device.objects.filter(uuid__in=draining)):
+            results[device.uuid] = _build_result(device, after, "moved")
+    return [results.get(uuid) or _build_unknown_result(uuid) for uuid in dict.fromkeys(uuids)]
 
 
-def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Seen | None) -> Standing:
+def _decide_new_standing(
+    action: Action, device: Device, before: LifecycleState, drain_to: DrainTarget, seen: SeenStates | None
+) -> LifecycleState:
     """Return the new standing of a locked device, equal to `before` if there is nothing to do.
 
     Raises RefusedError: CONFLICT if its state does not allow the action or differs from the one that was `seen`; HELD
     if requests hold it and the person did not confirm the action for held devices.
     """
-    was = seen.words.get(device.uuid, now.word) if seen else now.word
-    by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
-    since = f"since {device.state_since.astimezone(UTC):%H:%M:%S} UTC, by {by}"
-    text = f"Device {device.uuid} was {was} when this was decided; it is {now.word} now, {since}. Look at it again."
-    changed = RefusedError(Reason.CONFLICT, text)
+    seen_word = seen.words_by_device.get(device.uuid, before.as_text) if seen else before.as_text
+    changed_by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
+    since = f"since {device.state_since.astimezone(UTC):%H:%M:%S} UTC, by {changed_by}"
+    text = f"Device {device.uuid} was {seen_word} when this was decided; it is {before.as_text} now, {since}. Look at it again."
+    changed_error = RefusedError(RefusalReason.CONFLICT, text)
     try:
-        after = decide(action, now, then)
+        after = state_after_action(action, before, drain_to)
     except IllegalTransitionError as illegal:
         raise (
-            changed if was != now.word else RefusedError(Reason.CONFLICT, f"Device {device.uuid} {illegal}.")
+            changed_error
+            if seen_word != before.as_text
+            else RefusedError(RefusalReason.CONFLICT, f"Device {device.uuid} {illegal}.")
         ) from None
-    if after != now and was != now.word:
-        raise changed
-    if after != now and now.held and seen and not seen.held_too:
-        holders = ", ".join(safety.requests(device).holders)
+    if after != before and seen_word != before.as_text:
+        raise changed_error
+    if after != before and before.holding_requests and seen and not seen.held_too:
+        holders = ", ".join(safety.find_requests_of_device(device).holders)
         raise RefusedError(
-            Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
+            RefusalReason.HELD, f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
         )
     return after
 
 
-def standing(device: Device, held: int = 0) -> Standing:
+def build_standing(device: Device, held: int = 0) -> LifecycleState:
     """Return the standing of a device as `domain.actions` needs it; `held` is the number of requests that hold it."""
     returns_to, drain_to = device.returns_to, device.drain_to
-    return Standing(
+    return LifecycleState(
         DeviceState(device.state),
         returns_to and DeviceState(returns_to),
-        drain_to and Drain(drain_to),
+        drain_to and DrainTarget(drain_to),
         held,
         bool(device.to_install),
     )
@@ -249,155 +257,161 @@ def standing(device: Device, held: int = 0) -> Standing:
 
 def run_drains() -> None:
     """Run the job `drains`: go once through the draining devices that no request holds, and finish their drains."""
-    last = 0
+    last_id = 0
 
-    def step() -> bool:
-        nonlocal last
+    def finish_slice() -> bool:
+        nonlocal last_id
         holding = AcceleratorRequest.objects.filter(attach_handle__deployable__device=OuterRef("pk"))
-        waiting = Device.objects.filter(~Exists(holding), drain_to__isnull=False, id__gt=last)
-        ids = list(waiting.order_by("id").values_list("id", flat=True)[:SLICE])
-        _finish(Device.objects.filter(id__in=ids))
-        last = ids[-1] if ids else last
-        return len(ids) == SLICE
+        drained_devices = Device.objects.filter(~Exists(holding), drain_to__isnull=False, id__gt=last_id)
+        ids = list(drained_devices.order_by("id").values_list("id", flat=True)[:SLICE_SIZE])
+        _finish_drains(Device.objects.filter(id__in=ids))
+        last_id = ids[-1] if ids else last_id
+        return len(ids) == SLICE_SIZE
 
-    jobs.run("drains", step)
+    jobs.run_steps("drains", finish_slice)
 
 
-def store(steps: Sequence[Step], source: Source) -> None:
+def store_state_changes(state_changes: Sequence[DeviceStateChange], source: EventSource) -> None:
     """Write state changes of locked devices: rows, provider ids, events, `provider` intents and `install` commands.
 
     Costs at most seven statements, whatever the number of devices.
     """
-    if not steps:
+    if not state_changes:
         return
-    now, write = datetime.now(UTC), conductor.cursor()
-    write.execute(MOVE, [now, _encode([_row(step) for step in steps])])
-    assert write.rowcount == len(steps), "a device moved although it was locked"
-    out = [step.device.id for step in steps if step.after.state not in (_S.INACTIVE, _S.MISSING)]
+    changed_at, cursor = datetime.now(UTC), conductor.open_cursor()
+    cursor.execute(UPDATE_STATES, [changed_at, _encode_json([_build_state_row(step) for step in state_changes])])
+    assert cursor.rowcount == len(state_changes), "a device moved although it was locked"
+    offered_devices = [
+        change.device.id for change in state_changes if change.after.state not in (_S.INACTIVE, _S.MISSING)
+    ]
     # A device that leaves inactive gets its provider ids. An id that is recorded already (adopted, say) is kept.
-    parts = Deployable.objects.filter(device__in=out, rp_uuid__isnull=True).values_list("id", "name")
-    if named := [{"id": id, "rp": str(provider_uuid(name))} for id, name in parts]:
-        write.execute(NAMED, [_encode(named)])
-    conductor.record_all([_event(step, source, now) for step in steps])
-    conductor.providers_changed({step.device.host_id: step.device.host for step in steps}.values())
-    installs = [step for step in steps if step.after.state == _S.INSTALLING != step.now.state]
-    placing.place(
-        [Order("install", step.device.uuid, actor=step.actor, reason=step.reason) for step in installs], source
+    unnamed_deployables = Deployable.objects.filter(device__in=offered_devices, rp_uuid__isnull=True).values_list(
+        "id", "name"
+    )
+    if provider_rows := [{"id": id, "rp": str(compute_provider_uuid(name))} for id, name in unnamed_deployables]:
+        cursor.execute(STORE_PROVIDER_IDS, [_encode_json(provider_rows)])
+    conductor.record_events([_build_state_event(step, source, changed_at) for step in state_changes])
+    conductor.raise_provider_intents({step.device.host_id: step.device.host for step in state_changes}.values())
+    installs = [step for step in state_changes if step.after.state == _S.INSTALLING != step.before.state]
+    placing.place_commands(
+        [CommandOrder("install", step.device.uuid, actor=step.actor, reason=step.reason) for step in installs], source
     )
 
 
-def _row(step: Step) -> dict[str, Any]:
+def _build_state_row(change: DeviceStateChange) -> dict[str, Any]:
     """Return the row of a state change for UPDATE_STATES; None keeps what is stored."""
-    stays_missing = step.after.state == _S.MISSING  # keep the reason why it is missing
+    stays_missing = change.after.state == _S.MISSING  # keep the reason why it is missing
     return {
-        "id": step.device.id,
-        "was": step.now.state,
-        "state": step.after.state,
-        "returns_to": step.after.returns_to,
-        "drain_to": step.after.drain_to,
-        "reason": None if stays_missing else step.reason,
-        "who": None if stays_missing or not step.by else step.by[:255],
+        "id": change.device.id,
+        "was": change.before.state,
+        "state": change.after.state,
+        "returns_to": change.after.returns_to,
+        "drain_to": change.after.drain_to,
+        "reason": None if stays_missing else change.reason,
+        "who": None if stays_missing or not change.changed_by else change.changed_by[:255],
     }
 
 
-def _event(step: Step, source: Source, at: datetime) -> dict[str, Any]:
-    """Return the event of a state change, a row for `conductor.record_all`."""
-    pairs = {field: [getattr(step.now, field), getattr(step.after, field)] for field in FIELDS}
+def _build_state_event(change: DeviceStateChange, source: EventSource, at: datetime) -> dict[str, Any]:
+    """Return the event of a state change, a row for `conductor.record_events`."""
+    pairs = {field: [getattr(change.before, field), getattr(change.after, field)] for field in STATE_FIELDS}
     changes: dict[str, Any] = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
     if "state" in changes:
-        changes["state_since"] = [moment.isoformat(timespec="seconds") for moment in (step.device.state_since, at)]
+        changes["state_since"] = [moment.isoformat(timespec="seconds") for moment in (change.device.state_since, at)]
     return {
         "source": source,
-        "actor": step.actor[:255],
+        "actor": change.actor[:255],
         "request_id": request_id.get(),
-        "action": f"device.{step.name or step.after.here}",
+        "action": f"device.{change.name or change.after.effective_state}",
         "subject_type": "device",
-        "subject": str(step.device.uuid),
-        "subject_name": str(step.device)[:255],
-        "host": step.device.host.name,
+        "subject": str(change.device.uuid),
+        "subject_name": str(change.device)[:255],
+        "host": change.device.host.name,
         "changes": changes,
-        "reason": step.reason,
+        "reason": change.reason,
     }
 
 
-FIELDS = ("state", "returns_to", "drain_to")
+STATE_FIELDS = ("state", "returns_to", "drain_to")
 
 
-def _finish(wanted: QuerySet[Device]) -> list[tuple[Device, Standing]]:
+def _finish_drains(selected: QuerySet[Device]) -> list[tuple[Device, LifecycleState]]:
     """Give those of these devices that are draining and free their final state, in one transaction; return them.
 
     To be retired, a device must be free according to every witness; otherwise only our own requests count.
     """
-    steps: list[Step] = []
+    changes: list[DeviceStateChange] = []
     with conductor.writing():
-        devices = locked(wanted.filter(drain_to__isnull=False))
-        held, free = _held(devices), _guard()
+        devices = lock_devices(selected.filter(drain_to__isnull=False))
+        holder_counts, refuse_if_not_free = _count_holding_requests(devices), _build_free_check()
         for device in devices:
-            now = standing(device, held[device.id])
-            after = drained(now)
+            before = build_standing(device, holder_counts[device.id])
+            after = state_after_last_request(before)
             try:
-                if after.here == _S.RETIRED:
-                    free(device, now)
+                if after.effective_state == _S.RETIRED:
+                    refuse_if_not_free(device, before)
             except RefusedError:
                 continue  # the device keeps draining; the job tries again
-            if not now.held:
-                why = f"its last request is gone; {device.state_by}: {device.state_reason}"
-                name = "" if after.here == _S.RETIRED else "drained"
-                steps.append(Step(device, now, after, "drains", why, name=name))
-        store(steps, Source.SYSTEM)
-    return [(step.device, step.after) for step in steps]
+            if not before.holding_requests:
+                reason = f"its last request is gone; {device.state_by}: {device.state_reason}"
+                name = "" if after.effective_state == _S.RETIRED else "drained"
+                changes.append(DeviceStateChange(device, before, after, "drains", reason, name=name))
+        store_state_changes(changes, EventSource.SYSTEM)
+    return [(change.device, change.after) for change in changes]
 
 
-def _held(devices: Iterable[Device]) -> Counter[int]:
+def _count_holding_requests(devices: Iterable[Device]) -> Counter[int]:
     """Return how many requests hold each device, by device id; one statement."""
-    return Counter(device for device, _ in safety.holding([device.id for device in devices], "id"))
+    return Counter(device for device, _ in safety.query_requests_of_devices([device.id for device in devices], "id"))
 
 
-def _guard() -> Callable[[Device, Standing], None]:
+def _build_free_check() -> Callable[[Device, LifecycleState], None]:
     """Return a function that raises RefusedError unless a device may be retired; all its calls together have
     HOLDER_CHECKS_TIMEOUT_S."""
-    return partial(_refuse_unless_free, time.monotonic() + PATIENCE_S)
+    return partial(_refuse_unless_free, time.monotonic() + HOLDER_CHECKS_TIMEOUT_S)
 
 
-def _refuse_unless_free(end: float, device: Device, now: Standing) -> None:
+def _refuse_unless_free(give_up_at: float, device: Device, before: LifecycleState) -> None:
     """Raise RefusedError HELD or AWAY unless every witness says that nobody holds the device; AWAY after the time
     `give_up_at`."""
-    if time.monotonic() > end:
-        raise RefusedError(Reason.AWAY, f"The check whether device {device.uuid} is held took too long: try again.")
-    safety.refuse_unless_free(device, "retired", () if now.held else (safety.REQUESTS,))
+    if time.monotonic() > give_up_at:
+        raise RefusedError(
+            RefusalReason.AWAY, f"The check whether device {device.uuid} is held took too long: try again."
+        )
+    safety.refuse_unless_free(device, "retired", () if before.holding_requests else (safety.REQUESTS_CHECK,))
 
 
-def _refuse_unless_idle(device: Device, after: Standing) -> None:
+def _refuse_unless_idle(device: Device, after: LifecycleState) -> None:
     """Raise RefusedError CONFLICT if a command is working on the device, HELD if it is held and would be installed
     (S1)."""
-    placing.refuse_busy(device, "install")
-    if after.here == _S.INSTALLING and (holders := safety.requests(device).holders):
+    placing.refuse_if_busy(device, "install")
+    if after.effective_state == _S.INSTALLING and (holders := safety.find_requests_of_device(device).holders):
         raise RefusedError(
-            Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed."
+            RefusalReason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed."
         )
 
 
-def _result(device: Device, after: Standing, outcome: Literal["moved", "unchanged"]) -> Result:
+def _build_result(device: Device, after: LifecycleState, outcome: Literal["moved", "unchanged"]) -> ActionResult:
     """Return the result for a device that was not refused; its text tells what a missing or draining one waits for."""
-    said = [f"{after.here} when its driver reports it again"] if after.state == _S.MISSING else []
-    said += [f"draining: {requests_left(after.held)}"] if after.drain_to else []
-    return Result(device.uuid, outcome, str(device), device.host.name, after.state, ", ".join(said))
+    notes = [f"{after.effective_state} when its driver reports it again"] if after.state == _S.MISSING else []
+    notes += [f"draining: {describe_requests_left(after.holding_requests)}"] if after.drain_to else []
+    return ActionResult(device.uuid, outcome, str(device), device.host.name, after.state, ", ".join(notes))
 
 
-def _refused(device: Device, reason: Reason, text: str) -> Result:
+def _build_refused_result(device: Device, reason: RefusalReason, text: str) -> ActionResult:
     """Return the result for a device whose action was refused."""
-    return Result(device.uuid, "refused", str(device), device.host.name, device.state, text, reason)
+    return ActionResult(device.uuid, "refused", str(device), device.host.name, device.state, text, reason)
 
 
-def _unknown(uuid: UUID) -> Result:
+def _build_unknown_result(uuid: UUID) -> ActionResult:
     """Return the result for a uuid that no device has."""
-    return Result(uuid, "refused", text=f"Device not found with uuid={uuid}", reason=Reason.UNKNOWN)
+    return ActionResult(uuid, "refused", text=f"Device not found with uuid={uuid}", reason=RefusalReason.UNKNOWN)
 
 
-def requests_left(number: int) -> str:
+def describe_requests_left(number: int) -> str:
     """Say in words how many requests a drain still waits for."""
     return f"{number} request{'' if number == 1 else 's'} left"
 
 
-def _encode(rows: object) -> str:
+def _encode_json(rows: object) -> str:
     return _json.encode(rows).decode()

@@ -16,19 +16,19 @@ from uuid import UUID
 from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import DeviceState, HandleType, Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import DeviceState, EventSource, HandleType
 from accelerators.models import AttachHandle, Command, Device
 
-MOST = 256
+MAX_DEVICES = 256
 """Maximum number of devices that one call changes."""
-MOST_UNITS = 65_535
-PATIENCE_S = 20.0
+MAX_UNITS = 65_535
+TIME_LIMIT_S = 20.0
 """Seconds after which a call begins no further device. A witness that does not answer may take seconds per device."""
 
 
 @dataclass(frozen=True)
-class Target:
+class PartitionTarget:
     """One device; or all devices of the backend `backend` on host `host` whose number of units can be chosen."""
 
     device: UUID | None = None
@@ -37,36 +37,40 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Change:
+class PartitionChange:
     """The change wanted for each device.
 
     `unit_delta` is the number of units to add, or to remove if it is negative; None removes all units. `layout` holds
     further words of the layout that the driver takes.
     """
 
-    by: int | None
+    unit_delta: int | None
     layout: Mapping[str, str] = field(default_factory=dict)
     generation: int | None = None
     """The device's generation that the caller has seen, None to skip the check; only with a single device."""
 
 
 @dataclass(frozen=True)
-class Result:
+class PartitionResult:
     """Outcome for one device of a target: its command, or why there is none (`refused`, `reason`).
 
     `device` is None if the target matches no device.
     """
 
-    target: Target
+    target: PartitionTarget
     device: UUID | None
     command: Command | None
     refused: str = ""
-    reason: Reason | None = None
+    reason: RefusalReason | None = None
 
 
-def change(
-    targets: Sequence[Target], wanted: Change, caller: Caller, reason: str = "", source: Source = Source.API
-) -> list[Result]:
+def partition_devices(
+    targets: Sequence[PartitionTarget],
+    wanted: PartitionChange,
+    caller: Caller,
+    reason: str = "",
+    source: EventSource = EventSource.API,
+) -> list[PartitionResult]:
     """Place a `partition` command for each device of the targets; returns one PartitionResult per device.
 
     A target that matches no device gets a refused result as well. Each device is a transaction of its own, and a
@@ -75,35 +79,35 @@ def change(
     the targets are none or more than MAX_DEVICES.
     """
     placing.check_reason(reason)
-    if wanted.by is not None and not 0 < abs(wanted.by) <= MOST_UNITS:
-        raise RefusedError(Reason.INVALID, f"The number of units must be 1 to {MOST_UNITS}.")
-    found = _devices(targets)
-    if not 0 < len(found) <= MOST:
-        raise RefusedError(Reason.INVALID, f"Name 1 to {MOST} devices, by uuid, or by host and backend.")
-    if wanted.generation is not None and len(found) != 1:
+    if wanted.unit_delta is not None and not 0 < abs(wanted.unit_delta) <= MAX_UNITS:
+        raise RefusedError(RefusalReason.INVALID, f"The number of units must be 1 to {MAX_UNITS}.")
+    devices = _resolve_targets(targets)
+    if not 0 < len(devices) <= MAX_DEVICES:
+        raise RefusedError(RefusalReason.INVALID, f"Name 1 to {MAX_DEVICES} devices, by uuid, or by host and backend.")
+    if wanted.generation is not None and len(devices) != 1:
         raise RefusedError(
-            Reason.INVALID, f"A generation is only for a single device; the targets are {len(found)} devices."
+            RefusalReason.INVALID, f"A generation is only for a single device; the targets are {len(devices)} devices."
         )
-    end = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + TIME_LIMIT_S
     results = []
-    for device, target in found:
+    for device, target in devices:
         if device is None:
-            results.append(_nothing(target))
-        elif time.monotonic() > end:
+            results.append(_build_no_match_result(target))
+        elif time.monotonic() > give_up_at:
             text = f"There was no time left for device {device}: send the request for it again."
-            results.append(Result(target, device, None, text, Reason.AWAY))
+            results.append(PartitionResult(target, device, None, text, RefusalReason.AWAY))
         else:
-            results.append(_order(target, device, wanted, caller, reason, source))
+            results.append(_order_partition(target, device, wanted, caller, reason, source))
     return results
 
 
-def update(
+def update_layout(
     device: UUID,
     layout: Mapping[str, str],
     caller: Caller,
     generation: int | None = None,
     reason: str = "",
-    source: Source = Source.API,
+    source: EventSource = EventSource.API,
 ) -> Command:
     """Place a `partition` command that changes these words of a device's layout; returns the command.
 
@@ -111,94 +115,104 @@ def update(
     layout to be changed.
     """
     with conductor.writing():
-        found = next(iter(conductor.locked(Device.objects.filter(uuid=device))), None)
-        if found and not found.changeable:
+        locked_device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=device))), None)
+        if locked_device and not locked_device.changeable:
             raise RefusedError(
-                Reason.INVALID, f"Device {device}: {found.driver} does not allow its layout to be changed."
+                RefusalReason.INVALID,
+                f"Device {device}: {locked_device.driver} does not allow its layout to be changed.",
             )
-        return placing.ask(
+        return placing.order_device_command(
             "partition", device, caller, reason=reason, layout=layout, generation=generation, source=source
         )
 
 
-def numbers(devices: Collection[Device]) -> Counter[int]:
+def count_units(devices: Collection[Device]) -> Counter[int]:
     """Count the units into which each device is divided, by device id; one statement.
 
     A unit that is the whole device, such as a card without virtual functions, is not counted.
     """
-    whole = {device.pk: _whole(device.address) for device in devices if device.address}
+    whole_device_infos = {device.pk: _encode_pci_attach_info(device.address) for device in devices if device.address}
     present = AttachHandle.objects.filter(
         deployable__device__in=list(devices), deployable__missing_since__isnull=True, missing_since__isnull=True
     )
-    found = present.values_list("deployable__device", "attach_type", "attach_info")
-    return Counter(id for id, kind, info in found if not (kind == HandleType.PCI and info == whole.get(id)))
+    handles = present.values_list("deployable__device", "attach_type", "attach_info")
+    return Counter(
+        id for id, kind, info in handles if not (kind == HandleType.PCI and info == whole_device_infos.get(id))
+    )
 
 
-def _whole(address: str) -> str:
+def _encode_pci_attach_info(address: str) -> str:
     """Return the attach information of the PCI function at `address`, the same JSON text as `drivers.inventory`."""
-    domain, bus, rest = address.split(":")
-    device, _, function = rest.partition(".")
+    domain, bus, slot = address.split(":")
+    device, _, function = slot.partition(".")
     return json.dumps({"bus": bus, "device": device, "domain": domain, "function": function})
 
 
-def _devices(targets: Sequence[Target]) -> list[tuple[UUID | None, Target]]:
+def _resolve_targets(targets: Sequence[PartitionTarget]) -> list[tuple[UUID | None, PartitionTarget]]:
     """Return each device once, with the first target that names it; None for a target that matches no device."""
-    found: list[tuple[UUID | None, Target]] = []
-    known: set[UUID] = set()
-    for target in targets[: MOST + 1]:
-        named = list(_named(target))
-        fresh = [uuid for uuid in named if uuid not in known]
-        known.update(fresh)
-        found += [(uuid, target) for uuid in fresh] or ([] if named else [(None, target)])
-    return found
+    resolved: list[tuple[UUID | None, PartitionTarget]] = []
+    known_uuids: set[UUID] = set()
+    for target in targets[: MAX_DEVICES + 1]:
+        uuids_of_target = list(_query_target_devices(target))
+        new_uuids = [uuid for uuid in uuids_of_target if uuid not in known_uuids]
+        known_uuids.update(new_uuids)
+        resolved += [(uuid, target) for uuid in new_uuids] or ([] if uuids_of_target else [(None, target)])
+    return resolved
 
 
-def _named(target: Target) -> Iterator[UUID]:
+def _query_target_devices(target: PartitionTarget) -> Iterator[UUID]:
     """Yield the devices of a target; retired and missing ones of a backend are left out."""
     if target.device:
         yield target.device
         return
-    offers = Device.objects.filter(host__name=target.host, backend=target.backend).exclude(sized_by="")
-    gone = (DeviceState.RETIRED, DeviceState.MISSING)
-    yield from offers.exclude(state__in=gone).order_by("id").values_list("uuid", flat=True)[: MOST + 1]
+    divisible = Device.objects.filter(host__name=target.host, backend=target.backend).exclude(sized_by="")
+    excluded_states = (DeviceState.RETIRED, DeviceState.MISSING)
+    yield from (
+        divisible.exclude(state__in=excluded_states).order_by("id").values_list("uuid", flat=True)[: MAX_DEVICES + 1]
+    )
 
 
-def _order(target: Target, uuid: UUID, wanted: Change, caller: Caller, reason: str, source: Source) -> Result:
+def _order_partition(
+    target: PartitionTarget, uuid: UUID, change: PartitionChange, caller: Caller, reason: str, source: EventSource
+) -> PartitionResult:
     """Place the command for one device, in one transaction.
 
     The present units are counted while the device is locked, so the number in the command is right.
     """
     try:
         with conductor.writing():
-            device = next(iter(conductor.locked(Device.objects.filter(uuid=uuid))), None)
+            device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=uuid))), None)
             if device is None:
-                raise RefusedError(Reason.UNKNOWN, f"Device not found with uuid={uuid}")
-            placing.refuse_changed(device, wanted.generation)
-            layout = _layout(device, wanted)
-            command = placing.ask("partition", uuid, caller, reason=reason, layout=layout, source=source)
+                raise RefusedError(RefusalReason.UNKNOWN, f"Device not found with uuid={uuid}")
+            placing.refuse_if_changed(device, change.generation)
+            layout = _build_layout(device, change)
+            command = placing.order_device_command(
+                "partition", uuid, caller, reason=reason, layout=layout, source=source
+            )
     except RefusedError as refused:
-        return Result(target, uuid, None, refused.text, refused.reason)
-    return Result(target, uuid, command)
+        return PartitionResult(target, uuid, None, refused.text, refused.reason)
+    return PartitionResult(target, uuid, command)
 
 
-def _layout(device: Device, wanted: Change) -> dict[str, str]:
+def _build_layout(device: Device, change: PartitionChange) -> dict[str, str]:
     """Return the layout for the command: the wanted words and the new number of units. Raises RefusedError INVALID."""
     if not device.sized_by:
         text = f"Device {device.uuid}: {device.driver} does not let the number of its units be chosen."
-        raise RefusedError(Reason.INVALID, text)
-    if device.sized_by in wanted.layout:
+        raise RefusedError(RefusalReason.INVALID, text)
+    if device.sized_by in change.layout:
         text = f"{device.sized_by} is computed from the number of units: leave it out of the layout."
-        raise RefusedError(Reason.INVALID, text)
-    now = numbers([device])[device.pk]
-    then = now + wanted.by if wanted.by is not None else 0
-    if not 0 <= then <= MOST_UNITS or then == now:
+        raise RefusedError(RefusalReason.INVALID, text)
+    present_units = count_units([device])[device.pk]
+    wanted_units = present_units + change.unit_delta if change.unit_delta is not None else 0
+    if not 0 <= wanted_units <= MAX_UNITS or wanted_units == present_units:
         raise RefusedError(
-            Reason.INVALID, f"The number of units of device {device.uuid} is {now}; it cannot be changed to {then}."
+            RefusalReason.INVALID,
+            f"The number of units of device {device.uuid} is {present_units}; it cannot be changed to {wanted_units}.",
         )
-    return {**wanted.layout, device.sized_by: str(then)}
+    return {**change.layout, device.sized_by: str(wanted_units)}
 
 
-def _nothing(target: Target) -> Result:
+def _build_no_match_result(target: PartitionTarget) -> PartitionResult:
     """Return the result for a target that matches no device."""
     text = f"Host {target.host} has no device of backend {target.backend} whose number of units can be chosen."
-    return Result(target, None, None, text, Reason.UNKNOWN)
+    return PartitionResult(target, None, None, text, RefusalReason.UNKNOWN)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from accelerators.domain.states import DeviceState, Drain, IllegalTransitionError
+from accelerators.domain.states import DeviceState, DrainTarget, IllegalTransitionError
 
 _S = DeviceState
 
@@ -28,7 +28,7 @@ class Action(StrEnum):
     RETIRE = "retire"
 
 
-MEANING = {
+ACTION_DESCRIPTIONS = {
     Action.ENABLE: "Offer the device; this also ends a drain.",
     Action.DRAIN: "Take the device out of offer now and record when its last request is gone; nothing is evicted.",
     Action.DISABLE: "Take the device out of offer; bound requests stay bound.",
@@ -41,26 +41,26 @@ MEANING = {
 
 
 @dataclass(frozen=True)
-class Standing:
+class LifecycleState:
     """The facts about a device that decide which actions are possible.
 
     Its state; the state it returns to if it is missing; the state it drains to, if it drains; how many requests hold
-    it (`held`); and whether its driver has to prepare it before it can be offered (`installs`).
+    it (`holding_requests`); and whether its driver has to prepare it before it can be offered (`needs_install`).
     """
 
     state: DeviceState
     returns_to: DeviceState | None = None
-    drain_to: Drain | None = None
-    held: int = 0
-    installs: bool = False
+    drain_to: DrainTarget | None = None
+    holding_requests: int = 0
+    needs_install: bool = False
 
     @property
-    def here(self) -> DeviceState:
+    def effective_state(self) -> DeviceState:
         """The device's state or, if it is missing, the state that it returns to."""
         return (self.returns_to or _S.INACTIVE) if self.state == _S.MISSING else self.state
 
     @property
-    def word(self) -> str:
+    def as_text(self) -> str:
         """The state, the state it returns to and the state it drains to, as text.
 
         Compare two texts to find out whether a device has changed; requests that hold the device have no influence on
@@ -69,7 +69,7 @@ class Standing:
         returns = f", returns to {self.returns_to}" if self.returns_to else ""
         return f"{self.state}{returns}" + (f", drains to {self.drain_to}" if self.drain_to else "")
 
-    def at(self, state: DeviceState, drain_to: Drain | None = None) -> Standing:
+    def with_state(self, state: DeviceState, drain_to: DrainTarget | None = None) -> LifecycleState:
         """Return a copy in another state. A missing device stays missing; the state that it returns to is replaced."""
         if self.state == _S.MISSING:
             return replace(self, returns_to=state, drain_to=drain_to)
@@ -77,87 +77,97 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class _Ask:
-    """One action: the state it leads `to`, the states from which it `moves` a device there, and
-    the states in which there is nothing to do (`there`). In all other states the action is refused."""
+class _ActionRule:
+    """One action: the state it leads to (`target`), the states from which it moves a device there (`moves_from`), and
+    the states in which there is nothing to do (`already_in`). In all other states the action is refused."""
 
-    to: DeviceState
-    moves: frozenset[DeviceState]
-    there: frozenset[DeviceState]
-
-
-def _ask(to: DeviceState, moves: Set[DeviceState], there: Set[DeviceState]) -> _Ask:
-    return _Ask(to, frozenset(moves), frozenset(there))
+    target: DeviceState
+    moves_from: frozenset[DeviceState]
+    already_in: frozenset[DeviceState]
 
 
-_OUT = {_S.INACTIVE, _S.MAINTENANCE, _S.FAILED, _S.QUARANTINED}
+def _action_rule(target: DeviceState, moves_from: Set[DeviceState], already_in: Set[DeviceState]) -> _ActionRule:
+    return _ActionRule(target, frozenset(moves_from), frozenset(already_in))
+
+
+_NOT_OFFERED = {_S.INACTIVE, _S.MAINTENANCE, _S.FAILED, _S.QUARANTINED}
 """The states of a device that is neither offered nor retired."""
-OFFERED = frozenset({_S.READY, _S.INSTALLING})
+OFFERED_STATES = frozenset({_S.READY, _S.INSTALLING})
 """The states of a device that is offered or is being prepared for it."""
-_ASKS = {
-    Action.ENABLE: _ask(_S.READY, {_S.INACTIVE, _S.MAINTENANCE, _S.FAILED}, OFFERED),
-    Action.DISABLE: _ask(_S.MAINTENANCE, OFFERED, _OUT | {_S.RETIRED}),
-    Action.QUARANTINE: _ask(_S.QUARANTINED, OFFERED | _OUT - {_S.QUARANTINED}, {_S.QUARANTINED, _S.RETIRED}),
-    Action.RELEASE: _ask(_S.MAINTENANCE, {_S.QUARANTINED}, {_S.MAINTENANCE}),
-    Action.RETIRE: _ask(_S.RETIRED, _OUT, {_S.RETIRED}),
-    Action.REINSTATE: _ask(_S.INACTIVE, {_S.RETIRED}, {_S.INACTIVE}),
+_ACTION_RULES = {
+    Action.ENABLE: _action_rule(_S.READY, {_S.INACTIVE, _S.MAINTENANCE, _S.FAILED}, OFFERED_STATES),
+    Action.DISABLE: _action_rule(_S.MAINTENANCE, OFFERED_STATES, _NOT_OFFERED | {_S.RETIRED}),
+    Action.QUARANTINE: _action_rule(
+        _S.QUARANTINED, OFFERED_STATES | _NOT_OFFERED - {_S.QUARANTINED}, {_S.QUARANTINED, _S.RETIRED}
+    ),
+    Action.RELEASE: _action_rule(_S.MAINTENANCE, {_S.QUARANTINED}, {_S.MAINTENANCE}),
+    Action.RETIRE: _action_rule(_S.RETIRED, _NOT_OFFERED, {_S.RETIRED}),
+    Action.REINSTATE: _action_rule(_S.INACTIVE, {_S.RETIRED}, {_S.INACTIVE}),
 }
 
 
-def decide(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> Standing:
-    """Return what an action makes of a device; equal to `now` if there is nothing to do.
+def state_after_action(
+    action: Action, current: LifecycleState, drain_to: DrainTarget = DrainTarget.MAINTENANCE
+) -> LifecycleState:
+    """Return what an action makes of a device; equal to `current` if there is nothing to do.
 
-    `then` is the final state of a drain; other actions ignore it. Raises IllegalTransitionError, which names the
+    `drain_to` is the final state of a drain; other actions ignore it. Raises IllegalTransitionError, which names the
     possible actions. A device is retired here even if it is held: the caller must check that nobody holds it.
     """
-    if (after := _outcome(action, now, then)) is not None:
+    if (after := _state_after_action_or_none(action, current, drain_to)) is not None:
         return after
     if action is Action.RETIRE:
         raise IllegalTransitionError(
-            f"is {now.here}: it cannot be retired while it is offered; drain or disable it first"
+            f"is {current.effective_state}: it cannot be retired while it is offered; drain or disable it first"
         )
-    there_is = ", ".join(possible(now))
-    raise IllegalTransitionError(f"is {now.state}: {action} is not possible; possible are {there_is}")
+    possible_names = ", ".join(possible_actions(current))
+    raise IllegalTransitionError(f"is {current.state}: {action} is not possible; possible are {possible_names}")
 
 
-def _outcome(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> Standing | None:
-    """Return what `decide` returns, or None where it raises IllegalTransitionError."""
+def _state_after_action_or_none(
+    action: Action, current: LifecycleState, drain_to: DrainTarget = DrainTarget.MAINTENANCE
+) -> LifecycleState | None:
+    """Return what `state_after_action` returns, or None where it raises IllegalTransitionError."""
     if action is Action.DRAIN:
-        return _drain(now, then)
-    ask = _ASKS[action]
-    if action is Action.ENABLE and now.state == _S.MISSING:
+        return _state_after_drain(current, drain_to)
+    rule = _ACTION_RULES[action]
+    if action is Action.ENABLE and current.state == _S.MISSING:
         return None  # whether it has to be installed is not known before its driver reports it again
-    if now.here in ask.moves:
-        return now.at(_S.INSTALLING if ask.to is _S.READY and now.installs else ask.to)
-    return now if now.here in ask.there else None
+    if current.effective_state in rule.moves_from:
+        return current.with_state(_S.INSTALLING if rule.target is _S.READY and current.needs_install else rule.target)
+    return current if current.effective_state in rule.already_in else None
 
 
-def _drain(now: Standing, then: Drain) -> Standing:
+def _state_after_drain(current: LifecycleState, drain_to: DrainTarget) -> LifecycleState:
     """Return what a drain makes of a device; never refused.
 
-    An offered device goes to maintenance and drains. A device that is not offered drains to `retired` if `then`
+    An offered device goes to maintenance and drains. A device that is not offered drains to `retired` if `drain_to`
     says so; one in maintenance drains to `maintenance` only if it is held, otherwise its drain ends.
     """
-    if now.here in OFFERED:
-        return now.at(_S.MAINTENANCE, then)
-    if then is Drain.RETIRED:
-        return replace(now, drain_to=then) if now.here in _OUT else now
-    if now.here == _S.MAINTENANCE:
-        return replace(now, drain_to=then if now.held else None)
-    return now
+    if current.effective_state in OFFERED_STATES:
+        return current.with_state(_S.MAINTENANCE, drain_to)
+    if drain_to is DrainTarget.RETIRED:
+        return replace(current, drain_to=drain_to) if current.effective_state in _NOT_OFFERED else current
+    if current.effective_state == _S.MAINTENANCE:
+        return replace(current, drain_to=drain_to if current.holding_requests else None)
+    return current
 
 
-def drained(now: Standing) -> Standing:
+def state_after_last_request(current: LifecycleState) -> LifecycleState:
     """Return what becomes of a draining device when its last request is gone: retired, or no longer draining."""
-    return now.at(_S.RETIRED) if now.drain_to is Drain.RETIRED else replace(now, drain_to=None)
+    return (
+        current.with_state(_S.RETIRED) if current.drain_to is DrainTarget.RETIRED else replace(current, drain_to=None)
+    )
 
 
-def possible(now: Standing) -> Iterator[Action]:
+def possible_actions(current: LifecycleState) -> Iterator[Action]:
     """Yield the actions that would change the device now.
 
     Retiring is left out while requests hold the device. Other holders, which only Placement or Nova know, are not
     considered.
     """
     for action in Action:
-        if _outcome(action, now) not in (None, now) and not (action is Action.RETIRE and now.held):
+        if _state_after_action_or_none(action, current) not in (None, current) and not (
+            action is Action.RETIRE and current.holding_requests
+        ):
             yield action

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 
-class Facts(NamedTuple):
-    """The properties of a device that rules match, in the order of `Rule`'s patterns."""
+class AdmissionFacts(NamedTuple):
+    """The properties of a device that rules match, in the order of `EnabledRule`'s patterns."""
 
     host: str
     driver: str
@@ -23,7 +23,7 @@ class Facts(NamedTuple):
     type: str
 
 
-class Rule(msgspec.Struct, frozen=True, array_like=True):
+class EnabledRule(msgspec.Struct, frozen=True, array_like=True):
     """An enabled row of `accelerators_admissionrule`. A pattern may contain * and ?, as in file names; an empty pattern
     fits everything."""
 
@@ -36,11 +36,11 @@ class Rule(msgspec.Struct, frozen=True, array_like=True):
     type: str = ""
 
     @property
-    def by(self) -> str:
+    def state_by(self) -> str:
         """The text that `state_by` of the device gets: `rule`, then the rule's name."""
         return f"rule {self.name}"
 
-    def fits(self, device: Facts) -> bool:
+    def matches(self, device: AdmissionFacts) -> bool:
         """Return True if every pattern matches the device."""
         patterns = (self.host, self.driver, self.vendor, self.model, self.type)
         return all(
@@ -49,10 +49,10 @@ class Rule(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-decode = msgspec.json.Decoder(tuple[Rule, ...]).decode
-"""Decode the result of `merge_sql.RULES`: the enabled rules in the order in which they are tried."""
+decode_rules = msgspec.json.Decoder(tuple[EnabledRule, ...]).decode
+"""Decode the result of `merge_sql.SELECT_ENABLED_RULES`: the enabled rules in the order in which they are tried."""
 
 
-def first(rules: Iterable[Rule], device: Facts) -> Rule | None:
+def first_matching_rule(rules: Iterable[EnabledRule], device: AdmissionFacts) -> EnabledRule | None:
     """Return the first rule that fits the device, None if no rule does."""
-    return next((rule for rule in rules if rule.fits(device)), None)
+    return next((rule for rule in rules if rule.matches(device)), None)

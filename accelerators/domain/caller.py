@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-ADMIN = "admin"
+ADMIN_ROLE = "admin"
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the HTTP request that is being handled, '' if there is none. Set by `cyborgweb.middleware.requests`; events
@@ -31,4 +31,4 @@ class Caller:
     def is_admin(self) -> bool:
         """True if the caller has the role `admin`, whatever the policy file says. An admin sees the requests of every
         project (contract section 3.2)."""
-        return ADMIN in self.roles
+        return ADMIN_ROLE in self.roles

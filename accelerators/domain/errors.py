@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Reason(StrEnum):
+class RefusalReason(StrEnum):
     """Why something was refused."""
 
     UNKNOWN = "unknown"
@@ -33,6 +33,6 @@ class RefusedError(Exception):
     """The action was refused, for `reason`. `text` is a sentence for the caller; it must not name objects that the
     caller may not see."""
 
-    def __init__(self, reason: Reason, text: str) -> None:
+    def __init__(self, reason: RefusalReason, text: str) -> None:
         super().__init__(text)
         self.reason, self.text = reason, text

@@ -11,22 +11,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import zip_longest
 
-START = "0" * 64
-"""The value of `Link.before` in the first seal, which has no predecessor."""
-MARK = 4
+FIRST_PREVIOUS_HASH = "0" * 64
+"""The value of `Link.previous_hash` in the first seal, which has no predecessor."""
+MARK_BYTES = 4
 """Number of bytes of each event's digest that are stored with its seal."""
 
 
 @dataclass(frozen=True)
-class Link:
+class SealContent:
     """The values of a seal that its hash covers, in this order.
 
-    `before` is the hash of the previous seal, `sealed_at` is ISO 8601 in UTC with microseconds; the others are
+    `previous_hash` is the hash of the previous seal, `sealed_at` is ISO 8601 in UTC with microseconds; the others are
     columns of `accelerators_seal`.
     """
 
     number: int
-    before: str
+    previous_hash: str
     month: str
     tx: int
     event: int
@@ -41,23 +41,23 @@ class Link:
         return hashlib.sha256(json.dumps(astuple(self), ensure_ascii=False).encode()).hexdigest()
 
 
-def digest(events: Iterable[bytes]) -> str:
+def digest_events(event_digests: Iterable[bytes]) -> str:
     """Return the digest of a seal's events: sha256, in hex, of their own sha256 digests joined in their order."""
-    return hashlib.sha256(b"".join(events)).hexdigest()
+    return hashlib.sha256(b"".join(event_digests)).hexdigest()
 
 
-def marks(events: Iterable[bytes]) -> bytes:
-    """Return the first MARK bytes of each event's digest, joined. They are stored with the seal, so that
-    `parting` can find an event that was changed."""
-    return b"".join(event[:MARK] for event in events)
+def join_marks(event_digests: Iterable[bytes]) -> bytes:
+    """Return the first MARK_BYTES bytes of each event's digest, joined. They are stored with the seal, so that
+    `find_first_mismatch` can find an event that was changed."""
+    return b"".join(event[:MARK_BYTES] for event in event_digests)
 
 
-def parting(kept: bytes, events: Sequence[bytes]) -> int | None:
-    """Return the index of the first event whose digest differs from the marks `kept`, None if all agree.
+def find_first_mismatch(stored_marks: bytes, event_digests: Sequence[bytes]) -> int | None:
+    """Return the index of the first event whose digest differs from `stored_marks`, None if all agree.
 
-    None is no proof, because a mark has only MARK bytes. The index may be one past the last event: then the
+    None is no proof, because a mark has only MARK_BYTES bytes. The index may be one past the last event: then the
     events from there on are gone.
     """
-    known = [kept[at : at + MARK] for at in range(0, len(kept), MARK)]
-    pairs = enumerate(zip_longest(known, (event[:MARK] for event in events)))
-    return next((place for place, (mark, event) in pairs if mark != event), None)
+    stored_parts = [stored_marks[at : at + MARK_BYTES] for at in range(0, len(stored_marks), MARK_BYTES)]
+    pairs = enumerate(zip_longest(stored_parts, (event[:MARK_BYTES] for event in event_digests)))
+    return next((index for index, (mark, event) in pairs if mark != event), None)

@@ -14,21 +14,21 @@ from xml.etree import ElementTree
 
 from accelerators.domain.states import HandleType
 
-PLUG = (
+PLUG_TEXT = (
     "The accelerator is claimed and bound, but it is not in the guest yet: stock Nova plugs no accelerator into a"
     " running guest. Attach each element of `libvirt` to the guest on {host} (virsh attach-device DOMAIN FILE --live),"
     " and remove it there (virsh detach-device) before you detach it here."
 )
-REBOOT = (
+REBOOT_TEXT = (
     " If the flavor names a device profile and all accelerators of the instance are of type PCI, a hard reboot by Nova"
     " plugs it as well."
 )
-TEST = "It is claimed and bound. It is a handle for tests without a device, so there is nothing to plug in."
+TEST_HANDLE_TEXT = "It is claimed and bound. It is a handle for tests without a device, so there is nothing to plug in."
 _HEX = re.compile(r"[0-9a-f]{1,4}")
 
 
 @dataclass(frozen=True)
-class Handle:
+class HeldHandle:
     """An attach handle that a request holds."""
 
     uuid: str
@@ -36,32 +36,32 @@ class Handle:
     info: str
 
 
-def sentence(handles: Sequence[Handle], host: str) -> str:
+def describe_plugging(handles: Sequence[HeldHandle], host: str) -> str:
     """Return what a person has to know and do about these handles on this host.
 
     Empty if there are no handles, or only of the type DEV.
     """
     types = {handle.attach_type for handle in handles}
-    said = {
-        HandleType.PCI: PLUG + REBOOT,
-        HandleType.MDEV: PLUG,
-        HandleType.TEST_PCI: TEST,
+    texts = {
+        HandleType.PCI: PLUG_TEXT + REBOOT_TEXT,
+        HandleType.MDEV: PLUG_TEXT,
+        HandleType.TEST_PCI: TEST_HANDLE_TEXT,
     }
-    return " ".join(text.format(host=host) for kind, text in said.items() if kind in types)
+    return " ".join(text.format(host=host) for kind, text in texts.items() if kind in types)
 
 
-def elements(handles: Sequence[Handle]) -> list[str]:
+def render_hostdev_elements(handles: Sequence[HeldHandle]) -> list[str]:
     """Return the libvirt `hostdev` element of each handle of type PCI or MDEV.
 
     The others are left out, and PCI handles whose `info` has no valid address.
     """
-    return [text for handle in handles if (text := _element(handle))]
+    return [text for handle in handles if (text := _render_element(handle))]
 
 
-def _element(handle: Handle) -> str:
+def _render_element(handle: HeldHandle) -> str:
     """Return the `hostdev` element of one handle, '' if libvirt cannot plug it."""
     if handle.attach_type == HandleType.MDEV:
-        return _hostdev({"type": "mdev", "model": "vfio-pci"}, {"uuid": handle.uuid})
+        return _build_hostdev({"type": "mdev", "model": "vfio-pci"}, {"uuid": handle.uuid})
     if handle.attach_type != HandleType.PCI:
         return ""
     try:
@@ -75,10 +75,10 @@ def _element(handle: Handle) -> str:
     if not all(_HEX.fullmatch(value) for value in address.values()):
         return ""
     managed = "no" if info.get("managed") == "false" else "yes"
-    return _hostdev({"type": "pci", "managed": managed}, {name: f"0x{value}" for name, value in address.items()})
+    return _build_hostdev({"type": "pci", "managed": managed}, {name: f"0x{value}" for name, value in address.items()})
 
 
-def _hostdev(what: dict[str, str], address: dict[str, str]) -> str:
-    element = ElementTree.Element("hostdev", {"mode": "subsystem"} | what)
+def _build_hostdev(attributes: dict[str, str], address: dict[str, str]) -> str:
+    element = ElementTree.Element("hostdev", {"mode": "subsystem"} | attributes)
     ElementTree.SubElement(ElementTree.SubElement(element, "source"), "address", address)
     return ElementTree.tostring(element, encoding="unicode")

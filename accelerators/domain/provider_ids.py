@@ -5,7 +5,7 @@ from __future__ import annotations
 from uuid import NAMESPACE_DNS, UUID, uuid3
 
 
-def provider_uuid(name: str) -> UUID:
+def compute_provider_uuid(name: str) -> UUID:
     """Compute the id of the provider with this name (the deployable's name): uuid3 with NAMESPACE_DNS.
 
     It is the same in every installation, and the same as upstream's (contract section 6.2).

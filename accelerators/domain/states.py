@@ -39,7 +39,7 @@ class HandleType(StrEnum):
     DEV = "DEV"
 
 
-class Origin(StrEnum):
+class AttributeOrigin(StrEnum):
     """Who wrote an attribute. A report changes only attributes of origin `agent`."""
 
     AGENT = "agent"
@@ -48,7 +48,7 @@ class Origin(StrEnum):
     """Written when a device was programmed; says with what."""
 
 
-class Source(StrEnum):
+class EventSource(StrEnum):
     """The kind of actor that caused an event."""
 
     PERSON = "person"
@@ -71,14 +71,14 @@ class DeviceState(StrEnum):
     RETIRED = "retired"
 
 
-class Drain(StrEnum):
+class DrainTarget(StrEnum):
     """The state that a draining device gets when its last request is gone."""
 
     MAINTENANCE = "maintenance"
     RETIRED = "retired"
 
 
-class Admission(StrEnum):
+class AdmittedState(StrEnum):
     """The state that an admission rule gives to a device that is found."""
 
     READY = "ready"
@@ -126,7 +126,7 @@ class BulkState(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Outcome(StrEnum):
+class DeviceOutcome(StrEnum):
     """The result of an action on one device."""
 
     MOVED = "moved"
@@ -168,7 +168,7 @@ class RolloutState(StrEnum):
     CANCELLED = "cancelled"
 
 
-class StepState(StrEnum):
+class RolloutStepState(StrEnum):
     """The state of one host of a rollout."""
 
     WAITING = "waiting"
@@ -179,7 +179,7 @@ class StepState(StrEnum):
 
 
 _R = RequestState
-REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
+REQUEST_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     _R.INITIAL: frozenset({_R.BIND_STARTED, _R.UNBOUND}),
     _R.BIND_STARTED: frozenset({_R.BOUND, _R.BIND_FAILED, _R.UNBOUND}),
     _R.BOUND: frozenset({_R.UNBOUND}),
@@ -188,15 +188,15 @@ REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
 }
 
 
-BINDABLE = tuple(state.value for state, to in REQUEST_MOVES.items() if _R.BIND_STARTED in to)
+BINDABLE_STATES = tuple(state.value for state, to in REQUEST_TRANSITIONS.items() if _R.BIND_STARTED in to)
 """The states in which a request may be bound, in the order in which upstream's error message names them."""
 
-RESOLVED = (_R.BOUND.value, _R.BIND_FAILED.value)
+BIND_ENDED_STATES = (_R.BOUND.value, _R.BIND_FAILED.value)
 """The states in which the bind of a request has ended (contract section 4.1)."""
 
 
 _C = CommandState
-ENDED = frozenset({_C.SUCCEEDED, _C.FAILED, _C.REFUSED, _C.EXPIRED, _C.UNKNOWN})
+ENDED_COMMAND_STATES = frozenset({_C.SUCCEEDED, _C.FAILED, _C.REFUSED, _C.EXPIRED, _C.UNKNOWN})
 """The final states of a command."""
 
 

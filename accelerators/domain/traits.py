@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import re
 
-FUNCTION_ID = "CUSTOM_FPGA_FUNCTION_ID"
-KEY = "trait_function"
+FUNCTION_TRAIT_PREFIX = "CUSTOM_FPGA_FUNCTION_ID"
+FUNCTION_TRAIT_KEY = "trait_function"
 """The key of the deployable's attribute that holds the trait."""
-LONGEST = 255
+MAX_TRAIT_LENGTH = 255
 """Maximum length of a trait's name in Placement; longer names are cut."""
 
 _ILLEGAL = re.compile(r"[^A-Z0-9_]")
 
 
-def function_trait(driver: str, function: str) -> str:
+def build_function_trait(driver: str, function: str) -> str:
     """Return upstream's trait name for a function of a driver's device (contract section 4.1).
 
     Characters that Placement does not allow in a trait, such as the dash, become underscores.
     """
-    return _ILLEGAL.sub("_", f"{FUNCTION_ID}_{driver}_{function}".upper())[:LONGEST]
+    return _ILLEGAL.sub("_", f"{FUNCTION_TRAIT_PREFIX}_{driver}_{function}".upper())[:MAX_TRAIT_LENGTH]
 
 
-def is_function(value: str) -> bool:
+def is_function_trait(value: str) -> bool:
     """Return True if a trait names the function that a device was programmed with."""
-    return value.startswith(FUNCTION_ID)
+    return value.startswith(FUNCTION_TRAIT_PREFIX)

@@ -21,7 +21,7 @@ from django.db.models import Q
 from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.groups import BITSTREAM, FUNCTION
+from accelerators.domain.groups import BITSTREAM_KEY, FUNCTION_KEY
 from accelerators.domain.states import CommandState
 from accelerators.images import store
 from accelerators.models import Command, Image, ImageSource
@@ -29,12 +29,12 @@ from accelerators.runtime import jobs
 
 SLICE_S = 25.0
 """Seconds after which a run of the job ends; it wakes itself again if there is more to do."""
-AT_ONCE = 4
+MAX_PARALLEL_FETCHES = 4
 """Number of images that are fetched at the same time."""
-WAITING = Q(state=CommandState.PREPARING.value, answered_at__isnull=True)
-ALGORITHMS = ("sha256", "sha512")
+IS_WAITING_FOR_IMAGE = Q(state=CommandState.PREPARING.value, answered_at__isnull=True)
+DIGEST_ALGORITHMS = ("sha256", "sha512")
 
-Wanted = tuple[str, str]
+WantedImage = tuple[str, str]
 """How a command names its image: `bitstream_id` or `function_id`, and the value."""
 
 
@@ -47,7 +47,7 @@ class ImageServiceUnavailableError(Exception):
 
 
 @dataclass(frozen=True)
-class Offer:
+class ServiceImage:
     """An image as the image service describes it. `digest` is made by `algorithm`; both are '' if the service names
     none."""
 
@@ -62,11 +62,11 @@ class Offer:
 class ImageService(Protocol):
     """The image service, Glance. Every method may raise ImageUnusableError or ImageServiceUnavailableError."""
 
-    def image(self, uuid: str) -> Offer:
+    def image(self, uuid: str) -> ServiceImage:
         """Return the image of this id."""
         ...
 
-    def with_function(self, function: str) -> Sequence[Offer]:
+    def with_function(self, function: str) -> Sequence[ServiceImage]:
         """Return the images whose property `accel:function_id` is `function`; of several at least two."""
         ...
 
@@ -81,7 +81,7 @@ class ImageService(Protocol):
 _services: list[ImageService] = []
 
 
-def register(service: ImageService) -> None:
+def register_image_service(service: ImageService) -> None:
     """Fetch images from `service` from now on; it replaces the one registered before."""
     _services[:] = [service]
 
@@ -91,48 +91,51 @@ def run() -> None:
 
     The job wakes itself again if a fetch is unfinished or a command was not tried.
     """
-    jobs.take_up("images")
-    end, tried, unfinished = time.monotonic() + SLICE_S, set[int](), False
-    while (waiting := _waiting(tried)) and time.monotonic() < end:
-        tried |= {number for numbers in waiting.values() for number in numbers}
-        missing = _give_what_is_here(waiting)
+    jobs.clear_tick("images")
+    deadline, tried_ids, unfinished = time.monotonic() + SLICE_S, set[int](), False
+    while (waiting := _load_waiting_commands(tried_ids)) and time.monotonic() < deadline:
+        tried_ids |= {command_id for command_ids in waiting.values() for command_id in command_ids}
+        missing = _give_stored_images(waiting)
         # Without the lock there is nothing to do: the process that holds it looks for waiting commands again.
-        with jobs.alone("images") as mine:
-            if missing and mine:
-                unfinished |= _fetch_all(missing, end)
+        with jobs.try_connection_lock("images") as has_lock:
+            if missing and has_lock:
+                unfinished |= _fetch_missing_images(missing, deadline)
     if unfinished or waiting:
-        jobs.kick("images")
+        jobs.enqueue_job("images")
 
 
-def _waiting(tried: set[int]) -> dict[Wanted, list[int]]:
+def _load_waiting_commands(tried_ids: set[int]) -> dict[WantedImage, list[int]]:
     """Return the images that commands wait for, with the ids of these commands; leave out those in `tried_ids`."""
-    found: dict[Wanted, list[int]] = {}
-    rows = Command.objects.filter(WAITING).exclude(id__in=tried).order_by("id")
-    for number, wanted in rows.values_list("id", "arguments__wanted"):
+    waiting: dict[WantedImage, list[int]] = {}
+    rows = Command.objects.filter(IS_WAITING_FOR_IMAGE).exclude(id__in=tried_ids).order_by("id")
+    for command_id, wanted in rows.values_list("id", "arguments__wanted"):
         kind, value = next(iter((wanted or {}).items()), ("", ""))
-        found.setdefault((str(kind), str(value)), []).append(number)
-    return found
+        waiting.setdefault((str(kind), str(value)), []).append(command_id)
+    return waiting
 
 
-def _give_what_is_here(waiting: Mapping[Wanted, list[int]]) -> dict[Wanted, list[int]]:
+def _give_stored_images(waiting: Mapping[WantedImage, list[int]]) -> dict[WantedImage, list[int]]:
     """Give commands the images that are stored here, refuse those whose image cannot be had, and return the others."""
-    missing: dict[Wanted, list[int]] = {}
-    for wanted, numbers in waiting.items():
+    missing: dict[WantedImage, list[int]] = {}
+    for wanted, command_ids in waiting.items():
         try:
-            image = _here(*wanted)
+            image = _find_stored_image(*wanted)
         except ImageUnusableError as error:
-            _refuse(numbers, str(error))
+            _refuse_commands(command_ids, str(error))
             continue
         if image:
-            _give(numbers, image)
+            _give_image(command_ids, image)
         elif not _services:
-            _refuse(numbers, f"no image with {_said(*wanted)} is uploaded, and no image service is configured")
+            _refuse_commands(
+                command_ids,
+                f"no image with {_describe_wanted_image(*wanted)} is uploaded, and no image service is configured",
+            )
         else:
-            missing[wanted] = numbers
+            missing[wanted] = command_ids
     return missing
 
 
-def _here(kind: str, value: str) -> Image | None:
+def _find_stored_image(kind: str, value: str) -> Image | None:
     """Return the stored image that a command names; None if it has to be fetched.
 
     By its function only uploaded images are found: of a copy nobody knows whether the service has others with the same
@@ -143,146 +146,153 @@ def _here(kind: str, value: str) -> Image | None:
             image = Image.objects.filter(uuid=UUID(value)).first()
         except ValueError:
             raise ImageUnusableError(f"{value[:64]!r} is not the id of an image") from None
-        return image if image and store.is_here(image) else None
+        return image if image and store.has_complete_file(image) else None
     if kind != "function_id":
         raise ImageUnusableError("the command does not say which image it wants")
-    uploaded = Image.objects.filter(source=ImageSource.UPLOAD, properties__contains={FUNCTION: value})
-    return _single([image for image in uploaded[:3] if store.is_here(image)], value)
+    uploaded = Image.objects.filter(source=ImageSource.UPLOAD, properties__contains={FUNCTION_KEY: value})
+    return _require_at_most_one([image for image in uploaded[:3] if store.has_complete_file(image)], value)
 
 
-def _single(found: Sequence[Any], function: str) -> Any:
+def _require_at_most_one(images: Sequence[Any], function: str) -> Any:
     """Return the only image with this function, or None. Raises ImageUnusableError if there are several."""
-    if len(found) > 1:
-        several = ", ".join(str(one.uuid) for one in found)
+    if len(images) > 1:
+        uuids = ", ".join(str(one.uuid) for one in images)
         raise ImageUnusableError(
-            f"several images have {_said('function_id', function)} ({several}): name one by {BITSTREAM}"
+            f"several images have {_describe_wanted_image('function_id', function)} ({uuids}): name one by {BITSTREAM_KEY}"
         )
-    return found[0] if found else None
+    return images[0] if images else None
 
 
-def _said(kind: str, value: str) -> str:
+def _describe_wanted_image(kind: str, value: str) -> str:
     """Describe a wanted image for messages."""
-    return f"{FUNCTION}={value[:255]}" if kind == "function_id" else f"the id {value[:255]}"
+    return f"{FUNCTION_KEY}={value[:255]}" if kind == "function_id" else f"the id {value[:255]}"
 
 
-def _fetch_all(missing: Mapping[Wanted, list[int]], end: float) -> bool:
+def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: float) -> bool:
     """Fetch these images from the service, until the deadline; return True if some are not complete yet.
 
     Commands whose image is complete get it. Commands whose image is unusable are refused. All others show why they
     wait.
     """
-    service, offers, wanting = _services[-1], dict[str, Offer](), dict[str, list[int]]()
-    for wanted, numbers in missing.items():
-        if time.monotonic() > end:
+    service, offers, command_ids_by_uuid = _services[-1], dict[str, ServiceImage](), dict[str, list[int]]()
+    for wanted, command_ids in missing.items():
+        if time.monotonic() > deadline:
             return True
         try:
-            offer = _offered(service, *wanted)
+            offer = _find_service_image(service, *wanted)
         except ImageUnusableError as error:
-            _refuse(numbers, str(error))
+            _refuse_commands(command_ids, str(error))
         except ImageServiceUnavailableError as error:
-            _tell(numbers, f"waiting for the image service: {error}")
+            _set_progress(command_ids, f"waiting for the image service: {error}")
         else:
             offers[offer.uuid] = offer
-            wanting.setdefault(offer.uuid, []).extend(numbers)
+            command_ids_by_uuid.setdefault(offer.uuid, []).extend(command_ids)
     unfinished = False
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="image") as threads:
-        tasks = {threads.submit(_fetch, service, offer, end): offer for offer in offers.values()}
+    with ThreadPoolExecutor(MAX_PARALLEL_FETCHES, thread_name_prefix="image") as threads:
+        tasks = {threads.submit(_fetch_image, service, offer, deadline): offer for offer in offers.values()}
         for task in as_completed(tasks):
             offer = tasks[task]
-            numbers = wanting[offer.uuid]
+            command_ids = command_ids_by_uuid[offer.uuid]
             try:
-                sha256, got = task.result()
+                sha256, received_bytes = task.result()
             except ImageUnusableError as error:
-                _refuse(numbers, str(error))
+                _refuse_commands(command_ids, str(error))
             except (ImageServiceUnavailableError, RefusedError) as error:
-                _tell(numbers, f"fetching image {offer.uuid}: {error}")
+                _set_progress(command_ids, f"fetching image {offer.uuid}: {error}")
             else:
                 if sha256:
-                    _give(numbers, store.add_copy(UUID(offer.uuid), offer.name, offer.size, sha256, offer.properties))
+                    _give_image(
+                        command_ids,
+                        store.add_glance_copy(UUID(offer.uuid), offer.name, offer.size, sha256, offer.properties),
+                    )
                 else:
                     unfinished = True
-                    _tell(numbers, f"fetching image {offer.uuid}: {100 * got // offer.size} %")
+                    _set_progress(command_ids, f"fetching image {offer.uuid}: {100 * received_bytes // offer.size} %")
     return unfinished
 
 
-def _offered(service: ImageService, kind: str, value: str) -> Offer:
+def _find_service_image(service: ImageService, kind: str, value: str) -> ServiceImage:
     """Ask the service for the wanted image. Raises ImageServiceUnavailableError, and ImageUnusableError also for an
     image that is empty or too large."""
     if kind == "bitstream_id":
         offer = service.image(value)
     else:
-        offer = _single(service.with_function(value), value)
+        offer = _require_at_most_one(service.with_function(value), value)
         if offer is None:
-            raise ImageUnusableError(f"no image has {_said(kind, value)}")
-    most = store.limit()
-    if not 0 < offer.size <= most:
+            raise ImageUnusableError(f"no image has {_describe_wanted_image(kind, value)}")
+    max_bytes = store.get_max_image_bytes()
+    if not 0 < offer.size <= max_bytes:
         raise ImageUnusableError(
-            f"image {offer.uuid} has {offer.size} bytes; 1 to {most} are taken (CYBORG_IMAGE_MAX_BYTES)"
+            f"image {offer.uuid} has {offer.size} bytes; 1 to {max_bytes} are taken (CYBORG_IMAGE_MAX_BYTES)"
         )
     return offer
 
 
-def _fetch(service: ImageService, offer: Offer, end: float) -> tuple[str, int]:
+def _fetch_image(service: ImageService, offer: ServiceImage, deadline: float) -> tuple[str, int]:
     """Fetch an image until the deadline, starting where an earlier fetch ended. Uses no database.
 
     Returns the image's SHA-256 and the number of bytes that are stored. The SHA-256 is '' if the deadline passes before
     the image is complete. Raises ImageServiceUnavailableError if the transfer breaks off, ImageUnusableError if the
     size or the digest is wrong (the file is deleted then), and RefusedError AWAY if the file cannot be written.
     """
-    with store.stored(offer.uuid, "r+b") as file:
-        digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in ALGORITHMS else "sha256")]
-        got = 0
-        while known := file.read(store.CHUNK):
-            _update(digests, known)
-            got += len(known)
-        begins, chunks = service.read(offer.uuid, got) if got < offer.size else (got, iter(()))
-        if begins != got:
+    with store.open_partial_file(offer.uuid, "r+b") as file:
+        digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in DIGEST_ALGORITHMS else "sha256")]
+        received_bytes = 0
+        while stored_chunk := file.read(store.CHUNK_BYTES):
+            _update_digests(digests, stored_chunk)
+            received_bytes += len(stored_chunk)
+        first_offset, chunks = (
+            service.read(offer.uuid, received_bytes) if received_bytes < offer.size else (received_bytes, iter(()))
+        )
+        if first_offset != received_bytes:
             file.seek(0)
             file.truncate()
-            digests, got = [hashlib.new(digest.name) for digest in digests], 0
+            digests, received_bytes = [hashlib.new(digest.name) for digest in digests], 0
         for chunk in chunks:
-            _update(digests, chunk)
+            _update_digests(digests, chunk)
             file.write(chunk)
-            got += len(chunk)
-            if got > offer.size or (time.monotonic() > end and got < offer.size):
+            received_bytes += len(chunk)
+            if received_bytes > offer.size or (time.monotonic() > deadline and received_bytes < offer.size):
                 break
-        if got < offer.size:
-            if time.monotonic() > end:
-                return "", got
-            raise ImageServiceUnavailableError(f"the transfer ended after {got} of {offer.size} bytes")
-        right = got == offer.size and (offer.algorithm not in ALGORITHMS or digests[1].hexdigest() == offer.digest)
-        if not right:
-            store.part(offer.uuid).unlink(missing_ok=True)
+        if received_bytes < offer.size:
+            if time.monotonic() > deadline:
+                return "", received_bytes
+            raise ImageServiceUnavailableError(f"the transfer ended after {received_bytes} of {offer.size} bytes")
+        is_intact = received_bytes == offer.size and (
+            offer.algorithm not in DIGEST_ALGORITHMS or digests[1].hexdigest() == offer.digest
+        )
+        if not is_intact:
+            store.get_partial_path(offer.uuid).unlink(missing_ok=True)
             raise ImageUnusableError(
                 f"image {offer.uuid} is damaged: its bytes are not those that the image service names"
             )
-        store.keep(file, offer.uuid)
-        return digests[0].hexdigest(), got
+        store.finalize_file(file, offer.uuid)
+        return digests[0].hexdigest(), received_bytes
 
 
-def _update(digests: Sequence[Any], chunk: bytes) -> None:
+def _update_digests(digests: Sequence[Any], chunk: bytes) -> None:
     for digest in digests:
         digest.update(chunk)
 
 
-def _give(numbers: Sequence[int], image: Image) -> None:
+def _give_image(command_ids: Sequence[int], image: Image) -> None:
     """Give these commands (ids) their image, so that they are delivered, and note that the image is used."""
     with conductor.writing():
         Image.objects.filter(pk=image.pk).update(used_at=datetime.now(UTC))
-    for number in numbers:
-        placing.prepared(number, store.as_ref(image))
+    for command_id in command_ids:
+        placing.mark_image_ready(command_id, store.to_image_ref(image))
 
 
-def _refuse(numbers: Sequence[int], why: str) -> None:
+def _refuse_commands(command_ids: Sequence[int], reason: str) -> None:
     """End these commands (ids) as refused, with this reason."""
-    for number in numbers:
-        placing.unprepared(number, why)
+    for command_id in command_ids:
+        placing.mark_image_failed(command_id, reason)
 
 
-def _tell(numbers: Sequence[int], text: str) -> None:
+def _set_progress(command_ids: Sequence[int], text: str) -> None:
     """Store why these commands (ids) wait, to be shown; commands that already have this text are not changed."""
     with conductor.writing():
-        waiting = Command.objects.filter(WAITING, id__in=numbers).exclude(progress=text[:500])
-        told = [str(uuid) for uuid in waiting.values_list("uuid", flat=True)]
+        waiting = Command.objects.filter(IS_WAITING_FOR_IMAGE, id__in=command_ids).exclude(progress=text[:500])
+        changed_uuids = [str(uuid) for uuid in waiting.values_list("uuid", flat=True)]
         waiting.update(progress=text[:500], updated_at=datetime.now(UTC))
-    placing.ring_changed(told)
+    placing.publish_changed_commands(changed_uuids)

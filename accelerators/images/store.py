@@ -18,51 +18,51 @@ from django.conf import settings
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource
 from accelerators.models import Command, Image, ImageSource
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 from drivers.files import sync_directory
 
-CHUNK = 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
 MAX_PROPERTIES, MAX_KEY, MAX_VALUE = 64, 255, 1024
 MAX_UPLOADS = 1000
 """Maximum number of uploaded images."""
 MAX_COPIES = 64
-COPIES_BYTES = 8 * 1024**3
+MAX_COPIES_BYTES = 8 * 1024**3
 """Copies of Glance's images beyond this size in all (or beyond MAX_COPIES) are deleted, the longest unused first. The
 newest copy always stays."""
 ABANDONED_S = 24 * 3600.0
 """A file without a row is deleted when nothing has been written to it for this many seconds."""
 
 
-def directory() -> Path:
+def get_image_directory() -> Path:
     """Return the directory of the image files; it is created if it does not exist, readable by our user only."""
-    found: Path = settings.KEYS.state / "images"
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return found
+    image_directory: Path = settings.KEYS.state / "images"
+    image_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return image_directory
 
 
-def limit() -> int:
+def get_max_image_bytes() -> int:
     """Return the maximum size of an image in bytes (CYBORG_IMAGE_MAX_BYTES)."""
-    most: int = settings.KEYS.image_max_bytes
-    return most
+    max_bytes: int = settings.KEYS.image_max_bytes
+    return max_bytes
 
 
-def path(uuid: UUID | str) -> Path:
+def get_image_path(uuid: UUID | str) -> Path:
     """Return the path of an image's complete file."""
-    return directory() / str(uuid)
+    return get_image_directory() / str(uuid)
 
 
-def is_here(image: Image) -> bool:
+def has_complete_file(image: Image) -> bool:
     """Return whether the image's file exists on this machine and has the right size."""
     try:
-        return path(image.uuid).stat().st_size == image.size
+        return get_image_path(image.uuid).stat().st_size == image.size
     except OSError:
         return False
 
 
-def as_ref(image: Image) -> dict[str, Any]:
+def to_image_ref(image: Image) -> dict[str, Any]:
     """Describe an image for the arguments of a command, with the fields of `agents.wire.ImageRef`."""
     return {
         "id": str(image.uuid),
@@ -79,61 +79,64 @@ def check_properties(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     for key, value in pairs:
         if not key or len(key) > MAX_KEY or len(value) > MAX_VALUE or "\0" in key + value:
             bounds = f"a key of 1 to {MAX_KEY} characters and a value of up to {MAX_VALUE}, without NUL"
-            raise RefusedError(Reason.INVALID, f"Property {key[:64]!r}: write KEY=VALUE, {bounds}.")
+            raise RefusedError(RefusalReason.INVALID, f"Property {key[:64]!r}: write KEY=VALUE, {bounds}.")
         checked[key] = value
     if len(checked) > MAX_PROPERTIES:
-        raise RefusedError(Reason.INVALID, f"An image has at most {MAX_PROPERTIES} properties.")
+        raise RefusedError(RefusalReason.INVALID, f"An image has at most {MAX_PROPERTIES} properties.")
     return checked
 
 
-def upload(
-    chunks: Iterable[bytes], size: int, name: str, properties: Mapping[str, str], caller: Caller, source: Source
+def store_upload(
+    chunks: Iterable[bytes], size: int, name: str, properties: Mapping[str, str], caller: Caller, source: EventSource
 ) -> Image:
     """Store an uploaded image of exactly `size` bytes: its file, its row and an event. Returns the row.
 
     No transaction is open while the bytes arrive. Raises RefusedError, and then stores nothing: INVALID for a wrong
     size, name or properties; CONFLICT if there are MAX_UPLOADS uploaded images; AWAY if the file cannot be written.
     """
-    if not 0 < size <= limit():
+    if not 0 < size <= get_max_image_bytes():
         raise RefusedError(
-            Reason.INVALID, f"An image must have 1 to {limit()} bytes (CYBORG_IMAGE_MAX_BYTES); this one has {size}."
+            RefusalReason.INVALID,
+            f"An image must have 1 to {get_max_image_bytes()} bytes (CYBORG_IMAGE_MAX_BYTES); this one has {size}.",
         )
     if len(name) > 255 or "\0" in name:
-        raise RefusedError(Reason.INVALID, "An image's name has at most 255 characters, without NUL.")
-    words = check_properties(properties.items())
+        raise RefusedError(RefusalReason.INVALID, "An image's name has at most 255 characters, without NUL.")
+    checked_properties = check_properties(properties.items())
     if Image.objects.filter(source=ImageSource.UPLOAD).count() >= MAX_UPLOADS:
-        raise RefusedError(Reason.CONFLICT, f"There are {MAX_UPLOADS} uploaded images: remove some first.")
-    image = Image(name=name, size=size, properties=words, source=ImageSource.UPLOAD.value, by=caller.name[:255])
+        raise RefusedError(RefusalReason.CONFLICT, f"There are {MAX_UPLOADS} uploaded images: remove some first.")
+    image = Image(
+        name=name, size=size, properties=checked_properties, source=ImageSource.UPLOAD.value, by=caller.name[:255]
+    )
     image.uuid = uuid4()
     try:
-        with stored(image.uuid, "wb") as file:
-            image.sha256 = _receive(chunks, size, file)
-            keep(file, image.uuid)
+        with open_partial_file(image.uuid, "wb") as file:
+            image.sha256 = _write_chunks(chunks, size, file)
+            finalize_file(file, image.uuid)
         with conductor.writing():
             image.save(force_insert=True)
-            _record("image.added", image, source, caller.name, f"uploaded, {size} bytes")
+            _record_image_event("image.added", image, source, caller.name, f"uploaded, {size} bytes")
     except BaseException:
-        part(image.uuid).unlink(missing_ok=True)
-        path(image.uuid).unlink(missing_ok=True)
+        get_partial_path(image.uuid).unlink(missing_ok=True)
+        get_image_path(image.uuid).unlink(missing_ok=True)
         raise
     return image
 
 
-def remove(uuid: UUID, caller: Caller, source: Source) -> None:
+def delete_image(uuid: UUID, caller: Caller, source: EventSource) -> None:
     """Delete an image's row and its file. Raises RefusedError: UNKNOWN, or CONFLICT while an open command needs it."""
     with conductor.writing():
         image = Image.objects.select_for_update().filter(uuid=uuid).first()
         if image is None:
-            raise RefusedError(Reason.UNKNOWN, f"Image not found with uuid={uuid}")
-        if wanted := Command.objects.filter(OPEN, arguments__image__id=str(uuid)).first():
-            text = f"Command {wanted.uuid} ({wanted}) needs image {uuid}: wait until the command has ended."
-            raise RefusedError(Reason.CONFLICT, text)
+            raise RefusedError(RefusalReason.UNKNOWN, f"Image not found with uuid={uuid}")
+        if blocking_command := Command.objects.filter(COMMAND_IS_OPEN, arguments__image__id=str(uuid)).first():
+            message = f"Command {blocking_command.uuid} ({blocking_command}) needs image {uuid}: wait until the command has ended."
+            raise RefusedError(RefusalReason.CONFLICT, message)
         image.delete()
-        _record("image.removed", image, source, caller.name, "")
-    path(uuid).unlink(missing_ok=True)
+        _record_image_event("image.removed", image, source, caller.name, "")
+    get_image_path(uuid).unlink(missing_ok=True)
 
 
-def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[str, str]) -> Image:
+def add_glance_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[str, str]) -> Image:
     """Write the row of an image that was copied from Glance, and delete older copies that exceed the limits.
 
     Returns the row. The file must be in place already (`finalize_file`). Also deletes abandoned files (ABANDONED_S).
@@ -141,88 +144,96 @@ def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[
     values = {"name": name, "size": size, "sha256": sha256, "properties": dict(properties), "by": "glance"}
     with conductor.writing():
         image, _ = Image.objects.update_or_create(uuid=uuid, defaults=values | {"source": ImageSource.GLANCE.value})
-        _record("image.added", image, Source.SYSTEM, "images", f"copied from Glance, {size} bytes")
-        dropped = _longest_unused(image)
-        Image.objects.filter(id__in=[old.pk for old in dropped]).delete()
-        for old in dropped:
-            _record(
-                "image.removed", old, Source.SYSTEM, "images", "this copy of a Glance image was deleted to free space"
+        _record_image_event("image.added", image, EventSource.SYSTEM, "images", f"copied from Glance, {size} bytes")
+        deleted = _choose_copies_to_delete(image)
+        Image.objects.filter(id__in=[old.pk for old in deleted]).delete()
+        for deleted_image in deleted:
+            _record_image_event(
+                "image.removed",
+                deleted_image,
+                EventSource.SYSTEM,
+                "images",
+                "this copy of a Glance image was deleted to free space",
             )
-    for old in dropped:
-        path(old.uuid).unlink(missing_ok=True)
-    _tidy()
+    for deleted_image in deleted:
+        get_image_path(deleted_image.uuid).unlink(missing_ok=True)
+    _delete_abandoned_files()
     return image
 
 
-def _longest_unused(newest: Image) -> list[Image]:
+def _choose_copies_to_delete(newest: Image) -> list[Image]:
     """Return the copies of Glance's images to delete, so that MAX_COPIES and MAX_COPIES_BYTES hold.
 
     The longest unused are deleted first. The newest copy and copies that an open command uses are never among them.
     """
-    wanted = Command.objects.filter(OPEN, arguments__image__id__isnull=False)
-    kept = {*wanted.values_list("arguments__image__id", flat=True), str(newest.uuid)}
-    dropped: list[Image] = []
+    open_commands = Command.objects.filter(COMMAND_IS_OPEN, arguments__image__id__isnull=False)
+    protected_uuids = {*open_commands.values_list("arguments__image__id", flat=True), str(newest.uuid)}
+    to_delete: list[Image] = []
     copies = [*Image.objects.filter(source=ImageSource.GLANCE).order_by("-used_at", "-id")]
-    left, room = MAX_COPIES, COPIES_BYTES
-    for copy in sorted(copies, key=lambda copy: str(copy.uuid) not in kept):
-        left, room = left - 1, room - copy.size
-        if str(copy.uuid) not in kept and (left < 0 or room < 0):
-            dropped.append(copy)
-    return dropped
+    copies_left, bytes_left = MAX_COPIES, MAX_COPIES_BYTES
+    for copy in sorted(copies, key=lambda copy: str(copy.uuid) not in protected_uuids):
+        copies_left, bytes_left = copies_left - 1, bytes_left - copy.size
+        if str(copy.uuid) not in protected_uuids and (copies_left < 0 or bytes_left < 0):
+            to_delete.append(copy)
+    return to_delete
 
 
-def _tidy() -> None:
+def _delete_abandoned_files() -> None:
     """Delete files without a row to which nothing was written for ABANDONED_S: killed processes left them."""
-    known = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
-    for file in directory().iterdir():
+    known_uuids = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
+    for file in get_image_directory().iterdir():
         with suppress(OSError):
-            if file.name not in known and time.time() - file.stat().st_mtime > ABANDONED_S:
+            if file.name not in known_uuids and time.time() - file.stat().st_mtime > ABANDONED_S:
                 file.unlink()
 
 
-def part(uuid: UUID | str) -> Path:
+def get_partial_path(uuid: UUID | str) -> Path:
     """Return the path of an image's file while it is incomplete."""
-    return directory() / f"{uuid}.part"
+    return get_image_directory() / f"{uuid}.part"
 
 
 @contextmanager
-def stored(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
+def open_partial_file(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
     """Open an image's incomplete file for writing: mode "wb" empties it, "r+b" continues an earlier transfer.
 
     If an OSError occurs inside the block, deletes the file and raises RefusedError AWAY.
     """
     flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if mode == "wb" else 0)
     try:
-        with os.fdopen(os.open(part(uuid), flags, 0o600), mode) as file:
+        with os.fdopen(os.open(get_partial_path(uuid), flags, 0o600), mode) as file:
             yield file
     except OSError as error:
-        part(uuid).unlink(missing_ok=True)
-        raise RefusedError(Reason.AWAY, f"The image cannot be stored in {directory()}: {error.strerror}.") from error
+        get_partial_path(uuid).unlink(missing_ok=True)
+        raise RefusedError(
+            RefusalReason.AWAY, f"The image cannot be stored in {get_image_directory()}: {error.strerror}."
+        ) from error
 
 
-def keep(file: IO[bytes], uuid: UUID | str) -> None:
+def finalize_file(file: IO[bytes], uuid: UUID | str) -> None:
     """Flush a complete, checked file to the disk and give it its final name, so that it survives a power cut."""
     file.flush()
     os.fsync(file.fileno())
-    os.rename(part(uuid), path(uuid))
-    sync_directory(directory())
+    os.rename(get_partial_path(uuid), get_image_path(uuid))
+    sync_directory(get_image_directory())
 
 
-def _receive(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
+def _write_chunks(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
     """Write `size` bytes to the file and return their SHA-256. Raises RefusedError INVALID if fewer or more arrive."""
-    digest, got = hashlib.sha256(), 0
+    digest, received_bytes = hashlib.sha256(), 0
     for chunk in chunks:
-        got += len(chunk)
-        if got > size:
+        received_bytes += len(chunk)
+        if received_bytes > size:
             break
         digest.update(chunk)
         file.write(chunk)
-    if got != size:
-        raise RefusedError(Reason.INVALID, f"{size} bytes were announced, {got} came: send the image again.")
+    if received_bytes != size:
+        raise RefusedError(
+            RefusalReason.INVALID, f"{size} bytes were announced, {received_bytes} came: send the image again."
+        )
     return digest.hexdigest()
 
 
-def _record(action: str, image: Image, source: Source, actor: str, reason: str) -> None:
+def _record_image_event(action: str, image: Image, source: EventSource, actor: str, reason: str) -> None:
     facts = {"size": image.size, "sha256": image.sha256}
     changes = {name: [value, None] if action == "image.removed" else [None, value] for name, value in facts.items()}
-    conductor.record(action, source, actor, subject=(image.uuid, str(image)), changes=changes, reason=reason)
+    conductor.record_event(action, source, actor, subject=(image.uuid, str(image)), changes=changes, reason=reason)

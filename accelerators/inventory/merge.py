@@ -12,69 +12,76 @@ import msgspec
 from accelerators import conductor, conductor_sql
 from accelerators.commands import placing
 from accelerators.domain import admission
-from accelerators.domain.diff import Changes, HostReport, StoredHost, admit, compare, fold
-from accelerators.domain.states import Source
+from accelerators.domain.diff import (
+    HostReport,
+    InventoryChanges,
+    StoredHost,
+    apply_admission_rules,
+    collect_changes,
+    combine_reports,
+)
+from accelerators.domain.states import EventSource
 from accelerators.inventory import merge_sql as sql
 from accelerators.runtime import jobs, metrics
 
-_stored = msgspec.json.Decoder(StoredHost)
+_stored_host_decoder = msgspec.json.Decoder(StoredHost)
 _encode = msgspec.json.Encoder().encode
 
 
-def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
+def merge_reports(reports: Mapping[int, Iterable[HostReport]]) -> int:
     """Merge `reports` (host id → its reports, in any order); return for how many hosts a report was applied.
 
     Reports that are not newer than the host's last applied one are dropped. The number of statements does not depend on
     the size of the batch: one locks the hosts, one loads the stored rows, at most twelve write the differences, and one
     places `install` commands for devices that a rule admits and that need it. The hosts stay locked until the commit.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     with conductor.writing():
-        write = conductor.cursor()
-        changes, now = Changes(), datetime.now(UTC).isoformat(timespec="seconds")
-        (rules,) = write.execute(sql.LOCK, [list(reports)]).fetchone() or ("[]",)
-        for (text,) in write.execute(sql.LOAD, [list(reports)]).fetchall():
-            host = _stored.decode(text)
-            if folded := fold(reports[host.id], (host.epoch, host.seq)):
-                compare(host, *folded, now, changes)
-        admit(changes, admission.decode(rules))
-        _write(write, changes)
+        cursor = conductor.open_cursor()
+        changes, now = InventoryChanges(), datetime.now(UTC).isoformat(timespec="seconds")
+        (rules,) = cursor.execute(sql.LOCK_HOSTS, [list(reports)]).fetchone() or ("[]",)
+        for (text,) in cursor.execute(sql.SELECT_STORED_HOSTS, [list(reports)]).fetchall():
+            host = _stored_host_decoder.decode(text)
+            if newest_report := combine_reports(reports[host.id], (host.epoch, host.seq)):
+                collect_changes(host, *newest_report, now, changes)
+        apply_admission_rules(changes, admission.decode_rules(rules))
+        _write_changes(cursor, changes)
         if changes.installs:
-            _install(changes)
-        if changes.providers:
-            jobs.wake_for("provider")
-        metrics.merged(time.monotonic() - began, len(changes.hosts), len(changes.devices))
+            _place_install_commands(changes)
+        if changes.provider_intents:
+            jobs.enqueue_handler_after_commit("provider")
+        metrics.record_merge(time.monotonic() - started_at, len(changes.hosts), len(changes.devices))
         return len(changes.hosts)
 
 
-def _install(changes: Changes) -> None:
+def _place_install_commands(changes: InventoryChanges) -> None:
     """Place an `install` command for each device that an admission rule made installing."""
     orders = [
-        placing.Order("install", uuid, actor=rule.name, reason=f"admitted by {rule.by}")
+        placing.CommandOrder("install", uuid, actor=rule.name, reason=f"admitted by {rule.state_by}")
         for uuid, rule in changes.installs
     ]
-    placing.place(orders, Source.RULE)
+    placing.place_commands(orders, EventSource.RULE)
 
 
-def _write(cursor: Any, changes: Changes) -> None:
+def _write_changes(cursor: Any, changes: InventoryChanges) -> None:
     """Write all changes, one statement for each kind of change that occurs."""
     for statement, rows in (
-        (sql.DEVICES, changes.devices),
-        (sql.MOVES, changes.moves),
-        (sql.DEPLOYABLES, changes.deployables),
-        (sql.ATTRIBUTES, changes.attributes),
-        (sql.HANDLES, changes.handles),
-        (conductor_sql.EVENTS, changes.events),
-        (conductor_sql.INTENTS, changes.providers),
-        (sql.HOSTS, changes.hosts),
+        (sql.UPSERT_DEVICES, changes.devices),
+        (sql.UPDATE_DEVICE_STATES, changes.state_changes),
+        (sql.UPSERT_DEPLOYABLES, changes.deployables),
+        (sql.UPSERT_ATTRIBUTES, changes.attributes),
+        (sql.UPSERT_HANDLES, changes.handles),
+        (conductor_sql.INSERT_EVENTS, changes.events),
+        (conductor_sql.UPSERT_INTENTS, changes.provider_intents),
+        (sql.UPDATE_HOSTS, changes.hosts),
     ):
         if rows:
             cursor.execute(statement, [_encode(rows).decode()])
     for statement, ids in (
-        (sql.GONE_ATTRIBUTES, changes.gone_attributes),
-        (sql.MISSING_DEPLOYABLES, changes.missing_deployables),
-        (sql.MISSING_HANDLES, changes.missing_handles),
-        (sql.GENERATIONS, changes.resized),
+        (sql.DELETE_ATTRIBUTES, changes.gone_attributes),
+        (sql.MARK_DEPLOYABLES_MISSING, changes.missing_deployables),
+        (sql.MARK_HANDLES_MISSING, changes.missing_handles),
+        (sql.INCREMENT_GENERATIONS, changes.resized_devices),
     ):
         if ids:
             cursor.execute(statement, [ids])

@@ -5,15 +5,15 @@ the ORM's bulk upsert). `ORDER BY x.n` inserts them in the order in which the dr
 planner chooses, because the v2 API lists them by id.
 """
 
-RULES = """
+SELECT_ENABLED_RULES = """
 SELECT coalesce(json_agg(json_build_array(name, action, host, driver, vendor, model, type) ORDER BY "order", id),
   '[]')::text
 FROM accelerators_admissionrule WHERE enabled
 """
 
-LOCK = f"""
+LOCK_HOSTS = f"""
 WITH locked AS (SELECT FROM accelerators_host WHERE id = ANY(%s) ORDER BY id FOR NO KEY UPDATE)
-SELECT ({RULES}) FROM (SELECT count(*) FROM locked) AS all_of_them
+SELECT ({SELECT_ENABLED_RULES}) FROM (SELECT count(*) FROM locked) AS all_of_them
 """
 """Lock the hosts and return the enabled admission rules.
 
@@ -22,7 +22,7 @@ transaction for whose lock it waited. `FOR NO KEY UPDATE` still lets others inse
 commands.
 """
 
-LOAD = """
+SELECT_STORED_HOSTS = """
 SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.drivers, coalesce((
   SELECT json_agg(json_build_array(d.uuid, d.key, d.state, d.returns_to,
     json_build_array(d.driver, d.type, d.vendor, d.model, d.address, d.std_board_info, d.vendor_board_info,
@@ -40,7 +40,7 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
 FROM accelerators_host h WHERE h.id = ANY(%s) ORDER BY h.id
 """
 
-DEVICES = """
+UPSERT_DEVICES = """
 INSERT INTO accelerators_device AS t (uuid, host_id, key, driver, type, vendor, model, address, std_board_info,
   vendor_board_info, numa_node, kernel_driver, status, status_reason, to_install, acts, changeable, sized_by, backend,
   bridges, state, state_reason, state_by)
@@ -61,14 +61,14 @@ ON CONFLICT (host_id, key) DO UPDATE SET driver = excluded.driver, type = exclud
   status = excluded.status, updated_at = now()
 """
 
-MOVES = """
+UPDATE_DEVICE_STATES = """
 UPDATE accelerators_device t SET state = x.state, returns_to = x.returns_to, state_reason = x.reason,
   state_since = now(), state_by = 'agent', updated_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, state text, returns_to text, reason text)
 WHERE t.uuid = x.uuid
 """
 
-DEPLOYABLES = """
+UPSERT_DEPLOYABLES = """
 INSERT INTO accelerators_deployable AS t (uuid, device_id, name, num_accelerators, driver_name, rp_uuid)
 SELECT x.uuid, d.id, x.name, x.num, x.driver_name, CASE d.state WHEN 'inactive' THEN NULL ELSE x.rp END
 FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (uuid uuid, device uuid, name text, num int, driver_name text,
@@ -80,7 +80,7 @@ ON CONFLICT (device_id, name) DO UPDATE SET num_accelerators = excluded.num_acce
   updated_at = now()
 """
 
-ATTRIBUTES = """
+UPSERT_ATTRIBUTES = """
 INSERT INTO accelerators_attribute AS t (uuid, deployable_id, key, value, origin)
 SELECT gen_random_uuid(), p.id, x.key, x.value, 'agent'
 FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, key text, value text)) WITH ORDINALITY
@@ -90,7 +90,7 @@ ORDER BY x.n
 ON CONFLICT (deployable_id, key) DO UPDATE SET value = excluded.value, updated_at = now() WHERE t.origin = 'agent'
 """
 
-HANDLES = """
+UPSERT_HANDLES = """
 INSERT INTO accelerators_attachhandle AS t (uuid, deployable_id, attach_type, attach_info)
 SELECT gen_random_uuid(), p.id, x.type, x.info
 FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, type text, info text)) WITH ORDINALITY
@@ -101,13 +101,17 @@ ON CONFLICT (deployable_id, attach_info) DO UPDATE SET attach_type = excluded.at
   updated_at = now()
 """
 
-GONE_ATTRIBUTES = "DELETE FROM accelerators_attribute WHERE id = ANY(%s)"
-MISSING_DEPLOYABLES = "UPDATE accelerators_deployable SET missing_since = now(), updated_at = now() WHERE id = ANY(%s)"
-MISSING_HANDLES = "UPDATE accelerators_attachhandle SET missing_since = now(), updated_at = now() WHERE id = ANY(%s)"
+DELETE_ATTRIBUTES = "DELETE FROM accelerators_attribute WHERE id = ANY(%s)"
+MARK_DEPLOYABLES_MISSING = (
+    "UPDATE accelerators_deployable SET missing_since = now(), updated_at = now() WHERE id = ANY(%s)"
+)
+MARK_HANDLES_MISSING = (
+    "UPDATE accelerators_attachhandle SET missing_since = now(), updated_at = now() WHERE id = ANY(%s)"
+)
 
-GENERATIONS = "UPDATE accelerators_device SET generation = generation + 1 WHERE uuid = ANY(%s::uuid[])"
+INCREMENT_GENERATIONS = "UPDATE accelerators_device SET generation = generation + 1 WHERE uuid = ANY(%s::uuid[])"
 
-HOSTS = """
+UPDATE_HOSTS = """
 UPDATE accelerators_host t SET applied_epoch = x.epoch, applied_seq = x.seq, applied_hash = x.hash,
   drivers = x.drivers, reported_at = now(), updated_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, epoch bigint, seq bigint, hash text, drivers jsonb)

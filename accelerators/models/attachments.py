@@ -29,8 +29,8 @@ class AttachmentState(StrEnum):
     DETACHED = "detached"
 
 
-ENDED = (AttachmentState.FAILED.value, AttachmentState.DETACHED.value)
-HELD = Q(state=AttachmentState.ATTACHED.value)
+ENDED_ATTACHMENT_STATES = (AttachmentState.FAILED.value, AttachmentState.DETACHED.value)
+HOLDS_ACCELERATORS = Q(state=AttachmentState.ATTACHED.value)
 
 
 class Attachment(fields.Row):
@@ -42,11 +42,11 @@ class Attachment(fields.Row):
 
     instance = models.UUIDField()
     project_id = models.CharField(max_length=255, db_collation="C", help_text="The instance's.")
-    host = fields.name(help_text="Where the instance is.")
-    profile = fields.name(default="", blank=True, help_text="The device profile asked for; else a device is.")
+    host = fields.name_field(help_text="Where the instance is.")
+    profile = fields.name_field(default="", blank=True, help_text="The device profile asked for; else a device is.")
     device = models.UUIDField(null=True, blank=True, help_text="The device asked for.")
     state = models.CharField(
-        max_length=16, choices=fields.choices(AttachmentState), default=AttachmentState.ASKED.value
+        max_length=16, choices=fields.choices_from_enum(AttachmentState), default=AttachmentState.ASKED.value
     )
     step = models.CharField(max_length=16, default="", blank=True)
     steps = models.JSONField(default=list, help_text="What was done and when: step, at, text.")
@@ -56,7 +56,7 @@ class Attachment(fields.Row):
     claim = models.JSONField(null=True, help_text="The last write to Placement that claims, before it is tried.")
     release = models.JSONField(null=True, help_text="The last write to Placement that gives back, before it is tried.")
     fault = models.TextField(default="", blank=True, help_text="Why it failed, or what is in its way.")
-    actor = fields.name()
+    actor = fields.name_field()
     reason = models.TextField(default="", blank=True)
     request_id = models.CharField(max_length=64, default="", blank=True)
     attached_at = models.DateTimeField(null=True, blank=True)
@@ -64,10 +64,10 @@ class Attachment(fields.Row):
 
     class Meta:
         ordering = ["-id"]
-        constraints = [fields.one_of("state", AttachmentState, "attachment_state_known")]
+        constraints = [fields.one_of_constraint("state", AttachmentState, "attachment_state_known")]
         indexes = [
             models.Index(fields=["instance", "-id"], name="attachment_instance"),
-            models.Index(fields=["id"], condition=HELD, name="attachment_attached"),
+            models.Index(fields=["id"], condition=HOLDS_ACCELERATORS, name="attachment_attached"),
             models.Index(fields=["ended_at"], condition=Q(ended_at__isnull=False), name="attachment_ended"),
         ]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from django.db import models
 from django.db.models import Q
 
-from accelerators.domain.states import BulkState, Drain, Outcome
+from accelerators.domain.states import BulkState, DeviceOutcome, DrainTarget
 from accelerators.models import fields
 from accelerators.models.devices import Device
 
-WAITING = Q(outcome="")
-UNDER_WAY = Q(state=BulkState.RUNNING.value)
+ITEM_IS_WAITING = Q(outcome="")
+BULK_IS_RUNNING = Q(state=BulkState.RUNNING.value)
 
 
 class Bulk(fields.Row):
@@ -23,15 +23,17 @@ class Bulk(fields.Row):
     """
 
     action = models.CharField(max_length=16, db_collation="C", help_text="What is asked of each.")
-    then = models.CharField(max_length=16, choices=fields.choices(Drain), default=Drain.MAINTENANCE.value)
+    then = models.CharField(
+        max_length=16, choices=fields.choices_from_enum(DrainTarget), default=DrainTarget.MAINTENANCE.value
+    )
     selection = models.CharField(
         max_length=1000, default="", blank=True, help_text="The list's filters when the set was chosen."
     )
     total = models.IntegerField(default=0)
-    state = models.CharField(max_length=16, choices=fields.choices(BulkState), default=BulkState.DRAFT.value)
+    state = models.CharField(max_length=16, choices=fields.choices_from_enum(BulkState), default=BulkState.DRAFT.value)
     dry = models.BooleanField(default=False, help_text="What is worked on is a dry run: nothing is changed.")
     held_too = models.BooleanField(default=False, help_text="Confirmed for devices that somebody holds, too.")
-    actor = fields.name()
+    actor = fields.name_field()
     reason = models.TextField(default="", blank=True)
     request_id = models.CharField(max_length=64, default="", blank=True)
     started_at = models.DateTimeField(null=True, blank=True)
@@ -43,14 +45,14 @@ class Bulk(fields.Row):
     class Meta:
         ordering = ["-id"]
         verbose_name = "bulk action"
-        constraints = [fields.one_of("state", BulkState, "bulk_state_known")]
-        indexes = [models.Index(fields=["updated_at"], condition=UNDER_WAY, name="bulk_under_way")]
+        constraints = [fields.one_of_constraint("state", BulkState, "bulk_state_known")]
+        indexes = [models.Index(fields=["updated_at"], condition=BULK_IS_RUNNING, name="bulk_under_way")]
 
     def __str__(self) -> str:
         return f"{self.action} {self.total} devices"
 
     @property
-    def worked(self) -> int:
+    def finished_count(self) -> int:
         """Return the number of devices that have an outcome."""
         return self.moved + self.unchanged + self.refused
 
@@ -64,11 +66,15 @@ class BulkItem(models.Model):
     bulk = models.ForeignKey(Bulk, models.CASCADE, related_name="items")
     device = models.ForeignKey(Device, models.SET_NULL, null=True, related_name="+")
     device_uuid = models.UUIDField()
-    device_name = fields.name()
-    host = fields.name()
+    device_name = fields.name_field()
+    host = fields.name_field()
     stood = models.CharField(max_length=64, help_text="How the device stood when the set was chosen.")
     outcome = models.CharField(
-        max_length=16, choices=fields.choices(Outcome), default="", blank=True, help_text="Empty: not worked on yet."
+        max_length=16,
+        choices=fields.choices_from_enum(DeviceOutcome),
+        default="",
+        blank=True,
+        help_text="Empty: not worked on yet.",
     )
     why = models.CharField(max_length=16, default="", blank=True, help_text="The kind of refusal.")
     state = models.CharField(max_length=16, default="", blank=True, help_text="The device's, afterwards.")
@@ -79,7 +85,7 @@ class BulkItem(models.Model):
         verbose_name = "device of a bulk action"
         verbose_name_plural = "devices of bulk actions"
         indexes = [
-            models.Index(fields=["bulk", "id"], condition=WAITING, name="bulk_item_waiting"),
+            models.Index(fields=["bulk", "id"], condition=ITEM_IS_WAITING, name="bulk_item_waiting"),
             models.Index(fields=["bulk", "outcome", "id"], name="bulk_item_outcome"),
         ]
 

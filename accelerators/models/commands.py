@@ -15,7 +15,7 @@ from accelerators.models import fields
 from accelerators.models.devices import Device
 from accelerators.models.hosts import Host
 
-OPEN = Q(ended_at__isnull=True)
+COMMAND_IS_OPEN = Q(ended_at__isnull=True)
 
 
 class Command(fields.Row):
@@ -28,16 +28,18 @@ class Command(fields.Row):
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="commands")
     device = models.ForeignKey(Device, models.SET_NULL, null=True, blank=True, related_name="commands")
-    device_name = fields.name(default="", blank=True)
+    device_name = fields.name_field(default="", blank=True)
     op = models.CharField(max_length=16, db_collation="C")
     arguments = models.JSONField(default=dict, help_text="As the wire has them: driver, key, handle, layout …")
     exclusive = models.BooleanField(default=False)
     request = models.UUIDField(null=True, blank=True, help_text="The accelerator request that waits for it.")
-    actor = fields.name(default="")
+    actor = fields.name_field(default="")
     request_id = models.CharField(max_length=64, default="", blank=True)
     reason = models.TextField(default="", blank=True)
 
-    state = models.CharField(max_length=16, choices=fields.choices(CommandState), default=CommandState.QUEUED.value)
+    state = models.CharField(
+        max_length=16, choices=fields.choices_from_enum(CommandState), default=CommandState.QUEUED.value
+    )
     start_by = models.DateTimeField(help_text="Not begun by then, it never will be.")
     end_by = models.DateTimeField(help_text="Not answered by then, its outcome is unknown.")
     taken_at = models.DateTimeField(null=True, blank=True)
@@ -57,14 +59,16 @@ class Command(fields.Row):
     class Meta:
         ordering = ["-id"]
         constraints = [
-            fields.one_of("state", CommandState, "command_state_known"),
+            fields.one_of_constraint("state", CommandState, "command_state_known"),
             models.UniqueConstraint(
-                fields=["device"], condition=OPEN & Q(exclusive=True), name="command_one_exclusive_per_device"
+                fields=["device"],
+                condition=COMMAND_IS_OPEN & Q(exclusive=True),
+                name="command_one_exclusive_per_device",
             ),
         ]
         indexes = [
-            models.Index(fields=["host", "id"], condition=OPEN, name="command_open"),
-            models.Index(fields=["end_by"], condition=OPEN, name="command_deadline"),
+            models.Index(fields=["host", "id"], condition=COMMAND_IS_OPEN, name="command_open"),
+            models.Index(fields=["end_by"], condition=COMMAND_IS_OPEN, name="command_deadline"),
             models.Index(fields=["request"], condition=Q(request__isnull=False), name="command_request"),
             models.Index(fields=["device", "-id"], name="command_device"),
         ]

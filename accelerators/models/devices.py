@@ -6,14 +6,14 @@ from django.db import models
 from django.db.models import F, Func, Q, Value
 from django.db.models.functions import Coalesce, Now
 
-from accelerators.domain.actions import Standing
-from accelerators.domain.states import DeviceState, DeviceType, Drain, HandleType, Health, Origin
+from accelerators.domain.actions import LifecycleState
+from accelerators.domain.states import AttributeOrigin, DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import fields
 from accelerators.models.hosts import Host
 
-OFFERED = (DeviceState.READY.value, DeviceState.INSTALLING.value)
+OFFERED_STATE_VALUES = (DeviceState.READY.value, DeviceState.INSTALLING.value)
 """States in which a device is offered or about to be; a draining device is never in one of them."""
-UNWELL = (Health.DEGRADED.value, Health.FAILED.value)
+UNHEALTHY_STATUSES = (Health.DEGRADED.value, Health.FAILED.value)
 
 
 class Device(fields.Row):
@@ -23,11 +23,11 @@ class Device(fields.Row):
     """
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="devices", db_index=False)
-    key = fields.name(help_text="Identity on the host: serial:…, else pci:address, else the driver's own.")
+    key = fields.name_field(help_text="Identity on the host: serial:…, else pci:address, else the driver's own.")
     driver = models.CharField(max_length=64, db_collation="C")
-    type = models.CharField(max_length=16, choices=fields.choices(DeviceType))
-    vendor = fields.name()
-    model = fields.name()
+    type = models.CharField(max_length=16, choices=fields.choices_from_enum(DeviceType))
+    vendor = fields.name_field()
+    model = fields.name_field()
     address = models.CharField(
         max_length=32, null=True, blank=True, help_text="PCI address of the management function."
     )
@@ -52,24 +52,26 @@ class Device(fields.Row):
         max_length=255, default="", db_default="", blank=True, help_text="PCI bridges above it, root first."
     )
 
-    status = models.CharField(max_length=16, choices=fields.choices(Health), default=Health.UNKNOWN.value)
+    status = models.CharField(max_length=16, choices=fields.choices_from_enum(Health), default=Health.UNKNOWN.value)
     status_reason = models.TextField(default="", blank=True)
     status_since = models.DateTimeField(db_default=Now())
 
-    state = models.CharField(max_length=16, choices=fields.choices(DeviceState), default=DeviceState.INACTIVE.value)
+    state = models.CharField(
+        max_length=16, choices=fields.choices_from_enum(DeviceState), default=DeviceState.INACTIVE.value
+    )
     state_reason = models.TextField(default="found by its driver", blank=True)
     state_since = models.DateTimeField(db_default=Now())
-    state_by = fields.name(default="agent")
+    state_by = fields.name_field(default="agent")
     returns_to = models.CharField(
         max_length=16,
-        choices=fields.choices(DeviceState),
+        choices=fields.choices_from_enum(DeviceState),
         null=True,
         blank=True,
         help_text="The state to take up again when a missing device is back.",
     )
     drain_to = models.CharField(
         max_length=16,
-        choices=fields.choices(Drain),
+        choices=fields.choices_from_enum(DrainTarget),
         null=True,
         blank=True,
         help_text="Draining: the state it takes up when its last request is gone.",
@@ -85,16 +87,17 @@ class Device(fields.Row):
         ordering = ["id"]
         constraints = [
             models.UniqueConstraint(fields=["host", "key"], name="device_one_per_host_and_key"),
-            fields.one_of("type", DeviceType, "device_type_known"),
-            fields.one_of("state", DeviceState, "device_state_known"),
-            fields.one_of("status", Health, "device_status_known"),
+            fields.one_of_constraint("type", DeviceType, "device_type_known"),
+            fields.one_of_constraint("state", DeviceState, "device_state_known"),
+            fields.one_of_constraint("status", Health, "device_status_known"),
             models.CheckConstraint(
                 condition=Q(state="missing") | Q(returns_to__isnull=True), name="device_returns_only_from_missing"
             ),
-            fields.one_of("drain_to", Drain, "device_drain_known"),
+            fields.one_of_constraint("drain_to", DrainTarget, "device_drain_known"),
             models.CheckConstraint(
                 condition=Q(drain_to__isnull=True)
-                | ~Q(state__in=OFFERED) & (Q(returns_to__isnull=True) | ~Q(returns_to__in=OFFERED)),
+                | ~Q(state__in=OFFERED_STATE_VALUES)
+                & (Q(returns_to__isnull=True) | ~Q(returns_to__in=OFFERED_STATE_VALUES)),
                 name="device_that_drains_is_not_offered",
             ),
         ]
@@ -102,7 +105,7 @@ class Device(fields.Row):
             models.Index(fields=["state", "type"], name="device_state_type"),
             models.Index(fields=["type", "vendor"], name="device_type_vendor"),
             models.Index(fields=["id"], condition=Q(drain_to__isnull=False), name="device_draining"),
-            models.Index(fields=["status"], condition=Q(status__in=UNWELL), name="device_unwell"),
+            models.Index(fields=["status"], condition=Q(status__in=UNHEALTHY_STATUSES), name="device_unwell"),
             models.Index(fields=["address"], name="device_address"),
             models.Index(fields=["key"], name="device_key"),
         ]
@@ -111,13 +114,13 @@ class Device(fields.Row):
         return f"{self.model} {self.address or self.key}"
 
     @property
-    def stands(self) -> str:
-        """Return state, `returns_to` and `drain_to` as one text (`Standing.word`).
+    def lifecycle_text(self) -> str:
+        """Return state, `returns_to` and `drain_to` as one text (`Standing.as_text`).
 
         Forms send it back, so that a person who decides about a device learns when it has changed meanwhile.
         """
         state, returns_to, drain_to = DeviceState(self.state), self.returns_to, self.drain_to
-        return Standing(state, returns_to and DeviceState(returns_to), drain_to and Drain(drain_to)).word
+        return LifecycleState(state, returns_to and DeviceState(returns_to), drain_to and DrainTarget(drain_to)).as_text
 
 
 class Deployable(fields.Row):
@@ -126,7 +129,7 @@ class Deployable(fields.Row):
     device = models.ForeignKey(Device, models.PROTECT, related_name="deployables", db_index=False)
     parent = models.ForeignKey("self", models.PROTECT, null=True, blank=True, related_name="children")
     root = models.ForeignKey("self", models.PROTECT, null=True, blank=True, related_name="+")
-    name = fields.name(help_text="The provider's name in Placement.")
+    name = fields.name_field(help_text="The provider's name in Placement.")
     num_accelerators = models.IntegerField()
     driver_name = models.CharField(max_length=100, default="", blank=True)
     rp_uuid = models.UUIDField(null=True, blank=True, db_index=True)
@@ -148,15 +151,17 @@ class Attribute(fields.Row):
     """A key and a value of a deployable. Reports do not change attributes with `origin` operator or conductor."""
 
     deployable = models.ForeignKey(Deployable, models.CASCADE, related_name="attributes", db_index=False)
-    key = fields.name()
+    key = fields.name_field()
     value = models.TextField()
-    origin = models.CharField(max_length=16, choices=fields.choices(Origin), default=Origin.AGENT.value)
+    origin = models.CharField(
+        max_length=16, choices=fields.choices_from_enum(AttributeOrigin), default=AttributeOrigin.AGENT.value
+    )
 
     class Meta:
         ordering = ["id"]
         constraints = [
             models.UniqueConstraint(fields=["deployable", "key"], name="attribute_one_per_deployable_and_key"),
-            fields.one_of("origin", Origin, "attribute_origin_known"),
+            fields.one_of_constraint("origin", AttributeOrigin, "attribute_origin_known"),
         ]
 
     def __str__(self) -> str:
@@ -167,7 +172,7 @@ class AttachHandle(fields.Row):
     """One assignable unit of a deployable. The request that holds it refers to it; at most one request can hold it."""
 
     deployable = models.ForeignKey(Deployable, models.PROTECT, related_name="attach_handles", db_index=False)
-    attach_type = models.CharField(max_length=16, choices=fields.choices(HandleType))
+    attach_type = models.CharField(max_length=16, choices=fields.choices_from_enum(HandleType))
     attach_info = models.CharField(max_length=255, db_collation="C", help_text="JSON; its bytes are its identity.")
     missing_since = models.DateTimeField(null=True, blank=True)
 
@@ -175,7 +180,7 @@ class AttachHandle(fields.Row):
         ordering = ["id"]
         constraints = [
             models.UniqueConstraint(fields=["deployable", "attach_info"], name="handle_one_per_deployable_and_info"),
-            fields.one_of("attach_type", HandleType, "handle_type_known"),
+            fields.one_of_constraint("attach_type", HandleType, "handle_type_known"),
         ]
         indexes = [models.Index(fields=["attach_info"], name="handle_info")]
 
@@ -183,7 +188,7 @@ class AttachHandle(fields.Row):
         return f"{self.attach_type} {self.attach_info}"
 
     @property
-    def not_offered(self) -> str:
+    def reason_not_offered(self) -> str:
         """Return the reason why this handle is never offered to Nova, or '' if it can be."""
         return (
             "not offered to Nova: it is a device node, and Nova gives device nodes to no guest"
@@ -192,17 +197,19 @@ class AttachHandle(fields.Row):
         )
 
 
-def driver_error() -> Func:
+def build_driver_error_expression() -> Func:
     """Build an expression for device queries: the last error of the device's driver and of its backend.
 
     Both are read from `Host.drivers` and concatenated. The value is '' if both answered, and NULL if nothing is known
     of the driver.
     """
     drivers, driver, error = F("host__drivers"), F("driver"), Value("error")
-    said, backend_said = (
+    driver_error_text, backend_error_text = (
         Func(drivers, driver, *path, function="jsonb_extract_path_text", output_field=models.TextField())
         for path in ((error,), (Value("backends"), F("backend"), error))
     )
-    text = models.TextField()
-    backend_said = Coalesce(backend_said, Value(""), output_field=text)
-    return Func(said, backend_said, template="(%(expressions)s)", arg_joiner=" || ", output_field=text)
+    text_field = models.TextField()
+    backend_error_text = Coalesce(backend_error_text, Value(""), output_field=text_field)
+    return Func(
+        driver_error_text, backend_error_text, template="(%(expressions)s)", arg_joiner=" || ", output_field=text_field
+    )

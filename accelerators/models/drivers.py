@@ -10,18 +10,18 @@ from typing import Any
 from django.db import models
 from django.db.models import Q
 
-from accelerators.domain.states import RolloutOp, RolloutState, Source, StepState
+from accelerators.domain.states import EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import fields
 from accelerators.models.commands import Command
 from accelerators.models.hosts import Host
 
-UNDER_WAY = Q(ended_at__isnull=True)
+ROLLOUT_IS_OPEN = Q(ended_at__isnull=True)
 
 
-OPEN_STEP = Q(state__in=[StepState.WAITING.value, StepState.ORDERED.value])
+STEP_IS_OPEN = Q(state__in=[RolloutStepState.WAITING.value, RolloutStepState.ORDERED.value])
 
 
-def _command(help_text: str = "") -> models.ForeignKey[Command | None]:
+def _command_key(help_text: str = "") -> models.ForeignKey[Command | None]:
     """Build a foreign key to a command; it becomes NULL when the command is deleted.
 
     It has no database constraint, because the previous release also deletes old commands, and does not know these
@@ -46,8 +46,8 @@ class DriverWish(fields.Row):
     enabled = models.BooleanField(default=True)
     settings = models.JSONField(null=True, help_text="Null: those of the host's own file.")
     generation = models.BigIntegerField(default=1)
-    command = _command("Which told it last.")
-    actor = fields.name()
+    command = _command_key("Which told it last.")
+    actor = fields.name_field()
     reason = models.TextField(default="", blank=True)
 
     class Meta:
@@ -62,7 +62,7 @@ class DriverWish(fields.Row):
 class Rollout(fields.Row):
     """One change of a driver on a fixed list of hosts, on at most `max_parallel` hosts at a time."""
 
-    op = models.CharField(max_length=16, choices=fields.choices(RolloutOp))
+    op = models.CharField(max_length=16, choices=fields.choices_from_enum(RolloutOp))
     driver = models.CharField(max_length=64, db_collation="C")
     enabled = models.BooleanField(null=True, help_text="Null: as it is; installed ones are enabled.")
     settings = models.JSONField(null=True, help_text="Null: as they are.")
@@ -70,9 +70,11 @@ class Rollout(fields.Row):
     max_parallel = models.IntegerField(default=5)
     stop_on_failure = models.BooleanField(default=True)
     total = models.IntegerField(default=0)
-    state = models.CharField(max_length=16, choices=fields.choices(RolloutState), default=RolloutState.RUNNING.value)
-    actor = fields.name()
-    source = models.CharField(max_length=16, choices=fields.choices(Source))
+    state = models.CharField(
+        max_length=16, choices=fields.choices_from_enum(RolloutState), default=RolloutState.RUNNING.value
+    )
+    actor = fields.name_field()
+    source = models.CharField(max_length=16, choices=fields.choices_from_enum(EventSource))
     reason = models.TextField(default="", blank=True)
     request_id = models.CharField(max_length=64, default="", blank=True)
     ended_at = models.DateTimeField(null=True, blank=True)
@@ -80,8 +82,8 @@ class Rollout(fields.Row):
     class Meta:
         ordering = ["-id"]
         verbose_name = "driver rollout"
-        constraints = [fields.one_of("state", RolloutState, "rollout_state_known")]
-        indexes = [models.Index(fields=["id"], condition=UNDER_WAY, name="rollout_under_way")]
+        constraints = [fields.one_of_constraint("state", RolloutState, "rollout_state_known")]
+        indexes = [models.Index(fields=["id"], condition=ROLLOUT_IS_OPEN, name="rollout_under_way")]
 
     def __str__(self) -> str:
         return f"{self.op} {self.driver} on {self.total} host{'' if self.total == 1 else 's'}"
@@ -106,15 +108,15 @@ class HostDriver(models.Model):
         return self.wish if self.wish and self.wish.installed else None
 
     @property
-    def said(self) -> dict[str, Any] | None:
+    def reported(self) -> dict[str, Any] | None:
         """Return the reported state, with defaults for absent fields; None if the host never reported the driver."""
-        said = self.seen
-        return said and {"generation": 0, "version": "", "error": "", "since": None} | said | {"state": self.state}
+        seen = self.seen
+        return seen and {"generation": 0, "version": "", "error": "", "since": None} | seen | {"state": self.state}
 
     @property
     def text(self) -> str:
         """Return the driver's error; without one, the result text of the last command if the states differ; else ''."""
-        error = str((self.said or {}).get("error", ""))
+        error = str((self.reported or {}).get("error", ""))
         return error or (self.wish.command.text if self.drifts and self.wish and self.wish.command else "")
 
     class Meta:
@@ -135,18 +137,20 @@ class RolloutStep(models.Model):
 
     rollout = models.ForeignKey(Rollout, models.CASCADE, related_name="steps")
     host = models.ForeignKey(Host, models.SET_NULL, null=True, related_name="+")
-    host_name = fields.name()
-    state = models.CharField(max_length=16, choices=fields.choices(StepState), default=StepState.WAITING.value)
+    host_name = fields.name_field()
+    state = models.CharField(
+        max_length=16, choices=fields.choices_from_enum(RolloutStepState), default=RolloutStepState.WAITING.value
+    )
     text = models.TextField(default="", blank=True)
-    command = _command()
+    command = _command_key()
     ended_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
         ordering = ["id"]
         verbose_name = "host of a driver rollout"
         verbose_name_plural = "hosts of driver rollouts"
-        constraints = [fields.one_of("state", StepState, "rollout_step_state_known")]
-        indexes = [models.Index(fields=["rollout", "id"], condition=OPEN_STEP, name="rollout_step_open")]
+        constraints = [fields.one_of_constraint("state", RolloutStepState, "rollout_step_state_known")]
+        indexes = [models.Index(fields=["rollout", "id"], condition=STEP_IS_OPEN, name="rollout_step_open")]
 
     def __str__(self) -> str:
         return f"{self.host_name}: {self.state}"

@@ -45,16 +45,16 @@ class KeptJson(models.JSONField):
         return value
 
 
-def name(**options: Any) -> models.CharField:
+def name_field(**options: Any) -> models.CharField:
     """Build a field for a name of at most 255 characters, compared and sorted by byte in every database locale."""
     return models.CharField(max_length=255, db_collation="C", **options)
 
 
-def choices(words: type[StrEnum]) -> list[tuple[str, str]]:
+def choices_from_enum(enum: type[StrEnum]) -> list[tuple[str, str]]:
     """Convert an enum to Django's `choices`; each value is its own label."""
-    return [(word.value, word.value) for word in words]
+    return [(word.value, word.value) for word in enum]
 
 
-def one_of(field: str, words: type[StrEnum], label: str) -> models.CheckConstraint:
-    """Build a check constraint that `field` contains a value of the enum `words`; `label` is its name."""
-    return models.CheckConstraint(condition=Q(**{f"{field}__in": [word.value for word in words]}), name=label)
+def one_of_constraint(field: str, enum: type[StrEnum], constraint_name: str) -> models.CheckConstraint:
+    """Build a check constraint that `field` contains a value of the enum `enum`; `constraint_name` is its name."""
+    return models.CheckConstraint(condition=Q(**{f"{field}__in": [word.value for word in enum]}), name=constraint_name)

@@ -14,8 +14,8 @@ class Host(fields.Row):
     `[DEFAULT]host` in upstream Cyborg.
     """
 
-    name = fields.name(unique=True, help_text="The compute provider's name in Placement, v2's hostname.")
-    node = fields.name(help_text="Deployable and provider names are built from it.")
+    name = fields.name_field(unique=True, help_text="The compute provider's name in Placement, v2's hostname.")
+    node = fields.name_field(help_text="Deployable and provider names are built from it.")
     stale_since = models.DateTimeField(null=True, help_text="Since when nothing is heard of its agent; empty: live.")
     reported_at = models.DateTimeField(null=True, help_text="When its last report was applied.")
     applied_hash = models.CharField(max_length=64, default="", help_text="Content of the last report applied.")
@@ -33,13 +33,13 @@ class Host(fields.Row):
     def __str__(self) -> str:
         return self.name
 
-    def why_stale(self, driver: str, backend: str = "") -> str:
+    def stale_reason(self, driver: str, backend: str = "") -> str:
         """Return the reason why the stored devices of this driver and backend may be out of date, else ''.
 
         Possible reasons are that the agent is silent, or that the driver or the backend failed.
         """
         if self.stale_since:
             return f"the agent of {self.name} has sent no heartbeat since {self.stale_since:%Y-%m-%d %H:%M:%S} UTC"
-        said = self.drivers.get(driver, {})
-        error = said.get("error", "") or said.get("backends", {}).get(backend, {}).get("error", "")
+        driver_entry = self.drivers.get(driver, {})
+        error = driver_entry.get("error", "") or driver_entry.get("backends", {}).get(backend, {}).get("error", "")
         return f"{driver}: {error}" if error else ""

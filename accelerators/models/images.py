@@ -26,18 +26,18 @@ class ImageSource(StrEnum):
 class Image(fields.Row):
     """An image whose bytes are stored here and verified. An image from Glance keeps its Glance uuid."""
 
-    name = fields.name(default="", blank=True)
+    name = fields.name_field(default="", blank=True)
     size = models.BigIntegerField()
     sha256 = models.CharField(max_length=64, db_collation="C")
     properties = models.JSONField(default=dict, help_text="Words about it, as Glance has them: accel:function_id …")
-    source = models.CharField(max_length=8, choices=fields.choices(ImageSource))
-    by = fields.name(default="", help_text="Who put it here.")
+    source = models.CharField(max_length=8, choices=fields.choices_from_enum(ImageSource))
+    by = fields.name_field(default="", help_text="Who put it here.")
     used_at = models.DateTimeField(db_default=Now(), help_text="When a command was last given it.")
 
     class Meta:
         ordering = ["id"]
         constraints = [
-            fields.one_of("source", ImageSource, "image_source_known"),
+            fields.one_of_constraint("source", ImageSource, "image_source_known"),
             models.CheckConstraint(condition=Q(size__gte=0), name="image_size_not_negative"),
         ]
         indexes = [models.Index(fields=["used_at"], condition=Q(source="glance"), name="image_longest_unused")]

@@ -6,7 +6,7 @@ from django.db import models
 from django.db.models import Func, Value
 from django.db.models.functions import Now
 
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import fields
 
 
@@ -17,14 +17,14 @@ class Event(models.Model):
     """
 
     at = models.DateTimeField(db_default=Now())
-    source = models.CharField(max_length=8, choices=fields.choices(Source))
-    actor = fields.name(help_text="The person, the agent's host or the rule.")
+    source = models.CharField(max_length=8, choices=fields.choices_from_enum(EventSource))
+    actor = fields.name_field(help_text="The person, the agent's host or the rule.")
     request_id = models.CharField(max_length=64, default="", blank=True)
     action = models.CharField(max_length=64, db_collation="C")
     subject_type = models.CharField(max_length=32)
     subject = models.UUIDField(null=True, blank=True)
-    subject_name = fields.name(default="", blank=True)
-    host = fields.name(default="", blank=True)
+    subject_name = fields.name_field(default="", blank=True)
+    host = fields.name_field(default="", blank=True)
     changes = models.JSONField(default=dict, help_text="Per field: [before, after].")
     reason = models.TextField(default="", blank=True)
     tx = models.BigIntegerField(
@@ -35,7 +35,7 @@ class Event(models.Model):
 
     class Meta:
         ordering = ["-at", "-id"]
-        constraints = [fields.one_of("source", Source, "event_source_known")]
+        constraints = [fields.one_of_constraint("source", EventSource, "event_source_known")]
         indexes = [
             models.Index(fields=["-at", "-id"], name="event_newest_first"),
             models.Index(fields=["subject", "-at"], name="event_subject"),
@@ -46,21 +46,21 @@ class Event(models.Model):
         return f"{self.action} {self.subject_name}"
 
 
-WORDS = Func("action", "actor", "host", "subject_name", "request_id", function="accelerators_event_words")
+EVENT_WORDS = Func("action", "actor", "host", "subject_name", "request_id", function="accelerators_event_words")
 """The searchable words of an event. It must equal the expression of the index `event_words` (migration 0013)."""
 
 
-def saying(*words: str) -> Func:
+def event_has_words(*words: str) -> Func:
     """Build a filter for event queries: every one of `words` must be the beginning of a word of the event.
 
     The words of an event come from its action, the action's verb, its actor, host, subject name and request id. Case is
     ignored for ASCII letters. The filter uses the index `event_words`.
     """
-    folded = ("".join(char.lower() if char.isascii() else char for char in word) for word in words)
-    quoted = ("'" + word.replace("\\", "\\\\").replace("'", "''") + "':*" for word in folded)
-    query = Value(" & ".join(quoted), output_field=models.TextField())
+    lowercase_words = ("".join(char.lower() if char.isascii() else char for char in word) for word in words)
+    prefix_terms = ("'" + word.replace("\\", "\\\\").replace("'", "''") + "':*" for word in lowercase_words)
+    query = Value(" & ".join(prefix_terms), output_field=models.TextField())
     return Func(
-        WORDS, query, arg_joiner=" @@ ", template="(%(expressions)s::tsquery)", output_field=models.BooleanField()
+        EVENT_WORDS, query, arg_joiner=" @@ ", template="(%(expressions)s::tsquery)", output_field=models.BooleanField()
     )
 
 
@@ -105,7 +105,7 @@ class Intent(fields.Row):
     """
 
     kind = models.CharField(max_length=32, db_collation="C")
-    key = fields.name()
+    key = fields.name_field()
     payload = models.JSONField(default=dict)
     attempts = models.IntegerField(default=0)
     next_at = models.DateTimeField(db_default=Now())

@@ -13,7 +13,7 @@ from accelerators.models.devices import AttachHandle, Deployable
 class DeviceProfile(fields.Row):
     """A named list of groups. A group's index in it is the `device_profile_group_id` of its requests."""
 
-    name = fields.name(unique=True)
+    name = fields.name_field(unique=True)
     description = models.TextField(null=True, blank=True)
     groups = fields.KeptJson()
 
@@ -28,7 +28,9 @@ class AcceleratorRequest(fields.Row):
     """A request for one accelerator for one instance. `group` is a snapshot, independent of later profile changes."""
 
     project_id = models.CharField(max_length=255, db_collation="C", db_index=True)
-    state = models.CharField(max_length=16, choices=fields.choices(RequestState), default=RequestState.INITIAL.value)
+    state = models.CharField(
+        max_length=16, choices=fields.choices_from_enum(RequestState), default=RequestState.INITIAL.value
+    )
     profile = models.ForeignKey(DeviceProfile, models.PROTECT, related_name="requests")
     group_id = models.IntegerField(default=0)
     group = models.JSONField()
@@ -44,7 +46,7 @@ class AcceleratorRequest(fields.Row):
     class Meta:
         ordering = ["id"]
         constraints = [
-            fields.one_of("state", RequestState, "request_state_known"),
+            fields.one_of_constraint("state", RequestState, "request_state_known"),
             models.CheckConstraint(
                 condition=~Q(state="Bound") | Q(attach_handle__isnull=False), name="request_bound_holds_a_handle"
             ),

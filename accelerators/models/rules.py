@@ -5,11 +5,11 @@ from __future__ import annotations
 from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
 from django.db import models
 
-from accelerators.domain.states import Admission, DeviceType
+from accelerators.domain.states import AdmittedState, DeviceType
 from accelerators.models import fields
 
-NAME = RegexValidator(r"^[a-zA-Z0-9_.-]+\Z", "Say letters, digits, ., - and _ only.")
-MAX_ORDER = 1_000_000
+RULE_NAME = RegexValidator(r"^[a-zA-Z0-9_.-]+\Z", "Say letters, digits, ., - and _ only.")
+MAX_RULE_ORDER = 1_000_000
 
 
 class AdmissionRule(fields.Row):
@@ -19,27 +19,27 @@ class AdmissionRule(fields.Row):
     """
 
     name = models.CharField(
-        max_length=64, unique=True, db_collation="C", validators=[NAME], help_text="Letters, digits, ., - and _."
+        max_length=64, unique=True, db_collation="C", validators=[RULE_NAME], help_text="Letters, digits, ., - and _."
     )
     order = models.IntegerField(
         default=100,
-        validators=[MinValueValidator(0), MaxValueValidator(MAX_ORDER)],
+        validators=[MinValueValidator(0), MaxValueValidator(MAX_RULE_ORDER)],
         help_text="Rules are tried from the lowest number on.",
     )
-    host = fields.name(default="", blank=True, help_text="Name of the host; * and ? stand for what differs.")
+    host = fields.name_field(default="", blank=True, help_text="Name of the host; * and ? stand for what differs.")
     driver = models.CharField(max_length=64, default="", blank=True, db_collation="C", help_text="Name of the driver.")
-    vendor = fields.name(default="", blank=True, help_text="The vendor as the driver says it, 10de for example.")
-    model = fields.name(default="", blank=True, help_text="Model or product; * and ? stand for what differs.")
-    type = models.CharField(max_length=16, default="", blank=True, choices=fields.choices(DeviceType))
+    vendor = fields.name_field(default="", blank=True, help_text="The vendor as the driver says it, 10de for example.")
+    model = fields.name_field(default="", blank=True, help_text="Model or product; * and ? stand for what differs.")
+    type = models.CharField(max_length=16, default="", blank=True, choices=fields.choices_from_enum(DeviceType))
     action = models.CharField(
-        max_length=16, choices=fields.choices(Admission), help_text="The state of a device that fits."
+        max_length=16, choices=fields.choices_from_enum(AdmittedState), help_text="The state of a device that fits."
     )
     enabled = models.BooleanField(default=True)
 
     class Meta:
         ordering = ["order", "id"]
         constraints = [
-            fields.one_of("action", Admission, "rule_action_known"),
+            fields.one_of_constraint("action", AdmittedState, "rule_action_known"),
             models.CheckConstraint(
                 condition=models.Q(type__in=["", *(kind.value for kind in DeviceType)]), name="rule_type_known"
             ),

@@ -1,6 +1,6 @@
 """Create, bind, unbind and delete accelerator requests (contract sections 2.3 and 4.1).
 
-This module is the only writer of requests; the life cycle is `states.REQUEST_MOVES`. It is also the last guard against
+This module is the only writer of requests; the life cycle is `states.REQUEST_TRANSITIONS`. It is also the last guard against
 giving one handle to two requests (promises S1 and S2): a bind finds free handles with FOR UPDATE SKIP LOCKED, so it
 waits for no row lock on them, and a unique index in the database rejects a handle that was taken meanwhile.
 
@@ -26,22 +26,22 @@ from psycopg.errors import DeadlockDetected
 
 from accelerators import conductor, safety
 from accelerators.commands import placing
-from accelerators.commands.placing import ON_HOST, Order
+from accelerators.commands.placing import TYPES_CREATED_ON_HOST, CommandOrder
 from accelerators.domain import groups
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import BINDABLE, RequestState, Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import BINDABLE_STATES, EventSource, RequestState
 from accelerators.requests import binding_sql as sql
 from accelerators.requests import notices, profiles
 from accelerators.runtime import jobs, metrics
 
-PATIENCE_S = 2.0
+RETRY_TIMEOUT_S = 2.0
 """How long a bind is retried while other transactions reserve or release the handles it needs."""
-INSTANCE_LOCK = 0x7162
+INSTANCE_LOCK_KEY = 0x7162
 """First key of the advisory lock that a bind takes for each instance; the second key is a hash of the instance id."""
-BATCH = 200
+OVERDUE_BATCH_SIZE = 200
 """Number of overdue requests that one call of `fail_overdue_binds` fails."""
-PROGRAMMED = "programmed"
+PROGRAMMED_INTENT = "programmed"
 """Kind of the intent that waits until a programmed device's new traits are in Placement. Its key is the request's uuid;
 its payload has the uuid of the host."""
 
@@ -50,7 +50,7 @@ _S = RequestState
 
 
 @dataclass(frozen=True)
-class Bind:
+class BindSpec:
     """One request to bind: the host, the resource provider and the instance. An empty `project_id` means the project of
     the caller."""
 
@@ -62,7 +62,7 @@ class Bind:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _LockedRequest:
     """A request whose row is locked, as it was before this bind, unbind or deletion."""
 
     uuid: str
@@ -75,7 +75,7 @@ class _Request:
     project_id: str
 
     @classmethod
-    def of(cls, row: tuple[Any, ...]) -> _Request:
+    def from_row(cls, row: tuple[Any, ...]) -> _LockedRequest:
         """Build a request from a row of `sql.LOCK_REQUESTS` or `sql.LOCK_REQUESTS_OF_INSTANCE`; the row has the group
         as JSON text."""
         uuid, id, state, group, *rest = row
@@ -83,7 +83,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Handle:
+class _FreeHandle:
     """A free handle whose row is locked, with its deployable (`bitstream` is what that was programmed with) and its
     device."""
 
@@ -95,7 +95,7 @@ class _Handle:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingRequest:
     """A locked request in state BindStarted, which waits for its host. The fields are the columns of
     `sql.LOCK_WAITING`; `waited_s` is the time since the bind began, in seconds."""
 
@@ -108,27 +108,27 @@ class Waiting:
     handle: int
     attach_type: str
     device: int
-    waited: float
+    waited_s: float
 
 
 @dataclass(frozen=True)
-class End:
+class BindOutcome:
     """How a BindStarted request ends: Bound if `fault` is empty, otherwise BindFailed with `fault` as the reason.
 
     `may_exist_on_host` says that the handle may already exist on the host. A failed bind then also orders a detach
     there.
     """
 
-    request: Waiting
+    request: WaitingRequest
     fault: str = ""
-    made: bool = True
+    may_exist_on_host: bool = True
 
 
-class _ContendedError(Exception):
+class _HandlesContendedError(Exception):
     """Enough handles are free, but other transactions have them locked: retry the bind."""
 
 
-def create(profile_name: str, caller: Caller) -> list[str]:
+def create_requests(profile_name: str, caller: Caller) -> list[str]:
     """Create the requests that a device profile asks for, in the caller's project, with an event for each.
 
     Returns their uuids in the order of the profile's groups; empty if the groups ask for nothing. Raises RefusedError
@@ -136,21 +136,28 @@ def create(profile_name: str, caller: Caller) -> list[str]:
     read again and the creation is retried once. One statement if the cached profile is current.
     """
     for _ in range(2):
-        profile = profiles.by_name(profile_name)
+        profile = profiles.get_profile_by_name(profile_name)
         if profile is None:
             break
-        if not (plan := groups.plan(profile.groups)):
+        if not (group_indexes := groups.list_requested_groups(profile.groups)):
             return []
-        values = {"profile": profile.id, "name": profile.name, "updated_at": profile.updated_at, "groups": plan}
+        values = {
+            "profile": profile.id,
+            "name": profile.name,
+            "updated_at": profile.updated_at,
+            "groups": group_indexes,
+        }
         with conductor.writing():
-            if made := _execute(sql.CREATE, values | {"project": caller.project_id} | _who(caller)):
-                return [str(uuid) for (uuid,) in made]
-        profiles.forget()
-    raise RefusedError(Reason.UNKNOWN, f"Device Profile not found with name={profile_name}")
+            if created_rows := _fetch_all(
+                sql.INSERT_REQUESTS, values | {"project": caller.project_id} | _build_actor_values(caller)
+            ):
+                return [str(uuid) for (uuid,) in created_rows]
+        profiles.clear_profile_cache()
+    raise RefusedError(RefusalReason.UNKNOWN, f"Device Profile not found with name={profile_name}")
 
 
-@metrics.answering()
-def bind(wanted: Sequence[Bind], caller: Caller, beside: bool = False) -> None:
+@metrics.measure_bind()
+def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool = False) -> None:
     """Reserve a free handle for every request in `specs`, or for none of them, in one transaction.
 
     A request becomes Bound at once if nothing has to be done on its host; otherwise it becomes BindStarted and a
@@ -162,24 +169,24 @@ def bind(wanted: Sequence[Bind], caller: Caller, beside: bool = False) -> None:
     with STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a back-off
     for RETRY_TIMEOUT_S seconds, then AWAY is raised and nothing is changed.
     """
-    end, pause = time.monotonic() + PATIENCE_S, 0.01
+    give_up_at, pause_s = time.monotonic() + RETRY_TIMEOUT_S, 0.01
     while True:
         try:
             with conductor.writing():
-                refused = _bind(wanted, caller, beside)
+                refusal = _try_bind(specs, caller, allow_existing)
             break
-        except (_ContendedError, IntegrityError, OperationalError) as error:
+        except (_HandlesContendedError, IntegrityError, OperationalError) as error:
             if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
                 raise
-            if time.monotonic() > end:
-                raise RefusedError(Reason.AWAY, "Others are taking the same accelerators: try again.") from error
-            time.sleep(random.uniform(pause, 2 * pause))
-            pause = min(2 * pause, 0.1)
-    if refused:
-        raise refused
+            if time.monotonic() > give_up_at:
+                raise RefusedError(RefusalReason.AWAY, "Others are taking the same accelerators: try again.") from error
+            time.sleep(random.uniform(pause_s, 2 * pause_s))
+            pause_s = min(2 * pause_s, 0.1)
+    if refusal:
+        raise refusal
 
 
-def unbind(uuids: Sequence[str], caller: Caller) -> None:
+def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
 
     Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
@@ -187,296 +194,352 @@ def unbind(uuids: Sequence[str], caller: Caller) -> None:
     the caller's.
     """
     with conductor.writing():
-        found = _load(uuids, caller)
-        _move([_unbound(request) for request in found if request.state != _S.UNBOUND], Source.API, caller.name)
-        _release(found, caller)
+        requests = _load_requests_for_update(uuids, caller)
+        _move_requests(
+            [_build_unbind_row(request) for request in requests if request.state != _S.UNBOUND],
+            EventSource.API,
+            caller.name,
+        )
+        _release_on_hosts(requests, caller)
 
 
-def delete(uuids: Sequence[str], caller: Caller) -> None:
+def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Delete all of these requests or none, in any state, and release their handles.
 
     Raises RefusedError: UNKNOWN if a request does not exist or is not the caller's; SERVICE_TOKEN if a request belongs
     to an instance and the caller sent no service token.
     """
     with conductor.writing():
-        found = _load(uuids, caller)
-        for request in found:
+        requests = _load_requests_for_update(uuids, caller)
+        for request in requests:
             if request.instance_uuid and not caller.service:
                 text = (
                     f"ARQ {request.uuid} is bound to instance {request.instance_uuid}. Use the Compute API to manage "
                 )
-                raise RefusedError(Reason.SERVICE_TOKEN, text + "instance accelerators.")
-        _delete(found, caller)
+                raise RefusedError(RefusalReason.SERVICE_TOKEN, text + "instance accelerators.")
+        _delete_locked_requests(requests, caller)
 
 
-def delete_of_instance(instance_uuid: str, caller: Caller) -> None:
+def delete_requests_of_instance(instance_uuid: str, caller: Caller) -> None:
     """Delete the requests of an instance that the caller may see, and release their handles; there may be none.
 
     This function does not check for a service token; its caller must.
     """
     with conductor.writing():
-        rows = _execute(sql.LOAD_OF_INSTANCE, {"instance": instance_uuid, "project": _project(caller)})
+        rows = _fetch_all(
+            sql.LOCK_REQUESTS_OF_INSTANCE, {"instance": instance_uuid, "project": _get_visible_project(caller)}
+        )
         if rows:
-            _delete([_Request.of(row) for row in rows], caller)
+            _delete_locked_requests([_LockedRequest.from_row(row) for row in rows], caller)
 
 
-def expire() -> bool:
+def fail_overdue_binds() -> bool:
     """Set at most OVERDUE_BATCH_SIZE BindStarted requests whose deadline has passed to BindFailed; return True if there
     may be more.
 
     Requests that another transaction has locked are skipped.
     """
     with conductor.writing():
-        late = [Waiting(*row) for row in _execute(sql.OVERDUE, {"count": BATCH})]
+        overdue = [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_OVERDUE, {"count": OVERDUE_BATCH_SIZE})]
         fault = "nothing was heard from host {} before the deadline"
-        resolve([End(request, fault.format(request.hostname)) for request in late], Source.SYSTEM, "deadlines")
-    return len(late) == BATCH
+        finish_binds(
+            [BindOutcome(request, fault.format(request.hostname)) for request in overdue],
+            EventSource.SYSTEM,
+            "deadlines",
+        )
+    return len(overdue) == OVERDUE_BATCH_SIZE
 
 
-def waiting(uuids: Sequence[str], instances: Sequence[str], devices: Sequence[int]) -> list[Waiting]:
+def lock_waiting_requests(
+    uuids: Sequence[str], instances: Sequence[str], devices: Sequence[int]
+) -> list[WaitingRequest]:
     """Lock and return the requests in state BindStarted that have one of these uuids, or that belong to one of these
     instances and hold a handle of one of these devices. Ordered by id; one statement."""
     values = {"uuids": list(uuids), "instances": list(instances), "devices": list(devices)}
-    return [Waiting(*row) for row in _execute(sql.WAITING, values)]
+    return [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_WAITING, values)]
 
 
-def resolve(ends: Sequence[End], source: Source, actor: str) -> None:
+def finish_binds(outcomes: Sequence[BindOutcome], source: EventSource, actor: str) -> None:
     """Move BindStarted requests to Bound or BindFailed. After the bind was answered, this is the only way there.
 
     The requests must be locked (`lock_waiting_requests`) in the caller's transaction. Writes their events and the
     intents that notify Nova. For a failed request, also cancels commands that still wait for their image, and orders a
     detach if the handle may already exist on the host.
     """
-    moves = [_resolved(end) for end in ends]
-    _move(moves, source, actor)
-    notices.raised(moves)
-    placing.cancel([end.request.uuid for end in ends if end.fault])
-    made = [end.request for end in ends if end.fault and end.made and end.request.attach_type in ON_HOST]
-    placing.place([placing.detach(one.handle, one.instance, one.uuid, "its bind failed", actor) for one in made])
+    moves = [_build_finish_row(outcome) for outcome in outcomes]
+    _move_requests(moves, source, actor)
+    notices.raise_notice_intents(moves)
+    placing.cancel_preparing_commands([end.request.uuid for end in outcomes if end.fault])
+    to_detach = [
+        end.request
+        for end in outcomes
+        if end.fault and end.may_exist_on_host and end.request.attach_type in TYPES_CREATED_ON_HOST
+    ]
+    placing.place_commands(
+        [
+            placing.build_detach_order(request.handle, request.instance, request.uuid, "its bind failed", actor)
+            for request in to_detach
+        ]
+    )
 
 
-def _resolved(end: End) -> dict[str, Any]:
+def _build_finish_row(outcome: BindOutcome) -> dict[str, Any]:
     """Build the row for `_move_requests` from BindStarted to Bound or BindFailed."""
-    request = end.request
+    request = outcome.request
     return {
         "id": request.id,
         "uuid": request.uuid,
         "was": _S.BIND_STARTED,
-        "state": _S.BIND_FAILED if end.fault else _S.BOUND,
+        "state": _S.BIND_FAILED if outcome.fault else _S.BOUND,
         "hostname": request.hostname,
         "rp": request.provider,
         "instance": request.instance,
         "deployable": request.deployable,
-        "handle": None if end.fault else request.handle,
-        "fault": end.fault,
+        "handle": None if outcome.fault else request.handle,
+        "fault": outcome.fault,
         "had_instance": request.instance,
         "had_handle": request.handle,
-        "waited": request.waited,
+        "waited": request.waited_s,
     }
 
 
 def run_deadlines() -> None:
     """Run the job `deadlines`: fail all binds whose deadline has passed."""
-    jobs.run("deadlines", expire)
+    jobs.run_steps("deadlines", fail_overdue_binds)
 
 
-def _bind(wanted: Sequence[Bind], caller: Caller, beside: bool) -> RefusedError | None:
+def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -> RefusedError | None:
     """Try the bind once, in the caller's transaction.
 
     Returns None on success. Returns (does not raise) a RefusedError if the requests were moved to BindFailed: the
     caller must commit that and then raise it. A raised RefusedError or _HandlesContendedError means that the
     transaction must be rolled back.
     """
-    instances = sorted({one.instance_uuid for one in wanted})
-    _execute(sql.LOCK_INSTANCES, {"lock": INSTANCE_LOCK, "instances": instances})
-    if not beside and (taken := _execute(sql.TAKEN, {"instances": instances, "project": _project(caller)})):
-        text = f"Instance {taken[0][0]} already has accelerator requests. Cannot bind additional ARQs."
-        raise RefusedError(Reason.INVALID, f"Couldn't apply patch. Reason: {text}")
-    by_uuid = {one.uuid: one for one in wanted}
-    found = _load([*by_uuid], caller)
-    for request in found:
-        if request.state not in BINDABLE:
-            text = f"Bad state: {request.state} for ARQ: {request.uuid}. Expected state(s): {list(BINDABLE)}"
-            raise RefusedError(Reason.STATE, text)
-    pairs = [(request, by_uuid[request.uuid]) for request in found]
+    instances = sorted({one.instance_uuid for one in specs})
+    _fetch_all(sql.LOCK_INSTANCES, {"lock": INSTANCE_LOCK_KEY, "instances": instances})
+    if not allow_existing and (
+        instances_with_requests := _fetch_all(
+            sql.SELECT_INSTANCE_WITH_REQUESTS, {"instances": instances, "project": _get_visible_project(caller)}
+        )
+    ):
+        text = (
+            f"Instance {instances_with_requests[0][0]} already has accelerator requests. Cannot bind additional ARQs."
+        )
+        raise RefusedError(RefusalReason.INVALID, f"Couldn't apply patch. Reason: {text}")
+    spec_by_uuid = {spec.uuid: spec for spec in specs}
+    requests = _load_requests_for_update([*spec_by_uuid], caller)
+    for request in requests:
+        if request.state not in BINDABLE_STATES:
+            text = f"Bad state: {request.state} for ARQ: {request.uuid}. Expected state(s): {list(BINDABLE_STATES)}"
+            raise RefusedError(RefusalReason.STATE, text)
+    pairs = [(request, spec_by_uuid[request.uuid]) for request in requests]
     try:
-        held = _reserve(pairs)
-        programs = _programs(pairs, held)
+        handles = _reserve_handles(pairs)
+        programmed_by = _choose_programming_requests(pairs, handles)
     except RefusedError as refused:
-        _move([_failed(*pair, caller, refused.text) for pair in pairs], Source.API, caller.name)
+        _move_requests(
+            [_build_failure_row(*pair, caller, refused.text) for pair in pairs], EventSource.API, caller.name
+        )
         return refused
-    plans = [_bound(*pair, caller, held[pair[0].id], programs) for pair in pairs]
-    placing.place([order for _, order in plans if order], Source.API)
+    plans = [_plan_bind(*pair, caller, handles[pair[0].id], programmed_by) for pair in pairs]
+    placing.place_commands([order for _, order in plans if order], EventSource.API)
     moves = [move for move, _ in plans]
-    _move(moves, Source.API, caller.name)
-    notices.raised(moves)
+    _move_requests(moves, EventSource.API, caller.name)
+    notices.raise_notice_intents(moves)
     return None
 
 
-def _reserve(pairs: Sequence[tuple[_Request, Bind]]) -> dict[int, _Handle]:
+def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]]) -> dict[int, _FreeHandle]:
     """Lock one free handle for each request; return request id → handle.
 
     Raises RefusedError: INVALID for a group that names no resource or both a bitstream and a function; UNKNOWN for a
     provider that does not exist; NONE_FREE. Raises _HandlesContendedError if enough handles are free but locked by
     others.
     """
-    needed: dict[str, list[_Request]] = {}
-    for request, one in pairs:
-        if groups.BITSTREAM in request.group and groups.FUNCTION in request.group:
+    requests_by_provider: dict[str, list[_LockedRequest]] = {}
+    for request, spec in pairs:
+        if groups.BITSTREAM_KEY in request.group and groups.FUNCTION_KEY in request.group:
             raise RefusedError(
-                Reason.INVALID, f"{groups.BITSTREAM} and {groups.FUNCTION} exclude each other in one group."
+                RefusalReason.INVALID,
+                f"{groups.BITSTREAM_KEY} and {groups.FUNCTION_KEY} exclude each other in one group.",
             )
-        if not groups.resource_class(request.group):
-            raise RefusedError(Reason.INVALID, f"Group of ARQ {request.uuid} asks for no resource.")
-        needed.setdefault(one.device_rp_uuid, []).append(request)
-    held: dict[int, _Handle] = {}
-    for rp, requests in needed.items():
-        alone = any(groups.programs(request.group, None) for request in requests)
-        free = _execute(sql.RESERVE_ALONE if alone else sql.RESERVE, {"rp": rp, "count": len(requests)})
-        if len(free) < len(requests):
-            _refuse(rp, len(requests))
-        held |= {request.id: _Handle(*row) for request, row in zip(requests, free, strict=True)}
-    return held
+        if not groups.first_resource_class(request.group):
+            raise RefusedError(RefusalReason.INVALID, f"Group of ARQ {request.uuid} asks for no resource.")
+        requests_by_provider.setdefault(spec.device_rp_uuid, []).append(request)
+    handles: dict[int, _FreeHandle] = {}
+    for rp, requests in requests_by_provider.items():
+        exclusively = any(groups.needs_programming(request.group, None) for request in requests)
+        rows = _fetch_all(
+            sql.RESERVE_HANDLES_EXCLUSIVELY if exclusively else sql.RESERVE_HANDLES, {"rp": rp, "count": len(requests)}
+        )
+        if len(rows) < len(requests):
+            _raise_shortage_error(rp, len(requests))
+        handles |= {request.id: _FreeHandle(*row) for request, row in zip(requests, rows, strict=True)}
+    return handles
 
 
-def _refuse(rp: str, count: int) -> None:
+def _raise_shortage_error(rp: str, count: int) -> None:
     """Raise the error that says why `count` handles of provider `rp` could not be locked: RefusedError or
     _HandlesContendedError."""
-    found = _execute(sql.WHY_NONE, {"rp": rp})
-    if not found:
-        raise RefusedError(Reason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
-    ((deployable, state, busy, free, nodes),) = found
+    rows = _fetch_all(sql.SELECT_SHORTAGE_FACTS, {"rp": rp})
+    if not rows:
+        raise RefusedError(RefusalReason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
+    ((deployable, state, busy, free, has_device_nodes),) = rows
     if free >= count:
-        raise _ContendedError
-    if nodes:
-        raise _none_free(deployable, "its handles are device nodes (DEV), which no guest gets")
+        raise _HandlesContendedError
+    if has_device_nodes:
+        raise _build_none_free_error(deployable, "its handles are device nodes (DEV), which no guest gets")
     why = "all are held" if state == "ready" else f"its device is {state}, not ready"
-    raise _none_free(deployable, "its device is busy with a command" if busy else why)
+    raise _build_none_free_error(deployable, "its device is busy with a command" if busy else why)
 
 
-def _none_free(deployable: int, why: str) -> RefusedError:
+def _build_none_free_error(deployable: int, why: str) -> RefusedError:
     """Return a RefusedError NONE_FREE with the beginning of upstream's error message, followed by the reason `why`."""
-    return RefusedError(Reason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
+    return RefusedError(RefusalReason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
 
 
-def _programs(pairs: Sequence[tuple[_Request, Bind]], held: Mapping[int, _Handle]) -> dict[int, int]:
+def _choose_programming_requests(
+    pairs: Sequence[tuple[_LockedRequest, BindSpec]], handles: Mapping[int, _FreeHandle]
+) -> dict[int, int]:
     """Return, for each device that must be programmed, the id of the request whose image it gets.
 
     Raises RefusedError NONE_FREE if requests of this bind need different images or different deployables of one device,
     or if another request holds the device.
     """
-    first: dict[int, _Request] = {}
+    first_by_device: dict[int, _LockedRequest] = {}
     for request, _ in pairs:
-        handle = held[request.id]
-        if not groups.programs(request.group, handle.bitstream):
+        handle = handles[request.id]
+        if not groups.needs_programming(request.group, handle.bitstream):
             continue
-        other = first.setdefault(handle.device, request)
-        if (held[other.id].deployable, _image(other.group)) != (handle.deployable, _image(request.group)):
-            raise _none_free(handle.deployable, "its device cannot be programmed with two images at once")
-    for device, uuid in safety.holding([*first], "uuid") if first else ():
+        other = first_by_device.setdefault(handle.device, request)
+        if (handles[other.id].deployable, _get_wanted_image(other.group)) != (
+            handle.deployable,
+            _get_wanted_image(request.group),
+        ):
+            raise _build_none_free_error(handle.deployable, "its device cannot be programmed with two images at once")
+    for device, uuid in safety.query_requests_of_devices([*first_by_device], "uuid") if first_by_device else ():
         why = f"its device is held by request {uuid}: it cannot be programmed for another"
-        raise _none_free(held[first[device].id].deployable, why)
-    return {device: request.id for device, request in first.items()}
+        raise _build_none_free_error(handles[first_by_device[device].id].deployable, why)
+    return {device: request.id for device, request in first_by_device.items()}
 
 
-def _image(group: Mapping[str, str]) -> dict[str, str]:
+def _get_wanted_image(group: Mapping[str, str]) -> dict[str, str]:
     """Return the image that a group names, as a command's `wanted` argument: `bitstream_id` or `function_id`."""
-    name = groups.BITSTREAM if groups.BITSTREAM in group else groups.FUNCTION
+    name = groups.BITSTREAM_KEY if groups.BITSTREAM_KEY in group else groups.FUNCTION_KEY
     return {name.removeprefix("accel:"): group[name]}
 
 
-def _bound(
-    request: _Request, one: Bind, caller: Caller, handle: _Handle, programs: Mapping[int, int]
-) -> tuple[dict[str, Any], Order | None]:
+def _plan_bind(
+    request: _LockedRequest, spec: BindSpec, caller: Caller, handle: _FreeHandle, programmed_by: Mapping[int, int]
+) -> tuple[dict[str, Any], CommandOrder | None]:
     """Build the row for `_move_requests`, and the `attach` command if the host has to do something first.
 
     The request becomes Bound if its handle needs nothing on the host and its device is not programmed; otherwise
     BindStarted with a deadline. Only one request per programmed device gets a command here; the others follow when that
     command has ended.
     """
-    move = _asked(request, one, caller) | {"state": _S.BOUND, "deployable": handle.deployable, "handle": handle.id}
-    keys, by = settings.KEYS, programs.get(handle.device)
-    if by is None and handle.attach_type not in ON_HOST:
+    move = _build_bind_columns(request, spec, caller) | {
+        "state": _S.BOUND,
+        "deployable": handle.deployable,
+        "handle": handle.id,
+    }
+    keys, programming_request = settings.KEYS, programmed_by.get(handle.device)
+    if programming_request is None and handle.attach_type not in TYPES_CREATED_ON_HOST:
         return move, None
-    move |= {"state": _S.BIND_STARTED, "wait": keys.bind_timeout_s if by is None else keys.program_timeout_s}
-    if by not in (None, request.id):
+    move |= {
+        "state": _S.BIND_STARTED,
+        "wait": keys.bind_timeout_s if programming_request is None else keys.program_timeout_s,
+    }
+    if programming_request not in (None, request.id):
         return move, None  # another request of this bind programs the device first
-    arguments: dict[str, Any] = {"consumer": str(UUID(one.instance_uuid))}
-    if by is not None:
-        arguments["wanted"] = _image(request.group)
-    return move, Order("attach", handle=handle.id, arguments=arguments, actor=caller.name, request=request.uuid)
+    arguments: dict[str, Any] = {"consumer": str(UUID(spec.instance_uuid))}
+    if programming_request is not None:
+        arguments["wanted"] = _get_wanted_image(request.group)
+    return move, CommandOrder("attach", handle=handle.id, arguments=arguments, actor=caller.name, request=request.uuid)
 
 
-def _failed(request: _Request, one: Bind, caller: Caller, fault: str) -> dict[str, Any]:
+def _build_failure_row(request: _LockedRequest, spec: BindSpec, caller: Caller, fault: str) -> dict[str, Any]:
     """Build the row for `_move_requests` to BindFailed."""
-    return _asked(request, one, caller) | {"state": _S.BIND_FAILED, "fault": fault}
+    return _build_bind_columns(request, spec, caller) | {"state": _S.BIND_FAILED, "fault": fault}
 
 
-def _asked(request: _Request, one: Bind, caller: Caller) -> dict[str, Any]:
+def _build_bind_columns(request: _LockedRequest, spec: BindSpec, caller: Caller) -> dict[str, Any]:
     """Build the columns that every result of a bind sets, without the new state."""
     return {
         "id": request.id,
         "uuid": request.uuid,
         "was": request.state,
-        "hostname": one.hostname,
-        "rp": one.device_rp_uuid,
-        "instance": one.instance_uuid,
-        "project": one.project_id or caller.project_id,
+        "hostname": spec.hostname,
+        "rp": spec.device_rp_uuid,
+        "instance": spec.instance_uuid,
+        "project": spec.project_id or caller.project_id,
         "had_project": request.project_id,
     }
 
 
-def _unbound(request: _Request) -> dict[str, Any]:
+def _build_unbind_row(request: _LockedRequest) -> dict[str, Any]:
     """Build the row for `_move_requests` to Unbound. The project stays; `_move_requests` clears all other columns that
     the row lacks."""
     before = {"had_instance": request.instance_uuid, "had_handle": request.handle}
     return {"id": request.id, "was": request.state, "state": _S.UNBOUND} | before
 
 
-def _move(moves: Sequence[Mapping[str, Any]], source: Source, actor: str) -> None:
+def _move_requests(moves: Sequence[Mapping[str, Any]], source: EventSource, actor: str) -> None:
     """Update locked requests and write an event for each; one statement. AssertionError if one is not in `was`."""
     if moves:
         values = {"rows": _json.encode(moves).decode(), "count": len(moves), "source": source.value}
-        write = conductor.cursor()
-        write.execute(sql.MOVE, values | {"actor": actor, "request_id": request_id.get()})
-        assert write.rowcount == len(moves), "a request moved although it was locked"
-        metrics.moved(moves)
+        cursor = conductor.open_cursor()
+        cursor.execute(sql.MOVE_REQUESTS, values | {"actor": actor, "request_id": request_id.get()})
+        assert cursor.rowcount == len(moves), "a request moved although it was locked"
+        metrics.count_bind_outcomes(moves)
 
 
-def _delete(found: Sequence[_Request], caller: Caller) -> None:
+def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller) -> None:
     """Delete locked requests, write an event for each, and undo on the hosts what was made for them."""
-    conductor.cursor().execute(sql.DELETE, {"ids": [request.id for request in found]} | _who(caller))
-    _release(found, caller)
+    conductor.open_cursor().execute(
+        sql.DELETE_REQUESTS, {"ids": [request.id for request in requests]} | _build_actor_values(caller)
+    )
+    _release_on_hosts(requests, caller)
 
 
-def _release(found: Sequence[_Request], caller: Caller) -> None:
+def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller) -> None:
     """Cancel commands that still wait for their image, and order a detach of each handle that is made on a host."""
-    placing.cancel([request.uuid for request in found if request.state == _S.BIND_STARTED])
-    made = [(one, one.handle) for one in found if one.handle and one.attach_type in ON_HOST]
-    gone = "its request is gone", caller.name
-    placing.place([placing.detach(handle, one.instance_uuid, one.uuid, *gone) for one, handle in made], Source.API)
+    placing.cancel_preparing_commands([request.uuid for request in requests if request.state == _S.BIND_STARTED])
+    to_detach = [
+        (held_request, held_request.handle)
+        for held_request in requests
+        if held_request.handle and held_request.attach_type in TYPES_CREATED_ON_HOST
+    ]
+    reason_and_actor = "its request is gone", caller.name
+    placing.place_commands(
+        [
+            placing.build_detach_order(handle, one.instance_uuid, one.uuid, *reason_and_actor)
+            for one, handle in to_detach
+        ],
+        EventSource.API,
+    )
 
 
-def _load(uuids: Sequence[str], caller: Caller) -> list[_Request]:
+def _load_requests_for_update(uuids: Sequence[str], caller: Caller) -> list[_LockedRequest]:
     """Lock and return these requests, by id. Raises RefusedError UNKNOWN for the first uuid that does not exist or that
     the caller may not see."""
-    rows = _execute(sql.LOAD, {"uuids": list(uuids), "project": _project(caller)})
-    found = [_Request.of(row) for row in rows]
-    there = {request.uuid for request in found}
+    rows = _fetch_all(sql.LOCK_REQUESTS, {"uuids": list(uuids), "project": _get_visible_project(caller)})
+    requests = [_LockedRequest.from_row(row) for row in rows]
+    found_uuids = {request.uuid for request in requests}
     for uuid in uuids:
-        if uuid not in there:
-            raise RefusedError(Reason.UNKNOWN, f"ExtArq not found with uuid={uuid}")
-    return found
+        if uuid not in found_uuids:
+            raise RefusedError(RefusalReason.UNKNOWN, f"ExtArq not found with uuid={uuid}")
+    return requests
 
 
-def _project(caller: Caller) -> str | None:
+def _get_visible_project(caller: Caller) -> str | None:
     """Return the value of `project` in the statements: None for an admin, who sees the requests of every project."""
     return None if caller.is_admin else caller.project_id
 
 
-def _who(caller: Caller) -> dict[str, str]:
+def _build_actor_values(caller: Caller) -> dict[str, str]:
     return {"actor": caller.name, "request_id": request_id.get()}
 
 
-def _execute(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    return conductor.cursor().execute(statement, values).fetchall()
+def _fetch_all(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    return conductor.open_cursor().execute(statement, values).fetchall()

@@ -1,14 +1,14 @@
 """SQL statements of `binding`. The parameter `project` is NULL for a caller who sees the requests of every project."""
 
-VISIBLE = "(%(project)s::text IS NULL OR q.project_id = %(project)s::text)"
+VISIBLE_CONDITION = "(%(project)s::text IS NULL OR q.project_id = %(project)s::text)"
 """Condition: the caller may see the request that is aliased `q` (promise X4)."""
 
-_EVENT = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name,
+_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name,
   host, changes, reason)
 SELECT clock_timestamp(), {source}, %(actor)s::text, %(request_id)s::text, 'request.' || {action}, 'request', m.uuid,
   coalesce(m.profile_name, ''), coalesce(m.hostname, ''), {changes}, {reason} FROM {rows} m"""
 
-CREATE = f"""
+INSERT_REQUESTS = f"""
 WITH made AS (
   INSERT INTO accelerators_acceleratorrequest (uuid, project_id, state, profile_id, group_id, "group", fault, label)
   SELECT gen_random_uuid(), %(project)s::text, 'Initial', p.id, g.index, p.groups::jsonb -> g.index, '', ''
@@ -17,7 +17,7 @@ WITH made AS (
     AND p.updated_at IS NOT DISTINCT FROM %(updated_at)s::timestamptz
   ORDER BY g.place RETURNING id, uuid, hostname, %(name)s::text AS profile_name, project_id, group_id
 ), logged AS ({
-    _EVENT.format(
+    _INSERT_EVENTS.format(
         source="'api'",
         action="'created'",
         changes="jsonb_build_object('state', jsonb_build_array(NULL, 'Initial'),"
@@ -35,26 +35,28 @@ LOCK_INSTANCES = "SELECT pg_advisory_xact_lock(%(lock)s::int, hashtext(i)) FROM 
 """Take an advisory lock for each instance until the end of the transaction, so that an instance has one bind at a time.
 Pass the ids sorted: then two binds cannot deadlock."""
 
-_FOUND = """
+_SELECT_REQUESTS = """
 SELECT q.uuid::text, q.id, q.state, q."group", q.instance_uuid::text, q.attach_handle_id, t.attach_type,
   q.project_id
 FROM accelerators_acceleratorrequest q LEFT JOIN accelerators_attachhandle t ON t.id = q.attach_handle_id
 """
 
-LOAD = f"{_FOUND} WHERE q.uuid = ANY(%(uuids)s::uuid[]) AND {VISIBLE} ORDER BY q.id FOR UPDATE OF q"
+LOCK_REQUESTS = (
+    f"{_SELECT_REQUESTS} WHERE q.uuid = ANY(%(uuids)s::uuid[]) AND {VISIBLE_CONDITION} ORDER BY q.id FOR UPDATE OF q"
+)
 
 """Lock the requests with these uuids, by id; only those that the caller may see."""
 
-LOAD_OF_INSTANCE = f"{_FOUND} WHERE q.instance_uuid = %(instance)s::uuid AND {VISIBLE} ORDER BY q.id FOR UPDATE OF q"
+LOCK_REQUESTS_OF_INSTANCE = f"{_SELECT_REQUESTS} WHERE q.instance_uuid = %(instance)s::uuid AND {VISIBLE_CONDITION} ORDER BY q.id FOR UPDATE OF q"
 """Lock the requests of an instance, by id; only those that the caller may see."""
 
-TAKEN = f"""
+SELECT_INSTANCE_WITH_REQUESTS = f"""
 SELECT q.instance_uuid::text FROM accelerators_acceleratorrequest q
-WHERE q.instance_uuid = ANY(%(instances)s::uuid[]) AND {VISIBLE} LIMIT 1
+WHERE q.instance_uuid = ANY(%(instances)s::uuid[]) AND {VISIBLE_CONDITION} LIMIT 1
 """
 """Return one of these instances that already has a request, if there is one."""
 
-FREE = """
+FROM_FREE_HANDLES = """
 FROM accelerators_attachhandle t
 JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready' AND d.busy_with IS NULL
@@ -62,24 +64,24 @@ WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready' 
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
 """
 """FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`."""
-IN_OFFER = "least({free}, greatest(p.num_accelerators - {held}, 0))"
+OFFERED_COUNT = "least({free}, greatest(p.num_accelerators - {held}, 0))"
 """Expression: how many handles of the deployable `p` requests can still get. It is limited by the deployable's total,
 because Placement never allocates more than that, even if more handles are free."""
-_FREE = f"{FREE} AND p.rp_uuid = %(rp)s::uuid"
+_FROM_FREE_HANDLES_OF_PROVIDER = f"{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid"
 
-_RESERVE = f"""
-SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FREE} ORDER BY t.id LIMIT %(count)s::bigint
+_LOCK_FREE_HANDLES = f"""
+SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FROM_FREE_HANDLES_OF_PROVIDER} ORDER BY t.id LIMIT %(count)s::bigint
 FOR NO KEY UPDATE OF t SKIP LOCKED
 """
-RESERVE = f"{_RESERVE} FOR SHARE OF d SKIP LOCKED"
+RESERVE_HANDLES = f"{_LOCK_FREE_HANDLES} FOR SHARE OF d SKIP LOCKED"
 """Lock at most `count` free handles of a provider, and share-lock their devices: a device cannot leave `ready` before
 the bind is committed. Locked rows are skipped, so the statement never waits for a lock."""
-RESERVE_ALONE = f"{_RESERVE} FOR NO KEY UPDATE OF d SKIP LOCKED"
+RESERVE_HANDLES_EXCLUSIVELY = f"{_LOCK_FREE_HANDLES} FOR NO KEY UPDATE OF d SKIP LOCKED"
 """Like RESERVE_HANDLES, but lock the devices exclusively, for a bind that may program them: no other bind can use them
 until it is committed."""
 
-WHY_NONE = f"""
-SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FREE}),
+SELECT_SHORTAGE_FACTS = f"""
+SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FROM_FREE_HANDLES_OF_PROVIDER}),
   EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV')
 FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
@@ -89,7 +91,7 @@ WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 device, whether a command uses the device alone, the number of free handles, and whether it has device nodes; no row if
 there is no such provider."""
 
-MOVE = f"""
+MOVE_REQUESTS = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname
   FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, hostname text,
     rp uuid, instance uuid, project text, deployable bigint, handle bigint, wait int, fault text, had_instance uuid,
@@ -104,7 +106,7 @@ moved AS (
     q.instance_uuid, x.had_handle, q.attach_handle_id, x.had_project, q.project_id,
     (SELECT name FROM accelerators_deviceprofile f WHERE f.id = q.profile_id) AS profile_name)
 {
-    _EVENT.format(
+    _INSERT_EVENTS.format(
         source="%(source)s::text",
         action="CASE m.state WHEN 'BindStarted' THEN 'bind_started' WHEN 'BindFailed' THEN 'bind_failed'"
         " ELSE lower(m.state) END",
@@ -125,13 +127,13 @@ of events, so the caller sees whether all requests moved.
 The LIMIT removes no rows. It tells the planner that there are few; without it the planner would scan the whole table of
 requests."""
 
-DELETE = f"""
+DELETE_REQUESTS = f"""
 WITH gone AS (
   DELETE FROM accelerators_acceleratorrequest q WHERE q.id = ANY(%(ids)s::bigint[])
   RETURNING q.uuid, q.state, q.hostname, q.instance_uuid, q.attach_handle_id,
     (SELECT name FROM accelerators_deviceprofile f WHERE f.id = q.profile_id) AS profile_name)
 {
-    _EVENT.format(
+    _INSERT_EVENTS.format(
         source="'api'",
         action="'deleted'",
         changes="jsonb_build_object('state', jsonb_build_array(m.state, NULL),"
@@ -143,7 +145,7 @@ WITH gone AS (
 }
 """
 
-_WAITING = """
+_SELECT_WAITING = """
 SELECT q.uuid::text, q.id, q.hostname, q.device_rp_uuid::text, q.instance_uuid::text, q.deployable_id,
   q.attach_handle_id, t.attach_type, p.device_id,
   extract(epoch FROM clock_timestamp() - coalesce(q.updated_at, q.created_at))::float8
@@ -151,12 +153,12 @@ FROM accelerators_acceleratorrequest q JOIN accelerators_attachhandle t ON t.id 
 JOIN accelerators_deployable p ON p.id = t.deployable_id WHERE q.state = 'BindStarted'
 """
 
-OVERDUE = f"""{_WAITING} AND q.deadline < statement_timestamp()
+LOCK_OVERDUE = f"""{_SELECT_WAITING} AND q.deadline < statement_timestamp()
 ORDER BY q.id LIMIT %(count)s::bigint FOR UPDATE OF q SKIP LOCKED
 """
 """Lock at most `count` requests in state BindStarted whose deadline has passed; skip those that are locked."""
 
-WAITING = f"""{_WAITING} AND (q.uuid = ANY(%(uuids)s::uuid[])
+LOCK_WAITING = f"""{_SELECT_WAITING} AND (q.uuid = ANY(%(uuids)s::uuid[])
   OR q.instance_uuid = ANY(%(instances)s::uuid[]) AND p.device_id = ANY(%(devices)s::bigint[]))
 ORDER BY q.id FOR UPDATE OF q
 """

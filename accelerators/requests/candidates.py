@@ -14,18 +14,18 @@ from uuid import UUID
 from django.db import connection
 
 from accelerators.domain import groups
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Host
-from accelerators.requests.binding_sql import FREE, IN_OFFER
+from accelerators.requests.binding_sql import FROM_FREE_HANDLES, OFFERED_COUNT
 
-_HELD = """(SELECT count(*) FROM accelerators_acceleratorrequest q
+_HELD_COUNT = """(SELECT count(*) FROM accelerators_acceleratorrequest q
     WHERE q.deployable_id = p.id AND q.attach_handle_id IS NOT NULL)"""
-OF_HOSTS = f"""
+SELECT_CANDIDATES = f"""
 SELECT d.host_id, p.rp_uuid::text,
   coalesce((SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key = 'rc'), ''),
   ARRAY(SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key LIKE 'trait%%'),
-  {IN_OFFER.format(free="count(*)", held=_HELD)}, array_agg(DISTINCT t.attach_type::text)
-{FREE} AND d.host_id = ANY(%(hosts)s::bigint[]) AND (%(device)s::uuid IS NULL OR d.uuid = %(device)s::uuid)
+  {OFFERED_COUNT.format(free="count(*)", held=_HELD_COUNT)}, array_agg(DISTINCT t.attach_type::text)
+{FROM_FREE_HANDLES} AND d.host_id = ANY(%(hosts)s::bigint[]) AND (%(device)s::uuid IS NULL OR d.uuid = %(device)s::uuid)
   AND p.rp_uuid IS NOT NULL
 GROUP BY d.host_id, p.id ORDER BY p.id
 """
@@ -34,7 +34,7 @@ traits, the number of handles that requests can get, and the attach types of the
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ProviderCandidate:
     """A resource provider with free handles. `free` is at most what Placement would still allocate; `attach_types` are
     those of its free handles."""
 
@@ -42,22 +42,22 @@ class Candidate:
     resource_class: str
     traits: frozenset[str]
     free: int
-    types: frozenset[str]
+    attach_types: frozenset[str]
 
-    def fits(self, group: Mapping[str, str]) -> bool:
+    def matches_group(self, group: Mapping[str, str]) -> bool:
         """Return whether the resource class and the traits are those that a group asks for; the amount is not checked.
 
         The group must ask for exactly one resource class. A trait that is not `required` must be absent.
         """
-        named = {key.removeprefix("resources:") for key in group if key.startswith("resources:")}
-        wanted = {key.removeprefix("trait:"): value for key, value in group.items() if key.startswith("trait:")}
-        return named == {self.resource_class} and all(
-            (name in self.traits) == (value == "required") for name, value in wanted.items()
+        resource_classes = {key.removeprefix("resources:") for key in group if key.startswith("resources:")}
+        wanted_traits = {key.removeprefix("trait:"): value for key, value in group.items() if key.startswith("trait:")}
+        return resource_classes == {self.resource_class} and all(
+            (name in self.traits) == (value == "required") for name, value in wanted_traits.items()
         )
 
 
 @dataclass(frozen=True)
-class Choice:
+class ProviderChoice:
     """The providers that were chosen for a profile.
 
     `providers` has one provider per request, in the order of the requests. `shares` maps each provider to its resource
@@ -66,26 +66,32 @@ class Choice:
 
     providers: tuple[str, ...]
     shares: dict[str, tuple[str, int]]
-    types: frozenset[str]
+    attach_types: frozenset[str]
 
 
-def of(host: Host, device: UUID | None = None) -> list[Candidate]:
+def find_candidates(host: Host, device: UUID | None = None) -> list[ProviderCandidate]:
     """Return the providers with free handles on a host, or those of one `device` there; one statement."""
-    return at([host.pk], device)[host.pk]
+    return find_candidates_by_host([host.pk], device)[host.pk]
 
 
-def at(hosts: Collection[int], device: UUID | None = None) -> defaultdict[int, list[Candidate]]:
+def find_candidates_by_host(
+    hosts: Collection[int], device: UUID | None = None
+) -> defaultdict[int, list[ProviderCandidate]]:
     """Return host id → providers with free handles (of one `device` if it is given), for these hosts; one statement."""
-    found = defaultdict(list)
+    candidates_by_host = defaultdict(list)
     with connection.cursor() as cursor:
-        cursor.execute(OF_HOSTS, {"hosts": list(hosts), "device": device})
-        for host, provider, name, traits, free, types in cursor.fetchall():
+        cursor.execute(SELECT_CANDIDATES, {"hosts": list(hosts), "device": device})
+        for host, provider, resource_class, traits, free, types in cursor.fetchall():
             if free:
-                found[host].append(Candidate(provider, name, frozenset(traits), free, frozenset(types)))
-    return found
+                candidates_by_host[host].append(
+                    ProviderCandidate(provider, resource_class, frozenset(traits), free, frozenset(types))
+                )
+    return candidates_by_host
 
 
-def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], where: str) -> Choice:
+def choose_providers(
+    wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate], place: str
+) -> ProviderChoice:
     """Choose a provider for each group of a profile; reserves nothing. Like in Placement, one provider serves the whole
     group.
 
@@ -94,44 +100,59 @@ def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], wher
     Raises RefusedError NONE_FREE for the first group without a provider; `place`, such as "Host cmp1", is the subject
     of its sentence.
     """
-    plan = groups.plan(wanted)
-    chosen, without = _take(plan, _fitting(wanted, there), {one.provider: one.free for one in there})
-    if without is not None:
-        asked = ", ".join(f"{key}={value}" for key, value in sorted(wanted[without].items()))
-        raise RefusedError(Reason.NONE_FREE, f"{where} has no free unit that is ready and fits {asked[:300]}.")
+    plan = groups.list_requested_groups(wanted_groups)
+    chosen, unserved_index = _assign_providers(
+        plan, _match_candidates(wanted_groups, candidates), {one.provider: one.free for one in candidates}
+    )
+    if unserved_index is not None:
+        wanted_text = ", ".join(f"{key}={value}" for key, value in sorted(wanted_groups[unserved_index].items()))
+        raise RefusedError(
+            RefusalReason.NONE_FREE, f"{place} has no free unit that is ready and fits {wanted_text[:300]}."
+        )
     shares: dict[str, tuple[str, int]] = {}
-    for index, one in sorted(chosen.items()):
-        before = shares.get(one.provider, ("", 0))[1]
-        shares[one.provider] = one.resource_class, before + int(wanted[index][f"resources:{one.resource_class}"])
-    types = frozenset(kind for one in chosen.values() for kind in one.types)
-    return Choice(tuple(chosen[index].provider for index in plan), shares, types)
+    for index, candidate in sorted(chosen.items()):
+        amount_before = shares.get(candidate.provider, ("", 0))[1]
+        shares[candidate.provider] = (
+            candidate.resource_class,
+            amount_before + int(wanted_groups[index][f"resources:{candidate.resource_class}"]),
+        )
+    types = frozenset(kind for one in chosen.values() for kind in one.attach_types)
+    return ProviderChoice(tuple(chosen[index].provider for index in plan), shares, types)
 
 
-def room(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], most: int) -> int:
+def count_possible_choices(
+    wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate], maximum: int
+) -> int:
     """Return how many times in a row `choose_providers` could serve these groups from these providers, at most
     `maximum`."""
-    plan, fitting, left = groups.plan(wanted), _fitting(wanted, there), {one.provider: one.free for one in there}
-    return next((n for n in range(most) if _take(plan, fitting, left)[1] is not None), most)
+    plan, fitting, free_handles = (
+        groups.list_requested_groups(wanted_groups),
+        _match_candidates(wanted_groups, candidates),
+        {candidate.provider: candidate.free for candidate in candidates},
+    )
+    return next((n for n in range(maximum) if _assign_providers(plan, fitting, free_handles)[1] is not None), maximum)
 
 
-def _fitting(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate]) -> list[list[Candidate]]:
+def _match_candidates(
+    wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate]
+) -> list[list[ProviderCandidate]]:
     """Return, for each group, the providers that fit it, whatever the amount."""
-    return [[one for one in there if one.fits(group)] for group in wanted]
+    return [[candidate for candidate in candidates if candidate.matches_group(group)] for group in wanted_groups]
 
 
-def _take(
-    plan: Sequence[int], fitting: Sequence[Sequence[Candidate]], left: dict[str, int]
-) -> tuple[dict[int, Candidate], int | None]:
+def _assign_providers(
+    plan: Sequence[int], fitting: Sequence[Sequence[ProviderCandidate]], free_handles: dict[str, int]
+) -> tuple[dict[int, ProviderCandidate], int | None]:
     """Choose a provider for each group and subtract its handles from `free_handles` (provider → free handles).
 
     Returns group index → provider, and the index of the first group that no provider can serve, or None.
     """
-    chosen: dict[int, Candidate] = {}
+    chosen: dict[int, ProviderCandidate] = {}
     for index in sorted(set(plan), key=lambda index: (len(fitting[index]), index)):
         count = plan.count(index)
-        enough = [one for one in fitting[index] if left[one.provider] >= count]
-        if not enough:
+        sufficient = [candidate for candidate in fitting[index] if free_handles[candidate.provider] >= count]
+        if not sufficient:
             return chosen, index
-        chosen[index] = min(enough, key=lambda one: left[one.provider])
-        left[chosen[index].provider] -= count
+        chosen[index] = min(sufficient, key=lambda one: free_handles[one.provider])
+        free_handles[chosen[index].provider] -= count
     return chosen, None

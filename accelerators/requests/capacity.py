@@ -12,48 +12,48 @@ from dataclasses import dataclass
 
 from django.db import connection
 
-from accelerators.requests.binding_sql import FREE, IN_OFFER
+from accelerators.requests.binding_sql import FROM_FREE_HANDLES, OFFERED_COUNT
 
-MOST = 10_000
+MAX_GROUPS = 10_000
 """Maximum number of groups per answer (the default `limit`)."""
 
-COLUMNS = {
+GROUP_COLUMNS = {
     "host": "h.name",
     "type": "d.type",
     "resource_class": "coalesce(a.value, '')",
     "project": "r.project_id",
 }
 """What to group by → the SQL expression of its value."""
-ORDERS = {
+ORDER_BY_CLAUSES = {
     "group": 'k1 COLLATE "C", k2 COLLATE "C"',
     "-group": 'k1 COLLATE "C" DESC, k2 COLLATE "C" DESC',
     "largest": 'coalesce(total, held) DESC, k1 COLLATE "C", k2 COLLATE "C"',
 }
 """Order of the groups → its ORDER BY clause: by names, by names descending, or the largest groups first."""
-_OF_ALL = f"""LEFT JOIN (SELECT deployable_id, count(*) AS held FROM accelerators_acceleratorrequest
+_JOIN_HOLDERS = f"""LEFT JOIN (SELECT deployable_id, count(*) AS held FROM accelerators_acceleratorrequest
   WHERE attach_handle_id IS NOT NULL GROUP BY 1) r ON r.deployable_id = p.id
-  LEFT JOIN (SELECT t.deployable_id, count(*) AS free {FREE} AND (%(host{{n}})s::text IS NULL
+  LEFT JOIN (SELECT t.deployable_id, count(*) AS free {FROM_FREE_HANDLES} AND (%(host{{n}})s::text IS NULL
     OR d.host_id = (SELECT id FROM accelerators_host WHERE name = %(host{{n}})s)) GROUP BY 1) f
     ON f.deployable_id = p.id"""
-_FREE = IN_OFFER.format(free="coalesce(f.free, 0)", held="coalesce(r.held, 0)")
-_OF_PROJECTS = """JOIN (SELECT deployable_id, project_id, count(*) AS held FROM accelerators_acceleratorrequest
+_OFFERED_COUNT = OFFERED_COUNT.format(free="coalesce(f.free, 0)", held="coalesce(r.held, 0)")
+_JOIN_HOLDERS_BY_PROJECT = """JOIN (SELECT deployable_id, project_id, count(*) AS held FROM accelerators_acceleratorrequest
   WHERE attach_handle_id IS NOT NULL AND (%(project{n})s::text IS NULL OR project_id = %(project{n})s)
   GROUP BY 1, 2) r ON r.deployable_id = p.id"""
-_SAID = """said AS (
+_WITH_SAMPLES = """said AS (
   SELECT * FROM unnest(%(hosts)s::bigint[], %(keys)s::text[], %(busy)s::float8[], %(used)s::float8[],
     %(size)s::float8[], %(power)s::float8[]) AS s(host, key, busy, used, size, power))"""
-_LOAD = """count(*) AS devices, count(s.key) AS sampled, round(avg(busy)::numeric, 1)::float8 AS mean,
+_LOAD_COLUMNS = """count(*) AS devices, count(s.key) AS sampled, round(avg(busy)::numeric, 1)::float8 AS mean,
     round(max(busy)::numeric, 1)::float8 AS highest, sum(used) FILTER (WHERE size IS NOT NULL)::bigint AS used,
     sum(size) FILTER (WHERE used IS NOT NULL)::bigint AS size, round(sum(power)::numeric, 1)::float8 AS power"""
 """Columns of `LoadSummary`, over devices `x` joined with their samples `s`. Memory is summed only over devices that
 give both numbers, so that `used` is always a part of `size`."""
-_HOSTS = f"""
-WITH {_SAID}
-SELECT x.host_id, {_LOAD}
+_SELECT_LOAD_BY_HOST = f"""
+WITH {_WITH_SAMPLES}
+SELECT x.host_id, {_LOAD_COLUMNS}
 FROM accelerators_device x LEFT JOIN said s ON s.host = x.host_id AND s.key = x.key
 WHERE x.host_id = ANY(%(asked)s::bigint[]) AND x.state <> 'retired' GROUP BY 1
 """
-_GROUPS = """
+_SELECT_GROUPS = """
 SELECT {n} AS n, g.* FROM (
 WITH part AS MATERIALIZED (
   SELECT {first}::text AS k1, {second}::text AS k2, d.host_id AS host, d.key, {total} AS total,
@@ -79,7 +79,7 @@ FROM units JOIN loads USING (k1, k2) {beyond} ORDER BY place LIMIT %(limit{n})s)
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LastSample:
     """The last sample of one device, identified by its host's id and its key: utilisation (percent), memory used and
     memory size (bytes), power (watts). None for a number that its driver does not give."""
 
@@ -92,7 +92,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadSummary:
     """The load of a set of `devices`, of which `sampled` have a recent sample.
 
     `mean` and `highest` are the utilisation in percent, `used` and `size` the memory in bytes of the devices that give
@@ -109,7 +109,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Group:
+class CapacityGroup:
     """The units of one group. `free` units can be requested now; `reserved` units are neither held nor free, for any
     reason. A group by project counts only what the project holds: its `total` and `free` are None."""
 
@@ -118,7 +118,7 @@ class Group:
     held: int
     free: int | None
     reserved: int
-    load: Load = Load()
+    load: LoadSummary = LoadSummary()
 
     @property
     def name(self) -> str:
@@ -127,7 +127,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CapacityQuery:
     """A query for `query_groups`: group by one or two of GROUP_COLUMNS; the other fields filter.
 
     The filter `project` has an effect only if `by` contains "project". `order` is one of ORDER_BY_CLAUSES. `after`
@@ -142,58 +142,60 @@ class Asked:
     project: str | None = None
     order: str = "group"
     after: tuple[str, ...] | None = None
-    limit: int = MOST
+    limit: int = MAX_GROUPS
 
 
-def groups(asked: Sequence[Asked], said: Collection[Said] = ()) -> list[list[Group]]:
+def query_groups(queries: Sequence[CapacityQuery], samples: Collection[LastSample] = ()) -> list[list[CapacityGroup]]:
     """Return the groups that each query asks for, in the order of the queries. One statement for all of them.
 
     `samples` are the devices' last samples. Retired devices are not counted.
     """
-    known: dict[str, object] = dict(_columns(said))
-    for n, one in enumerate(asked):
-        known |= {f"{name}{n}": getattr(one, name) for name in ("host", "type", "resource_class", "project", "limit")}
-        known |= dict(zip((f"first{n}", f"second{n}"), (*(one.after or ()), "", ""), strict=False))
-    statement = " UNION ALL ".join(_statement(n, one) for n, one in enumerate(asked))
-    found: list[list[Group]] = [[] for _ in asked]
+    parameters: dict[str, object] = dict(_build_sample_arrays(samples))
+    for n, query in enumerate(queries):
+        parameters |= {
+            f"{name}{n}": getattr(query, name) for name in ("host", "type", "resource_class", "project", "limit")
+        }
+        parameters |= dict(zip((f"first{n}", f"second{n}"), (*(query.after or ()), "", ""), strict=False))
+    statement = " UNION ALL ".join(_build_statement(n, one) for n, one in enumerate(queries))
+    groups_by_query: list[list[CapacityGroup]] = [[] for _ in queries]
     with connection.cursor() as cursor:
-        cursor.execute(f"{statement} ORDER BY n, place", known)
+        cursor.execute(f"{statement} ORDER BY n, place", parameters)
         for n, _, first, second, total, held, free, reserved, *load in cursor.fetchall():
-            names = (first, second)[: len(asked[n].by)]
-            found[n].append(Group(names, total, held, free, reserved, Load(*load)))
-    return found
+            names = (first, second)[: len(queries[n].by)]
+            groups_by_query[n].append(CapacityGroup(names, total, held, free, reserved, LoadSummary(*load)))
+    return groups_by_query
 
 
-def of_hosts(hosts: Collection[int], said: Collection[Said]) -> dict[int, Load]:
+def query_load_by_host(hosts: Collection[int], samples: Collection[LastSample]) -> dict[int, LoadSummary]:
     """Return host id → load of all its devices together; one statement.
 
     Hosts without devices are left out. Retired devices, and samples of unknown devices, are not counted.
     """
     with connection.cursor() as cursor:
-        cursor.execute(_HOSTS, {**_columns(said), "asked": list(hosts)})
-        return {host: Load(*load) for host, *load in cursor.fetchall()}
+        cursor.execute(_SELECT_LOAD_BY_HOST, {**_build_sample_arrays(samples), "asked": list(hosts)})
+        return {host: LoadSummary(*load) for host, *load in cursor.fetchall()}
 
 
-def _statement(n: int, asked: Asked) -> str:
+def _build_statement(n: int, query: CapacityQuery) -> str:
     """Build the SELECT for query number `n`; the names of its parameters end in `n`."""
-    keys, by_project = [COLUMNS[name] for name in asked.by], "project" in asked.by
-    sign = "<" if asked.order.startswith("-") else ">"
-    beyond = f'WHERE (k1 COLLATE "C", k2 COLLATE "C") {sign} (%(first{n})s, %(second{n})s)'
-    return _GROUPS.format(
+    keys, by_project = [GROUP_COLUMNS[name] for name in query.by], "project" in query.by
+    comparison = "<" if query.order.startswith("-") else ">"
+    after_condition = f'WHERE (k1 COLLATE "C", k2 COLLATE "C") {comparison} (%(first{n})s, %(second{n})s)'
+    return _SELECT_GROUPS.format(
         n=n,
-        said=_SAID,
-        load=_LOAD,
+        said=_WITH_SAMPLES,
+        load=_LOAD_COLUMNS,
         first=keys[0],
         second=keys[1] if len(keys) > 1 else "''",
         total="NULL::bigint" if by_project else "p.num_accelerators",
-        free="NULL::bigint" if by_project else _FREE,
-        holders=(_OF_PROJECTS if by_project else _OF_ALL).format(n=n),
-        beyond=beyond if asked.after else "",
-        order=ORDERS[asked.order],
+        free="NULL::bigint" if by_project else _OFFERED_COUNT,
+        holders=(_JOIN_HOLDERS_BY_PROJECT if by_project else _JOIN_HOLDERS).format(n=n),
+        beyond=after_condition if query.after else "",
+        order=ORDER_BY_CLAUSES[query.order],
     )
 
 
-def _columns(said: Collection[Said]) -> dict[str, list[object]]:
+def _build_sample_arrays(samples: Collection[LastSample]) -> dict[str, list[object]]:
     """Return the samples as one array per column: PostgreSQL joins arrays much faster than as many rows of VALUES."""
     names = {"hosts": "host", "keys": "key", "busy": "busy", "used": "used", "size": "size", "power": "power"}
-    return {column: [getattr(one, field) for one in said] for column, field in names.items()}
+    return {column: [getattr(sample, field) for sample in samples] for column, field in names.items()}

@@ -10,19 +10,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerators import conductor
-from accelerators.domain.states import RESOLVED, RequestState
+from accelerators.domain.states import BIND_ENDED_STATES, RequestState
 from accelerators.runtime import jobs
 
-KIND = "notice"
+NOTICE_INTENT = "notice"
 
 
-def raised(moves: Iterable[Mapping[str, Any]]) -> None:
+def raise_notice_intents(moves: Iterable[Mapping[str, Any]]) -> None:
     """Raise one intent for each of these moves that ends in Bound or BindFailed; one statement."""
-    if jobs.has_taker(KIND):
-        conductor.intend(KIND, {move["uuid"]: _notice(move) for move in moves if move["state"] in RESOLVED})
+    if jobs.has_handler(NOTICE_INTENT):
+        conductor.raise_intents(
+            NOTICE_INTENT,
+            {move["uuid"]: _build_notice_payload(move) for move in moves if move["state"] in BIND_ENDED_STATES},
+        )
 
 
-def _notice(move: Mapping[str, Any]) -> dict[str, Any]:
+def _build_notice_payload(move: Mapping[str, Any]) -> dict[str, Any]:
     """Build the intent's payload: the instance, whether its request is Bound, and the host."""
     completed = move["state"] == RequestState.BOUND
     return {"instance": str(move["instance"]), "completed": completed, "host": move["hostname"] or ""}

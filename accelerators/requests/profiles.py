@@ -17,73 +17,79 @@ from django.db.models import ProtectedError
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.groups import Group
-from accelerators.domain.states import Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.groups import ProfileGroup
+from accelerators.domain.states import EventSource
 from accelerators.models import DeviceProfile
 from accelerators.runtime import pubsub
-from accelerators.runtime.cache import Cache
+from accelerators.runtime.cache import GenerationCache
 
 MAX_DESCRIPTION = 65_535
 
 
 @dataclass(frozen=True)
-class Profile:
+class CachedProfile:
     """A cached profile. Compare `updated_at` with the database to find out whether it is still current."""
 
     id: int
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[ProfileGroup, ...]
     updated_at: datetime | None
 
 
-def _load(name: str) -> Profile | None:
+def _read_profile(name: str) -> CachedProfile | None:
     """Read a profile from the database; None if there is none of this name."""
-    found = DeviceProfile.objects.filter(name=name).values_list("id", "name", "groups", "updated_at").first()
-    return found and Profile(found[0], found[1], tuple(found[2]), found[3])
+    row = DeviceProfile.objects.filter(name=name).values_list("id", "name", "groups", "updated_at").first()
+    return row and CachedProfile(row[0], row[1], tuple(row[2]), row[3])
 
 
-_by_name = Cache("profiles", _load)
+_profiles_by_name = GenerationCache("profiles", _read_profile)
 
 
-def by_name(name: str) -> Profile | None:
+def get_profile_by_name(name: str) -> CachedProfile | None:
     """Return the profile of this name from the cache, None if there is none.
 
     A change by another process is seen within a second, or within 15 s if its notification is lost.
     """
-    return _by_name.get(name)
+    return _profiles_by_name.get(name)
 
 
-def forget() -> None:
+def clear_profile_cache() -> None:
     """Clear this process's cache of profiles. Call it when a cached profile turned out to be out of date."""
-    _by_name.drop()
+    _profiles_by_name.drop_all()
 
 
-def _changed() -> None:
+def _clear_all_profile_caches() -> None:
     """Clear the cache of this process now, and the caches of all processes after the commit of the transaction."""
-    forget()
-    transaction.on_commit(partial(pubsub.ring, "profiles"))
+    clear_profile_cache()
+    transaction.on_commit(partial(pubsub.publish, "profiles"))
 
 
-def create(name: str, groups: list[Group], description: str | None, uuid: UUID | None, caller: Caller) -> UUID:
+def create_profile(
+    name: str, groups: list[ProfileGroup], description: str | None, uuid: UUID | None, caller: Caller
+) -> UUID:
     """Store a profile and record an event; return its uuid. The caller must have checked the name and the groups.
 
     Without `uuid` a random one is chosen. Raises RefusedError: CONFLICT if the name is in use, DUPLICATE if the uuid
     is.
     """
-    chosen = uuid or uuid4()
+    profile_uuid = uuid or uuid4()
     try:
         with conductor.writing():
-            DeviceProfile.objects.create(uuid=chosen, name=name, groups=groups, description=description)
-            told = {"name": name, "groups": groups} | ({} if description is None else {"description": description})
-            _record("created", chosen, name, caller, {field: [None, value] for field, value in told.items()})
-            _changed()
+            DeviceProfile.objects.create(uuid=profile_uuid, name=name, groups=groups, description=description)
+            event_fields = {"name": name, "groups": groups} | (
+                {} if description is None else {"description": description}
+            )
+            _record_profile_event(
+                "created", profile_uuid, name, caller, {field: [None, value] for field, value in event_fields.items()}
+            )
+            _clear_all_profile_caches()
     except IntegrityError as error:
-        raise _taken(error, name, chosen) from None
-    return chosen
+        raise _build_duplicate_error(error, name, profile_uuid) from None
+    return profile_uuid
 
 
-def edit(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
+def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
     """Change the name, groups or description of a profile and record an event; locks its row.
 
     Raises RefusedError: UNKNOWN; CONFLICT if the new name is in use; HELD while there are requests of this profile,
@@ -91,53 +97,55 @@ def edit(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
     """
     try:
         with conductor.writing():
-            profile = _locked(uuid)
+            profile = _load_profile_for_update(uuid)
             if profile.requests.exists():
                 text = f"Device profile {profile.name} is used by accelerator requests: make another one instead."
-                raise RefusedError(Reason.HELD, text)
+                raise RefusedError(RefusalReason.HELD, text)
             before = {field: getattr(profile, field) for field in changes}
             for field, value in changes.items():
                 setattr(profile, field, value)
             profile.updated_at = datetime.now(UTC)
             profile.save()
-            _record("changed", uuid, profile.name, caller, {f: [before[f], changes[f]] for f in changes})
-            _changed()
+            _record_profile_event("changed", uuid, profile.name, caller, {f: [before[f], changes[f]] for f in changes})
+            _clear_all_profile_caches()
     except IntegrityError as error:
-        raise _taken(error, changes.get("name", ""), uuid) from None
+        raise _build_duplicate_error(error, changes.get("name", ""), uuid) from None
 
 
-def delete(uuid: UUID, caller: Caller) -> None:
+def delete_profile(uuid: UUID, caller: Caller) -> None:
     """Delete a profile and record an event; locks its row.
 
     Raises RefusedError: UNKNOWN; HELD while there are requests of this profile.
     """
     with conductor.writing():
-        profile = _locked(uuid)
+        profile = _load_profile_for_update(uuid)
         try:
             profile.delete()
         except ProtectedError:
             text = f"Device profile {profile.name} is used by accelerator requests: delete those first."
-            raise RefusedError(Reason.HELD, text) from None
-        _record("deleted", uuid, profile.name, caller, {"name": [profile.name, None], "groups": [profile.groups, None]})
-        _changed()
+            raise RefusedError(RefusalReason.HELD, text) from None
+        _record_profile_event(
+            "deleted", uuid, profile.name, caller, {"name": [profile.name, None], "groups": [profile.groups, None]}
+        )
+        _clear_all_profile_caches()
 
 
-def _locked(uuid: UUID) -> DeviceProfile:
+def _load_profile_for_update(uuid: UUID) -> DeviceProfile:
     """Lock and return a profile's row; raise RefusedError UNKNOWN if there is none."""
-    found = DeviceProfile.objects.select_for_update().filter(uuid=uuid).first()
-    if found is None:
-        raise RefusedError(Reason.UNKNOWN, f"Device Profile not found with uuid={uuid}")
-    return found
+    profile = DeviceProfile.objects.select_for_update().filter(uuid=uuid).first()
+    if profile is None:
+        raise RefusedError(RefusalReason.UNKNOWN, f"Device Profile not found with uuid={uuid}")
+    return profile
 
 
-def _taken(error: IntegrityError, name: str, uuid: UUID) -> RefusedError:
+def _build_duplicate_error(error: IntegrityError, name: str, uuid: UUID) -> RefusedError:
     """Return the RefusedError for a violated unique constraint: DUPLICATE for the uuid, otherwise CONFLICT for the
     name."""
     cause = error.__cause__
     if isinstance(cause, psycopg.Error) and "uuid" in (cause.diag.constraint_name or ""):
-        return RefusedError(Reason.DUPLICATE, f"DeviceProfile with uuid {uuid} already exists.")
-    return RefusedError(Reason.CONFLICT, f"A device_profile with name {name} already exists.")
+        return RefusedError(RefusalReason.DUPLICATE, f"DeviceProfile with uuid {uuid} already exists.")
+    return RefusedError(RefusalReason.CONFLICT, f"A device_profile with name {name} already exists.")
 
 
-def _record(what: str, uuid: UUID, name: str, caller: Caller, changes: dict[str, Any]) -> None:
-    conductor.record(f"profile.{what}", Source.API, caller.name, subject=(uuid, name), changes=changes)
+def _record_profile_event(verb: str, uuid: UUID, name: str, caller: Caller, changes: dict[str, Any]) -> None:
+    conductor.record_event(f"profile.{verb}", EventSource.API, caller.name, subject=(uuid, name), changes=changes)

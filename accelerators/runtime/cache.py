@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from accelerators.runtime import generations, pubsub
-from accelerators.runtime.generations import Collection
+from accelerators.runtime.generations import CollectionName
 
 TTL_S = 15.0
 Value = TypeVar("Value")
 
 
 @dataclass
-class _Entry(Generic[Value]):
+class _CacheEntry(Generic[Value]):
     value: Value
     generation: int
-    until: float
+    valid_until: float
 
 
-class Cache(Generic[Value]):
+class GenerationCache(Generic[Value]):
     """Cache the results of `load(key)` for at most `size` keys, least recently used dropped first. Thread-safe.
 
     None (no such row) is not cached. A hit costs no statement. A miss costs two (the generation, and `load`), however
@@ -38,7 +38,7 @@ class Cache(Generic[Value]):
 
     def __init__(
         self,
-        collection: Collection,
+        collection: CollectionName,
         load: Callable[[str], Value | None],
         *,
         size: int = 1024,
@@ -47,60 +47,64 @@ class Cache(Generic[Value]):
     ) -> None:
         self._collection, self._load, self._size, self._ttl_s = collection, load, size, ttl_s
         self._clock = clock
-        self._entries: OrderedDict[str, _Entry[Value]] = OrderedDict()
-        self._asked: dict[str, Future[Value | None]] = {}
-        self._drops = 0
+        self._entries: OrderedDict[str, _CacheEntry[Value]] = OrderedDict()
+        self._loading: dict[str, Future[Value | None]] = {}
+        self._drop_count = 0
         self._lock = threading.Lock()
-        pubsub.subscribe(collection, self.drop)
+        pubsub.subscribe(collection, self.drop_all)
 
     def get(self, key: str) -> Value | None:
         """Return the value for `key`, or None if there is none.
 
         Threads that ask for a key that is being loaded wait for that load. If it raises, all of them get the exception.
         """
-        pubsub.listen()
+        pubsub.start_listener()
         with self._lock:
             entry = self._entries.get(key)
-            if entry and self._clock() < entry.until:
+            if entry and self._clock() < entry.valid_until:
                 self._entries.move_to_end(key)
                 return entry.value
-            asked = self._asked.get(key)
-            first = asked is None
-            if asked is None:
-                asked = self._asked[key] = Future()
-            drops = self._drops
-        return self._ask(key, entry, asked, drops) if first else asked.result()
+            load_future = self._loading.get(key)
+            is_loader = load_future is None
+            if load_future is None:
+                load_future = self._loading[key] = Future()
+            drop_count = self._drop_count
+        return self._load_and_share(key, entry, load_future, drop_count) if is_loader else load_future.result()
 
-    def drop(self, _detail: str | None = None) -> None:
+    def drop_all(self, _detail: str | None = None) -> None:
         """Drop all entries. Loads that are under way still return their values, but do not store them."""
         with self._lock:
             self._entries.clear()
-            self._asked.clear()
-            self._drops += 1
+            self._loading.clear()
+            self._drop_count += 1
 
-    def _ask(self, key: str, old: _Entry[Value] | None, asked: Future[Value | None], drops: int) -> Value | None:
-        """Load the value, or keep that of `old` if its generation is current; give it to the waiting threads.
+    def _load_and_share(
+        self, key: str, expired_entry: _CacheEntry[Value] | None, load_future: Future[Value | None], drop_count: int
+    ) -> Value | None:
+        """Load the value, or keep that of `expired_entry` if its generation is current; give it to the waiting threads.
 
-        `drops` is the count of drops when the load began: the value is stored only if nothing was dropped since.
+        `drop_count` is the count of drops when the load began: the value is stored only if nothing was dropped since.
         """
         try:
-            generation = generations.current(self._collection)
-            value = old.value if old and old.generation == generation else self._load(key)
+            generation = generations.current_generation(self._collection)
+            value = expired_entry.value if expired_entry and expired_entry.generation == generation else self._load(key)
         except BaseException as error:
-            self._settle(key, asked, None, drops)
-            asked.set_exception(error)
+            self._finish_load(key, load_future, None, drop_count)
+            load_future.set_exception(error)
             raise
-        entry = None if value is None else _Entry(value, generation, self._clock() + self._ttl_s)
-        self._settle(key, asked, entry, drops)
-        asked.set_result(value)
+        entry = None if value is None else _CacheEntry(value, generation, self._clock() + self._ttl_s)
+        self._finish_load(key, load_future, entry, drop_count)
+        load_future.set_result(value)
         return value
 
-    def _settle(self, key: str, asked: Future[Value | None], entry: _Entry[Value] | None, drops: int) -> None:
-        """End the load `asked`: store `entry` unless the cache was dropped since; drop the key if it is None."""
+    def _finish_load(
+        self, key: str, load_future: Future[Value | None], entry: _CacheEntry[Value] | None, drop_count: int
+    ) -> None:
+        """End the load `load_future`: store `entry` unless the cache was dropped since; drop the key if it is None."""
         with self._lock:
-            if self._asked.get(key) is asked:
-                del self._asked[key]
-            if entry and drops == self._drops:
+            if self._loading.get(key) is load_future:
+                del self._loading[key]
+            if entry and drop_count == self._drop_count:
                 self._entries[key] = entry
                 self._entries.move_to_end(key)
                 while len(self._entries) > self._size:

@@ -51,6 +51,6 @@ class OutageLog:
             log.warning("PostgreSQL answers again, after %.0f s.", time.monotonic() - began)
 
 
-_process = OutageLog()
-log_outage = _process.log_outage
-log_recovery = _process.log_recovery
+_process_log = OutageLog()
+log_outage = _process_log.log_outage
+log_recovery = _process_log.log_recovery

@@ -10,11 +10,11 @@ from typing import Literal
 
 from django.db import connection
 
-Collection = Literal["hosts", "devices", "profiles", "requests", "events", "commands"]
+CollectionName = Literal["hosts", "devices", "profiles", "requests", "events", "commands"]
 """Names of the collections. `devices` includes deployables, attributes and attach handles."""
 
 
-def current(*collections: Collection) -> int:
+def current_generation(*collections: CollectionName) -> int:
     """Return the sum of the collections' generations; it grows with every committed write of any of them.
 
     Call it before reading the rows that are to be cached. A write in between then only makes the cache entry outdated

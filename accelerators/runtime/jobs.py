@@ -1,6 +1,6 @@
 """Declare background jobs, wake them from any process, and run them. Repeated wake-ups share one django-q2 task.
 
-`kick` inserts the job's row into `tick`; only the process that inserted the row enqueues a task (measured: never
+`enqueue_job` inserts the job's row into `tick`; only the process that inserted the row enqueues a task (measured: never
 a task per message). The task deletes the row before it works, so no wake-up is lost. The supervisor watches the rows:
 one that is not taken up means that the cluster is stuck.
 """
@@ -16,7 +16,7 @@ from functools import partial
 
 from django.db import connection, transaction
 
-SLICE_S = 20.0
+TIME_SLICE_S = 20.0
 """Seconds after which a job with more to do wakes itself again and returns. Well below the cluster's time-out."""
 LOCK_CLASS = 0x7161
 """First key of every job's PostgreSQL advisory lock; the second is `lock_id(name)`."""
@@ -26,40 +26,40 @@ LOCK_CLASS = 0x7161
 class Job:
     """A background job: the dotted name of a function that does all pending work, and the cluster that runs it.
 
-    A `timely` job is also woken every few seconds, because its work depends on the time (deadlines). A job with
-    `intent` is woken whenever an intent of that kind is raised.
+    A `periodic` job is also woken every few seconds, because its work depends on the time (deadlines). A job with
+    `intent_kind` is woken whenever an intent of that kind is raised.
     """
 
     name: str
     function: str
     cluster: str
-    timely: bool = False
-    intent: str = ""
+    periodic: bool = False
+    intent_kind: str = ""
 
 
-_jobs: dict[str, Job] = {}
+_registered: dict[str, Job] = {}
 
 
-def register(name: str, function: str, *, cluster: str, timely: bool = False, intent: str = "") -> None:
+def register_job(name: str, function: str, *, cluster: str, periodic: bool = False, intent_kind: str = "") -> None:
     """Declare a job. Call it from `AppConfig.ready()`."""
-    _jobs[name] = Job(name, function, cluster, timely, intent)
+    _registered[name] = Job(name, function, cluster, periodic, intent_kind)
 
 
-def has_taker(intent: str) -> bool:
+def has_handler(intent_kind: str) -> bool:
     """Return True if a job is registered for intents of this kind."""
-    return any(job.intent == intent for job in jobs())
+    return any(job.intent_kind == intent_kind for job in list_jobs())
 
 
-def wake_for(intent: str) -> None:
+def enqueue_handler_after_commit(intent_kind: str) -> None:
     """Wake the job for intents of this kind, if there is one, after the current transaction has committed."""
-    for job in jobs():
-        if job.intent == intent:
-            transaction.on_commit(partial(kick, job.name), robust=True)
+    for job in list_jobs():
+        if job.intent_kind == intent_kind:
+            transaction.on_commit(partial(enqueue_job, job.name), robust=True)
 
 
-def jobs() -> list[Job]:
+def list_jobs() -> list[Job]:
     """Return all declared jobs."""
-    return list(_jobs.values())
+    return list(_registered.values())
 
 
 def lock_id(name: str) -> int:
@@ -67,27 +67,27 @@ def lock_id(name: str) -> int:
     return zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 
-def kick(name: str) -> None:
+def enqueue_job(name: str) -> None:
     """Wake the job `name`. Call it after the commit of the changes that the job must see.
 
     Costs one statement if the job is awake already. In that case its `tick` row will be deleted later than that commit,
     so the task that deletes it sees the changes.
     """
-    _wake([name])
+    _enqueue_jobs([name])
 
 
-def _wake(names: Iterable[str]) -> None:
+def _enqueue_jobs(names: Iterable[str]) -> None:
     """Wake jobs in one transaction. Costs one statement if all of them are awake already.
 
     Rows are inserted in the order of their names, so that two processes which wake the same jobs cannot deadlock.
     """
     from django_q.tasks import async_task
 
-    wanted = sorted(names)
+    sorted_names = sorted(names)
     with connection.cursor() as cursor:
-        cursor.execute("SELECT name FROM tick WHERE name = ANY(%s)", [wanted])
+        cursor.execute("SELECT name FROM tick WHERE name = ANY(%s)", [sorted_names])
         awake = {name for (name,) in cursor.fetchall()}
-    asleep = [name for name in wanted if name not in awake]
+    asleep = [name for name in sorted_names if name not in awake]
     if not asleep:
         return
     with transaction.atomic(), connection.cursor() as cursor:
@@ -96,28 +96,28 @@ def _wake(names: Iterable[str]) -> None:
             "INSERT INTO tick (name) SELECT unnest(%s::text[]) ON CONFLICT DO NOTHING RETURNING name", [asleep]
         )
         for (name,) in cursor.fetchall():
-            job = _jobs[name]
+            job = _registered[name]
             async_task(job.function, cluster=job.cluster, task_name=name)
 
 
-def kick_all(cluster: str | None = None) -> None:
+def requeue_all_jobs(cluster: str | None = None) -> None:
     """Wake every job, or every job of `cluster`, with a new task even if it is awake already.
 
     Needed after a start, or after tasks were lost with the cluster that held them.
     """
-    for job in jobs():
+    for job in list_jobs():
         if cluster in (None, job.cluster):
-            take_up(job.name)
-            kick(job.name)
+            clear_tick(job.name)
+            enqueue_job(job.name)
 
 
-def kick_timely() -> None:
+def enqueue_periodic_jobs() -> None:
     """Wake all timely jobs. Every gateway calls this every few seconds.
 
     One transaction wakes all of them, because reports wait for the gateway's writer meanwhile, and many statements
     would take long when the database is slow.
     """
-    _wake(job.name for job in jobs() if job.timely)
+    _enqueue_jobs(job.name for job in list_jobs() if job.periodic)
 
 
 def backstop() -> None:
@@ -125,51 +125,53 @@ def backstop() -> None:
 
     Therefore a job that some code forgot to wake is late by at most a minute.
     """
-    _wake(job.name for job in jobs())
+    _enqueue_jobs(job.name for job in list_jobs())
 
 
-def take_up(name: str) -> None:
+def clear_tick(name: str) -> None:
     """Delete the job's `tick` row, so that the next wake-up enqueues a task. Call it before looking for work."""
     with connection.cursor() as cursor:
         cursor.execute("DELETE FROM tick WHERE name = %s", [name])
 
 
-def run(name: str, step: Callable[[], bool]) -> None:
+def run_steps(name: str, step: Callable[[], bool]) -> None:
     """Take up the job's tick, then call `step` under the job's lock until it returns False (no more work).
 
     Each `step` runs in its own transaction, and the lock ends with that transaction, so a killed worker blocks nobody.
     If another worker has the lock, try again until it is free, because that worker may have looked for work before ours
-    was committed. After `SLICE_S` seconds wake the job again and return.
+    was committed. After `TIME_SLICE_S` seconds wake the job again and return.
     """
-    _run(name, step, _locked)
+    _run_steps_under_lock(name, step, _try_transaction_lock)
 
 
-def run_outside_transaction(name: str, step: Callable[[], bool]) -> None:
-    """Do the same as `run`, but without a transaction around `step`; for steps that call other services.
+def run_steps_outside_transaction(name: str, step: Callable[[], bool]) -> None:
+    """Do the same as `run_steps`, but without a transaction around `step`; for steps that call other services.
 
     `step` opens its own transactions, and must not call a service inside one: a slow service would keep the written
     rows locked, and reports and binds would wait for them. The job's lock belongs to the database connection and ends
     with it.
     """
-    _run(name, step, alone)
+    _run_steps_under_lock(name, step, try_connection_lock)
 
 
-def _run(name: str, step: Callable[[], bool], lock: Callable[[str], AbstractContextManager[bool]]) -> None:
-    """Call `step` under `lock` until no work is left. After `SLICE_S` seconds wake the job and return."""
-    take_up(name)
-    end = time.monotonic() + SLICE_S
+def _run_steps_under_lock(
+    name: str, step: Callable[[], bool], try_lock: Callable[[str], AbstractContextManager[bool]]
+) -> None:
+    """Call `step` under `try_lock` until no work is left. After `TIME_SLICE_S` seconds wake the job and return."""
+    clear_tick(name)
+    end = time.monotonic() + TIME_SLICE_S
     while time.monotonic() < end:
-        with lock(name) as mine:
-            more = step() if mine else True
-        if not more:
+        with try_lock(name) as acquired:
+            has_more_work = step() if acquired else True
+        if not has_more_work:
             return
-        if not mine:
+        if not acquired:
             time.sleep(0.02)
-    kick(name)
+    enqueue_job(name)
 
 
 @contextmanager
-def alone(name: str) -> Iterator[bool]:
+def try_connection_lock(name: str) -> Iterator[bool]:
     """Try to take the lock of the job `name` for this database connection; yield True if it was free.
 
     It needs no open transaction, and ends with the connection if the worker is killed. A caller that gets False must
@@ -178,17 +180,17 @@ def alone(name: str) -> Iterator[bool]:
     key = [LOCK_CLASS, lock_id(name)]
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_lock(%s, %s)", key)
-        mine: bool = cursor.fetchone()[0]
+        acquired: bool = cursor.fetchone()[0]
     try:
-        yield mine
+        yield acquired
     finally:
-        if mine:
+        if acquired:
             with connection.cursor() as cursor:
                 cursor.execute("SELECT pg_advisory_unlock(%s, %s)", key)
 
 
 @contextmanager
-def _locked(name: str) -> Iterator[bool]:
+def _try_transaction_lock(name: str) -> Iterator[bool]:
     """Open a transaction and try to take the job's lock in it; yield True if it was free."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_CLASS, lock_id(name)])

@@ -1,7 +1,7 @@
 """Prometheus metrics for `/metrics`: the common registry, and the metrics of `accelerators`.
 
 Other apps add their metrics to the same registry. The host agent, the command-line client and the supervisor must not
-import this module. If the environment variable `metric_files.VARIABLE` is set, `/metrics` shows the sums over
+import this module. If the environment variable `metric_files.FOLDER_VARIABLE` is set, `/metrics` shows the sums over
 all processes of the machine, otherwise only the metrics of the process that answers.
 """
 
@@ -29,7 +29,7 @@ REGISTRY = CollectorRegistry()
 disable_created_metrics()
 
 
-class _Filed:
+class _FileValue:
     """A metric value in this process's files, with the interface that prometheus_client expects.
 
     If the files cannot be opened (disk full, no descriptor left), one warning is logged and this process records no
@@ -38,23 +38,23 @@ class _Filed:
     """
 
     _multiprocess = True
-    make: Callable[..., Any]
-    lost = False
+    make_value: Callable[..., Any]
+    files_unusable = False
 
-    def __init__(self, *what: Any, **named: Any) -> None:
-        self._kept = self._spared(lambda: _Filed.make(*what, **named))
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self._stored = self._call_guarded(lambda: _FileValue.make_value(*arguments, **keywords))
 
     def inc(self, amount: float) -> None:
         """Add `amount` to the value."""
-        self._spared(lambda: self._kept.inc(amount))
+        self._call_guarded(lambda: self._stored.inc(amount))
 
     def set(self, value: float, timestamp: float | None = None) -> None:
         """Set the value."""
-        self._spared(lambda: self._kept.set(value, timestamp))
+        self._call_guarded(lambda: self._stored.set(value, timestamp))
 
     def get(self) -> float:
         """Return the value; 0 if the files are not usable."""
-        return self._spared(lambda: float(self._kept.get())) or 0.0
+        return self._call_guarded(lambda: float(self._stored.get())) or 0.0
 
     def set_exemplar(self, exemplar: object) -> None:
         """Ignore the exemplar: files cannot store exemplars."""
@@ -62,114 +62,116 @@ class _Filed:
     def get_exemplar(self) -> None:
         """Return None: files cannot store exemplars."""
 
-    def _spared(self, do: Callable[[], Any]) -> Any:
-        """Call `do` and return its result; return None once the files of this process have proved unusable."""
-        if _Filed.lost:
+    def _call_guarded(self, operation: Callable[[], Any]) -> Any:
+        """Call `operation` and return its result; return None once the files of this process have proved unusable."""
+        if _FileValue.files_unusable:
             return None
         try:
-            return do()
+            return operation()
         except OSError as error:
-            _Filed.lost = True
+            _FileValue.files_unusable = True
             log.warning(
                 "Process %d records no metrics from now on, because its files in %s are not usable: %s",
                 os.getpid(),
-                metric_files.folder(),
+                metric_files.metrics_folder(),
                 error,
             )
             return None
 
 
-def _choose_values() -> None:
+def _select_value_class() -> None:
     """Keep metrics in files if a folder is configured and usable, otherwise in memory.
 
     This must run before the first metric is created.
     """
-    if metric_files.folder() is None:
+    if metric_files.metrics_folder() is None:
         return
     try:
-        metric_files.mine()
+        metric_files.acquire_process_number()
     except OSError as error:
         log.warning(
             "The metrics of this process appear only in its own /metrics, because the folder %s is not usable: %s",
-            metric_files.VARIABLE,
+            metric_files.FOLDER_VARIABLE,
             error,
         )
         values.ValueClass = values.MutexValue
     else:
-        _Filed.make = values.MultiProcessValue(metric_files.mine)
-        values.ValueClass = _Filed
+        _FileValue.make_value = values.MultiProcessValue(metric_files.acquire_process_number)
+        values.ValueClass = _FileValue
 
 
-_choose_values()
+_select_value_class()
 
 
-def counter(name: str, text: str, *labels: str) -> Counter:
+def create_counter(name: str, description: str, *labels: str) -> Counter:
     """Create a counter of events. By convention its name ends with `_total`."""
-    return Counter(name, text, labels, registry=REGISTRY)
+    return Counter(name, description, labels, registry=REGISTRY)
 
 
-def histogram(name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
+def create_histogram(name: str, description: str, buckets: Iterable[float], *labels: str) -> Histogram:
     """Create a histogram of durations (its name ends with `_seconds`) or of amounts."""
-    return Histogram(name, text, labels, registry=REGISTRY, buckets=tuple(buckets))
+    return Histogram(name, description, labels, registry=REGISTRY, buckets=tuple(buckets))
 
 
-def gauge(name: str, text: str) -> Gauge:
+def create_gauge(name: str, description: str) -> Gauge:
     """Create a gauge of a current value; `/metrics` shows the sum over all living processes."""
-    return Gauge(name, text, registry=REGISTRY, multiprocess_mode="livesum")
+    return Gauge(name, description, registry=REGISTRY, multiprocess_mode="livesum")
 
 
-def counted() -> Iterable[Metric]:
+def collect_metrics() -> Iterable[Metric]:
     """Collect all metrics: of all processes that share the folder, or of this process if there is no usable folder.
 
     Deletes the gauges of dead processes first.
     """
-    where = metric_files.folder()
-    if where is None or values.ValueClass is values.MutexValue:
+    directory = metric_files.metrics_folder()
+    if directory is None or values.ValueClass is values.MutexValue:
         return REGISTRY.collect()
-    metric_files.bury(where)
-    collector: Any = MultiProcessCollector(None, str(where))
-    found: Iterable[Metric] = collector.collect()
-    return found
+    metric_files.delete_gauges_of_dead_processes(directory)
+    collector: Any = MultiProcessCollector(None, str(directory))
+    collected: Iterable[Metric] = collector.collect()
+    return collected
 
 
-_merge = histogram(
+_merge_seconds = create_histogram(
     "cyborg_merge_seconds",
     "How long one merge of reports took, with all its statements.",
     (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
 )
-_merged_hosts = histogram("cyborg_merge_hosts", "Hosts that one merge changed.", (0, 1, 10, 50, 100, 200, 500))
-_merged_devices = histogram("cyborg_merge_devices", "Devices that one merge wrote.", (0, 1, 10, 100, 1000, 5000))
-_binds = counter("cyborg_binds_total", "Accelerator requests, by the outcome of their bind.", "outcome")
-_answers = histogram(
+_merged_hosts = create_histogram("cyborg_merge_hosts", "Hosts that one merge changed.", (0, 1, 10, 50, 100, 200, 500))
+_merged_devices = create_histogram("cyborg_merge_devices", "Devices that one merge wrote.", (0, 1, 10, 100, 1000, 5000))
+_binds_total = create_counter("cyborg_binds_total", "Accelerator requests, by the outcome of their bind.", "outcome")
+_bind_answer_seconds = create_histogram(
     "cyborg_bind_answer_seconds",
     "How long a bind took until the API answered.",
     (0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
     "outcome",
 )
-_hosts_part = histogram(
+_bind_host_seconds = create_histogram(
     "cyborg_bind_host_seconds",
     "How long a request that needed work on its host stayed BindStarted.",
     (0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 240.0),
     "outcome",
 )
-_commands = counter("cyborg_commands_ended_total", "Commands that ended, by operation and outcome.", "op", "outcome")
-OUTCOMES = {"BindStarted": "started", "Bound": "bound", "BindFailed": "failed"}
+_commands_ended_total = create_counter(
+    "cyborg_commands_ended_total", "Commands that ended, by operation and outcome.", "op", "outcome"
+)
+OUTCOME_LABELS = {"BindStarted": "started", "Bound": "bound", "BindFailed": "failed"}
 """State of a request after a bind → value of the label `outcome`."""
 
 
-for _outcome in OUTCOMES.values():
-    _binds.labels(_outcome)  # starts at 0, so that the first bind is visible as an increase, too
+for _outcome in OUTCOME_LABELS.values():
+    _binds_total.labels(_outcome)  # starts at 0, so that the first bind is visible as an increase, too
 
 
-def merged(seconds: float, hosts: int, devices: int) -> None:
+def record_merge(seconds: float, hosts: int, devices: int) -> None:
     """Record a finished merge: its duration, and how many hosts and devices it wrote."""
-    _merge.observe(seconds)
+    _merge_seconds.observe(seconds)
     _merged_hosts.observe(hosts)
     _merged_devices.observe(devices)
 
 
 @contextmanager
-def answering() -> Iterator[None]:
+def measure_bind() -> Iterator[None]:
     """Measure the duration of a bind, as a context manager or decorator.
 
     The label `outcome` is 'reserved', the reason of the refusal, or 'error' for any other exception.
@@ -182,33 +184,33 @@ def answering() -> Iterator[None]:
         outcome = refused.reason.value
         raise
     finally:
-        _answers.labels(outcome).observe(time.monotonic() - began)
+        _bind_answer_seconds.labels(outcome).observe(time.monotonic() - began)
 
 
-def moved(moves: Iterable[Mapping[str, Any]]) -> None:
+def count_bind_outcomes(moves: Iterable[Mapping[str, Any]]) -> None:
     """Count requests by their new state after the current transaction has committed.
 
     Each move has a `state`, and optionally `waited`: the seconds for which the request waited for its host.
     """
     states = Tally(move["state"] for move in moves)
-    waits = [(OUTCOMES[move["state"]], move["waited"]) for move in moves if "waited" in move]
+    durations = [(OUTCOME_LABELS[move["state"]], move["waited"]) for move in moves if "waited" in move]
 
-    def told() -> None:
+    def record_counts() -> None:
         for state, number in states.items():
-            if state in OUTCOMES:
-                _binds.labels(OUTCOMES[state]).inc(number)
-        for outcome, seconds in waits:
-            _hosts_part.labels(outcome).observe(seconds)
+            if state in OUTCOME_LABELS:
+                _binds_total.labels(OUTCOME_LABELS[state]).inc(number)
+        for outcome, seconds in durations:
+            _bind_host_seconds.labels(outcome).observe(seconds)
 
-    transaction.on_commit(told, robust=True)
+    transaction.on_commit(record_counts, robust=True)
 
 
-def ended(commands: Iterable[tuple[str, str]]) -> None:
+def count_ended_commands(commands: Iterable[tuple[str, str]]) -> None:
     """Count ended commands, given as (op, outcome), after the current transaction has committed."""
-    ends = Tally(commands)
+    counts = Tally(commands)
 
-    def told() -> None:
-        for (op, how), number in ends.items():
-            _commands.labels(op, how).inc(number)
+    def record_counts() -> None:
+        for (op, outcome), number in counts.items():
+            _commands_ended_total.labels(op, outcome).inc(number)
 
-    transaction.on_commit(told, robust=True)
+    transaction.on_commit(record_counts, robust=True)

@@ -1,6 +1,6 @@
 """Publish and subscribe between all processes, by PostgreSQL's NOTIFY: a topic has news.
 
-A notification carries only names and ids; the news itself is in the database. Writers call `ring` after their
+A notification carries only names and ids; the news itself is in the database. Writers call `publish` after their
 commit; code that keeps data in memory calls `subscribe`. A notification may be lost while the listener is not
 connected. Therefore subscribers are called with None after every (re)connection, and must also re-read their data from
 time to time.
@@ -26,51 +26,51 @@ RETRY_S = 1.0
 MAX_PAYLOAD = 7000
 """Longest payload sent, in characters. PostgreSQL's limit is 8000 bytes."""
 
-Heard = Callable[[str | None], None]
-_subscribers: dict[str, list[Heard]] = {}
-_listening: int | None = None
+Subscriber = Callable[[str | None], None]
+_subscribers: dict[str, list[Subscriber]] = {}
+_listener_pid: int | None = None
 _lock = threading.Lock()
 
 
-def ring(topic: str, detail: str = "") -> None:
+def publish(topic: str, detail: str = "") -> None:
     """Notify the subscribers of `topic` in every process; those in this process are called before this returns.
 
     Call it after the commit of the changes, not in their transaction: NOTIFY takes a lock that would serialise the
     commits of large transactions.
     """
-    _tell(topic, detail)
+    _call_subscribers(topic, detail)
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, f"{os.getpid()} {topic} {detail}"[:MAX_PAYLOAD]])
 
 
-def subscribe(topic: str, heard: Heard) -> None:
-    """Call `heard(detail)` at every notification of `topic`, and `heard(None)` if some may have been lost.
+def subscribe(topic: str, subscriber: Subscriber) -> None:
+    """Call `subscriber(detail)` at every notification of `topic`, and `subscriber(None)` if some may have been lost.
 
-    It runs in the listener's thread, or for notifications of this process in the thread that calls `ring`. Call
-    `listen` as well, to start the listener.
+    It runs in the listener's thread, or for notifications of this process in the thread that calls `publish`. Call
+    `start_listener` as well, to start the listener.
     """
     with _lock:
-        _subscribers.setdefault(topic, []).append(heard)
+        _subscribers.setdefault(topic, []).append(subscriber)
 
 
-def listen() -> None:
+def start_listener() -> None:
     """Start this process's listener thread unless it runs.
 
     A forked process starts its own, because a fork does not inherit its parent's threads.
     """
-    global _listening
+    global _listener_pid
     with _lock:
-        if _listening == os.getpid():
+        if _listener_pid == os.getpid():
             return
-        _listening = os.getpid()
-    threading.Thread(target=_run, name="hub", daemon=True).start()
+        _listener_pid = os.getpid()
+    threading.Thread(target=_listen_forever, name="hub", daemon=True).start()
 
 
-def _run() -> None:
+def _listen_forever() -> None:
     """Listen for ever; connect again `RETRY_S` seconds after the connection was lost."""
     while True:
         try:
-            _follow()
+            _deliver_until_disconnected()
         except psycopg.Error as error:
             log.info(
                 "The connection that listens for notifications is lost (%s); connecting again.",
@@ -79,29 +79,29 @@ def _run() -> None:
         time.sleep(RETRY_S)
 
 
-def _follow() -> None:
+def _deliver_until_disconnected() -> None:
     """Connect, tell all subscribers that notifications may have been lost, then deliver those of other processes.
 
     Return if PostgreSQL does not answer (the outage is logged); raise psycopg.Error if the connection is lost later.
     """
     options = {"connect_timeout": 5} | connection.get_connection_params() | {"autocommit": True}
     try:
-        own = psycopg.connect(**options)
+        listener = psycopg.connect(**options)
     except psycopg.Error as error:
         database_outage.log_outage(error)
         return
-    with own:
-        own.execute(f"LISTEN {CHANNEL}")
+    with listener:
+        listener.execute(f"LISTEN {CHANNEL}")
         database_outage.log_recovery()
         for topic in list(_subscribers):
-            _tell(topic, None)
-        for notice in own.notifies():
+            _call_subscribers(topic, None)
+        for notice in listener.notifies():
             sender, topic, detail = notice.payload.split(" ", 2)
             if sender != str(os.getpid()):
-                _tell(topic, detail)
+                _call_subscribers(topic, detail)
 
 
-def _tell(topic: str, detail: str | None) -> None:
+def _call_subscribers(topic: str, detail: str | None) -> None:
     """Call the subscribers of `topic` in this process, in the current thread."""
-    for heard in _subscribers.get(topic, []):
-        heard(detail)
+    for subscriber in _subscribers.get(topic, []):
+        subscriber(detail)

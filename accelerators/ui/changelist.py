@@ -35,19 +35,19 @@ from unfold.views import ChangeList
 
 from accelerators.ui import export
 
-COLUMNS = "columns"
+COLUMNS_PARAM = "columns"
 """Name of the URL parameter that lists the columns to show, in their order, separated by commas."""
-CHECKBOX = "action_checkbox"
+CHECKBOX_COLUMN = "action_checkbox"
 
 
-class ChipList(ChangeList):
+class ConsoleChangeList(ChangeList):
     """Django's change list, extended by applied filters, columns, saved views and export links for the template."""
 
     def get_filters_params(self, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the filter parameters of the URL without `columns`, which filters nothing."""
-        found: dict[str, Any] = super().get_filters_params(params)
-        found.pop(COLUMNS, None)
-        return found
+        filter_params: dict[str, Any] = super().get_filters_params(params)
+        filter_params.pop(COLUMNS_PARAM, None)
+        return filter_params
 
     def get_results(self, request: HttpRequest) -> None:
         """Load the rows of the page; skip the query for rows if their count is 0.
@@ -64,45 +64,53 @@ class ChipList(ChangeList):
     def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
         """Build the query string with changed parameters; cached, because headings ask for the same ones repeatedly."""
         key = (repr(new_params), repr(remove))
-        if key not in (made := self.__dict__.setdefault("_made", {})):
-            made[key] = super().get_query_string(new_params, remove)
-        return str(made[key])
+        if key not in (query_strings := self.__dict__.setdefault("_made", {})):
+            query_strings[key] = super().get_query_string(new_params, remove)
+        return str(query_strings[key])
 
-    def exports(self) -> list[tuple[str, str]]:
+    def export_links(self) -> list[tuple[str, str]]:
         """Return the export formats, each with the URL that exports this list with its present filters and columns."""
-        asked = {name: value for name, value in self.params.items() if name != "all"}
-        return [(form.upper(), f"export.{form}?{urlencode(asked)}") for form in export.FORMS]
+        query_params = {name: value for name, value in self.params.items() if name != "all"}
+        return [
+            (file_format.upper(), f"export.{file_format}?{urlencode(query_params)}")
+            for file_format in export.FILE_FORMATS
+        ]
 
-    def choices(self) -> list[tuple[str, str, bool]]:
+    def column_choices(self) -> list[tuple[str, str, bool]]:
         """Return all columns as (name in URLs, heading, is shown); the shown ones come first, in their order."""
-        admin, shown = self.model_admin, [name for name in self.list_display if name != CHECKBOX]
-        rest = [name for name in admin.list_display if name not in shown]
-        return [(public(name), admin.heading(name), name in shown) for name in (*shown, *rest)]
+        admin, shown_columns = self.model_admin, [name for name in self.list_display if name != CHECKBOX_COLUMN]
+        hidden_columns = [name for name in admin.list_display if name not in shown_columns]
+        return [
+            (column_url_name(name), admin.column_heading(name), name in shown_columns)
+            for name in (*shown_columns, *hidden_columns)
+        ]
 
-    def views(self) -> Any:
+    def saved_views(self) -> Any:
         """Return this user's saved views of this list and those that others share."""
-        return self.model_admin.remembered(self.request).views
+        return self.model_admin.load_list_memory(self.request).views
 
-    def as_saved(self) -> str:
+    def shareable_query(self) -> str:
         """Return the query string that shows this list to any user as it is now.
 
         It names the columns unless they are the default ones, also if they come from this user's own choice.
         """
-        asked = {name: value for name, value in self.params.items() if name != "all"}
-        if [name for name in self.list_display if name != CHECKBOX] != list(self.model_admin.list_display):
-            asked[COLUMNS] = ",".join(public(name) for name in self.list_display if name != CHECKBOX)
-        return urlencode(asked)
+        query_params = {name: value for name, value in self.params.items() if name != "all"}
+        if [name for name in self.list_display if name != CHECKBOX_COLUMN] != list(self.model_admin.list_display):
+            query_params[COLUMNS_PARAM] = ",".join(
+                column_url_name(name) for name in self.list_display if name != CHECKBOX_COLUMN
+            )
+        return urlencode(query_params)
 
-    def chips(self) -> Iterator[dict[str, str]]:
+    def applied_filters(self) -> Iterator[dict[str, str]]:
         """Yield the applied filters: each with its title, its value, and the query string of the list without it."""
-        for spec in self.filter_specs:
-            choices = list(spec.choices(self))
+        for list_filter in self.filter_specs:
+            choices = list(list_filter.choices(self))
             for choice in choices[1:]:
                 if choice["selected"]:
-                    yield {"name": spec.title, "value": choice["display"], "without": choices[0]["query_string"]}
+                    yield {"name": list_filter.title, "value": choice["display"], "without": choices[0]["query_string"]}
 
 
-class Listing(ModelAdmin):
+class ConsoleModelAdmin(ModelAdmin):
     """Base class of all lists. `empty` is the sentence that an empty list shows; it says how rows come into being."""
 
     list_per_page = 50
@@ -116,27 +124,27 @@ class Listing(ModelAdmin):
     empty = "There are none yet."
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Fields to export for a column that is not a field of the model, or that shows several fields."""
-    of_project: ClassVar[str] = ""
+    project_field: ClassVar[str] = ""
     """Field with the project that owns a row; '' if rows do not belong to projects."""
 
     def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> NoReturn:
         """Raise Http404. Django would redirect to the index page with a message instead."""
         raise Http404(f"There is no {opts.verbose_name} {object_id[:64]!r}; perhaps it was removed.")
 
-    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChipList]:
-        return ChipList
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ConsoleChangeList]:
+        return ConsoleChangeList
 
     def get_paginator(self, request: HttpRequest, queryset: Any, per_page: int, *args: Any, **kwargs: Any) -> Paginator:
         return BoundedPaginator(queryset, per_page, *args, **kwargs)
 
-    def get_changelist_instance(self, request: HttpRequest) -> ChipList:
+    def get_changelist_instance(self, request: HttpRequest) -> ConsoleChangeList:
         """Build the list; raise BadRequest if the page, a filter's value or a column in the URL does not exist."""
         try:
-            found: ChipList = super().get_changelist_instance(request)
+            change_list: ConsoleChangeList = super().get_changelist_instance(request)
         except (IncorrectLookupParameters, ValidationError, ValueError, DataError) as error:
             raise BadRequest("This list has no such page, or a filter in the address has no such value.") from error
-        found.request = request
-        return found
+        change_list.request = request
+        return change_list
 
     def get_list_display(self, request: HttpRequest) -> Sequence[str]:
         """Return the columns that the URL names, else those that this user chose, else all.
@@ -144,14 +152,14 @@ class Listing(ModelAdmin):
         Raises BadRequest if the URL names a column that does not exist. Columns of a user's choice that do not exist
         any more are left out.
         """
-        every = {public(str(name)): str(name) for name in super().get_list_display(request)}
-        if COLUMNS not in request.GET:
-            chosen = [name for name in self.remembered(request).columns if name in every]
-            return [every[name] for name in chosen or every]
-        names = request.GET[COLUMNS].split(",")
-        if unknown := [name for name in names if name not in every]:
-            raise BadRequest(f"This list has no column {unknown[0][:64]!r}. It has {', '.join(every)}.")
-        return [every[name] for name in dict.fromkeys(names)]
+        columns_by_url_name = {column_url_name(str(name)): str(name) for name in super().get_list_display(request)}
+        if COLUMNS_PARAM not in request.GET:
+            chosen_names = [name for name in self.load_list_memory(request).columns if name in columns_by_url_name]
+            return [columns_by_url_name[name] for name in chosen_names or columns_by_url_name]
+        names = request.GET[COLUMNS_PARAM].split(",")
+        if unknown := [name for name in names if name not in columns_by_url_name]:
+            raise BadRequest(f"This list has no column {unknown[0][:64]!r}. It has {', '.join(columns_by_url_name)}.")
+        return [columns_by_url_name[name] for name in dict.fromkeys(names)]
 
     def get_list_display_links(self, request: HttpRequest, list_display: Sequence[str]) -> Sequence[str]:
         links = super().get_list_display_links(request, list_display) or ()
@@ -164,14 +172,14 @@ class Listing(ModelAdmin):
 
         If no search field is a uuid, Django searches for a uuid as well.
         """
-        fields = [name.removesuffix("__startswith") for name in self.get_search_fields(request)]
-        uuid = as_uuid(search_term)
-        if uuid is None or not (named := [name for name in fields if name.endswith("uuid")]):
+        field_names = [name.removesuffix("__startswith") for name in self.get_search_fields(request)]
+        uuid = parse_uuid(search_term)
+        if uuid is None or not (uuid_fields := [name for name in field_names if name.endswith("uuid")]):
             return super().get_search_results(request, queryset, search_term)
-        wanted = Q()
-        for name in named:
-            wanted |= Q(**{name: uuid})
-        return queryset.filter(wanted), False
+        condition = Q()
+        for name in uuid_fields:
+            condition |= Q(**{name: uuid})
+        return queryset.filter(condition), False
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the rows that this user may see: those of one project if the user is limited to it (promise X4).
@@ -179,43 +187,46 @@ class Listing(ModelAdmin):
         Lists, pages, exports and the live feed all start from this query.
         """
         rows: QuerySet[Any] = super().get_queryset(request)
-        project = import_string(settings.CONSOLE_PROJECT)(request.user) if self.of_project else ""
-        return rows.filter(**{self.of_project: project}) if project else rows
+        project = import_string(settings.CONSOLE_PROJECT)(request.user) if self.project_field else ""
+        return rows.filter(**{self.project_field: project}) if project else rows
 
     def get_urls(self) -> list[Any]:
         name = f"{self.opts.app_label}_{self.opts.model_name}_export"
-        return [path("export.<str:form>", self.admin_site.admin_view(self.export_view), name=name), *super().get_urls()]
+        return [
+            path("export.<str:file_format>", self.admin_site.admin_view(self.export_view), name=name),
+            *super().get_urls(),
+        ]
 
-    def export_view(self, request: HttpRequest, form: str) -> HttpResponseBase:
-        """Answer with the list as a file in the format `form`."""
-        return export.respond(self, request, form)
+    def export_view(self, request: HttpRequest, file_format: str) -> HttpResponseBase:
+        """Answer with the list as a file in the format `file_format`."""
+        return export.build_export_response(self, request, file_format)
 
     @display(description=ModelAdmin.action_checkbox.short_description)
     def action_checkbox(self, obj: Model) -> SafeString:
         """Render the checkbox of a row from an HTML template that is rendered once per process."""
-        return format_html(_checkbox(), obj.pk)
+        return format_html(_checkbox_template(), obj.pk)
 
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
         """Build the form field; if the model has no help text, use the manual's sentence (setting FIELD_SENTENCE)."""
-        made = super().formfield_for_dbfield(db_field, request, **kwargs)
-        if made and not made.help_text:
-            made.help_text = import_string(settings.FIELD_SENTENCE)(self.opts.model_name, db_field.name)
-        return made
+        form_field = super().formfield_for_dbfield(db_field, request, **kwargs)
+        if form_field and not form_field.help_text:
+            form_field.help_text = import_string(settings.FIELD_SENTENCE)(self.opts.model_name, db_field.name)
+        return form_field
 
-    def heading(self, column: str) -> str:
+    def column_heading(self, column: str) -> str:
         """Return the heading of a column."""
-        shown = getattr(self, column, None)
-        said = getattr(shown, "short_description", None) or self.opts.get_field(column).verbose_name
-        return capfirst(str(said))
+        display_method = getattr(self, column, None)
+        heading_text = getattr(display_method, "short_description", None) or self.opts.get_field(column).verbose_name
+        return capfirst(str(heading_text))
 
-    def remembered(self, request: HttpRequest) -> Any:
+    def load_list_memory(self, request: HttpRequest) -> Any:
         """Return this user's columns and saved views of this list (setting LIST_MEMORY); loaded once per request."""
         if not hasattr(request, "list_memory"):
             request.list_memory = import_string(settings.LIST_MEMORY)(request.user, self.opts.label_lower)
         return request.list_memory
 
 
-class ReadOnly(Listing):
+class ReadOnlyModelAdmin(ConsoleModelAdmin):
     """List that nobody can edit in the console, because the conductor is the only writer of the inventory.
 
     Everybody with the view permission can read it.
@@ -232,7 +243,7 @@ class ReadOnly(Listing):
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Model | None:
         """Return an object by id or by uuid, else None. Events link to their subjects by uuid without a query."""
-        uuid = as_uuid(object_id) if hasattr(self.model, "uuid") else None
+        uuid = parse_uuid(object_id) if hasattr(self.model, "uuid") else None
         if uuid is None:
             return super().get_object(request, object_id, from_field)
         return self.get_queryset(request).filter(uuid=uuid).first()
@@ -256,14 +267,14 @@ class BoundedPaginator(Paginator):
         if exact <= self.EXACT:
             return exact
         self.estimated = True
-        return self.EXACT if rows.query.where else max(self.EXACT, estimate(rows.model._meta.db_table))
+        return self.EXACT if rows.query.where else max(self.EXACT, estimate_row_count(rows.model._meta.db_table))
 
     @cached_property
     def num_pages(self) -> int:
         return min(super().num_pages, -(-self.EXACT // self.per_page))
 
 
-def estimate(table: str) -> int:
+def estimate_row_count(table: str) -> int:
     """Return the number of rows of a table and its partitions, as estimated by PostgreSQL's statistics."""
     with connection.cursor() as cursor:
         cursor.execute(
@@ -276,17 +287,17 @@ def estimate(table: str) -> int:
 
 
 @lru_cache(maxsize=1)
-def _checkbox() -> str:
-    stock = checkbox.render(ACTION_CHECKBOX_NAME, "VALUE")
-    return str(stock).replace("{", "{{").replace("}", "}}").replace("VALUE", "{}")
+def _checkbox_template() -> str:
+    rendered_checkbox = checkbox.render(ACTION_CHECKBOX_NAME, "VALUE")
+    return str(rendered_checkbox).replace("{", "{{").replace("}", "}}").replace("VALUE", "{}")
 
 
-def public(column: str) -> str:
+def column_url_name(column: str) -> str:
     """Return a column's name in URLs: without the prefix `shown_` or `all_`."""
     return re.sub(r"^(shown|all)_", "", column)
 
 
-def as_uuid(text: str) -> UUID | None:
+def parse_uuid(text: str) -> UUID | None:
     """Parse a uuid, with or without spaces around it; return None if the text is not a uuid."""
     try:
         return UUID(text.strip())

@@ -12,19 +12,21 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest
 from django.utils.module_loading import import_string
 
-DECIDE = "cyborg:device:update"
-ORDER = "cyborg:command:create"
+UPDATE_DEVICE = "cyborg:device:update"
+CREATE_COMMAND = "cyborg:command:create"
 RESCAN = "cyborg:service:discover"
-UNITS = "cyborg:accelerator:create"
-ROLLOUT = "cyborg:driver:rollout"
+CHANGE_UNITS = "cyborg:accelerator:create"
+START_ROLLOUT = "cyborg:driver:rollout"
 ATTACH = DETACH = "cyborg:attachment:elevated"
 """The elevated rule, because the console shows the attachments of all projects and does not check which project owns an
 instance."""
-RULES = "cyborg:rule:update"
-AGENTS = "cyborg:agent:update"
+UPDATE_RULES = "cyborg:rule:update"
+UPDATE_AGENTS = "cyborg:agent:update"
 
 
-def why_not(request: HttpRequest, rule: str = DECIDE, permission: str = "accelerators.change_device") -> str:
+def explain_denial(
+    request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
+) -> str:
     """Return why the user may not do what `rule` is about, and what would help; '' if they may.
 
     Django's `permission` is sufficient, too.
@@ -32,18 +34,22 @@ def why_not(request: HttpRequest, rule: str = DECIDE, permission: str = "acceler
     return str(import_string(settings.CONSOLE_WHY_NOT)(request, rule, permission))
 
 
-def may(request: HttpRequest, rule: str = DECIDE, permission: str = "accelerators.change_device") -> bool:
+def is_allowed(request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device") -> bool:
     """Return whether the user may do what `rule` is about."""
-    return not why_not(request, rule, permission)
+    return not explain_denial(request, rule, permission)
 
 
-def require(request: HttpRequest, rule: str = DECIDE, permission: str = "accelerators.change_device") -> None:
-    """Raise PermissionDenied with the sentence of `why_not` if the user may not do what `rule` is about."""
-    if why := why_not(request, rule, permission):
-        raise PermissionDenied(why)
+def require_permission(
+    request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
+) -> None:
+    """Raise PermissionDenied with the sentence of `explain_denial` if the user may not do what `rule` is about."""
+    if denial := explain_denial(request, rule, permission):
+        raise PermissionDenied(denial)
 
 
-def page(request: HttpRequest, rule: str = DECIDE, permission: str = "accelerators.change_device") -> dict[str, Any]:
-    """Return the template context of a page with buttons: `may`, and in `why_not` the reason if the user may not."""
-    why = why_not(request, rule, permission)
-    return {"may": not why, "why_not": why}
+def build_permission_context(
+    request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
+) -> dict[str, Any]:
+    """Return the template context of a page with buttons: `may`, and in `explain_denial` the reason if the user may not."""
+    denial = explain_denial(request, rule, permission)
+    return {"may": not denial, "why_not": denial}

@@ -10,10 +10,10 @@ from django.utils.safestring import SafeString
 from accelerators.models import Event
 from accelerators.ui import badges
 
-ROWS = 25
+MAX_EVENTS = 25
 """Number of events that a page shows, the newest ones; the list of events has them all."""
 
-PAGES = {
+PAGE_MODELS = {
     "device": "device",
     "host": "host",
     "command": "command",
@@ -25,7 +25,7 @@ PAGES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class EventRow:
     """One event, ready for a template."""
 
     at: SafeString
@@ -37,34 +37,34 @@ class Row:
     by: str
 
 
-def rows(events: Iterable[Event]) -> list[Row]:
+def render_events(events: Iterable[Event]) -> list[EventRow]:
     """Render events as rows, in the order given; each row shows at most four changes."""
     return [
-        Row(
-            at=badges.ago(event.at),
-            action=badges.action(event.action),
-            subject=subject(event),
-            host=host(event),
-            changes=badges.changes(event.changes, most=4),
+        EventRow(
+            at=badges.render_relative_time(event.at),
+            action=badges.render_event_action(event.action),
+            subject=render_subject(event),
+            host=render_host(event),
+            changes=badges.render_changes(event.changes, max_changes=4),
             reason=event.reason,
-            by=by(event),
+            by=describe_actor(event),
         )
         for event in events
     ]
 
 
-def subject(event: Event) -> SafeString | str:
+def render_subject(event: Event) -> SafeString | str:
     """Render the subject of an event: as a link if its type has a page, else as its name; a dash if it has no name."""
-    if event.subject and (model := PAGES.get(event.subject_type)):
-        return badges.link(model, event.subject, event.subject_name or str(event.subject)[:8])
-    return event.subject_name or badges.NOTHING
+    if event.subject and (model := PAGE_MODELS.get(event.subject_type)):
+        return badges.render_page_link(model, event.subject, event.subject_name or str(event.subject)[:8])
+    return event.subject_name or badges.DASH
 
 
-def host(event: Event) -> SafeString | str:
+def render_host(event: Event) -> SafeString | str:
     """Render the host of an event as a link; a dash if it has none."""
-    return badges.link("host", event.host, event.host) if event.host else badges.NOTHING
+    return badges.render_page_link("host", event.host, event.host) if event.host else badges.DASH
 
 
-def by(event: Event) -> str:
+def describe_actor(event: Event) -> str:
     """Return the actor and source of an event; for an agent only the source, because its name is the host's name."""
     return event.source if event.actor == event.host else f"{event.actor} ({event.source})"

@@ -24,26 +24,26 @@ from django.db.models.functions import Cast
 from accelerators import conductor
 from accelerators.commands.placing import check_reason
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.libvirt_xml import Handle
-from accelerators.domain.states import HandleType, Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.libvirt_xml import HeldHandle
+from accelerators.domain.states import EventSource, HandleType
 from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile, Host
-from accelerators.models.attachments import ENDED, AttachmentState
+from accelerators.models.attachments import ENDED_ATTACHMENT_STATES, AttachmentState
 from accelerators.requests import candidates
-from accelerators.requests.candidates import Choice
+from accelerators.requests.candidates import ProviderChoice
 
-KIND = "attachment"
+ATTACHMENT_INTENT = "attachment"
 """Kind of the intents for attachments; the key of each is the uuid of the attachment."""
-FITTING = ("ACTIVE", "PAUSED", "SHUTOFF")
+ATTACHABLE_STATUSES = ("ACTIVE", "PAUSED", "SHUTOFF")
 """Instance states of Nova in which a device can be attached."""
 
 _S = AttachmentState
-TAKEN_BACK = (_S.UNDOING.value, _S.DETACHING.value, *ENDED)
+REVERTING_OR_ENDED = (_S.UNDOING.value, _S.DETACHING.value, *ENDED_ATTACHMENT_STATES)
 """States in which an attachment has been taken back, or is being taken back."""
 
 
 @dataclass(frozen=True)
-class Instance:
+class NovaInstance:
     """An instance as Nova describes it.
 
     `host_names` are the names of its host (hypervisor host name and service host). `task_state` is Nova's task state,
@@ -53,37 +53,37 @@ class Instance:
     uuid: str
     project: str
     status: str
-    places: frozenset[str]
-    task: str = ""
+    host_names: frozenset[str]
+    task_state: str = ""
 
 
-Look = Callable[[str, str | None], Instance]
+InstanceLookup = Callable[[str, str | None], NovaInstance]
 """Look up an instance in Nova by its uuid, and check that Placement can take a claim for it; answers in a few seconds.
 
 If a project is given, the instance must belong to it. Raises RefusedError: UNKNOWN if there is no such instance or it
 belongs to another project; AWAY if a service does not answer; CONFLICT if nothing can be claimed for the instance.
 """
-_looks: list[Look] = []
+_instance_lookups: list[InstanceLookup] = []
 
 
 class ConcurrentUpdateError(Exception):
     """Another process changed the attachment since the caller read it: read the row again."""
 
 
-def register(look: Look) -> None:
+def register_instance_lookup(lookup: InstanceLookup) -> None:
     """Use `lookup` to look up instances from now on; it replaces the function registered before."""
-    _looks[:] = [look]
+    _instance_lookups[:] = [lookup]
 
 
-def ask(
+def order_attachment(
     instance: UUID,
     caller: Caller,
     *,
     profile: str = "",
     device: UUID | None = None,
     reason: str = "",
-    source: Source = Source.API,
-    everyone: bool = True,
+    source: EventSource = EventSource.API,
+    all_projects: bool = True,
 ) -> Attachment:
     """Order accelerators for a running instance: those of a device profile, or one unit of a device.
 
@@ -95,24 +95,26 @@ def ask(
     AWAY if it is clear already that the attachment cannot succeed; then nothing is written.
     """
     if bool(profile) == bool(device):
-        raise RefusedError(Reason.INVALID, "Give either a device profile or a device to attach.")
+        raise RefusedError(RefusalReason.INVALID, "Give either a device profile or a device to attach.")
     reason = check_reason(reason)
-    named = _profile(profile).name if profile else ""
-    found = looked_up(str(instance), None if everyone else caller.project_id)
-    host = host_of(found)
-    row = Attachment(instance=instance, project_id=found.project, host=host.name, profile=named, device=device)
-    choice(row, host)
+    profile_name = _find_profile(profile).name if profile else ""
+    nova_instance = look_up_instance(str(instance), None if all_projects else caller.project_id)
+    host = find_host_of_instance(nova_instance)
+    row = Attachment(
+        instance=instance, project_id=nova_instance.project, host=host.name, profile=profile_name, device=device
+    )
+    choose_providers_for_attachment(row, host)
     row.actor, row.reason, row.request_id = caller.name[:255], reason, request_id.get()
-    row.steps = [_step("asked", "")]
+    row.steps = [_build_history_entry("asked", "")]
     with conductor.writing():
         row.save()
-        _record(row, "asked", source, caller.name, {"state": [None, _S.ASKED]}, reason)
-        conductor.intend(KIND, {str(row.uuid): {}})
+        _record_attachment_event(row, "asked", source, caller.name, {"state": [None, _S.ASKED]}, reason)
+        conductor.raise_intents(ATTACHMENT_INTENT, {str(row.uuid): {}})
     return row
 
 
-def detach(
-    uuid: UUID, caller: Caller, reason: str = "", source: Source = Source.API, everyone: bool = True
+def order_detachment(
+    uuid: UUID, caller: Caller, reason: str = "", source: EventSource = EventSource.API, all_projects: bool = True
 ) -> Attachment:
     """Order an attachment to be detached, or to be undone if it is not attached yet. Returns its row.
 
@@ -122,57 +124,59 @@ def detach(
     """
     reason = check_reason(reason)
     with conductor.writing():
-        own = Q() if everyone else Q(project_id=caller.project_id)
-        row = Attachment.objects.select_for_update().filter(own, uuid=uuid).first()
+        visible = Q() if all_projects else Q(project_id=caller.project_id)
+        row = Attachment.objects.select_for_update().filter(visible, uuid=uuid).first()
         if row is None:
-            raise _no_attachment(uuid, own)
-        if row.state not in TAKEN_BACK:
+            raise _build_no_attachment_error(uuid, visible)
+        if row.state not in REVERTING_OR_ENDED:
             attached = row.state == _S.ATTACHED
             fault = "" if attached else f"{caller.name} ordered its detachment before it was attached"
             state = _S.DETACHING if attached else _S.UNDOING
-            advance(row, state, "", reason, source=source, actor=caller.name, fault=fault)
-            conductor.intend(KIND, {str(row.uuid): {}})
+            advance_attachment(row, state, "", reason, source=source, actor=caller.name, fault=fault)
+            conductor.raise_intents(ATTACHMENT_INTENT, {str(row.uuid): {}})
     return row
 
 
-def looked_up(instance: str, project: str | None = None) -> Instance:
+def look_up_instance(instance: str, project: str | None = None) -> NovaInstance:
     """Return what Nova knows of an instance, by the registered `InstanceLookup`.
 
     Raises RefusedError as `InstanceLookup` does, and CONFLICT if no cloud is configured.
     """
-    if not _looks:
+    if not _instance_lookups:
         text = "No cloud is configured (CYBORG_CLOUD), and only Nova knows the instance's project and host."
-        raise RefusedError(Reason.CONFLICT, text)
-    return _looks[0](instance, project)
+        raise RefusedError(RefusalReason.CONFLICT, text)
+    return _instance_lookups[0](instance, project)
 
 
-def host_of(found: Instance) -> Host:
+def find_host_of_instance(instance: NovaInstance) -> Host:
     """Return the host of an instance.
 
     Raises RefusedError CONFLICT if the instance is in a state in which nothing can be attached, if Nova is working on
     it, or if not exactly one host matches its host names.
     """
-    if found.status not in FITTING or found.task:
-        doing = f", and Nova is working on it ({found.task})" if found.task else ""
-        possible = ", ".join(FITTING)
-        what = f"Instance {found.uuid} is {found.status}{doing}"
+    if instance.status not in ATTACHABLE_STATUSES or instance.task_state:
+        task_text = f", and Nova is working on it ({instance.task_state})" if instance.task_state else ""
+        possible = ", ".join(ATTACHABLE_STATUSES)
+        what = f"Instance {instance.uuid} is {instance.status}{task_text}"
         text = f"{what}: devices can only be attached to one that is {possible}."
-        raise RefusedError(Reason.CONFLICT, text)
-    there = Host.objects.filter(Q(name__in=found.places) | Q(node__in=found.places)).order_by("id")[:2]
-    if len(there) != 1:
-        named = ", ".join(sorted(found.places)) or "a host that Nova does not show to our service user"
-        which = "matches more than one host here" if there else "is no host here"
-        raise RefusedError(Reason.CONFLICT, f"Instance {found.uuid} is on {named}, which {which}.")
-    return there[0]
+        raise RefusedError(RefusalReason.CONFLICT, text)
+    matching_hosts = Host.objects.filter(Q(name__in=instance.host_names) | Q(node__in=instance.host_names)).order_by(
+        "id"
+    )[:2]
+    if len(matching_hosts) != 1:
+        host_text = ", ".join(sorted(instance.host_names)) or "a host that Nova does not show to our service user"
+        which = "matches more than one host here" if matching_hosts else "is no host here"
+        raise RefusedError(RefusalReason.CONFLICT, f"Instance {instance.uuid} is on {host_text}, which {which}.")
+    return matching_hosts[0]
 
 
-def advance(
+def advance_attachment(
     row: Attachment,
     state: AttachmentState,
     step: str,
     text: str = "",
     *,
-    source: Source = Source.SYSTEM,
+    source: EventSource = EventSource.SYSTEM,
     actor: str = "attachments",
     **columns: Any,
 ) -> None:
@@ -182,104 +186,114 @@ def advance(
     `row` as well. A history entry of the same name is replaced. `text` is stored in the history entry and as the reason
     of the event.
     """
-    was, now = (row.state, row.step), datetime.now(UTC)
+    before, now = (row.state, row.step), datetime.now(UTC)
     name = step or state.value
-    steps = [*(one for one in row.steps if one["step"] != name), _step(name, text)]
+    steps = [*(entry for entry in row.steps if entry["step"] != name), _build_history_entry(name, text)]
     values = columns | {"state": state.value, "step": step, "steps": steps, "updated_at": now}
     with conductor.writing():
-        if not Attachment.objects.filter(pk=row.pk, state=was[0], step=was[1]).update(**values):
+        if not Attachment.objects.filter(pk=row.pk, state=before[0], step=before[1]).update(**values):
             raise ConcurrentUpdateError
         for field, value in values.items():
             setattr(row, field, value)
-        changes = {"state": [was[0], state.value]} if was[0] != state else {}
-        _record(row, name, source, actor, changes | {"step": [was[1], step]}, text)
+        changes = {"state": [before[0], state.value]} if before[0] != state else {}
+        _record_attachment_event(row, name, source, actor, changes | {"step": [before[1], step]}, text)
 
 
-def with_handles(rows: Sequence[Attachment]) -> None:
+def load_handles(rows: Sequence[Attachment]) -> None:
     """Load the attach handles of all these attachments in one statement, so that `get_handles` needs no query."""
-    wanted = [uuid for row in rows if row.state not in ENDED for uuid in row.requests]
-    held = AcceleratorRequest.objects.filter(uuid__in=wanted, attach_handle__isnull=False)
-    found = {one.uuid: one.attach_handle for one in held.select_related("attach_handle")} if wanted else {}
+    request_uuids = [uuid for row in rows if row.state not in ENDED_ATTACHMENT_STATES for uuid in row.requests]
+    held = AcceleratorRequest.objects.filter(uuid__in=request_uuids, attach_handle__isnull=False)
+    handle_by_request = (
+        {handle.uuid: handle.attach_handle for handle in held.select_related("attach_handle")} if request_uuids else {}
+    )
     for row in rows:
-        there = [found[uuid] for uuid in row.requests if uuid in found]
-        row.held = [Handle(str(one.uuid), one.attach_type, one.attach_info) for one in there]
+        row_handles = [handle_by_request[uuid] for uuid in row.requests if uuid in handle_by_request]
+        row.held = [HeldHandle(str(one.uuid), one.attach_type, one.attach_info) for one in row_handles]
 
 
-def handles(row: Attachment) -> list[Handle]:
+def get_handles(row: Attachment) -> list[HeldHandle]:
     """Return the attach handles that the attachment holds now; one query unless `load_handles` loaded them before."""
     if not hasattr(row, "held"):
-        with_handles([row])
+        load_handles([row])
     return list(row.held)
 
 
-def as_key() -> Cast:
+def build_intent_key_expression() -> Cast:
     """Return a query expression: the key of an attachment's intent, that is its uuid as text."""
     return Cast("uuid", CharField())
 
 
-def choice(row: Attachment, host: Host) -> Choice:
+def choose_providers_for_attachment(row: Attachment, host: Host) -> ProviderChoice:
     """Choose the providers on `host` that would serve this attachment now. Reserves and locks nothing.
 
     Raises RefusedError: NONE_FREE; UNKNOWN if the profile is gone; INVALID if the profile asks for no accelerator;
     CONFLICT as `refuse_mixed_types` does.
     """
-    wanted: Sequence[Mapping[str, str]]
-    there = candidates.of(host, row.device)
+    wanted_groups: Sequence[Mapping[str, str]]
+    provider_candidates = candidates.find_candidates(host, row.device)
     if row.device:
-        where = f"Device {row.device} on {host.name}"
-        if not there or not there[0].resource_class:
+        place = f"Device {row.device} on {host.name}"
+        if not provider_candidates or not provider_candidates[0].resource_class:
             raise RefusedError(
-                Reason.NONE_FREE, f"{where} has no free unit: it must be ready, and not all its units may be held."
+                RefusalReason.NONE_FREE,
+                f"{place} has no free unit: it must be ready, and not all its units may be held.",
             )
-        wanted = [{f"resources:{there[0].resource_class}": "1"}]
+        wanted_groups = [{f"resources:{provider_candidates[0].resource_class}": "1"}]
     else:
-        where, wanted = f"Host {host.name}", _profile(row.profile).groups
-    chosen = candidates.choose(wanted, there, where)
+        place, wanted_groups = f"Host {host.name}", _find_profile(row.profile).groups
+    chosen = candidates.choose_providers(wanted_groups, provider_candidates, place)
     if not chosen.providers:
-        raise RefusedError(Reason.INVALID, f"Profile {row.profile} asks for no accelerator.")
-    refuse_mixed(row, chosen.types)
+        raise RefusedError(RefusalReason.INVALID, f"Profile {row.profile} asks for no accelerator.")
+    refuse_mixed_types(row, chosen.attach_types)
     return chosen
 
 
-def refuse_mixed(row: Attachment, types: Set[str]) -> None:
+def refuse_mixed_types(row: Attachment, types: Set[str]) -> None:
     """Raise RefusedError CONFLICT if `types` has another type than PCI and the instance holds PCI devices of other
     requests.
 
     Nova passes PCI devices to an instance only if all its accelerators are PCI devices (contract section 5.1).
     """
     held = AcceleratorRequest.objects.filter(instance_uuid=row.instance, attach_handle__attach_type=HandleType.PCI)
-    if (other := sorted(types - {HandleType.PCI.value})) and held.exclude(uuid__in=row.requests).exists():
-        text = f"has PCI devices, and Nova does not pass those to an instance together with {', '.join(other)}"
-        raise RefusedError(Reason.CONFLICT, f"Instance {row.instance} {text}: attach that to another instance.")
+    if (other_types := sorted(types - {HandleType.PCI.value})) and held.exclude(uuid__in=row.requests).exists():
+        text = f"has PCI devices, and Nova does not pass those to an instance together with {', '.join(other_types)}"
+        raise RefusedError(RefusalReason.CONFLICT, f"Instance {row.instance} {text}: attach that to another instance.")
 
 
-def _profile(named: str) -> DeviceProfile:
+def _find_profile(name_or_uuid: str) -> DeviceProfile:
     """Find a device profile by its name, else by its uuid. Raises RefusedError UNKNOWN."""
-    found = DeviceProfile.objects.filter(name=named.replace("\0", " ")).first()
-    if found is None:
+    profile = DeviceProfile.objects.filter(name=name_or_uuid.replace("\0", " ")).first()
+    if profile is None:
         with suppress(ValueError):
-            found = DeviceProfile.objects.filter(uuid=UUID(named)).first()
-    if found is None:
-        raise RefusedError(Reason.UNKNOWN, f"There is no device profile {named[:255]!r}.")
-    return found
+            profile = DeviceProfile.objects.filter(uuid=UUID(name_or_uuid)).first()
+    if profile is None:
+        raise RefusedError(RefusalReason.UNKNOWN, f"There is no device profile {name_or_uuid[:255]!r}.")
+    return profile
 
 
-def _no_attachment(uuid: UUID, own: Q) -> RefusedError:
+def _build_no_attachment_error(uuid: UUID, visible: Q) -> RefusedError:
     """Explain why `uuid` cannot be detached: CONFLICT if it is the uuid of a request, otherwise UNKNOWN."""
-    if holder := Attachment.objects.filter(own, requests__contains=[uuid]).values_list("uuid", flat=True).first():
-        return RefusedError(Reason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that attachment.")
-    if AcceleratorRequest.objects.filter(own, uuid=uuid).exists():
+    if holder := Attachment.objects.filter(visible, requests__contains=[uuid]).values_list("uuid", flat=True).first():
+        return RefusedError(
+            RefusalReason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that attachment."
+        )
+    if AcceleratorRequest.objects.filter(visible, uuid=uuid).exists():
         text = f"Request {uuid} was not made by an attachment but for Nova: it is freed when Nova deletes the instance."
-        return RefusedError(Reason.CONFLICT, text)
-    return RefusedError(Reason.UNKNOWN, f"There is no attachment {uuid}.")
+        return RefusedError(RefusalReason.CONFLICT, text)
+    return RefusedError(RefusalReason.UNKNOWN, f"There is no attachment {uuid}.")
 
 
-def _step(name: str, text: str) -> dict[str, str]:
+def _build_history_entry(name: str, text: str) -> dict[str, str]:
     return {"step": name, "at": datetime.now(UTC).isoformat(timespec="seconds"), "text": text}
 
 
-def _record(
-    row: Attachment, verb: str, source: Source, actor: str, changes: Mapping[str, Any], reason: str = ""
+def _record_attachment_event(
+    row: Attachment, verb: str, source: EventSource, actor: str, changes: Mapping[str, Any], reason: str = ""
 ) -> None:
-    about: Any = {"subject": (row.uuid, str(row)), "host_name": row.host, "changes": dict(changes), "reason": reason}
-    conductor.record(f"attachment.{verb}", source, actor, **about)
+    event_details: Any = {
+        "subject": (row.uuid, str(row)),
+        "host_name": row.host,
+        "changes": dict(changes),
+        "reason": reason,
+    }
+    conductor.record_event(f"attachment.{verb}", source, actor, **event_details)

@@ -11,61 +11,82 @@ from uuid import UUID
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.devices.lifecycle import PATIENCE_S, Result
+from accelerators.devices.lifecycle import HOLDER_CHECKS_TIMEOUT_S, ActionResult
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import DeviceState, Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import DeviceState, EventSource
 from accelerators.models import Device
 from drivers.plan import DESTRUCTIVE
 
-OPS = ("health", "reset")
+BULK_OPS = ("health", "reset")
 """Commands that a bulk action can place."""
-DONE = {"reset": "reset"}
+PAST_PARTICIPLES = {"reset": "reset"}
 
 
-def blocked(op: str, stood: str, word: str, state: DeviceState, *, able: bool, busy: bool, held: bool) -> str:
+def predict_refusal(
+    op: str,
+    word_when_chosen: str,
+    word_now: str,
+    state: DeviceState,
+    *,
+    is_supported: bool,
+    is_busy: bool,
+    is_held: bool,
+) -> str:
     """Return why command `op` would be refused for a device, or '' if it would be placed. Pure, for forecasts.
 
-    `word_when_chosen` and `word_now` are the device's `Standing.word`. `is_supported` says that its driver supports
+    `word_when_chosen` and `word_now` are the device's `LifecycleState.as_text`. `is_supported` says that its driver supports
     `op`; `is_held` is known from our own requests only. A held or changed device is refused destructive commands only.
     """
-    if op in DESTRUCTIVE and stood != word:
-        return f"was {stood} when it was chosen, is {word} now"
-    if state not in placing.ASKED[op]:
+    if op in DESTRUCTIVE and word_when_chosen != word_now:
+        return f"was {word_when_chosen} when it was chosen, is {word_now} now"
+    if state not in placing.ALLOWED_STATES[op]:
         return f"is {state}: {op} is not possible"
-    if not able:
+    if not is_supported:
         return f"its driver does not support {op}"
-    if op in DESTRUCTIVE and held:
-        return f"is held: it cannot be {DONE[op]}"
-    return "is busy with a command" if busy and op in placing.EXCLUSIVE else ""
+    if op in DESTRUCTIVE and is_held:
+        return f"is held: it cannot be {PAST_PARTICIPLES[op]}"
+    return "is busy with a command" if is_busy and op in placing.EXCLUSIVE_OPS else ""
 
 
-def many(op: str, seen: Mapping[UUID, str], caller: Caller, reason: str) -> list[Result]:
+def place_command_for_each(
+    op: str, words_when_chosen: Mapping[UUID, str], caller: Caller, reason: str
+) -> list[ActionResult]:
     """Place command `op` for each of these devices in one transaction; a refusal of one device stops no other.
 
-    `words_when_chosen` maps each device to its `Standing.word` when it was chosen. Locks the devices and their hosts.
+    `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was chosen. Locks the devices and their hosts.
     Once HOLDER_CHECKS_TIMEOUT_S have passed, mostly in questions to witnesses, destructive commands for the remaining
     devices are refused with AWAY, so that they are tried again. A device that is gone is refused with UNKNOWN.
     """
-    until = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
     with conductor.writing():
-        found = {device.uuid: device for device in conductor.locked(Device.objects.filter(uuid__in=list(seen)))}
-        results: Sequence[Result] = [_one(op, found[uuid], seen[uuid], caller, reason, until) for uuid in found]
-    gone = seen.keys() - found.keys()
-    lost = (Result(uuid, "refused", text="The device does not exist any more.", reason=Reason.UNKNOWN) for uuid in gone)
-    return [*results, *lost]
+        devices = {
+            device.uuid: device
+            for device in conductor.lock_devices(Device.objects.filter(uuid__in=list(words_when_chosen)))
+        }
+        results: Sequence[ActionResult] = [
+            _place_command(op, devices[uuid], words_when_chosen[uuid], caller, reason, give_up_at) for uuid in devices
+        ]
+    missing_uuids = words_when_chosen.keys() - devices.keys()
+    refused_results = (
+        ActionResult(uuid, "refused", text="The device does not exist any more.", reason=RefusalReason.UNKNOWN)
+        for uuid in missing_uuids
+    )
+    return [*results, *refused_results]
 
 
-def _one(op: str, device: Device, stood: str, caller: Caller, reason: str, until: float) -> Result:
+def _place_command(
+    op: str, device: Device, word_when_chosen: str, caller: Caller, reason: str, give_up_at: float
+) -> ActionResult:
     """Place the command for one locked device, or return the refusal."""
-    about = (str(device), device.host.name, device.state)
+    device_columns = (str(device), device.host.name, device.state)
     try:
-        if op in DESTRUCTIVE and device.stands != stood:
-            said = f"It was {stood} when it was chosen; it is {device.stands} now. Look at it again."
-            raise RefusedError(Reason.CONFLICT, said)
-        if op in DESTRUCTIVE and time.monotonic() > until:
-            raise RefusedError(Reason.AWAY, "The check whether it is held took too long: try again.")
-        command = placing.ask(op, device.uuid, caller, reason=reason, source=Source.PERSON)
+        if op in DESTRUCTIVE and device.lifecycle_text != word_when_chosen:
+            text = f"It was {word_when_chosen} when it was chosen; it is {device.lifecycle_text} now. Look at it again."
+            raise RefusedError(RefusalReason.CONFLICT, text)
+        if op in DESTRUCTIVE and time.monotonic() > give_up_at:
+            raise RefusedError(RefusalReason.AWAY, "The check whether it is held took too long: try again.")
+        command = placing.order_device_command(op, device.uuid, caller, reason=reason, source=EventSource.PERSON)
     except RefusedError as refused:
-        return Result(device.uuid, "refused", *about, refused.text, refused.reason)
-    return Result(device.uuid, "moved", *about, f"command {command.pk}")
+        return ActionResult(device.uuid, "refused", *device_columns, refused.text, refused.reason)
+    return ActionResult(device.uuid, "moved", *device_columns, f"command {command.pk}")

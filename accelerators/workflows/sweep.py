@@ -18,43 +18,51 @@ from accelerators import conductor, safety
 from accelerators.audit import retention
 from accelerators.devices import lifecycle
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import DriverState, Source
+from accelerators.domain.states import DriverState, EventSource
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
-from accelerators.models.commands import OPEN
-from accelerators.models.devices import driver_error
+from accelerators.models.commands import COMMAND_IS_OPEN
+from accelerators.models.devices import build_driver_error_expression
 from accelerators.runtime import jobs
 from accelerators.workflows import bulk_actions, driver_rollouts
 
 log = logging.getLogger(__name__)
 
-BATCH = 200
-REMEMBERED = timedelta(days=30)
+BATCH_SIZE = 200
+COMMAND_RETENTION = timedelta(days=30)
 """Ended commands are deleted after this time; their events stay."""
 
 
 def run() -> None:
     """Run the job `sweep`: create the coming months' partitions of events, then delete missing devices and old rows."""
-    retention.make_months()
-    jobs.run("sweep", lambda: remove_missing() | forget_commands() | bulk_actions.forget() | driver_rollouts.forget())
+    retention.create_month_partitions()
+    jobs.run_steps(
+        "sweep",
+        lambda: (
+            remove_missing_devices()
+            | delete_old_commands()
+            | bulk_actions.delete_oldest_expired_bulk()
+            | driver_rollouts.delete_oldest_ended_rollout()
+        ),
+    )
 
 
-def forget_commands(now: datetime | None = None) -> bool:
+def delete_old_commands(now: datetime | None = None) -> bool:
     """Delete old commands among the BATCH_SIZE oldest; True if there may be more.
 
     Commands are taken in the order of their ids, which is the order of their age. One is old if it ended more than
     COMMAND_RETENTION ago.
     """
-    oldest = Command.objects.order_by("id").values_list("id", "ended_at")[:BATCH]
-    before = (now or datetime.now(UTC)) - REMEMBERED
+    oldest = Command.objects.order_by("id").values_list("id", "ended_at")[:BATCH_SIZE]
+    before = (now or datetime.now(UTC)) - COMMAND_RETENTION
     old = [id for id, ended_at in oldest if ended_at and ended_at < before]
     if old:
         with conductor.writing():
             Command.objects.filter(id__in=old).delete()
-            conductor.forgot("command", len(old), REMEMBERED)
-    return len(old) == BATCH
+            conductor.record_purge("command", len(old), COMMAND_RETENTION)
+    return len(old) == BATCH_SIZE
 
 
-def remove_missing(now: datetime | None = None) -> bool:
+def remove_missing_devices(now: datetime | None = None) -> bool:
     """Remove one batch of devices that have been missing for long and are free; True if there may be more.
 
     A device's deployables, attributes and attach handles are deleted with it. Locks the devices and their hosts, asks
@@ -63,28 +71,32 @@ def remove_missing(now: datetime | None = None) -> bool:
     before = (now or datetime.now(UTC)) - timedelta(seconds=settings.KEYS.missing_retention_s)
     with conductor.writing():
         # In random order: otherwise a batch of held devices would keep all others from being looked at.
-        found = list(_removable(before).order_by("?").values_list("id", flat=True)[:BATCH])
-        devices = [d for d in lifecycle.locked(_removable(before).filter(id__in=found)) if _free(d)]
+        removable_ids = list(_query_removable_devices(before).order_by("?").values_list("id", flat=True)[:BATCH_SIZE])
+        devices = [
+            d
+            for d in lifecycle.lock_devices(_query_removable_devices(before).filter(id__in=removable_ids))
+            if _is_free(d)
+        ]
         for device in devices:
-            conductor.record(
+            conductor.record_event(
                 "device.removed",
-                Source.SYSTEM,
+                EventSource.SYSTEM,
                 "sweep",
                 host=device.host,
                 subject=(device.uuid, str(device)),
                 changes={"device": [str(device.uuid), None], "model": [device.model, None], "key": [device.key, None]},
                 reason=f"missing since {device.state_since:%Y-%m-%d %H:%M}, and free",
             )
-        inside = Deployable.objects.filter(device__in=devices)
-        Attribute.objects.filter(deployable__in=inside).delete()
-        AttachHandle.objects.filter(deployable__in=inside).delete()
-        inside.delete()
+        deployables = Deployable.objects.filter(device__in=devices)
+        Attribute.objects.filter(deployable__in=deployables).delete()
+        AttachHandle.objects.filter(deployable__in=deployables).delete()
+        deployables.delete()
         Device.objects.filter(id__in=[d.id for d in devices]).delete()
-        conductor.providers_changed({device.host_id: device.host for device in devices}.values())
-    return len(found) == BATCH and bool(devices)
+        conductor.raise_provider_intents({device.host_id: device.host for device in devices}.values())
+    return len(removable_ids) == BATCH_SIZE and bool(devices)
 
 
-def _free(device: Device) -> bool:
+def _is_free(device: Device) -> bool:
     """Return True if every witness says that nobody holds the device; if not, the reason is logged."""
     try:
         safety.refuse_unless_free(device, "removed")
@@ -94,20 +106,20 @@ def _free(device: Device) -> bool:
     return True
 
 
-def _removable(before: datetime) -> QuerySet[Device]:
+def _query_removable_devices(before: datetime) -> QuerySet[Device]:
     """Return the devices that may be removed, as far as our own tables tell.
 
     They are missing since before this time, their agent is up, their driver answers and is not disabled, no request
     names them, and no command for them is open.
     """
-    held = AcceleratorRequest.objects.filter(
+    naming_requests = AcceleratorRequest.objects.filter(
         Q(attach_handle__deployable__device=OuterRef("pk")) | Q(deployable__device=OuterRef("pk"))
     )
-    missing = Device.objects.annotate(driver_error=driver_error()).filter(
+    missing = Device.objects.annotate(driver_error=build_driver_error_expression()).filter(
         state="missing", state_since__lt=before, host__stale_since__isnull=True, driver_error=""
     )
-    said = Func(F("host__drivers"), F("driver"), Value("state"), function="jsonb_extract_path_text")
-    state = Coalesce(said, Value(""), output_field=TextField())  # older agents do not report the state
+    reported_state = Func(F("host__drivers"), F("driver"), Value("state"), function="jsonb_extract_path_text")
+    state = Coalesce(reported_state, Value(""), output_field=TextField())  # older agents do not report the state
     missing = missing.annotate(driver_state=state).exclude(driver_state=DriverState.DISABLED.value)
-    under_way = Command.objects.filter(OPEN, device=OuterRef("pk"))
-    return missing.filter(~Exists(held), ~Exists(under_way))
+    open_commands = Command.objects.filter(COMMAND_IS_OPEN, device=OuterRef("pk"))
+    return missing.filter(~Exists(naming_requests), ~Exists(open_commands))

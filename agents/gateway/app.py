@@ -14,43 +14,43 @@ from typing import Any, Protocol
 
 import msgspec
 
-from accelerators.commands.placing import Answer, Progress
+from accelerators.commands.placing import CommandAnswer, CommandProgress
 from accelerators.domain import errors
 from accelerators.runtime import database_outage
 from agents import credentials, enrolment, key_revocation, wire
-from agents.enrolment import ConnectionRejectedError, Identity
+from agents.enrolment import ConnectionRejectedError, EnrolledAgent
 from agents.gateway import metrics
-from agents.gateway.command_dispatch import Courier, Said
+from agents.gateway.command_dispatch import CommandDispatcher, CommandMessage
 from agents.gateway.handshake import choose_version, client_address, deny_upgrade
-from agents.gateway.leases import Leases
-from agents.gateway.rejections import Refusals
-from agents.gateway.sample_cache import BEGINNING, Board
-from agents.gateway.sessions import Holders, Session, SessionClosedError, send_text, tell
-from agents.gateway.throttling import Admission, Spread
-from agents.gateway.writer import AdmitJob, CommandJob, SpoolJob, TrustJob, Writer
+from agents.gateway.leases import LeaseBuffer
+from agents.gateway.rejections import RefusalCounter
+from agents.gateway.sample_cache import SAMPLES_PREFIX, SampleCache
+from agents.gateway.sessions import AgentSession, SessionClosedError, SessionRegistry, send_message, send_text
+from agents.gateway.throttling import HandshakeThrottle, ReportJitter
+from agents.gateway.writer import AdmitJob, CommandJob, DatabaseWriter, SpoolJob, TrustJob
 
 log = logging.getLogger(__name__)
 
-ADMIT_S = 8.0
+ADMISSION_TIMEOUT_S = 8.0
 """Seconds a handshake may wait for the database. Then it is refused with a 503, so that connections do not pile up
 during an outage."""
-FIRST_S = 30.0
+FIRST_MESSAGE_TIMEOUT_S = 30.0
 """Seconds in which an agent must send its first message. Otherwise its connection is closed, because it takes a place
 that another agent could use."""
-FAREWELL_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
 """Seconds to wait until an agent has received the Refuse message and the close frame."""
-PROGRESS_S = 0.2
+PROGRESS_INTERVAL_S = 0.2
 """Minimum seconds between two writes of one agent's command progress. The newest progress is always written."""
-MANY = "(many)"
+MANY_HOSTS = "(many)"
 """Host name under which refusals of many hosts are counted together. An outage or a connection storm then makes one
 event a minute instead of one per host."""
-MAX_PROGRESS = 256
+MAX_PENDING_PROGRESS = 256
 """Maximum number of commands of one agent whose progress waits to be written. Progress of further ones is dropped."""
-TOO_LARGE = 1009
+CLOSE_MESSAGE_TOO_LARGE = 1009
 """WebSocket close code for a message that is larger than the web server accepts."""
 
 
-class Limits(Protocol):
+class GatewaySettings(Protocol):
     """The configuration keys that the gateway reads."""
 
     @property
@@ -71,51 +71,51 @@ class Limits(Protocol):
     def lease_flush_s(self) -> float: ...
 
 
-class Gateway:
+class AgentGateway:
     """The ASGI application at `/ws/agent`, and the view of `/ws/agent/challenge` that agents ask for a nonce first."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
         self.counters = {"unknown_types": 0, "unknown_fields": 0}
-        self.leases = Leases(limits.lease_flush_s)
-        self.refusals = Refusals()
-        self.challenges = enrolment.Challenges()
-        self.admission = Admission(limits.handshakes, limits.agent_connections)
-        self.spread = Spread()
-        self.connected = 0
+        self.leases = LeaseBuffer(settings.lease_flush_s)
+        self.refusals = RefusalCounter()
+        self.challenges = enrolment.ChallengeStore()
+        self.throttle = HandshakeThrottle(settings.handshakes, settings.agent_connections)
+        self.report_jitter = ReportJitter()
+        self.open_connections = 0
         self._pending_bytes = 0
-        self.holders = Holders(self._bar)
-        self.board = Board(self.refusals, self._pressed)
-        self._courier = Courier()
-        self._writer = Writer(
-            interval_s=limits.flush_interval_ms / 1000,
-            max_rows=limits.flush_max_rows,
+        self.sessions = SessionRegistry(self._bar_clone)
+        self.sample_cache = SampleCache(self.refusals, self._is_under_pressure)
+        self._dispatcher = CommandDispatcher()
+        self._writer = DatabaseWriter(
+            interval_s=settings.flush_interval_ms / 1000,
+            max_rows=settings.flush_max_rows,
             leases=self.leases,
             refusals=self.refusals,
-            spread=self.spread,
-            hear=self.holders.hear,
+            report_jitter=self.report_jitter,
+            on_agent_changes=self.sessions.apply_agent_changes,
         )
 
     def stop(self) -> None:
         """Stop the sample cache and the threads. Only tests need this: a real process just ends."""
-        self.board.stop()
-        self._courier.stop()
+        self.sample_cache.stop()
+        self._dispatcher.stop()
         self._writer.stop()
 
-    def reached_at(self, url: str) -> None:
+    def set_public_url(self, url: str) -> None:
         """Set the address where other processes ask this gateway for samples; the next lease flush stores it."""
-        self.leases.gateway = self.board.name, url
+        self.leases.gateway_name_and_url = self.sample_cache.name, url
 
-    def _pressed(self) -> bool:
+    def _is_under_pressure(self) -> bool:
         """Return True if samples should be dropped, because more important work waits.
 
         That is: reports of more than an eighth of the allowed bytes wait for their commit, or more than half of the
         handshake places are taken.
         """
-        waiting = self._pending_bytes > self.limits.pending_report_bytes // 8
-        return waiting or self.admission.inside > self.admission.limit // 2
+        has_report_backlog = self._pending_bytes > self.settings.pending_report_bytes // 8
+        return has_report_backlog or self.throttle.in_progress > self.throttle.max_handshakes // 2
 
-    async def challenge(self, scope: Any, receive: Any, send: Any) -> None:
+    async def serve_challenge(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer GET /ws/agent/challenge with a nonce, or with a 503 and Retry-After while too many agents connect.
 
         Nothing is known about the client yet. In a connection storm most agents are refused here, which is the
@@ -124,30 +124,34 @@ class Gateway:
         try:
             if scope["method"] != "GET":
                 raise ConnectionRejectedError(405, "method", "only GET is allowed")
-            self._let_in(self.admission.ask(client_address(scope)))
+            self._reject_if_throttled(self.throttle.admit_challenge(client_address(scope)))
         except ConnectionRejectedError as refused:
-            status, (headers, body) = refused.status, enrolment.denial(refused)
+            status, (headers, body) = refused.status, enrolment.build_denial(refused)
         else:
-            status, body = 200, msgspec.json.encode(self.challenges.make())
+            status, body = 200, msgspec.json.encode(self.challenges.create())
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _let_in(self, wait: int) -> None:
+    def _reject_if_throttled(self, retry_after_s: int) -> None:
         """Count and raise a 503 with Retry-After `retry_after_s`; do nothing for 0 (see `HandshakeThrottle`)."""
-        if wait:
-            full = self.connected >= self.limits.agent_connections
+        if retry_after_s:
+            is_full = self.open_connections >= self.settings.agent_connections
             limit = "as many agents are connected as CYBORG_AGENT_CONNECTIONS allows"
-            reason = limit if full else "too many agents connect at once"
-            refused = ConnectionRejectedError(503, "busy", f"{reason}: try again after Retry-After seconds", wait)
-            self.refusals.add(MANY, refused.code, "too many agents connected at once: each was told when to try again")
+            reason = limit if is_full else "too many agents connect at once"
+            refused = ConnectionRejectedError(
+                503, "busy", f"{reason}: try again after Retry-After seconds", retry_after_s
+            )
+            self.refusals.add(
+                MANY_HOSTS, refused.code, "too many agents connected at once: each was told when to try again"
+            )
             raise refused
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve a connection that has no TLS from us: the agent then signs an empty certificate fingerprint."""
-        await self.connect(scope, receive, send, ("",))
+        await self.serve_connection(scope, receive, send, ("",))
 
-    async def connect(self, scope: Any, receive: Any, send: Any, fingerprints: Iterable[str]) -> None:
+    async def serve_connection(self, scope: Any, receive: Any, send: Any, fingerprints: Iterable[str]) -> None:
         """Serve one connection from the upgrade request to its end.
 
         `fingerprints` are those of the certificates that the agent may have pinned.
@@ -155,251 +159,278 @@ class Gateway:
         await receive()  # websocket.connect
         host = ""
         try:
-            self._let_in(self.admission.come(self.connected, client_address(scope)))
+            self._reject_if_throttled(self.throttle.admit_upgrade(self.open_connections, client_address(scope)))
             version = choose_version(scope)
-            credential = enrolment.credential_of(scope)
+            credential = enrolment.read_credential(scope)
             host = credential.host
-            fingerprint = enrolment.verify(credential, self.challenges, fingerprints)
-            with self.admission.handshake():
-                identity = await self._admit(credential)
-            if credential.epoch > enrolment.highest_epoch(identity.epoch):
+            fingerprint = enrolment.verify_credential(credential, self.challenges, fingerprints)
+            with self.throttle.count_handshake():
+                identity = await self._identify_agent(credential)
+            if credential.epoch > enrolment.highest_allowed_epoch(identity.epoch):
                 raise ConnectionRejectedError(
                     403, "epoch", f"epoch {credential.epoch} is out of range: the agent's journal may be damaged"
                 )
         except ConnectionRejectedError as refused:
             if refused.code != "busy":
-                self.refusals.add(MANY if refused.status == 503 else host, refused.code, refused.reason)
+                self.refusals.add(MANY_HOSTS if refused.status == 503 else host, refused.code, refused.reason)
             await deny_upgrade(scope, send, refused)
             return
-        session = Session(identity, credential, fingerprint, version, scope, send)
-        if identity.host_id in self.holders.by_host:
-            session.applied = ""  # a report of the older connection may be stored after we read the applied hash
-        self.connected += 1
-        metrics.tally["opened"] += 1
+        session = AgentSession(identity, credential, fingerprint, version, scope, send)
+        if identity.host_id in self.sessions.by_host:
+            session.applied_hash = ""  # a report of the older connection may be stored after we read the applied hash
+        self.open_connections += 1
+        metrics.event_counts["opened"] += 1
         try:
             await send({"type": "websocket.accept", "subprotocol": version})
-            self.holders.enter(session)
-            if await self._welcome(session):
-                await self._receive(session, receive)
-                self._count_message_error(host, scope)
-        except SessionClosedError as expelled:
-            session.expelled = expelled
+            self.sessions.register(session)
+            if await self._send_welcome(session):
+                await self._receive_messages(session, receive)
+                self._record_message_error(host, scope)
+        except SessionClosedError as close_error:
+            session.close_error = close_error
         except asyncio.CancelledError:
-            if session.expelled is None or session.task is None:
+            if session.close_error is None or session.task is None:
                 raise
             session.task.uncancel()
         finally:
-            self.connected -= 1
-            metrics.tally["closed"] += 1
-            self.holders.leave(session)
-            self.board.leave(session)
-            if session.greeted:
-                self._courier.gone(session)
-        if session.expelled:
-            await self._refuse(session, session.expelled)
+            self.open_connections -= 1
+            metrics.event_counts["closed"] += 1
+            self.sessions.unregister(session)
+            self.sample_cache.unregister(session)
+            if session.has_sent_hello:
+                self._dispatcher.remove_agent(session)
+        if session.close_error:
+            await self._send_refusal(session, session.close_error)
 
-    def _count_message_error(self, host: str, scope: Any) -> None:
+    def _record_message_error(self, host: str, scope: Any) -> None:
         """Add a refusal if the web server closed this connection over a message (see wire.MESSAGE_ERROR_KEY)."""
-        code, reason = scope.get("state", {}).get(wire.MESSAGE_ERROR, (0, ""))
-        if code == TOO_LARGE:
+        code, reason = scope.get("state", {}).get(wire.MESSAGE_ERROR_KEY, (0, ""))
+        if code == CLOSE_MESSAGE_TOO_LARGE:
             sentence = (
-                f"the message is larger than {self.limits.max_message_bytes} bytes ({reason}): agents of this product"
+                f"the message is larger than {self.settings.max_message_bytes} bytes ({reason}): agents of this product"
                 " keep to the limit, so look at what runs on this host, or raise CYBORG_MAX_MESSAGE_BYTES"
             )
             self.refusals.add(host, "too-large", sentence)
         elif code:
             self.refusals.add(host, "malformed", f"the WebSocket data is invalid (close code {code}): {reason}")
 
-    async def _admit(self, credential: credentials.Credential) -> Identity:
+    async def _identify_agent(self, credential: credentials.Credential) -> EnrolledAgent:
         """Have the writer thread look up or enrol the agent. Raise ConnectionRejectedError, a 503 if that takes
         longer than ADMISSION_TIMEOUT_S."""
-        future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EnrolledAgent] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
         try:
-            async with asyncio.timeout(ADMIT_S):
+            async with asyncio.timeout(ADMISSION_TIMEOUT_S):
                 return await future
         except TimeoutError:
             reason = "the database does not answer: try again later"
-            database_outage.log_outage(f"a connecting agent got no answer within {ADMIT_S:g} s")
-            raise ConnectionRejectedError(503, "database", reason, self.admission.place()) from None
+            database_outage.log_outage(f"a connecting agent got no answer within {ADMISSION_TIMEOUT_S:g} s")
+            raise ConnectionRejectedError(503, "database", reason, self.throttle.schedule_return()) from None
 
-    async def _welcome(self, session: Session) -> bool:
+    async def _send_welcome(self, session: AgentSession) -> bool:
         """Send Welcome, and Rotate if a new key was asked for. Return False if the agent is already gone."""
         identity = session.identity
-        self.leases.seen(identity.host_id, session.epoch)
-        known = identity.epoch, identity.applied_hash, self.limits.max_message_bytes
-        welcome = wire.Welcome(self.limits.beat_s, *known, round(self.spread.welcome(), 1))
-        if (there := await tell(session, welcome)) and identity.rotate:
-            self.holders.ask_rotation(session)
-        return there
+        self.leases.note_heartbeat(identity.host_id, session.epoch)
+        known_state = identity.epoch, identity.applied_hash, self.settings.max_message_bytes
+        welcome = wire.Welcome(self.settings.beat_s, *known_state, round(self.report_jitter.choose_jitter(), 1))
+        if (is_delivered := await send_message(session, welcome)) and identity.rotation_requested:
+            self.sessions.request_new_key(session)
+        return is_delivered
 
-    async def _receive(self, session: Session, receive: Any) -> None:
+    async def _receive_messages(self, session: AgentSession, receive: Any) -> None:
         """Receive and handle messages until the peer closes. The first one decides which connection holds the host.
 
         Raise SessionClosedError for a message that is malformed or not allowed.
         """
-        newer, settled = session.offers_newer, False
-        while (event := await (receive() if settled else _in_time(receive)))["type"] == "websocket.receive":
+        peer_offers_newer, has_settled = session.offers_newer_version, False
+        while (event := await (receive() if has_settled else _receive_first_event(receive)))[
+            "type"
+        ] == "websocket.receive":
             data = event.get("text") or event.get("bytes") or b""
             try:
-                samples = isinstance(data, str) and data.startswith(BEGINNING)
+                is_samples = isinstance(data, str) and data.startswith(SAMPLES_PREFIX)
                 # No sample is decoded before `claim_host`: until then another connection may still hold this host.
-                if samples and not (settled and self.board.takes(session, len(data))):
+                if is_samples and not (has_settled and self.sample_cache.accept_message(session, len(data))):
                     del event, data
                     continue
-                data = _text(data)
+                data = _decode_frame(data)
                 message = wire.decode_from_agent(data)
-                if newer:
-                    self.counters["unknown_fields"] += wire.unknown_fields(data, message)
+                if peer_offers_newer:
+                    self.counters["unknown_fields"] += wire.count_unknown_fields(data, message)
             except wire.MalformedMessageError as error:
                 raise SessionClosedError("malformed", str(error)) from None
-            if not settled:
+            if not has_settled:
                 session.boot_id = message.boot_id if type(message) is wire.Hello else ""
-                await self.holders.settle(session)
-                settled = True
+                await self.sessions.claim_host(session)
+                has_settled = True
             if type(message) is wire.Beat:
-                metrics.tally["beats"] += 1
-                self.leases.seen(session.identity.host_id, session.epoch)
+                metrics.event_counts["beats"] += 1
+                self.leases.note_heartbeat(session.identity.host_id, session.epoch)
                 await send_text(session, f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}')
             elif type(message) is wire.Report:
-                order, content, urgent = (message.epoch, message.seq), message.hash, message.urgent
+                epoch_seq, content_hash, urgent = (message.epoch, message.seq), message.hash, message.urgent
                 # Decoded it takes five times the memory of its text: do not keep it while waiting for the commit.
                 del message
-                await self._report(session, order, content, data, urgent=urgent)
+                await self._handle_report(session, epoch_seq, content_hash, data, urgent=urgent)
             else:
-                await self._rarely(session, message)
+                await self._handle_control_message(session, message)
             del event, data  # otherwise an idle connection would keep its last report in memory
 
-    async def _rarely(self, session: Session, message: wire.FromAgent | wire.Unknown) -> None:
+    async def _handle_control_message(
+        self, session: AgentSession, message: wire.FromAgent | wire.UnknownMessage
+    ) -> None:
         """Handle infrequent messages: those sent once per connection, and answers to the gateway's own requests."""
         if type(message) is wire.Hello:
             session.boot_id = message.boot_id
-            self.leases.hello(session, message)
-            if not session.greeted:
-                session.greeted = True
-                self._courier.hello(session, message)
-                self.board.enter(session)
+            self.leases.note_hello(session, message)
+            if not session.has_sent_hello:
+                session.has_sent_hello = True
+                self._dispatcher.add_agent(session, message)
+                self.sample_cache.register(session)
         elif type(message) is wire.Alive:
-            self.holders.alive(session, message.nonce)
+            self.sessions.handle_probe_reply(session, message.nonce)
         elif type(message) is wire.NewKey:
-            await self._rotate(session, message)
+            await self._handle_new_key(session, message)
         elif type(message) is wire.Taken:
-            stored = [self._tell((session.identity.host_id, number)) for number in dict.fromkeys(message.numbers)]
-            await asyncio.gather(*stored)
+            confirmations = [
+                self._store_command_message((session.identity.host_id, number))
+                for number in dict.fromkeys(message.numbers)
+            ]
+            await asyncio.gather(*confirmations)
         elif type(message) is wire.Progress:
-            self._progress(session, message)
+            self._collect_progress(session, message)
         elif type(message) is wire.Result:
-            await self._result(session, message)
+            await self._handle_result(session, message)
         elif type(message) is wire.Samples:
-            self.board.keep(session, message)
-        elif type(message) is wire.Unknown:
+            self.sample_cache.store_samples(session, message)
+        elif type(message) is wire.UnknownMessage:
             self.counters["unknown_types"] += 1
 
-    def _progress(self, session: Session, message: wire.Progress) -> None:
+    def _collect_progress(self, session: AgentSession, message: wire.Progress) -> None:
         """Keep the newest progress of each command and schedule its write, PROGRESS_INTERVAL_S after the last one."""
         loop = asyncio.get_running_loop()
-        if not session.progress:
-            loop.call_at(max(loop.time(), session.progress_at + PROGRESS_S), self._tell_progress, session)
-        if message.number in session.progress or len(session.progress) < MAX_PROGRESS:
-            session.progress[message.number] = message
+        if not session.pending_progress:
+            loop.call_at(
+                max(loop.time(), session.progress_flushed_at + PROGRESS_INTERVAL_S), self._flush_progress, session
+            )
+        if message.number in session.pending_progress or len(session.pending_progress) < MAX_PENDING_PROGRESS:
+            session.pending_progress[message.number] = message
 
-    def _tell_progress(self, session: Session) -> None:
+    def _flush_progress(self, session: AgentSession) -> None:
         """Queue the collected progress for the writer thread.
 
         If the previous batch is not stored yet, try again after PROGRESS_INTERVAL_S: progress must not pile up while
         the database is down.
         """
         loop = asyncio.get_running_loop()
-        if not all(told.done() for told in session.telling):
-            loop.call_later(PROGRESS_S, self._tell_progress, session)
+        if not all(write.done() for write in session.progress_writes):
+            loop.call_later(PROGRESS_INTERVAL_S, self._flush_progress, session)
             return
-        said, session.progress = session.progress, {}
-        session.progress_at = loop.time()
+        collected, session.pending_progress = session.pending_progress, {}
+        session.progress_flushed_at = loop.time()
         host = session.identity.host_id
-        session.telling = [
-            self._tell(Progress(host, number, one.percent, one.text.replace("\0", ""))) for number, one in said.items()
+        session.progress_writes = [
+            self._store_command_message(
+                CommandProgress(host, number, progress.percent, progress.text.replace("\0", ""))
+            )
+            for number, progress in collected.items()
         ]
 
-    async def _result(self, session: Session, told: wire.Result) -> None:
+    async def _handle_result(self, session: AgentSession, result: wire.Result) -> None:
         """Store the result of a command and acknowledge it once the report that belongs to it is applied.
 
         If the command is settled by this write, the Ack is sent here; otherwise `CommandDispatcher` sends it later.
         Raise SessionClosedError for a text with a NUL character.
         """
-        if "\0" in "".join((told.text, told.hash, *told.detail, *told.detail.values())):
+        if "\0" in "".join((result.text, result.hash, *result.detail, *result.detail.values())):
             raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
         host = session.identity.host_id
         # Do not look up a report that this connection knows to be applied: another writer may have cleared the hash.
-        known = told.hash and told.hash == session.applied
-        report = (0, 0, "") if known else (told.epoch, told.seq, told.hash)
-        if await self._tell(Answer(host, told.number, told.outcome, told.text, told.detail, *report)):
-            await tell(session, wire.Ack(told.number, "Result"))
+        is_applied = result.hash and result.hash == session.applied_hash
+        report = (0, 0, "") if is_applied else (result.epoch, result.seq, result.hash)
+        if await self._store_command_message(
+            CommandAnswer(host, result.number, result.outcome, result.text, result.detail, *report)
+        ):
+            await send_message(session, wire.Ack(result.number, "Result"))
         else:
-            self._courier.unsettled(session, told.number)
+            self._dispatcher.watch_result(session, result.number)
 
-    def _tell(self, said: Said) -> asyncio.Future[bool]:
+    def _store_command_message(self, message: CommandMessage) -> asyncio.Future[bool]:
         """Queue a message about a command for the writer thread.
 
         After the commit the returned future gives True if the command is settled, so that a Result can be acknowledged.
         """
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._writer.put(CommandJob(future, said))
+        self._writer.put(CommandJob(future, message))
         return future
 
-    async def _rotate(self, session: Session, told: wire.NewKey) -> None:
+    async def _handle_new_key(self, session: AgentSession, new_key: wire.NewKey) -> None:
         """Replace the agent's key by the one in NewKey, and send the Ack after the commit.
 
         Raise SessionClosedError if no new key was asked for, if a signature is wrong, or if the database refuses the
         key.
         """
-        old, new, host = session.key, told.public_key, session.identity
-        data = credentials.rotation_bytes(host.host, old, new, session.fingerprint)
-        if not session.rotating:
+        old, new, identity = session.public_key, new_key.public_key, session.identity
+        signed_data = credentials.build_rotation_bytes(identity.host, old, new, session.fingerprint)
+        if not session.awaits_new_key:
             raise SessionClosedError("rotation", "no new key was asked for")
-        if not (credentials.is_signed(old, told.signature, data) and credentials.is_signed(new, told.proof, data)):
+        if not (
+            credentials.is_valid_signature(old, new_key.signature, signed_data)
+            and credentials.is_valid_signature(new, new_key.proof, signed_data)
+        ):
             raise SessionClosedError("rotation", "the new key must be signed by the present key and by itself")
-        session.next_key = new
+        session.next_public_key = new
         try:
-            await self._ask(lambda: key_revocation.rotate(host.host_id, old, new))
+            await self._change_trust(lambda: key_revocation.replace_key(identity.host_id, old, new))
         except errors.RefusedError as refused:
             raise SessionClosedError("rotation", refused.text) from None
-        session.key, session.next_key, session.rotating = new, "", False
-        await tell(session, wire.Ack(0, "NewKey"))
+        session.public_key, session.next_public_key, session.awaits_new_key = new, "", False
+        await send_message(session, wire.Ack(0, "NewKey"))
 
-    def _bar(self, host_id: int, key: str, first: key_revocation.Connection, second: key_revocation.Connection) -> None:
+    def _bar_clone(
+        self,
+        host_id: int,
+        key: str,
+        first: key_revocation.ConnectionIdentity,
+        second: key_revocation.ConnectionIdentity,
+    ) -> None:
         """Have the writer thread bar a key that two connections hold; do not wait for it."""
-        self._ask(lambda: key_revocation.bar_clone(host_id, key, first, second))
+        self._change_trust(lambda: key_revocation.bar_cloned_key(host_id, key, first, second))
 
-    def _ask(self, work: Callable[[], None]) -> asyncio.Future[None]:
+    def _change_trust(self, work: Callable[[], None]) -> asyncio.Future[None]:
         """Queue a change of trust for the writer thread; the returned future is done after its commit."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._writer.put(TrustJob(future, work))
         return future
 
-    async def _report(self, session: Session, order: tuple[int, int], content: str, data: str, *, urgent: bool) -> None:
+    async def _handle_report(
+        self, session: AgentSession, epoch_seq: tuple[int, int], content_hash: str, text: str, *, urgent: bool
+    ) -> None:
         """Acknowledge a report when it is durable, when its content is applied already, or when it is old.
 
         The socket is not read while this waits, so that a host never has more than one message in memory. Raise
         SessionClosedError if the epoch is out of range, the report has a NUL character, or too many reports wait for
         a commit.
         """
-        self.spread.reported()
+        self.report_jitter.count_report()
         host_id = session.identity.host_id
-        metrics.tally["reports"] += 1
-        if order[0] > session.highest_epoch:
-            raise SessionClosedError("epoch", f"epoch {order[0]} is out of range: the agent's journal may be damaged")
-        self.leases.seen(host_id, order[0])
-        if order > session.last and session.applied != content:
-            if "\\u0000" in data:
+        metrics.event_counts["reports"] += 1
+        if epoch_seq[0] > session.highest_epoch:
+            raise SessionClosedError(
+                "epoch", f"epoch {epoch_seq[0]} is out of range: the agent's journal may be damaged"
+            )
+        self.leases.note_heartbeat(host_id, epoch_seq[0])
+        if epoch_seq > session.last_acknowledged and session.applied_hash != content_hash:
+            if "\\u0000" in text:
                 raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
-            if self._pending_bytes > self.limits.pending_report_bytes:
+            if self._pending_bytes > self.settings.pending_report_bytes:
                 raise SessionClosedError("busy", "too many reports wait to be stored: connect again later")
-            job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, order, content, data, urgent)
-            session.applied = "" if await self._durable(job) else content
-        session.last = max(session.last, order)
-        await send_text(session, f'{{"type":"Ack","seq":{order[1]},"of":"Report"}}')
+            job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, epoch_seq, content_hash, text, urgent)
+            session.applied_hash = "" if await self._wait_until_spooled(job) else content_hash
+        session.last_acknowledged = max(session.last_acknowledged, epoch_seq)
+        await send_text(session, f'{{"type":"Ack","seq":{epoch_seq[1]},"of":"Report"}}')
 
-    async def _durable(self, job: SpoolJob) -> bool:
+    async def _wait_until_spooled(self, job: SpoolJob) -> bool:
         """Wait until the report is committed to the spool. Return False if it was not stored, since it is applied."""
         self._pending_bytes += len(job.payload)
         try:
@@ -408,28 +439,30 @@ class Gateway:
         finally:
             self._pending_bytes -= len(job.payload)
 
-    async def _refuse(self, session: Session, expelled: SessionClosedError) -> None:
+    async def _send_refusal(self, session: AgentSession, close_error: SessionClosedError) -> None:
         """Record the refusal, send Refuse and close. Wait at most CLOSE_TIMEOUT_S for a peer that reads nothing."""
-        self.refusals.add(session.identity.host, expelled.code, expelled.reason)
-        text = wire.encode(wire.Refuse(expelled.code, expelled.reason[:4096]))
+        self.refusals.add(session.identity.host, close_error.code, close_error.reason)
+        text = wire.encode_message(wire.Refuse(close_error.code, close_error.reason[:4096]))
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await session.send({"type": "websocket.send", "text": text})
-                await session.send({"type": "websocket.close", "code": 1008, "reason": expelled.code})
+                await session.send({"type": "websocket.close", "code": 1008, "reason": close_error.code})
         except (TimeoutError, RuntimeError, OSError) as error:
             log.debug("%s disconnected before the refusal could be sent: %s", session.identity.host, error)
 
 
-async def _in_time(receive: Any) -> Any:
+async def _receive_first_event(receive: Any) -> Any:
     """Receive the first event of a connection, or raise SessionClosedError after FIRST_MESSAGE_TIMEOUT_S."""
     try:
-        async with asyncio.timeout(FIRST_S):
+        async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
             return await receive()
     except TimeoutError:
-        raise SessionClosedError("silent", f"the agent sent no message within {FIRST_S:.0f} s") from None
+        raise SessionClosedError(
+            "silent", f"the agent sent no message within {FIRST_MESSAGE_TIMEOUT_S:.0f} s"
+        ) from None
 
 
-def _text(data: str | bytes) -> str:
+def _decode_frame(data: str | bytes) -> str:
     """Return the text of a text or binary frame; raise MalformedMessageError if it is not UTF-8."""
     try:
         return data if isinstance(data, str) else data.decode()

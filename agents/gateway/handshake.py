@@ -34,6 +34,6 @@ async def deny_upgrade(scope: Any, send: Any, refused: ConnectionRejectedError) 
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1008, "reason": refused.code})
         return
-    headers, body = enrolment.denial(refused)
+    headers, body = enrolment.build_denial(refused)
     await send({"type": "websocket.http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "websocket.http.response.body", "body": body})

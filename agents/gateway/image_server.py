@@ -20,35 +20,35 @@ from django.db import InterfaceError, OperationalError, connection
 from accelerators.images import store
 from accelerators.runtime import database_outage
 from agents import credentials, enrolment, key_revocation, wire
-from agents.enrolment import Challenges, ConnectionRejectedError
-from agents.gateway.rejections import Refusals
+from agents.enrolment import ChallengeStore, ConnectionRejectedError
+from agents.gateway.rejections import RefusalCounter
 
 log = logging.getLogger(__name__)
 
-CHUNK = 256 * 1024
+CHUNK_BYTES = 256 * 1024
 """Bytes that are read and sent at a time."""
-AT_ONCE = 64
+MAX_TRANSFERS = 64
 """Maximum number of images that are sent at the same time; further requests get a 503."""
-ANSWER_S = 8.0
+LOOKUP_TIMEOUT_S = 8.0
 """Seconds to wait for the database and the file before the request is refused with a 503."""
-STALLED_S = 60.0
+STALL_TIMEOUT_S = 60.0
 """Seconds after which the transfer to an agent that reads nothing is ended."""
 IMAGE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-NAMED = """
+SELECT_COMMAND_NAMES_IMAGE = """
 SELECT EXISTS (SELECT FROM accelerators_command
   WHERE host_id = %s AND ended_at IS NULL AND answered_at IS NULL AND arguments -> 'image' ->> 'id' = %s)
 """
 """Whether an open command of a host names an image."""
-T = TypeVar("T")
+ResultT = TypeVar("T")
 
 
-class Imagery:
+class ImageServer:
     """The ASGI application. `challenges` and `refusals` are those of the process's gateway."""
 
-    def __init__(self, challenges: Challenges, refusals: Refusals) -> None:
+    def __init__(self, challenges: ChallengeStore, refusals: RefusalCounter) -> None:
         self._challenges, self._refusals = challenges, refusals
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="imagery")
-        self.sending = 0
+        self.transfer_count = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any, fingerprints: Iterable[str] = ("",)) -> None:
         """Serve one GET; `fingerprints` are those of the certificates that the agent may have pinned.
@@ -59,100 +59,100 @@ class Imagery:
         try:
             if scope["method"] != "GET":
                 raise ConnectionRejectedError(405, "method", "only GET is allowed")
-            if self.sending >= AT_ONCE:
+            if self.transfer_count >= MAX_TRANSFERS:
                 raise ConnectionRejectedError(503, "busy", "too many images are being fetched: try again later")
-            credential = enrolment.credential_of(scope)
+            credential = enrolment.read_credential(scope)
             host = credential.host
-            enrolment.verify(credential, self._challenges, fingerprints)
-            self.sending += 1
+            enrolment.verify_credential(credential, self._challenges, fingerprints)
+            self.transfer_count += 1
             try:
-                file, size = await self._find(credential, scope["path"].removeprefix(wire.IMAGE_PATH))
+                file, size = await self._open_image(credential, scope["path"].removeprefix(wire.IMAGE_PATH))
                 try:
-                    await self._stream(file, size, receive, send)
+                    await self._send_file(file, size, receive, send)
                 finally:
-                    await self._on_thread(file.close)
+                    await self._run_in_thread(file.close)
             finally:
-                self.sending -= 1
+                self.transfer_count -= 1
         except ConnectionRejectedError as refused:
             if refused.status != 405:
                 self._refusals.add(host, refused.code, refused.reason)
-            headers, body = enrolment.denial(refused)
+            headers, body = enrolment.build_denial(refused)
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
-    async def _find(self, credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
+    async def _open_image(self, credential: credentials.Credential, image_id: str) -> tuple[BinaryIO, int]:
         """Open the image in a thread. Raise ConnectionRejectedError, a 503 if the database is down or slower than
         LOOKUP_TIMEOUT_S."""
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return await self._on_thread(lambda: _opened(credential, image))
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                return await self._run_in_thread(lambda: _open_image_for_agent(credential, image_id))
         except (TimeoutError, OperationalError, InterfaceError) as error:
             database_outage.log_outage(error)
             raise ConnectionRejectedError(503, "database", "the database does not answer: try again later") from None
 
-    async def _stream(self, file: BinaryIO, size: int, receive: Any, send: Any) -> None:
+    async def _send_file(self, file: BinaryIO, size: int, receive: Any, send: Any) -> None:
         """Send the file in chunks as fast as the agent reads.
 
         Stop when it disconnects, or reads nothing for STALL_TIMEOUT_S. Raise OSError if the file ends early.
         """
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
-        gone = asyncio.ensure_future(_until_gone(receive))
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            left = size
-            while left and not gone.done():
-                chunk = await self._on_thread(lambda: file.read(min(CHUNK, size)))
+            remaining = size
+            while remaining and not disconnect.done():
+                chunk = await self._run_in_thread(lambda: file.read(min(CHUNK_BYTES, size)))
                 if not chunk:
                     raise OSError("the image's file has become shorter")
-                left -= len(chunk)
-                async with asyncio.timeout(STALLED_S):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": left > 0})
+                remaining -= len(chunk)
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": remaining > 0})
         except TimeoutError:
             log.info("an agent stopped reading the image that it requested: its connection is closed")
         finally:
-            gone.cancel()
+            disconnect.cancel()
             with suppress(asyncio.CancelledError):
-                await gone
+                await disconnect
 
-    async def _on_thread(self, work: Callable[[], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[], ResultT]) -> ResultT:
         """Run `work` in one of this application's threads and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-async def _until_gone(receive: Any) -> None:
+async def _wait_for_disconnect(receive: Any) -> None:
     """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _opened(credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
+def _open_image_for_agent(credential: credentials.Credential, image_id: str) -> tuple[BinaryIO, int]:
     """Open an image for the host that a verified credential belongs to; return the file and its size.
 
     Raise ConnectionRejectedError if the key is not enrolled or barred, if no open command of the host names the
     image, or if the file is gone. For a thread: it closes the thread's database connection.
     """
     try:
-        identity = enrolment.known([credential.public_key]).get(credential.public_key)
+        identity = enrolment.find_enrolled([credential.public_key]).get(credential.public_key)
         if identity is None or identity.host != credential.host:
             raise ConnectionRejectedError(403, "not-enrolled", f"this key does not belong to host {credential.host!r}")
         if identity.barred:
             raise ConnectionRejectedError(
-                403, identity.barred, key_revocation.why(identity.barred, identity.barred_reason, identity.host)
+                403, identity.barred, key_revocation.explain_bar(identity.barred, identity.barred_reason, identity.host)
             )
-        if not IMAGE_ID.fullmatch(image):
+        if not IMAGE_ID.fullmatch(image_id):
             raise ConnectionRejectedError(404, "no-image", "the path must end in the uuid of an image")
         with connection.cursor() as cursor:
-            cursor.execute(NAMED, [identity.host_id, image])
+            cursor.execute(SELECT_COMMAND_NAMES_IMAGE, [identity.host_id, image_id])
             if not cursor.fetchone()[0]:
                 raise ConnectionRejectedError(
-                    403, "not-ordered", f"no open command of host {identity.host!r} names image {image}"
+                    403, "not-ordered", f"no open command of host {identity.host!r} names image {image_id}"
                 )
     finally:
         connection.close()
     try:
-        path = store.path(image)
+        path = store.get_image_path(image_id)
         return path.open("rb"), path.stat().st_size
     except OSError:
         raise ConnectionRejectedError(
-            404, "no-image", f"image {image} is no longer stored: order the command again"
+            404, "no-image", f"image {image_id} is no longer stored: order the command again"
         ) from None

@@ -14,11 +14,11 @@ from accelerators import conductor
 from accelerators.models import Host
 from accelerators.runtime import jobs
 from agents import wire
-from agents.gateway.sessions import Session
+from agents.gateway.sessions import AgentSession
 
 log = logging.getLogger(__name__)
 
-FLUSH = """
+UPSERT_LEASES = """
 WITH here AS (
   INSERT INTO agents_gateway AS g (name, url, seen_at) SELECT %(name)s, %(url)s, now() WHERE %(url)s::text <> ''
   ON CONFLICT (url) DO UPDATE SET name = excluded.name, seen_at = excluded.seen_at
@@ -31,7 +31,7 @@ ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_
   epoch = greatest(l.epoch, excluded.epoch)
 """
 """Renew leases, and register this gateway if it has an address. Gateways not seen for an hour are deleted."""
-FACTS = """
+UPDATE_AGENTS_FROM_HELLO = """
 UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
   epoch = x.epoch, address = x.address, connection = x.number, connected_at = now(), changed_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, ops text, writes text, wire text, boot_id text,
@@ -41,7 +41,7 @@ WHERE a.host_id = x.host AND a.connection <= x.number
 """Store what agents sent in Hello. The row always describes the newest connection, whichever gateway holds it."""
 
 
-class Leases:
+class LeaseBuffer:
     """Collects heartbeats and Hello messages until they are flushed.
 
     The event loop calls `note_heartbeat` and `note_hello`, the writer thread calls `flush`. `note_heartbeat` costs a
@@ -50,20 +50,20 @@ class Leases:
 
     def __init__(self, flush_s: float) -> None:
         self.flush_s = flush_s
-        self.gateway = ("", "")
+        self.gateway_name_and_url = ("", "")
         """This gateway's name and address. Without an address it is not registered: other processes do not ask it."""
-        self._next = 0.0
-        self._seen: dict[int, tuple[float, int]] = {}
-        self._facts: dict[int, dict[str, object]] = {}
+        self._next_flush_at = 0.0
+        self._renewals: dict[int, tuple[float, int]] = {}
+        self._hello_data: dict[int, dict[str, object]] = {}
 
-    def seen(self, host_id: int, epoch: int) -> None:
+    def note_heartbeat(self, host_id: int, epoch: int) -> None:
         """Note that a message of this host's agent has arrived now, so that the next flush renews the lease."""
-        self._seen[host_id] = (time.time(), epoch)
+        self._renewals[host_id] = (time.time(), epoch)
 
-    def hello(self, session: Session, said: wire.Hello) -> None:
+    def note_hello(self, session: AgentSession, said: wire.Hello) -> None:
         """Note what an agent says about itself in Hello: version, commands, Placement writes, boot id, address."""
         identity = session.identity
-        self._facts[identity.host_id] = {
+        self._hello_data[identity.host_id] = {
             "host": identity.host_id,
             "version": said.agent_version,
             "ops": " ".join(said.ops),
@@ -72,7 +72,7 @@ class Leases:
             "boot_id": session.boot_id,
             "epoch": session.epoch,
             "address": session.address,
-            "number": identity.number,
+            "number": identity.connection_number,
         }
 
     def flush(self) -> bool:
@@ -81,50 +81,52 @@ class Leases:
         True also means that the job which looks for silent agents should run. Raise database errors; then everything
         is kept for the next call.
         """
-        if time.monotonic() < self._next:
+        if time.monotonic() < self._next_flush_at:
             return False
-        seen, self._seen = self._seen, {}
-        facts, self._facts = self._facts, {}
+        renewals, self._renewals = self._renewals, {}
+        hello_data, self._hello_data = self._hello_data, {}
         try:
-            self._write(seen, facts)
+            self._write_to_database(renewals, hello_data)
         except Exception:
-            self._seen = seen | self._seen
-            self._facts = facts | self._facts
+            self._renewals = renewals | self._renewals
+            self._hello_data = hello_data | self._hello_data
             raise
-        self._next = time.monotonic() + self.flush_s
+        self._next_flush_at = time.monotonic() + self.flush_s
         return True
 
-    def _write(self, seen: dict[int, tuple[float, int]], facts: dict[int, dict[str, object]]) -> None:
+    def _write_to_database(
+        self, renewals: dict[int, tuple[float, int]], hello_data: dict[int, dict[str, object]]
+    ) -> None:
         """Write leases and Hello data, one statement each. Hello data that the database rejects is logged and lost."""
         with connection.cursor() as cursor:
-            if seen:
-                times = [datetime.fromtimestamp(at, UTC) for at, _ in seen.values()]
-                name, url = self.gateway
-                renewed = {"hosts": list(seen), "times": times, "epochs": [epoch for _, epoch in seen.values()]}
-                cursor.execute(FLUSH, {"name": name, "url": url} | renewed)
-            if facts:
+            if renewals:
+                times = [datetime.fromtimestamp(at, UTC) for at, _ in renewals.values()]
+                name, url = self.gateway_name_and_url
+                renewed = {"hosts": list(renewals), "times": times, "epochs": [epoch for _, epoch in renewals.values()]}
+                cursor.execute(UPSERT_LEASES, {"name": name, "url": url} | renewed)
+            if hello_data:
                 try:
-                    cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
+                    cursor.execute(UPDATE_AGENTS_FROM_HELLO, [msgspec.json.encode(list(hello_data.values())).decode()])
                 except DataError:  # bad Hello data must not prevent leases from being renewed
-                    log.exception("Hello data cannot be stored (agents: %d)", len(facts))
+                    log.exception("Hello data cannot be stored (agents: %d)", len(hello_data))
 
 
-def watch() -> bool:
+def mark_stale_hosts() -> bool:
     """Mark hosts as stale whose lease is older than two heartbeats and 2 s; unmark those that were heard again.
 
     Return False: the job need not run again at once.
     """
     now = datetime.now(UTC)
-    limit = now - timedelta(seconds=2 * settings.KEYS.beat_s + 2)
-    silent = Host.objects.filter(stale_since__isnull=True, agent__isnull=False, lease__seen_at__lt=limit)
-    heard = Host.objects.filter(stale_since__isnull=False, lease__seen_at__gte=limit)
+    oldest_allowed = now - timedelta(seconds=2 * settings.KEYS.beat_s + 2)
+    silent = Host.objects.filter(stale_since__isnull=True, agent__isnull=False, lease__seen_at__lt=oldest_allowed)
+    heard = Host.objects.filter(stale_since__isnull=False, lease__seen_at__gte=oldest_allowed)
     if ids := list(silent.values_list("id", flat=True)):
-        conductor.mark_hosts(ids, now)
+        conductor.set_hosts_stale_since(ids, now)
     if ids := list(heard.values_list("id", flat=True)):
-        conductor.mark_hosts(ids, None)
+        conductor.set_hosts_stale_since(ids, None)
     return False
 
 
-def run() -> None:
+def run_lease_job() -> None:
     """Run the job `leases`: look for silent agents."""
-    jobs.run("leases", watch)
+    jobs.run_steps("leases", mark_stale_hosts)

@@ -12,38 +12,42 @@ from collections import Counter
 
 from accelerators.runtime import metrics
 
-tally = {"beats": 0, "reports": 0, "opened": 0, "closed": 0, "taken": 0, "shed": 0}
+event_counts = {"beats": 0, "reports": 0, "opened": 0, "closed": 0, "taken": 0, "shed": 0}
 """Counts of all gateways of this process since it started. Only the event loop writes them."""
-refused: Counter[str] = Counter()
+refusals_by_code: Counter[str] = Counter()
 """Refused handshakes and fetches, and ended connections, by code. All codes are constants of this product."""
 
-_connections = metrics.gauge("cyborg_agent_connections", "Open WebSocket connections from agents.")
-_samples = metrics.counter("cyborg_agent_samples_total", "Samples messages: `taken`, or `shed` (dropped).", "outcome")
-_pushed = {
-    "opened": metrics.counter("cyborg_agent_handshakes_total", "Connections from agents that were accepted."),
-    "beats": metrics.counter("cyborg_agent_beats_total", "Heartbeats that were acknowledged."),
-    "reports": metrics.counter("cyborg_agent_reports_total", "Reports received, including those that changed nothing."),
-    "taken": _samples.labels("taken"),
-    "shed": _samples.labels("shed"),
+_connections_gauge = metrics.create_gauge("cyborg_agent_connections", "Open WebSocket connections from agents.")
+_samples_counter = metrics.create_counter(
+    "cyborg_agent_samples_total", "Samples messages: `taken`, or `shed` (dropped).", "outcome"
+)
+_counters = {
+    "opened": metrics.create_counter("cyborg_agent_handshakes_total", "Connections from agents that were accepted."),
+    "beats": metrics.create_counter("cyborg_agent_beats_total", "Heartbeats that were acknowledged."),
+    "reports": metrics.create_counter(
+        "cyborg_agent_reports_total", "Reports received, including those that changed nothing."
+    ),
+    "taken": _samples_counter.labels("taken"),
+    "shed": _samples_counter.labels("shed"),
 }
-_refusals = metrics.counter(
+_refusals_counter = metrics.create_counter(
     "cyborg_agent_refusals_total",
     "Refused connections and image requests, and connections closed by the gateway.",
     "code",
 )
-_pushing = threading.Lock()
-_told: Counter[str] = Counter()
-_told_refused: Counter[str] = Counter()
+_push_lock = threading.Lock()
+_pushed_counts: Counter[str] = Counter()
+_pushed_refusals: Counter[str] = Counter()
 
 
-def push() -> None:
+def push_metrics() -> None:
     """Add what was counted since the last call to the shared metrics. Safe to call from several threads."""
-    with _pushing:
-        now, codes = Counter(tally), Counter(dict(refused))
-        for name, meter in _pushed.items():
-            meter.inc(now[name] - _told[name])
+    with _push_lock:
+        totals, codes = Counter(event_counts), Counter(dict(refusals_by_code))
+        for name, meter in _counters.items():
+            meter.inc(totals[name] - _pushed_counts[name])
         for code, number in codes.items():
-            _refusals.labels(code).inc(number - _told_refused[code])
-        _connections.set(now["opened"] - now["closed"])
-        _told.update(now - _told)
-        _told_refused.update(codes - _told_refused)
+            _refusals_counter.labels(code).inc(number - _pushed_refusals[code])
+        _connections_gauge.set(totals["opened"] - totals["closed"])
+        _pushed_counts.update(totals - _pushed_counts)
+        _pushed_refusals.update(codes - _pushed_refusals)

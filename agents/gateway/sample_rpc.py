@@ -18,18 +18,18 @@ from django.core.signing import BadSignature, TimestampSigner
 from msgspec import Meta, Struct
 
 from agents import wire
-from agents.gateway.sample_cache import Board, TooManyCensusesError
+from agents.gateway.sample_cache import SampleCache, TooManyCensusesError
 
 PATH = "/ws/gateway/load"
-HEADER = "x-cyborg-signed"
-MAX_AGE_S = 30
-MAX_ASK_BYTES = 1024 * 1024
-MAX_ANSWER_BYTES = 512 * 1024 * 1024
-HOSTS_A_PIECE = 256
+SIGNATURE_HEADER = "x-cyborg-signed"
+MAX_SIGNATURE_AGE_S = 30
+MAX_REQUEST_BYTES = 1024 * 1024
+MAX_RESPONSE_BYTES = 512 * 1024 * 1024
+HOSTS_PER_CHUNK = 256
 """Number of hosts whose samples are sent in one chunk; between chunks the event loop can do other work."""
 
 
-class Ask(Struct, frozen=True, omit_defaults=True):
+class SampleRequest(Struct, frozen=True, omit_defaults=True):
     """A request for the samples of `hosts` (None: all).
 
     Without times the answer holds the last samples. With `for_s`, the agents are also asked to send samples every
@@ -43,7 +43,7 @@ class Ask(Struct, frozen=True, omit_defaults=True):
     within_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
 
 
-class Held(Struct, frozen=True):
+class HostSamples(Struct, frozen=True):
     """The last samples of one host as JSON, and the unix time when its gateway received them.
 
     They are decoded host by host (`decode_loads`): decoding all at once would block the other threads of the process.
@@ -53,32 +53,32 @@ class Held(Struct, frozen=True):
     at: float
     said: msgspec.Raw
 
-    def loads(self) -> tuple[wire.DeviceLoad, ...]:
+    def decode_loads(self) -> tuple[wire.DeviceLoad, ...]:
         """Decode and return the load of the host's devices; raise DecodeError."""
-        return _samples.decode(self.said).loads
+        return _samples_decoder.decode(self.said).loads
 
 
-class Answer(Struct, frozen=True):
+class SampleResponse(Struct, frozen=True):
     """The samples that the gateway with this name has."""
 
     gateway: str
-    hosts: list[Held]
+    hosts: list[HostSamples]
 
 
 class GatewayUnreachableError(OSError):
     """Raised when a gateway did not answer a request; the text is the reason."""
 
 
-_ask = msgspec.json.Decoder(Ask)
-_answer = msgspec.json.Decoder(Answer)
-_samples = msgspec.json.Decoder(wire.Samples)
+_request_decoder = msgspec.json.Decoder(SampleRequest)
+_response_decoder = msgspec.json.Decoder(SampleResponse)
+_samples_decoder = msgspec.json.Decoder(wire.Samples)
 
 
-class Door:
+class SampleEndpoint:
     """The ASGI application at `LOAD_PATH`: it answers a SampleRequest from a `SampleCache`."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, sample_cache: SampleCache) -> None:
+        self._sample_cache = sample_cache
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one request.
@@ -86,69 +86,69 @@ class Door:
         Errors: 403 without a valid signature, 413 for a body that is too long, 400 for one that is no SampleRequest or
         not the signed one, 503 if too many censuses run.
         """
-        digest = _signed(scope)
+        digest = _read_signed_digest(scope)
         if scope["method"] != "POST" or digest is None:
-            await _refuse(send, 403, "Only processes of this installation may send this request.")
+            await _send_error(send, 403, "Only processes of this installation may send this request.")
             return
-        body = await _body(receive)
+        body = await _read_body(receive)
         if body is None:
-            await _refuse(send, 413, f"The request is longer than {MAX_ASK_BYTES} bytes.")
+            await _send_error(send, 413, f"The request is longer than {MAX_REQUEST_BYTES} bytes.")
             return
         try:
-            if _digest(body) != digest:
+            if _hash_body(body) != digest:
                 raise ValueError("the signature does not match this body")
-            asked = _ask.decode(body)
+            request = _request_decoder.decode(body)
         except ValueError as error:
-            await _refuse(send, 400, str(error))
+            await _send_error(send, 400, str(error))
             return
         try:
-            since = await _do(self._board, asked)
+            since = await _ask_agents(self._sample_cache, request)
         except TooManyCensusesError as error:
-            await _refuse(send, 503, str(error))
+            await _send_error(send, 503, str(error))
             return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        for piece in _pieces(self._board, asked.hosts, since):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        for chunk in _iterate_response(self._sample_cache, request.hosts, since):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"]}"})
 
 
-async def _do(board: Board, asked: Ask) -> float:
+async def _ask_agents(sample_cache: SampleCache, request: SampleRequest) -> float:
     """Ask agents for samples if the request says so; return since when samples are wanted (monotonic), 0.0 for any.
 
     Raise TooManyCensusesError if too many censuses run.
     """
-    if asked.within_s:
-        return await board.census(asked.hosts or (), asked.within_s)
-    if asked.for_s:
-        board.watch(asked.hosts or (), asked.every_s, asked.for_s)
+    if request.within_s:
+        return await sample_cache.run_census(request.hosts or (), request.within_s)
+    if request.for_s:
+        sample_cache.request_periodic_samples(request.hosts or (), request.every_s, request.for_s)
     return 0.0
 
 
-def _pieces(board: Board, hosts: Collection[int] | None, since: float) -> Iterator[bytes]:
+def _iterate_response(sample_cache: SampleCache, hosts: Collection[int] | None, since: float) -> Iterator[bytes]:
     """Yield a SampleResponse as JSON in chunks of HOSTS_PER_CHUNK hosts, without the closing `]}`."""
-    begin = b'{"gateway":%s,"hosts":[' % msgspec.json.encode(board.name)
-    piece: list[bytes] = []
-    for number, (host, at, said) in enumerate(board.said(hosts, since), 1):
-        piece.append(b'{"host":%d,"at":%.3f,"said":%b}' % (host, at, said))
-        if number % HOSTS_A_PIECE == 0:
-            yield begin + b",".join(piece)
-            begin, piece = b",", []
-    yield begin + b",".join(piece) if piece or begin != b"," else b""
+    prefix = b'{"gateway":%s,"hosts":[' % msgspec.json.encode(sample_cache.name)
+    chunk: list[bytes] = []
+    for number, (host, at, samples_json) in enumerate(sample_cache.iterate_samples(hosts, since), 1):
+        chunk.append(b'{"host":%d,"at":%.3f,"said":%b}' % (host, at, samples_json))
+        if number % HOSTS_PER_CHUNK == 0:
+            yield prefix + b",".join(chunk)
+            prefix, chunk = b",", []
+    yield prefix + b",".join(chunk) if chunk or prefix != b"," else b""
 
 
-async def _body(receive: Any) -> bytes | None:
+async def _read_body(receive: Any) -> bytes | None:
     """Receive the request's body; return None if it is longer than MAX_REQUEST_BYTES."""
     body, more = b"", True
     while more:
         event = await receive()
         body += event.get("body", b"")
         more = event.get("more_body", False)
-        if len(body) > MAX_ASK_BYTES:
+        if len(body) > MAX_REQUEST_BYTES:
             return None
     return body
 
 
-async def _refuse(send: Any, status: int, sentence: str) -> None:
+async def _send_error(send: Any, status: int, sentence: str) -> None:
     """Send an error response with one JSON sentence."""
     body = msgspec.json.encode({"error": sentence})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -156,45 +156,45 @@ async def _refuse(send: Any, status: int, sentence: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _signer() -> TimestampSigner:
+def _make_signer() -> TimestampSigner:
     return TimestampSigner(salt="agents.gateway.sample_rpc")
 
 
-def _digest(body: bytes) -> str:
+def _hash_body(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def _signed(scope: Any) -> str | None:
+def _read_signed_digest(scope: Any) -> str | None:
     """Return the body's digest from the signed header; None if it is missing, wrong or too old."""
-    value = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
+    value = next((value for name, value in scope["headers"] if name == SIGNATURE_HEADER.encode()), b"")
     try:
-        return str(_signer().unsign(value.decode("latin-1"), max_age=MAX_AGE_S))
+        return str(_make_signer().unsign(value.decode("latin-1"), max_age=MAX_SIGNATURE_AGE_S))
     except BadSignature:
         return None
 
 
-def ask(url: str, asked: Ask, timeout_s: float) -> Answer:
+def fetch_samples(url: str, request: SampleRequest, timeout_s: float) -> SampleResponse:
     """Send a request to the gateway at `url` and return its answer. Raise GatewayUnreachableError, or
     TooManyCensusesError on a 503.
 
     It blocks. `timeout_s` limits each socket operation, not the whole call: the caller must limit that.
     """
-    body = msgspec.json.encode(asked)
+    body = msgspec.json.encode(request)
     try:
         address = urlsplit(url)
-        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-        connection = kind(address.hostname or "", address.port, timeout=timeout_s)
+        connection_class = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        connection = connection_class(address.hostname or "", address.port, timeout=timeout_s)
     except (ValueError, http.client.HTTPException) as error:
         raise GatewayUnreachableError(f"{url[:200]!r} is not a valid address: {error}") from None
     try:
-        connection.request("POST", PATH, body, {HEADER: _signer().sign(_digest(body))})
+        connection.request("POST", PATH, body, {SIGNATURE_HEADER: _make_signer().sign(_hash_body(body))})
         response = connection.getresponse()
-        said = response.read(MAX_ANSWER_BYTES)
+        payload = response.read(MAX_RESPONSE_BYTES)
         if response.status == 503:
-            raise TooManyCensusesError(said[:200].decode(errors="replace"))
+            raise TooManyCensusesError(payload[:200].decode(errors="replace"))
         if response.status != 200:
-            raise GatewayUnreachableError(f"{response.status} {said[:200].decode(errors='replace')}")
-        return _answer.decode(said)
+            raise GatewayUnreachableError(f"{response.status} {payload[:200].decode(errors='replace')}")
+        return _response_decoder.decode(payload)
     except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
         raise GatewayUnreachableError(f"{type(error).__name__}: {error}") from None
     finally:

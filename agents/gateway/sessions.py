@@ -21,16 +21,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agents import credentials, key_revocation, wire
-from agents.enrolment import Identity, highest_epoch
-from agents.key_revocation import Connection, News
+from agents.enrolment import EnrolledAgent, highest_allowed_epoch
+from agents.key_revocation import AgentChange, ConnectionIdentity
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 3.0
-MAX_COMING = 4
+PROBE_TIMEOUT_S = 3.0
+MAX_WAITING_CONNECTIONS = 4
 """Maximum number of connections of one host that wait for their first message. One more ends the oldest of them."""
 
-Bar = Callable[[int, str, Connection, Connection], None]
+BarCloneCallback = Callable[[int, str, ConnectionIdentity, ConnectionIdentity], None]
 
 
 class SessionClosedError(Exception):
@@ -41,7 +41,7 @@ class SessionClosedError(Exception):
         self.code, self.reason = code, reason
 
 
-class Session:
+class AgentSession:
     """The state of one connected agent.
 
     `applied_hash` is the hash of the report known to be applied for its host, '' if unknown; `last_acknowledged` the
@@ -50,85 +50,85 @@ class Session:
 
     __slots__ = (
         "address",
-        "applied",
+        "applied_hash",
+        "awaits_new_key",
         "boot_id",
-        "contested",
+        "close_error",
         "epoch",
-        "expelled",
         "fingerprint",
-        "greeted",
+        "has_sent_hello",
         "highest_epoch",
         "identity",
-        "key",
-        "last",
-        "next_key",
-        "offers_newer",
+        "is_contested",
+        "last_acknowledged",
+        "next_public_key",
+        "offers_newer_version",
         "outbox",
+        "pending_progress",
         "probes",
-        "progress",
-        "progress_at",
-        "rotating",
+        "progress_flushed_at",
+        "progress_writes",
+        "public_key",
         "send",
         "task",
-        "telling",
         "version",
     )
 
     def __init__(
         self,
-        identity: Identity,
+        identity: EnrolledAgent,
         credential: credentials.Credential,
         fingerprint: str,
         version: str,
         scope: Any,
         send: Any,
     ) -> None:
-        self.identity, self.key = identity, identity.public_key
+        self.identity, self.public_key = identity, identity.public_key
         self.epoch, self.fingerprint = credential.epoch, fingerprint
         self.version, self.send = version, send
-        self.offers_newer = any(name not in wire.VERSIONS for name in scope["subprotocols"])
+        self.offers_newer_version = any(name not in wire.VERSIONS for name in scope["subprotocols"])
         self.address = str((scope.get("client") or ("unknown",))[0])[:64]
-        self.applied = identity.applied_hash
-        self.last = (0, 0)
-        self.highest_epoch = highest_epoch(identity.epoch)
-        self.boot_id = self.next_key = ""
-        self.rotating = self.contested = self.greeted = False
+        self.applied_hash = identity.applied_hash
+        self.last_acknowledged = (0, 0)
+        self.highest_epoch = highest_allowed_epoch(identity.epoch)
+        self.boot_id = self.next_public_key = ""
+        self.awaits_new_key = self.is_contested = self.has_sent_hello = False
         self.outbox: list[str] = []
-        self.progress: dict[int, wire.Progress] = {}
-        self.progress_at = 0.0
-        self.telling: list[asyncio.Future[bool]] = []
+        self.pending_progress: dict[int, wire.Progress] = {}
+        self.progress_flushed_at = 0.0
+        self.progress_writes: list[asyncio.Future[bool]] = []
         """Futures of the last progress batch; all are done when the database has it."""
         self.probes: dict[str, asyncio.Future[bool]] = {}
-        self.expelled: SessionClosedError | None = None
+        self.close_error: SessionClosedError | None = None
         self.task = asyncio.current_task()
 
-    def expel(self, code: str, reason: str) -> None:
+    def request_close(self, code: str, reason: str) -> None:
         """Cancel the session's task, so that the connection ends whatever it waits for. For calls from another task.
 
         The task then sends the reason to the agent. Only the first call has an effect.
         """
-        if self.expelled is None and self.task is not None:
-            self.expelled = SessionClosedError(code, reason)
+        if self.close_error is None and self.task is not None:
+            self.close_error = SessionClosedError(code, reason)
             self.task.cancel()
 
-    def connection(self) -> Connection:
+    def to_connection_identity(self) -> ConnectionIdentity:
         """Return address, boot id and epoch, as events show a connection."""
-        return Connection(self.address, self.boot_id, self.epoch)
+        return ConnectionIdentity(self.address, self.boot_id, self.epoch)
 
 
-class Holders:
+class SessionRegistry:
     """The sessions of one gateway: per host the one that holds it, and those that wait for their first message.
 
     `bar_clone` is called to store that two connections hold one key.
     """
 
-    def __init__(self, bar: Bar) -> None:
-        self.by_host: dict[int, Session] = {}
-        self._coming: dict[int, list[Session]] = {}
-        self._bar = bar
+    def __init__(self, bar_clone: BarCloneCallback) -> None:
+        self.by_host: dict[int, AgentSession] = {}
+        self._waiting: dict[int, list[AgentSession]] = {}
+        self._bar_clone = bar_clone
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def enter(self, session: Session) -> None:
+    def register(self, session: AgentSession) -> None:
         """Add a new connection. If its host has one already, the new one must wait for its first message and
         `claim_host`.
 
@@ -136,22 +136,22 @@ class Holders:
         """
         host = session.identity.host_id
         if self.by_host.setdefault(host, session) is not session:
-            waiting = self._coming.setdefault(host, [])
+            waiting = self._waiting.setdefault(host, [])
             waiting.append(session)
-            if len(waiting) > MAX_COMING:
-                waiting.pop(0).expel("superseded", "a newer connection of this host has replaced this one")
+            if len(waiting) > MAX_WAITING_CONNECTIONS:
+                waiting.pop(0).request_close("superseded", "a newer connection of this host has replaced this one")
 
-    def leave(self, session: Session) -> None:
+    def unregister(self, session: AgentSession) -> None:
         """Remove a connection that has ended; its open probes count as not answered."""
         host = session.identity.host_id
         if self.by_host.get(host) is session:
             del self.by_host[host]
-        self._arrived(session)
-        for asked in session.probes.values():
-            if not asked.done():
-                asked.set_result(False)
+        self._remove_from_waiting(session)
+        for reply in session.probes.values():
+            if not reply.done():
+                reply.set_result(False)
 
-    async def settle(self, session: Session) -> None:
+    async def claim_host(self, session: AgentSession) -> None:
         """Make this session, which has sent its first message, the holder of its host, or raise SessionClosedError.
 
         See the rule in the module's docstring. It may take PROBE_TIMEOUT_S.
@@ -160,110 +160,112 @@ class Holders:
         while (older := self.by_host.get(host)) is not session:
             if older is None:
                 self.by_host[host] = session
-            elif older.identity.number > session.identity.number:
+            elif older.identity.connection_number > session.identity.connection_number:
                 raise SessionClosedError("superseded", "a newer connection of this host has replaced this one")
-            elif _same_process(older.connection(), session.connection()):
-                self._supersede(older)
-            elif await self.answers(older):
-                raise self._clone(older, session.connection())
+            elif _is_same_process(older.to_connection_identity(), session.to_connection_identity()):
+                self._supersede_session(older)
+            elif await self.probe(older):
+                raise self._reject_clone(older, session.to_connection_identity())
             elif self.by_host.get(host) is older:
-                self._supersede(older)
-        self._arrived(session)
+                self._supersede_session(older)
+        self._remove_from_waiting(session)
 
-    async def answers(self, session: Session) -> bool:
+    async def probe(self, session: AgentSession) -> bool:
         """Send a Probe with a fresh nonce; return True if a process answers it within PROBE_TIMEOUT_S."""
         nonce = secrets.token_urlsafe(12)
-        asked = session.probes[nonce] = asyncio.get_running_loop().create_future()
+        reply = session.probes[nonce] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(PROBE_S):
-                await session.send({"type": "websocket.send", "text": wire.encode(wire.Probe(nonce))})
-                return await asked
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await session.send({"type": "websocket.send", "text": wire.encode_message(wire.Probe(nonce))})
+                return await reply
         except (TimeoutError, RuntimeError, OSError):
             return False
         finally:
             session.probes.pop(nonce, None)
 
-    def alive(self, session: Session, nonce: str) -> None:
+    def handle_probe_reply(self, session: AgentSession, nonce: str) -> None:
         """Handle an Alive message: mark the probe with this nonce as answered."""
-        if (asked := session.probes.get(nonce)) and not asked.done():
-            asked.set_result(True)
+        if (reply := session.probes.get(nonce)) and not reply.done():
+            reply.set_result(True)
 
-    def hear(self, news: list[News]) -> None:
+    def apply_agent_changes(self, changes: list[AgentChange]) -> None:
         """Apply changed agent rows to open sessions: expel those that may not go on, ask for new keys."""
-        for one in news:
-            if holder := self.by_host.get(one.host_id):
-                self._judge(holder, one)
-            for session in tuple(self._coming.get(one.host_id, ())):
-                self._judge(session, one)
+        for change in changes:
+            if holder := self.by_host.get(change.host_id):
+                self._apply_agent_change(holder, change)
+            for session in tuple(self._waiting.get(change.host_id, ())):
+                self._apply_agent_change(session, change)
 
-    def ask_rotation(self, session: Session) -> None:
+    def request_new_key(self, session: AgentSession) -> None:
         """Ask the agent for a new key; do nothing if this connection was asked already and has not answered."""
-        if not session.rotating:
-            session.rotating = True
-            self._start(tell(session, wire.Rotate()))
+        if not session.awaits_new_key:
+            session.awaits_new_key = True
+            self._start_task(send_message(session, wire.Rotate()))
 
-    def _judge(self, session: Session, now: News) -> None:
+    def _apply_agent_change(self, session: AgentSession, change: AgentChange) -> None:
         """Expel, probe or ask one session for a new key, as the agent's row `change` requires."""
-        if now.barred:
-            session.expel(now.barred, key_revocation.why(now.barred, now.reason, session.identity.host))
-        elif now.public_key not in (session.key, session.next_key):
-            session.expel("replaced", "this host has a different key now")
-        elif now.number > session.identity.number:
-            if not session.contested:
-                session.contested = True
-                self._start(self._contested(session, now))
-        elif now.rotate:
-            self.ask_rotation(session)
+        if change.barred:
+            session.request_close(
+                change.barred, key_revocation.explain_bar(change.barred, change.reason, session.identity.host)
+            )
+        elif change.public_key not in (session.public_key, session.next_public_key):
+            session.request_close("replaced", "this host has a different key now")
+        elif change.connection_number > session.identity.connection_number:
+            if not session.is_contested:
+                session.is_contested = True
+                self._start_task(self._resolve_contest(session, change))
+        elif change.rotation_requested:
+            self.request_new_key(session)
 
-    async def _contested(self, session: Session, now: News) -> None:
+    async def _resolve_contest(self, session: AgentSession, change: AgentChange) -> None:
         """Probe this connection, because another gateway has a newer one of its host; then bar the key or expel it."""
-        newer = Connection(now.address, now.boot_id, now.epoch)
-        if not _same_process(session.connection(), newer) and await self.answers(session):
-            self._clone(session, newer)
+        newer = ConnectionIdentity(change.address, change.boot_id, change.epoch)
+        if not _is_same_process(session.to_connection_identity(), newer) and await self.probe(session):
+            self._reject_clone(session, newer)
         else:
-            self._supersede(session)
+            self._supersede_session(session)
 
-    def _supersede(self, session: Session) -> None:
+    def _supersede_session(self, session: AgentSession) -> None:
         """Expel a session because a newer connection takes over its host."""
-        session.expel("superseded", "a newer connection of this host has replaced this one")
+        session.request_close("superseded", "a newer connection of this host has replaced this one")
         if self.by_host.get(session.identity.host_id) is session:
             del self.by_host[session.identity.host_id]
 
-    def _clone(self, older: Session, newer: Connection) -> SessionClosedError:
+    def _reject_clone(self, older: AgentSession, newer: ConnectionIdentity) -> SessionClosedError:
         """Bar the key and expel the older session; return the error to raise in the newer one."""
-        first = older.connection()
-        self._bar(older.identity.host_id, older.key, first, newer)
-        reason = key_revocation.why("clone", key_revocation.both(first, newer), older.identity.host)
-        older.expel("clone", reason)
+        first = older.to_connection_identity()
+        self._bar_clone(older.identity.host_id, older.public_key, first, newer)
+        reason = key_revocation.explain_bar("clone", key_revocation.describe_both(first, newer), older.identity.host)
+        older.request_close("clone", reason)
         return SessionClosedError("clone", reason)
 
-    def _arrived(self, session: Session) -> None:
+    def _remove_from_waiting(self, session: AgentSession) -> None:
         """Remove a session from those that wait for their first message."""
         host = session.identity.host_id
-        waiting = self._coming.get(host, [])
+        waiting = self._waiting.get(host, [])
         if session in waiting:
             waiting.remove(session)
         if not waiting:
-            self._coming.pop(host, None)
+            self._waiting.pop(host, None)
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine as a task, and keep a reference to it until it is done."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-def _same_process(one: Connection, other: Connection) -> bool:
+def _is_same_process(first: ConnectionIdentity, second: ConnectionIdentity) -> bool:
     """Return whether two connections come from the same agent process: epoch and boot id are equal."""
-    return (one.epoch, one.boot_id) == (other.epoch, other.boot_id)
+    return (first.epoch, first.boot_id) == (second.epoch, second.boot_id)
 
 
-async def tell(session: Session, message: wire.Message) -> bool:
+async def send_message(session: AgentSession, message: wire.Message) -> bool:
     """Send a message to an agent; return False if its connection is gone."""
-    return await send_text(session, wire.encode(message))
+    return await send_text(session, wire.encode_message(message))
 
 
-async def send_text(session: Session, text: str) -> bool:
+async def send_text(session: AgentSession, text: str) -> bool:
     """Send a text frame to an agent; return False if its connection is gone.
 
     The web server raises an error then, which is only logged: the receive loop gets the disconnect as its next event.

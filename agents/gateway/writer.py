@@ -29,36 +29,36 @@ from accelerators.runtime import jobs as ticks
 from agents import credentials, enrolment, key_revocation
 from agents.enrolment import ConnectionRejectedError
 from agents.gateway import command_dispatch, metrics
-from agents.gateway.leases import Leases
-from agents.gateway.rejections import Refusals
+from agents.gateway.leases import LeaseBuffer
+from agents.gateway.rejections import RefusalCounter
 from agents.gateway.sessions import SessionClosedError
-from agents.gateway.throttling import Spread
+from agents.gateway.throttling import ReportJitter
 
 log = logging.getLogger(__name__)
 
-APPLIED = """
+SELECT_APPLIED_HASHES = """
 SELECT h.id, h.applied_hash FROM accelerators_host h
 WHERE h.id = ANY(%s) AND NOT EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id)
 """
 """The hash of the last applied report per host, without hosts that have reports in the spool."""
-COPY = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN (FORMAT BINARY)"
+COPY_TO_SPOOL = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN (FORMAT BINARY)"
 COPY_TYPES = ("int8", "int8", "int8", "timestamptz", "text", "bool")
 """The binary format costs a third of the text format on our side (measured), because nothing has to be escaped."""
-DEPTH = """
+SELECT_SPOOL_RANGE = """
 SELECT (SELECT id FROM spool ORDER BY id LIMIT 1), (SELECT id FROM spool ORDER BY id DESC LIMIT 1)
 """
 """The ids of the oldest and the newest spooled report."""
-PAUSE_S = 1.0
+ERROR_PAUSE_S = 1.0
 """Seconds to wait after an unexpected error."""
-FORGOTTEN_S = 10.0
+SPOOL_CHECK_INTERVAL_S = 10.0
 """Seconds between two checks for rows left in the spool; if there are any, a merge job is enqueued."""
-DEPTH_S = 1.0
+DEPTH_INTERVAL_S = 1.0
 """Seconds between two measurements of the spool's depth while it is not empty."""
-PLAIN_SHARE = 4
+NORMAL_REPORT_SHARE = 4
 """One place in NORMAL_REPORT_SHARE of each batch of reports is kept for reports without a fault."""
-LOOK_S = 2.5
+CHANGES_POLL_S = 2.5
 """Seconds between two polls for changed agent rows, which also find a decision whose notification was lost."""
-OVERLAP_S = 15.0
+CHANGES_OVERLAP_S = 15.0
 """Seconds by which each poll for changed agent rows goes back before the last poll. A row that changed before that
 poll may have been committed, or its agent admitted, only after it."""
 
@@ -69,8 +69,8 @@ class SpoolJob:
 
     future: asyncio.Future[Any]
     host_id: int
-    order: tuple[int, int]
-    hash: str
+    epoch_seq: tuple[int, int]
+    content_hash: str
     payload: str
     urgent: bool = False
 
@@ -89,7 +89,7 @@ class TrustJob:
     """Change which keys are trusted. The future is done after the commit, or raises what `work` raises."""
 
     future: asyncio.Future[Any]
-    work: Callable[[], None]
+    apply_change: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -97,15 +97,15 @@ class CommandJob:
     """Store what an agent sent about a command of its host. The future gives True if the command is settled."""
 
     future: asyncio.Future[Any]
-    said: command_dispatch.Said
+    message: command_dispatch.CommandMessage
 
 
-Job = SpoolJob | AdmitJob | TrustJob | CommandJob
-T = TypeVar("T", SpoolJob, CommandJob)
-Results = list[tuple[asyncio.Future[Any], Any]]
+WriterJob = SpoolJob | AdmitJob | TrustJob | CommandJob
+BatchJobT = TypeVar("T", SpoolJob, CommandJob)
+FutureResults = list[tuple[asyncio.Future[Any], Any]]
 
 
-class Writer(threading.Thread):
+class DatabaseWriter(threading.Thread):
     """Takes jobs from the event loop by `put`, and resolves their futures there after the commit.
 
     `on_agent_changes` is called on the event loop with agent rows that have changed.
@@ -116,40 +116,40 @@ class Writer(threading.Thread):
         *,
         interval_s: float,
         max_rows: int,
-        leases: Leases,
-        refusals: Refusals,
-        spread: Spread,
-        hear: Callable[[list[key_revocation.News]], None],
+        leases: LeaseBuffer,
+        refusals: RefusalCounter,
+        report_jitter: ReportJitter,
+        on_agent_changes: Callable[[list[key_revocation.AgentChange]], None],
     ) -> None:
         super().__init__(daemon=True, name="spool-writer")
         self._interval_s, self._max_rows = interval_s, max_rows
-        self._leases, self._refusals, self._spread = leases, refusals, spread
-        self._hear = hear
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._others: deque[Job] = deque()
-        self._urgent: deque[SpoolJob] = deque()
-        self._reports: deque[SpoolJob] = deque()
-        self._held: Counter[int] = Counter()
+        self._leases, self._refusals, self._report_jitter = leases, refusals, report_jitter
+        self._on_agent_changes = on_agent_changes
+        self._jobs: queue.SimpleQueue[WriterJob | None] = queue.SimpleQueue()
+        self._other_jobs: deque[WriterJob] = deque()
+        self._urgent_reports: deque[SpoolJob] = deque()
+        self._normal_reports: deque[SpoolJob] = deque()
+        self._reports_by_host: Counter[int] = Counter()
         """Reports per host that are queued or in the current batch. While there is one, the applied hash may change."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._looked = self._heard = self._measured = time.monotonic()
-        self._filled = False
-        self._rung = False
+        self._spool_checked_at = self._changes_read_at = self._depth_measured_at = time.monotonic()
+        self._has_spooled_reports = False
+        self._has_notification = False
         self._stopping = False
 
-    def put(self, job: Job) -> None:
+    def put(self, job: WriterJob) -> None:
         """Queue a job. For the event loop only; the first call starts the thread."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self.start()
-            pubsub.subscribe(key_revocation.TOPIC, self._ring)
-            pubsub.listen()
+            pubsub.subscribe(key_revocation.TOPIC, self._on_notification)
+            pubsub.start_listener()
         self._jobs.put(job)
 
-    def _ring(self, _detail: str | None) -> None:
+    def _on_notification(self, _detail: str | None) -> None:
         """Handle a notification that agent rows have changed: wake the thread to read them."""
         if not self._stopping:
-            self._rung = True
+            self._has_notification = True
             self._jobs.put(None)
 
     def stop(self) -> None:
@@ -162,67 +162,69 @@ class Writer(threading.Thread):
         """Process batches and periodic work until `stop`. An unexpected error is logged, and the thread goes on."""
         while not self._stopping:
             try:
-                self._turn()
-                self._until_done(self._housekeeping)
+                self._process_next_batch()
+                self._retry_during_outage(self._run_periodic_work)
             except Exception:  # all agents depend on this thread, so it must not end
                 log.exception("unexpected error in the thread that stores agents' messages; it goes on")
-                time.sleep(PAUSE_S)
+                time.sleep(ERROR_PAUSE_S)
         connection.close()
 
-    def _turn(self) -> None:
+    def _process_next_batch(self) -> None:
         """Take a batch of queued jobs, serve it, and resolve the futures after the commit.
 
         After an unexpected error each future gets an exception that refuses the agent, and the error is raised.
         """
-        if batch := self._collect():
+        if batch := self._collect_batch():
             try:
-                self._until_done(lambda: self._serve(batch))
+                self._retry_during_outage(lambda: self._process_batch(batch))
             except Exception:
                 assert self._loop
-                self._loop.call_soon_threadsafe(_resolve, [(job.future, _unserved(job)) for job in batch])
+                self._loop.call_soon_threadsafe(
+                    _resolve_futures, [(job.future, _error_for_unserved(job)) for job in batch]
+                )
                 raise
             finally:
-                self._let_go(batch)
+                self._forget_reports_of(batch)
 
-    def _collect(self) -> list[Job]:
+    def _collect_batch(self) -> list[WriterJob]:
         """Return the next batch: wait for a job, sleep for the flush interval, then take what has arrived.
 
         Reports with a fault come before others, and no more reports are taken than go into one commit. [] if no job
         came within a second, or within the interval of lease flushes if that is shorter. The interval is slept through,
         because being woken by every job costs more than serving it (measured).
         """
-        waiting = bool(self._others or self._urgent or self._reports)
+        has_waiting_jobs = bool(self._other_jobs or self._urgent_reports or self._normal_reports)
         try:
-            self._sort(self._jobs.get(timeout=0 if waiting else min(1.0, self._leases.flush_s)))
+            self._add_to_lane(self._jobs.get(timeout=0 if has_waiting_jobs else min(1.0, self._leases.flush_s)))
         except queue.Empty:
-            if not waiting:
+            if not has_waiting_jobs:
                 return []
         time.sleep(self._interval_s)
         with suppress(queue.Empty):
             while True:
-                self._sort(self._jobs.get_nowait())
-        plain = max(self._max_rows - len(self._urgent), self._max_rows // PLAIN_SHARE)
-        plain = min(plain, len(self._reports))
-        urgent = _first(self._urgent, max(1, self._max_rows - plain))
-        return [*_first(self._others, self._max_rows), *urgent, *_first(self._reports, plain)]
+                self._add_to_lane(self._jobs.get_nowait())
+        normal_count = max(self._max_rows - len(self._urgent_reports), self._max_rows // NORMAL_REPORT_SHARE)
+        normal_count = min(normal_count, len(self._normal_reports))
+        urgent = _pop_jobs(self._urgent_reports, max(1, self._max_rows - normal_count))
+        return [*_pop_jobs(self._other_jobs, self._max_rows), *urgent, *_pop_jobs(self._normal_reports, normal_count)]
 
-    def _sort(self, job: Job | None) -> None:
+    def _add_to_lane(self, job: WriterJob | None) -> None:
         """Put a job into its lane: reports with a fault, other reports, or everything else. None only woke us."""
         if isinstance(job, SpoolJob):
-            (self._urgent if job.urgent else self._reports).append(job)
-            self._held[job.host_id] += 1
+            (self._urgent_reports if job.urgent else self._normal_reports).append(job)
+            self._reports_by_host[job.host_id] += 1
         elif job is not None:
-            self._others.append(job)
+            self._other_jobs.append(job)
 
-    def _let_go(self, batch: list[Job]) -> None:
+    def _forget_reports_of(self, batch: list[WriterJob]) -> None:
         """Stop counting these jobs in `_reports_by_host`: they are stored, or nobody waits for them any more."""
         for job in batch:
             if isinstance(job, SpoolJob):
-                self._held[job.host_id] -= 1
-                if not self._held[job.host_id]:
-                    del self._held[job.host_id]
+                self._reports_by_host[job.host_id] -= 1
+                if not self._reports_by_host[job.host_id]:
+                    del self._reports_by_host[job.host_id]
 
-    def _until_done(self, work: Callable[[], None]) -> None:
+    def _retry_during_outage(self, work: Callable[[], None]) -> None:
         """Do `work`, and retry it with a back-off (0.1 to 2 s) while the database is down, until `stop`.
 
         Nothing is acknowledged meanwhile, and nothing is lost. Other errors are raised.
@@ -236,19 +238,19 @@ class Writer(threading.Thread):
                 connection.close()
                 time.sleep(pause)
                 pause = min(pause * 2, 2.0)
-                self._forget_gone()
+                self._drop_abandoned_jobs()
 
-    def _forget_gone(self) -> None:
+    def _drop_abandoned_jobs(self) -> None:
         """Drop queued jobs whose future is done, so that jobs of closed connections do not pile up in an outage."""
         with suppress(queue.Empty):
             while True:
-                self._sort(self._jobs.get_nowait())
-        for lane in (self._others, self._urgent, self._reports):
-            jobs = _first(lane, len(lane))
-            self._let_go([job for job in jobs if job.future.done()])
+                self._add_to_lane(self._jobs.get_nowait())
+        for lane in (self._other_jobs, self._urgent_reports, self._normal_reports):
+            jobs = _pop_jobs(lane, len(lane))
+            self._forget_reports_of([job for job in jobs if job.future.done()])
             lane.extend(job for job in jobs if not job.future.done())
 
-    def _serve(self, batch: list[Job]) -> None:
+    def _process_batch(self, batch: list[WriterJob]) -> None:
         """Serve a batch: reports with a fault, connecting agents, changes of trust, command messages, other reports.
 
         Each group has its own commits, and its futures are resolved at once, so that no group waits for a later one. A
@@ -258,29 +260,35 @@ class Writer(threading.Thread):
         assert self._loop
         reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
         if urgent := [job for job in reports if job.urgent]:
-            self._loop.call_soon_threadsafe(_resolve, _apart(self._spool, urgent, _unserved))
-        if admits := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
-            self._loop.call_soon_threadsafe(_resolve, self._admit(admits))
-        for decision in batch:
-            if isinstance(decision, TrustJob):
-                self._loop.call_soon_threadsafe(_resolve, [(decision.future, _outcome(decision))])
-        if told := [job for job in batch if isinstance(job, CommandJob)]:
-            self._loop.call_soon_threadsafe(_resolve, _apart(_told, told, lambda _: False))
-        if plain := [job for job in reports if not job.urgent]:
-            self._loop.call_soon_threadsafe(_resolve, _apart(self._spool, plain, _unserved))
+            self._loop.call_soon_threadsafe(
+                _resolve_futures, _process_isolating_errors(self._store_reports, urgent, _error_for_unserved)
+            )
+        if admissions := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
+            self._loop.call_soon_threadsafe(_resolve_futures, self._identify_agents(admissions))
+        for trust_job in batch:
+            if isinstance(trust_job, TrustJob):
+                self._loop.call_soon_threadsafe(_resolve_futures, [(trust_job.future, _apply_trust_change(trust_job))])
+        if command_jobs := [job for job in batch if isinstance(job, CommandJob)]:
+            self._loop.call_soon_threadsafe(
+                _resolve_futures, _process_isolating_errors(_store_command_messages, command_jobs, lambda _: False)
+            )
+        if normal := [job for job in reports if not job.urgent]:
+            self._loop.call_soon_threadsafe(
+                _resolve_futures, _process_isolating_errors(self._store_reports, normal, _error_for_unserved)
+            )
 
-    def _admit(self, jobs: list[AdmitJob]) -> Results:
+    def _identify_agents(self, jobs: list[AdmitJob]) -> FutureResults:
         """Look up all connecting agents in one statement, enrol those with a token; return an EnrolledAgent or
         ConnectionRejectedError each.
 
         The applied hash is given as '' while a report of the host is queued here.
         """
-        known = enrolment.known({job.credential.public_key for job in jobs})
-        results: Results = []
+        enrolled = enrolment.find_enrolled({job.credential.public_key for job in jobs})
+        results: FutureResults = []
         for job in jobs:
             try:
-                outcome: Any = enrolment.admit(job.credential, known.get(job.credential.public_key))
-                if self._held[outcome.host_id]:
+                outcome: Any = enrolment.identify_or_enrol(job.credential, enrolled.get(job.credential.public_key))
+                if self._reports_by_host[outcome.host_id]:
                     outcome = replace(outcome, applied_hash="")
             except ConnectionRejectedError as refused:
                 outcome = refused
@@ -292,83 +300,87 @@ class Writer(threading.Thread):
             results.append((job.future, outcome))
         return results
 
-    def _spool(self, jobs: list[SpoolJob]) -> Results:
+    def _store_reports(self, jobs: list[SpoolJob]) -> FutureResults:
         """Store reports in the spool, leaving out those already applied; return for each whether it was stored.
 
         One COPY is one commit. There is no transaction around it: every round trip here takes time from the event loop.
         """
         now, began = datetime.now(UTC), time.monotonic()
         with connection.cursor() as cursor:
-            cursor.execute(APPLIED, [[job.host_id for job in jobs]])
-            applied = dict(cursor.fetchall())
-            fresh = [job for job in jobs if applied.get(job.host_id) != job.hash or self._held[job.host_id] > 1]
+            cursor.execute(SELECT_APPLIED_HASHES, [[job.host_id for job in jobs]])
+            applied_hashes = dict(cursor.fetchall())
+            fresh = [
+                job
+                for job in jobs
+                if applied_hashes.get(job.host_id) != job.content_hash or self._reports_by_host[job.host_id] > 1
+            ]
             if fresh:
-                with cursor.copy(COPY) as copy:
+                with cursor.copy(COPY_TO_SPOOL) as copy:
                     copy.set_types(COPY_TYPES)
                     for job in fresh:
-                        copy.write_row((job.host_id, *job.order, now, job.payload, job.urgent))
+                        copy.write_row((job.host_id, *job.epoch_seq, now, job.payload, job.urgent))
         if fresh:
-            self._filled = True
-            self._spread.stored(len(fresh), time.monotonic() - began)
-            ticks.kick("merge")
-        spooled = {id(job) for job in fresh}
-        return [(job.future, id(job) in spooled) for job in jobs]
+            self._has_spooled_reports = True
+            self._report_jitter.update_stored_rate(len(fresh), time.monotonic() - began)
+            ticks.enqueue_job("merge")
+        stored_ids = {id(job) for job in fresh}
+        return [(job.future, id(job) in stored_ids) for job in jobs]
 
-    def _housekeeping(self) -> None:
+    def _run_periodic_work(self) -> None:
         """Do what is due: flush leases, metrics and refusals, read changed agent rows, measure the spool.
 
         Every SPOOL_CHECK_INTERVAL_S enqueue a merge job if the spool has rows, in case an earlier job was lost.
         """
         if self._leases.flush():
-            metrics.push()
-            ticks.kick_timely()
+            metrics.push_metrics()
+            ticks.enqueue_periodic_jobs()
         self._refusals.flush()
-        if self._rung or time.monotonic() - self._heard >= LOOK_S:
-            self._look()
-        if self._filled and time.monotonic() - self._measured >= DEPTH_S:
-            self._measure()
-        if time.monotonic() - self._looked < FORGOTTEN_S:
+        if self._has_notification or time.monotonic() - self._changes_read_at >= CHANGES_POLL_S:
+            self._read_agent_changes()
+        if self._has_spooled_reports and time.monotonic() - self._depth_measured_at >= DEPTH_INTERVAL_S:
+            self._measure_spool()
+        if time.monotonic() - self._spool_checked_at < SPOOL_CHECK_INTERVAL_S:
             return
-        self._looked = time.monotonic()
+        self._spool_checked_at = time.monotonic()
         close_old_connections()
         with connection.cursor() as cursor:
             cursor.execute("SELECT 1 FROM spool LIMIT 1")
-            waiting = cursor.fetchone() is not None
-        if waiting:
-            ticks.kick("merge")
+            has_rows = cursor.fetchone() is not None
+        if has_rows:
+            ticks.enqueue_job("merge")
 
-    def _measure(self) -> None:
+    def _measure_spool(self) -> None:
         """Measure how many reports wait to be merged. It repeats every DEPTH_INTERVAL_S until the spool is empty."""
-        self._measured = time.monotonic()
+        self._depth_measured_at = time.monotonic()
         with connection.cursor() as cursor:
-            cursor.execute(DEPTH)
-            first, last = cursor.fetchone()
-        self._filled = first is not None
-        self._spread.looked(first, last)
+            cursor.execute(SELECT_SPOOL_RANGE)
+            oldest_id, newest_id = cursor.fetchone()
+        self._has_spooled_reports = oldest_id is not None
+        self._report_jitter.update_merge_time(oldest_id, newest_id)
 
-    def _look(self) -> None:
+    def _read_agent_changes(self) -> None:
         """Read agent rows that changed since the last poll, and hand them to the sessions on the event loop.
 
         It goes CHANGES_OVERLAP_S further back than the last poll, because a row becomes visible only with its commit.
         """
-        began, self._rung = time.monotonic(), False
-        news = key_revocation.news(began - self._heard + OVERLAP_S)
+        began, self._has_notification = time.monotonic(), False
+        changes = key_revocation.read_agent_changes(began - self._changes_read_at + CHANGES_OVERLAP_S)
         database_outage.log_recovery()
-        self._heard = began
-        if news and self._loop:
+        self._changes_read_at = began
+        if changes and self._loop:
             with suppress(RuntimeError):  # the loop is closed, and with it every connection
-                self._loop.call_soon_threadsafe(self._hear, news)
+                self._loop.call_soon_threadsafe(self._on_agent_changes, changes)
 
 
-def _first(lane: deque[Any], count: int) -> list[Any]:
+def _pop_jobs(lane: deque[Any], count: int) -> list[Any]:
     """Remove and return up to `count` jobs from the front of a lane."""
     return [lane.popleft() for _ in range(min(count, len(lane)))]
 
 
-def _outcome(decision: TrustJob) -> Exception | None:
+def _apply_trust_change(job: TrustJob) -> Exception | None:
     """Do a change of trust; return None, or the error for its future. Raise only if the database is down (retried)."""
     try:
-        decision.work()
+        job.apply_change()
     except (OperationalError, InterfaceError, psycopg.OperationalError):
         raise
     except errors.RefusedError as refused:
@@ -379,36 +391,38 @@ def _outcome(decision: TrustJob) -> Exception | None:
     return None
 
 
-def _told(jobs: list[CommandJob]) -> Results:
+def _store_command_messages(jobs: list[CommandJob]) -> FutureResults:
     """Store messages about commands; return for each whether its command is settled."""
-    settled = command_dispatch.keep([job.said for job in jobs])
-    return [(job.future, job.said[:2] in settled) for job in jobs]
+    settled = command_dispatch.store_messages([job.message for job in jobs])
+    return [(job.future, job.message[:2] in settled) for job in jobs]
 
 
-def _apart(serve: Callable[[list[T]], Results], jobs: list[T], refused: Callable[[T], Any]) -> Results:
+def _process_isolating_errors(
+    process: Callable[[list[BatchJobT]], FutureResults], jobs: list[BatchJobT], make_refusal: Callable[[BatchJobT], Any]
+) -> FutureResults:
     """Serve all jobs together. If the database rejects that, serve them one by one.
 
     So bad data costs only the agent that sent it: its result is `refused(job)`. Raise only if the database is down.
     """
     try:
-        return serve(jobs)
+        return process(jobs)
     except (OperationalError, InterfaceError, psycopg.OperationalError):
         raise
     except (DatabaseError, psycopg.Error) as error:
         if len(jobs) > 1:
-            return [result for job in jobs for result in _apart(serve, [job], refused)]
+            return [result for job in jobs for result in _process_isolating_errors(process, [job], make_refusal)]
         log.warning("an agent's message cannot be stored: %s", str(error).splitlines()[0])
-        return [(jobs[0].future, refused(jobs[0]))]
+        return [(jobs[0].future, make_refusal(jobs[0]))]
 
 
-def _unserved(job: Job) -> Exception:
+def _error_for_unserved(job: WriterJob) -> Exception:
     """Return the exception for the future of a job that could not be served."""
     if isinstance(job, AdmitJob):
         return ConnectionRejectedError(503, "database", "the database rejected this connection: see the gateway's log")
     return SessionClosedError("database", "the database cannot store this message: see the gateway's log")
 
 
-def _resolve(results: Results) -> None:
+def _resolve_futures(results: FutureResults) -> None:
     """Set results or exceptions of futures. On the event loop only."""
     for future, outcome in results:
         if future.done():

@@ -16,18 +16,18 @@ from typing import TypeVar
 
 import msgspec
 
-from agents.host.execution.plan_runner import PlanRun, Site
-from agents.host.journal.command_log import TABLES, Ledger
+from agents.host.execution.plan_runner import HostContext, PlanRun
+from agents.host.journal.command_log import CREATE_COMMAND_TABLES, CommandLog
 from drivers.base import Driver, Settings
 from drivers.errors import Unsupported, from_os
 from drivers.inventory import Device, DriverReport
-from drivers.isolation.driver_main import Ready
+from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
 from drivers.machine import Machine
-from drivers.pci.ownership import settle
+from drivers.pci.ownership import resolve_conflicts
 from drivers.plan import Act, Ask, Plan, Vitals
 
-T = TypeVar("T")
+StructT = TypeVar("StructT")
 Kernel = Callable[[Path, str], None]
 """A function that simulates a write into a file of /sys; it raises OSError to refuse the write, as a kernel does."""
 
@@ -51,16 +51,16 @@ class Rehearsal:
         roots = {f"/{name}": str(root / name) for name in ("sys", "proc", "dev", "state")}
         self.machine = Machine("node-1", **{f"{path[1:]}_root": real for path, real in roots.items()})
         connection = sqlite3.connect(":memory:")
-        connection.executescript(TABLES)
-        self._planner = _Planner(driver, self.machine, dict(settings or {}))
-        self._ledger = Ledger(connection)
-        self._site = Site(
+        connection.executescript(CREATE_COMMAND_TABLES)
+        self._planner = _InProcessDriver(driver, self.machine, dict(settings or {}))
+        self._command_log = CommandLog(connection)
+        self._context = HostContext(
             drivers={driver.name: self._planner},
-            machine=lambda _: self.machine,
-            hand=lambda _: _Hand(roots, kernel),
-            device=lambda _, key: self._device(key),
-            ledger=self._ledger,
-            boot="rehearsal",
+            machine_for=lambda _: self.machine,
+            writer_for=lambda _: _SimulatedWriter(roots, kernel),
+            find_device=lambda _, key: self._find_device(key),
+            command_log=self._command_log,
+            boot_id="rehearsal",
         )
 
     def report(self) -> DriverReport:
@@ -70,9 +70,9 @@ class Rehearsal:
         `drivers.errors`.
         """
         planner = self._planner
-        found = planner.driver.discover(self.machine, planner.settings)
-        report = DriverReport(planner.driver.name, "", found.devices, found.faults, found.backends)
-        return settle([_sent(report, DriverReport)])[0]
+        discovered = planner.driver.discover(self.machine, planner.settings)
+        report = DriverReport(planner.driver.name, "", discovered.devices, discovered.faults, discovered.backends)
+        return resolve_conflicts([_encode_and_decode(report, DriverReport)])[0]
 
     def health(self, key: str) -> Vitals:
         """Return the health and the load of a device. Raises the errors of `drivers.errors`."""
@@ -86,15 +86,15 @@ class Rehearsal:
         """
         name = self._planner.driver.name
         if act == "uninstall":
-            ask = msgspec.structs.replace(ask, first=self._ledger.first(name, ask.key))
-        return asyncio.run(PlanRun(self._site, name, ask, lambda percent, text: None).run(act))
+            ask = msgspec.structs.replace(ask, first=self._command_log.get_first_values(name, ask.key))
+        return asyncio.run(PlanRun(self._context, name, ask, lambda percent, text: None).run(act))
 
-    def _device(self, key: str) -> Device | None:
+    def _find_device(self, key: str) -> Device | None:
         return next((device for device in self.report().devices if device.key == key), None)
 
 
 @dataclass
-class _Planner:
+class _InProcessDriver:
     """Stands in for `drivers.isolation.runner.DriverProcess`, but calls the driver directly, without a process."""
 
     driver: Driver
@@ -102,15 +102,17 @@ class _Planner:
     settings: Settings
 
     @property
-    def manifest(self) -> Ready:
+    def manifest(self) -> Manifest:
         driver = self.driver
-        return _sent(Ready(driver.name, driver.version, writes=driver.writes, acts=driver.acts), Ready)
+        return _encode_and_decode(
+            Manifest(driver.name, driver.version, writes=driver.writes, acts=driver.acts), Manifest
+        )
 
     async def plan(self, act: Act, ask: Ask) -> Plan:
         if act not in self.driver.acts:
             raise Unsupported(f"it cannot {act} a device")
         plan: Plan = getattr(self.driver, act)(self.machine, self.settings, ask)
-        return _sent(plan, Plan)
+        return _encode_and_decode(plan, Plan)
 
     async def probe(self) -> tuple[str, ...]:
         return self.driver.probe(self.machine, self.settings)
@@ -118,13 +120,13 @@ class _Planner:
     async def health(self, ask: Ask) -> Vitals:
         vitals = self.driver.health(self.machine, self.settings, ask)
         load = self.driver.stats(self.machine, self.settings, ask)
-        return _sent(msgspec.structs.replace(vitals, samples=(*vitals.samples, *load)), Vitals)
+        return _encode_and_decode(msgspec.structs.replace(vitals, samples=(*vitals.samples, *load)), Vitals)
 
     def release(self) -> None:
         """Do nothing: this driver is never quarantined."""
 
 
-class _Hand(HostWriter):
+class _SimulatedWriter(HostWriter):
     """A writer that passes writes into /sys to the simulated kernel, and does all others as the real one does."""
 
     def __init__(self, roots: Mapping[str, str], kernel: Kernel) -> None:
@@ -135,12 +137,12 @@ class _Hand(HostWriter):
         if not path.startswith("/sys/"):
             return await super().write(path, value, timeout_s)
         try:
-            self._kernel(Path(self._real(path)), value)
+            self._kernel(Path(self._resolve_path(path)), value)
         except OSError as error:
             raise from_os(error, path) from None
 
 
-def _sent(thing: object, kind: type[T]) -> T:
+def _encode_and_decode(thing: object, kind: type[StructT]) -> StructT:
     """Encode and decode `thing`, as the pipe between driver and agent does. Raises msgspec.ValidationError.
 
     This is needed because msgspec checks structs when they are decoded, not when they are created.

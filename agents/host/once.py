@@ -11,32 +11,32 @@ from drivers.inventory import Device, DriverReport
 HEADINGS = ("DRIVER", "TYPE", "VENDOR", "MODEL", "ADDRESS", "NUMA", "STATUS", "UNITS", "DEVICE")
 
 
-def as_json(reports: Sequence[DriverReport]) -> str:
+def render_json(reports: Sequence[DriverReport]) -> str:
     """Return the driver reports as one indented JSON array, with the same fields that the agent sends."""
     return msgspec.json.format(msgspec.json.encode(reports), indent=2).decode() + "\n"
 
 
-def as_table(reports: Sequence[DriverReport], host: str, lacks: Mapping[str, Sequence[str]]) -> str:
+def render_table(reports: Sequence[DriverReport], host: str, limitations: Mapping[str, Sequence[str]]) -> str:
     """Return a table with one line per device, followed by faults, failed drivers, and what drivers cannot use here.
 
     `limitations` is driver → the reasons why it cannot use all features of this host.
     """
-    rows = [_row(report.driver, device) for report in reports for device in report.devices]
+    rows = [_build_row(report.driver, device) for report in reports for device in report.devices]
     lines = [f"{host}: {len(rows)} {'device' if len(rows) == 1 else 'devices'}"]
     if rows:
-        lines += ["", *_columns([HEADINGS, *rows])]
+        lines += ["", *_align_columns([HEADINGS, *rows])]
     faults = [f"  {r.driver}  {f.subject}: {f.reason}" for r in reports for f in r.faults]
     if faults:
         lines += ["", "Skipped, with the reason:", *faults]
     errors = [f"  {r.driver}: {r.error.removeprefix(f'{r.driver}: ')}" for r in reports if r.error]
     if errors:
         lines += ["", "Drivers that failed:", *errors]
-    if missing := [f"  {driver}: {reason}" for driver, reasons in lacks.items() for reason in reasons]:
-        lines += ["", "Features that cannot be used on this host:", *missing]
+    if limitation_lines := [f"  {driver}: {reason}" for driver, reasons in limitations.items() for reason in reasons]:
+        lines += ["", "Features that cannot be used on this host:", *limitation_lines]
     return "\n".join(lines) + "\n"
 
 
-def _row(driver: str, device: Device) -> tuple[str, ...]:
+def _build_row(driver: str, device: Device) -> tuple[str, ...]:
     status = f"{device.status} ({device.status_reason})" if device.status_reason else device.status
     return (
         driver,
@@ -51,6 +51,6 @@ def _row(driver: str, device: Device) -> tuple[str, ...]:
     )
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _align_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

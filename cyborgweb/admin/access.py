@@ -17,10 +17,10 @@ from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationFo
 
 from accelerators.models import AcceleratorRequest, Device, Host
 from accelerators.ui import badges
-from accelerators.ui.changelist import Listing
+from accelerators.ui.changelist import ConsoleModelAdmin
 from cyborgweb.admin.read_only import MaintenanceAdmin
 from cyborgweb.auth import roles
-from cyborgweb.auth.admin_audit import Recorded
+from cyborgweb.auth.admin_audit import AuditedAdminMixin
 from cyborgweb.models import ApiToken, Maintenance
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify.admin import DeliveryAdmin, SubscriptionAdmin
@@ -44,7 +44,7 @@ admin.site.register(Maintenance, MaintenanceAdmin)
 
 
 @admin.register(User)
-class UserAdmin(Recorded, StockUserAdmin, Listing):
+class UserAdmin(AuditedAdminMixin, StockUserAdmin, ConsoleModelAdmin):
     """People who log in to the console, and the owners of API tokens."""
 
     kind = "user"
@@ -57,18 +57,18 @@ class UserAdmin(Recorded, StockUserAdmin, Listing):
     @display(description="Access")
     def access(self, user: User) -> SafeString:
         if not user.is_active:
-            return badges.mark("off", "calm")
+            return badges.render_badge("off", "calm")
         if user.is_superuser:
-            return badges.mark("everything", "good")
-        return badges.mark("console", "good") if user.is_staff else badges.mark("API only", "calm")
+            return badges.render_badge("everything", "good")
+        return badges.render_badge("console", "good") if user.is_staff else badges.render_badge("API only", "calm")
 
     @display(description="Last login", ordering="-last_login")
     def shown_login(self, user: User) -> SafeString:
-        return badges.ago(user.last_login)
+        return badges.render_relative_time(user.last_login)
 
 
 @admin.register(Group)
-class GroupAdmin(Recorded, StockGroupAdmin, Listing):
+class GroupAdmin(AuditedAdminMixin, StockGroupAdmin, ConsoleModelAdmin):
     """Groups of users that share permissions. A group named after a role or project gets its permissions when saved."""
 
     kind = "group"
@@ -76,11 +76,11 @@ class GroupAdmin(Recorded, StockGroupAdmin, Listing):
 
     def save_related(self, request: HttpRequest, form: Any, formsets: Any, change: bool) -> None:
         super().save_related(request, form, formsets, change)
-        roles.give(form.instance)
+        roles.set_permissions(form.instance)
 
 
 @admin.register(ApiToken)
-class ApiTokenAdmin(Recorded, Listing):
+class ApiTokenAdmin(AuditedAdminMixin, ConsoleModelAdmin):
     """Tokens for `X-Auth-Token`. `manage.py api_token` makes a token and shows it once; deleting it here revokes it."""
 
     kind = "token"
@@ -105,7 +105,7 @@ class ApiTokenAdmin(Recorded, Listing):
 
     @display(description="Made", ordering="-created_at")
     def created(self, token: ApiToken) -> SafeString:
-        return badges.ago(token.created_at)
+        return badges.render_relative_time(token.created_at)
 
     def get_queryset(self, request: HttpRequest) -> Any:
         return super().get_queryset(request).defer("token_hash")

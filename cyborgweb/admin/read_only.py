@@ -14,21 +14,21 @@ from django.urls import reverse
 from accelerators.admin import device_actions
 from accelerators.commands.placing import MAX_REASON
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.ui import badges
-from accelerators.ui.changelist import ReadOnly
+from accelerators.ui.changelist import ReadOnlyModelAdmin
 from cyborgweb.auth import read_only
 
-CHANGE = "cyborgweb.change_maintenance"
+CHANGE_PERMISSION = "cyborgweb.change_maintenance"
 
 
-class MaintenanceAdmin(ReadOnly):
+class MaintenanceAdmin(ReadOnlyModelAdmin):
     """The page of the read-only switch. A person with its permission can always use it, also while it is on."""
 
     list_display = ("since", "by", "reason")  # of its export; the list itself is not shown
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return bool(request.user.has_perm(CHANGE))
+        return bool(request.user.has_perm(CHANGE_PERMISSION))
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Redirect to the page of the switch, because there is never more than one row to list."""
@@ -44,18 +44,18 @@ class MaintenanceAdmin(ReadOnly):
         if object_id != "1" or not self.has_view_permission(request):
             raise PermissionDenied
         if request.method == "POST" and self.has_change_permission(request):
-            said = request.POST.get("reason", ""), Source.PERSON
+            reason_and_source = request.POST.get("reason", ""), EventSource.PERSON
             try:
-                read_only.switch("on" in request.POST, device_actions.person(request), *said)
+                read_only.switch_read_only("on" in request.POST, device_actions.get_caller(request), *reason_and_source)
             except RefusedError as refused:
                 messages.error(request, refused.text)
             return HttpResponseRedirect(request.path)
-        now = read_only.current()
+        active = read_only.get_maintenance()
         context = self.admin_site.each_context(request) | {
             "title": "Maintenance",
             "opts": self.opts,
-            "now": now,
-            "since": badges.ago(now.since) if now else "",
+            "now": active,
+            "since": badges.render_relative_time(active.since) if active else "",
             "may": self.has_change_permission(request),
             "longest": MAX_REASON,
         }

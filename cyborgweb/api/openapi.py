@@ -20,22 +20,22 @@ from drf_spectacular.renderers import OpenApiJsonRenderer2, OpenApiYamlRenderer2
 from drf_spectacular.utils import OpenApiParameter
 from drf_spectacular.validation import validate_schema
 
-from accelerators.api.own.errors import SENTENCES
+from accelerators.api.own.errors import MESSAGE_BY_STATUS
 from accelerators.domain import groups
 from cyborgweb.manual import fields
 
-ERRORS = {
+ERROR_DESCRIPTIONS = {
     "400": "The query or the body contains an invalid value; the message names it and says what is valid.",
     "401": "There is no valid token in X-Auth-Token, and no session.",
     "403": "The policy does not allow this; the message names the rule.",
-    "404": SENTENCES[404],
-    "406": SENTENCES[406],
+    "404": MESSAGE_BY_STATUS[404],
+    "406": MESSAGE_BY_STATUS[406],
     "409": "The request conflicts with the current state; the message says why.",
-    "413": SENTENCES[413],
-    "415": SENTENCES[415],
+    "413": MESSAGE_BY_STATUS[413],
+    "415": MESSAGE_BY_STATUS[415],
     "503": "The database or the identity service does not answer; try again in a moment.",
 }
-ERROR = {
+ERROR_SCHEMA = {
     "type": "object",
     "description": "The body of every error answer.",
     "required": ["error"],
@@ -52,112 +52,132 @@ ERROR = {
         }
     },
 }
-SECURITY = {
+SECURITY_SCHEMES = {
     "token": {"type": "apiKey", "in": "header", "name": "X-Auth-Token"},
     "session": {"type": "apiKey", "in": "cookie", "name": "sessionid", "description": "A login to the console."},
 }
-TAG = {"ETag": {"description": "Stays valid until the data in the answer changes.", "schema": {"type": "string"}}}
-CONDITION = {
+ETAG_HEADER = {
+    "ETag": {"description": "Stays valid until the data in the answer changes.", "schema": {"type": "string"}}
+}
+IF_NONE_MATCH_PARAMETER = {
     "in": "header",
     "name": "If-None-Match",
     "schema": {"type": "string"},
     "description": "An ETag of an earlier answer. While it is still valid, the answer is 304 without a body.",
 }
-COMBINATIONS = "x-combinations"
-VERBS = {"list": "List", "retrieve": "Show", "create": "Create", "partial_update": "Change", "destroy": "Delete"}
+FIELD_CONDITIONS_KEY = "x-combinations"
+SUMMARY_VERBS = {
+    "list": "List",
+    "retrieve": "Show",
+    "create": "Create",
+    "partial_update": "Change",
+    "destroy": "Delete",
+}
 
 
-class Schema(AutoSchema):
+class ViewSchema(AutoSchema):
     """The part of the document for one view. Authentication is configured in the settings, so all views list the
     same schemes.
     """
 
     def get_auth(self) -> list[dict[str, list[str]]]:
         """Return all schemes; any one of them is enough."""
-        return [{name: []} for name in SECURITY]
+        return [{name: []} for name in SECURITY_SCHEMES]
 
     def get_summary(self) -> str:
         """Return the summary: a verb and the resource, such as `List devices`."""
         names = self.view.basename.replace("_", " ")
-        if said := self._word():
-            return f"{said.capitalize()} {names}"
-        word = VERBS.get(self.view.action) or self.view.action.capitalize()
-        return f"{word} {names if self.view.action == 'list' else names.removesuffix('s')}"
+        if action_name := self._get_collection_action_name():
+            return f"{action_name.capitalize()} {names}"
+        verb = SUMMARY_VERBS.get(self.view.action) or self.view.action.capitalize()
+        return f"{verb} {names if self.view.action == 'list' else names.removesuffix('s')}"
 
     def get_description(self) -> str:
         """Return the description: the docstring of the action if it is a verb or has its own answer, otherwise that
         of the view.
         """
-        own = self.view.action in self.view.verbs or self.view.action in self.view.answers
-        return getdoc(getattr(self.view, self.view.action) if own else type(self.view)) or ""
+        uses_action_docstring = (
+            self.view.action in self.view.member_actions or self.view.action in self.view.response_serializers
+        )
+        return getdoc(getattr(self.view, self.view.action) if uses_action_docstring else type(self.view)) or ""
 
     def get_operation_id(self) -> str:
         """Return the operation id, without drf-spectacular's `_create` for verbs and for actions of the collection."""
-        made: str = super().get_operation_id()
-        return made.removesuffix("_create") if self._word() or self.view.action in self.view.verbs else made
+        operation_id: str = super().get_operation_id()
+        return (
+            operation_id.removesuffix("_create")
+            if self._get_collection_action_name() or self.view.action in self.view.member_actions
+            else operation_id
+        )
 
     def get_request_serializer(self) -> Any:
         """Return the serializer of the request body: that of the verb or the action, a binary body, or the view's
         own.
         """
-        if self.view.action in self.view.verbs:
-            return self.view.verbs[self.view.action]
-        if body := self.view.bodies.get(self.view.action):
+        if self.view.action in self.view.member_actions:
+            return self.view.member_actions[self.view.action]
+        if body := self.view.body_serializers.get(self.view.action):
             return body
-        if self.view.action == "create" and hasattr(self.view, "sends"):
-            return {self.view.sends: {"type": "string", "format": "binary", "minLength": 1}}
+        if self.view.action == "create" and hasattr(self.view, "upload_media_type"):
+            return {self.view.upload_media_type: {"type": "string", "format": "binary", "minLength": 1}}
         return super().get_request_serializer()
 
     def get_response_serializers(self) -> Any:
         """Return the serializer of the answer; some actions answer with something other than a row of the resource."""
-        status, body = self.view.answers.get(self.view.action, (0, None))
+        status, body = self.view.response_serializers.get(self.view.action, (0, None))
         return {status: body} if body else super().get_response_serializers()
 
-    def _word(self) -> str:
+    def _get_collection_action_name(self) -> str:
         """Return the path segment of an action on the whole collection, '' for any other action."""
-        return next((word for word, action in self.view.words.items() if action == self.view.action), "")
+        return next((word for word, action in self.view.collection_actions.items() if action == self.view.action), "")
 
     def get_override_parameters(self) -> list[Any]:
         """Return the query parameters: `fields` to choose from and, for lists, `ordering`; for an upload, what is
         sent with it.
         """
-        if self.view.action == "create" and hasattr(self.view, "sent_with"):
-            said = self.view.sent_with.items()
-            return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in said]
+        if self.view.action == "create" and hasattr(self.view, "upload_parameters"):
+            upload_parameters = self.view.upload_parameters.items()
+            return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in upload_parameters]
         if self.method != "GET":
             return []
-        names = {"type": "array", "items": {"type": "string", "enum": [*self.view.get_serializer_class()().fields]}}
-        shown = OpenApiParameter(
-            "fields", names, style="form", explode=False, description="Only these fields are shown."
+        field_names = {
+            "type": "array",
+            "items": {"type": "string", "enum": [*self.view.get_serializer_class()().fields]},
+        }
+        fields_parameter = OpenApiParameter(
+            "fields", field_names, style="form", explode=False, description="Only these fields are shown."
         )
-        orders = [sign + word for word in self.view.orders for sign in ("", "-")]
-        described = f"A leading - reverses the order; {self.view.default_order} if left out."
+        orderings = [sign + word for word in self.view.sort_fields for sign in ("", "-")]
+        ordering_description = f"A leading - reverses the order; {self.view.default_ordering} if left out."
         if self.view.detail:
-            return [shown, *(OpenApiParameter(name, **said) for name, said in self.view.parameters.items())]
-        return [shown, OpenApiParameter("ordering", str, enum=orders, description=described)]
+            return [
+                fields_parameter,
+                *(OpenApiParameter(name, **said) for name, said in self.view.detail_parameters.items()),
+            ]
+        return [fields_parameter, OpenApiParameter("ordering", str, enum=orderings, description=ordering_description)]
 
 
-class Groups(OpenApiSerializerFieldExtension):
+class GroupsFieldExtension(OpenApiSerializerFieldExtension):
     """Schema of the groups in a device profile."""
 
     target_class = "accelerators.api.own.profiles.GroupsField"
 
     def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
         """Return the schema that matches the checks in `accelerators.domain.groups`."""
-        classes = "|".join((*groups.CLASSES, "CUSTOM_.*"))
+        classes = "|".join((*groups.RESOURCE_CLASSES, "CUSTOM_.*"))
         keys = {
             f"^resources: *({classes})$": {"type": "string", "pattern": "^[0-9]{1,3}$"},
             "^trait: *CUSTOM_": {"type": "string", "enum": [*groups.TRAIT_VALUES]},
-            "^accel:": {"type": "string", "maxLength": groups.MAX_TEXT},
+            "^accel:": {"type": "string", "maxLength": groups.MAX_TEXT_LENGTH},
         }
         group = {"type": "object", "patternProperties": keys, "additionalProperties": False}
         return {"type": "array", "minItems": 1, "maxItems": groups.MAX_GROUPS, "items": group}
 
 
-class Combined(OpenApiSerializerExtension):
+class ClosedSerializerExtension(OpenApiSerializerExtension):
     """A body with fields that depend on each other."""
 
-    target_class = "accelerators.api.own.fields.Closed"
+    target_class = "accelerators.api.own.fields.ClosedSerializer"
     match_subclasses = True
 
     def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
@@ -165,11 +185,11 @@ class Combined(OpenApiSerializerExtension):
         `complete_document` moves into `allOf`.
         """
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
-        said = self.target.combinations
-        return schema | {COMBINATIONS: dict(said)} if said and direction == "request" else schema
+        conditions = self.target.field_conditions
+        return schema | {FIELD_CONDITIONS_KEY: dict(conditions)} if conditions and direction == "request" else schema
 
 
-class Target(OpenApiSerializerExtension):
+class TargetSerializerExtension(OpenApiSerializerExtension):
     """Where the number of units is changed: given either by device, or by host and backend."""
 
     target_class = "accelerators.api.own.accelerators.TargetSerializer"
@@ -178,12 +198,12 @@ class Target(OpenApiSerializerExtension):
     def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
         """Return the schema with the two alternatives."""
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
-        ways = (["device"], ["host", "backend"])
-        one = [{"required": names, "maxProperties": len(names)} for names in ways]
-        return schema | {"oneOf": one, "additionalProperties": False}
+        alternatives = (["device"], ["host", "backend"])
+        schemas = [{"required": names, "maxProperties": len(names)} for names in alternatives]
+        return schema | {"oneOf": schemas, "additionalProperties": False}
 
 
-class Settings(OpenApiSerializerFieldExtension):
+class SettingsFieldExtension(OpenApiSerializerFieldExtension):
     """Schema of a driver's settings."""
 
     target_class = "accelerators.api.own.rollouts.SettingsField"
@@ -193,10 +213,10 @@ class Settings(OpenApiSerializerFieldExtension):
         return {"type": "object", "additionalProperties": {}}
 
 
-class Named(OpenApiSerializerFieldExtension):
+class UuidReferenceFieldExtension(OpenApiSerializerFieldExtension):
     """Schema of a field that is written as the uuid of a row and shown as a reference to it."""
 
-    target_class = "accelerators.api.own.commands.Named"
+    target_class = "accelerators.api.own.commands.UuidReferenceField"
 
     def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
         """Return the schema of a uuid for a request, and of the reference for an answer."""
@@ -205,32 +225,32 @@ class Named(OpenApiSerializerFieldExtension):
         return auto_schema.resolve_serializer(self.target.reference, direction).ref
 
 
-def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
+def complete_document(result: dict[str, Any], **_: Any) -> dict[str, Any]:
     """Add to the document what drf-spectacular does not know: error responses, ETags, field descriptions and closed
     request bodies.
     """
     components = result.setdefault("components", {})
-    components["securitySchemes"] = SECURITY
-    components["schemas"] = {"Error": ERROR} | components["schemas"]
+    components["securitySchemes"] = SECURITY_SCHEMES
+    components["schemas"] = {"Error": ERROR_SCHEMA} | components["schemas"]
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     components["responses"] = {
-        f"Error{status}": {"description": text, "content": error} for status, text in ERRORS.items()
+        f"Error{status}": {"description": text, "content": error} for status, text in ERROR_DESCRIPTIONS.items()
     }
-    bodies = {_sent(operation) for _, _, operation in _operations(result)}
-    for _, method, operation in _operations(result):
-        for status in _possible(method):
+    bodies = {_get_body_reference(operation) for _, _, operation in _iterate_operations(result)}
+    for _, method, operation in _iterate_operations(result):
+        for status in _get_possible_errors(method):
             operation["responses"][status] = {"$ref": f"#/components/responses/Error{status}"}
         if body := operation.get("requestBody", {}):
             body["required"] = body.get("required", False) or "application/json" not in body["content"]
         if method == "get":
-            operation["parameters"].append(CONDITION)
-            operation["responses"]["200"] |= {"headers": TAG}
+            operation["parameters"].append(IF_NONE_MATCH_PARAMETER)
+            operation["responses"]["200"] |= {"headers": ETAG_HEADER}
             operation["responses"]["304"] = {"description": "The answer that you have is still current."}
         for response in operation["responses"].values():
             response.get("content", {}).pop("text/html", None)
     for name, schema in components["schemas"].items():
-        _describe(name, schema)
-        if combinations := schema.pop(COMBINATIONS, None):
+        _add_field_descriptions(name, schema)
+        if combinations := schema.pop(FIELD_CONDITIONS_KEY, None):
             schema["allOf"] = [combinations]
         if f"#/components/schemas/{name}" in bodies:
             schema["additionalProperties"] = False
@@ -240,60 +260,62 @@ def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
     return result
 
 
-def _describe(name: str, schema: dict[str, Any]) -> None:
+def _add_field_descriptions(name: str, schema: dict[str, Any]) -> None:
     """Describe fields that have no description in the code with the manual's sentence."""
-    for field, said in schema.get("properties", {}).items():
-        if said.keys().isdisjoint({"$ref", "description"}) and (sentence := fields.of_api(name, field)):
-            said["description"] = sentence
+    for field, field_schema in schema.get("properties", {}).items():
+        if field_schema.keys().isdisjoint({"$ref", "description"}) and (
+            sentence := fields.api_field_sentence(name, field)
+        ):
+            field_schema["description"] = sentence
 
 
-def _operations(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _iterate_operations(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for address, methods in result["paths"].items():
         for method, operation in methods.items():
             yield address, method, operation
 
 
-def _sent(operation: dict[str, Any]) -> str:
+def _get_body_reference(operation: dict[str, Any]) -> str:
     content = operation.get("requestBody", {}).get("content", {})
     return str(content.get("application/json", {}).get("schema", {}).get("$ref", ""))
 
 
-def _possible(method: str) -> list[str]:
+def _get_possible_errors(method: str) -> list[str]:
     """Return the error statuses that are possible for a method. 404 is possible for lists (a bad cursor) and for
     creation (a row that is referred to) as well.
     """
     has_body, changes = method in ("post", "patch"), method != "get"
-    never = {
+    impossible = {
         "409": not changes,
         "413": not has_body,
         "415": not has_body,
     }
-    return [status for status in ERRORS if not never.get(status)]
+    return [status for status in ERROR_DESCRIPTIONS if not impossible.get(status)]
 
 
 @lru_cache(maxsize=1)
-def document() -> dict[str, Any]:
+def generate_document() -> dict[str, Any]:
     """Generate the OpenAPI document once per process. Raises ValueError if drf-spectacular had to guess anything."""
     drainage.reset_generator_stats()
     generator = SchemaGenerator(patterns=[path("api/", include("cyborgweb.api.root"))])
-    made: dict[str, Any] = generator.get_schema(request=None, public=True)
+    schema: dict[str, Any] = generator.get_schema(request=None, public=True)
     if drainage.GENERATOR_STATS:
         raise ValueError(f"the OpenAPI document has gaps: {drainage.GENERATOR_STATS._warn_cache}")
-    return made
+    return schema
 
 
-def validate() -> None:
+def validate_document() -> None:
     """Validate the document against OpenAPI's schema. Raises jsonschema's ValidationError. Takes a second, so do not
     call it in a request.
     """
-    validate_schema(document())
+    validate_schema(generate_document())
 
 
-def as_yaml() -> str:
+def render_yaml() -> str:
     """Return the document as YAML."""
-    return OpenApiYamlRenderer2().render(document(), renderer_context={}).decode()
+    return OpenApiYamlRenderer2().render(generate_document(), renderer_context={}).decode()
 
 
-def as_json() -> str:
+def render_json() -> str:
     """Return the document as JSON."""
-    return OpenApiJsonRenderer2().render(document(), renderer_context={}).decode()
+    return OpenApiJsonRenderer2().render(generate_document(), renderer_context={}).decode()

@@ -16,46 +16,46 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from accelerators.api.browsable import Browsable, navigation
-from accelerators.api.json import Json
+from accelerators.api.browsable import BrowsableRenderer, build_navigation
+from accelerators.api.json import JsonRenderer
 from accelerators.api.own import errors
 from accelerators.api.own.routes import RESOURCES
-from accelerators.api.own.views import Collection
+from accelerators.api.own.views import CollectionView
 from agents.api import AgentView, DeviceUsageView
 from cyborgweb.notify.api import DeliveryView, InboxView, SubscriptionView
 from cyborgweb.telemetry.usage_api import CensusView, UsageView
 from placement_sync.api import DiscrepancyView
 
-COLLECTIONS: Mapping[str, type[Collection]] = (
+COLLECTIONS: Mapping[str, type[CollectionView]] = (
     {"hosts": RESOURCES["hosts"], "agents": AgentView}
     | RESOURCES
     | {"discrepancies": DiscrepancyView}
     | {"subscriptions": SubscriptionView, "deliveries": DeliveryView, "inbox": InboxView}
 )
-ASKED: Mapping[str, tuple[type[Collection], dict[str, str], str]] = {
+OTHER_RESOURCES: Mapping[str, tuple[type[CollectionView], dict[str, str], str]] = {
     "usage": (UsageView, {"get": "list"}, "usage"),
     "census": (CensusView, {"post": "create"}, "censuses"),
 }
 """Resources that are not collections of rows: the view, its actions by method, and its name in the document."""
-ON_LIST = {"get": "list", "post": "create"}
-ON_MEMBER = {"get": "retrieve", "patch": "partial_update", "delete": "destroy"}
+LIST_METHODS = {"get": "list", "post": "create"}
+MEMBER_METHODS = {"get": "retrieve", "patch": "partial_update", "delete": "destroy"}
 
 
-class Open(APIView):
+class UnauthenticatedView(APIView):
     """A view that needs no login, because it shows nothing that is stored."""
 
     authentication_classes: ClassVar[list[Any]] = []
     permission_classes: ClassVar[list[Any]] = []
-    renderer_classes: ClassVar[list[type[BaseRenderer]]] = [Json, Browsable]
+    renderer_classes: ClassVar[list[type[BaseRenderer]]] = [JsonRenderer, BrowsableRenderer]
     http_method_names = ["get", "head"]
     schema = None
 
     def get_exception_handler(self) -> Any:
         """Return the handler that gives all errors of the API the same shape."""
-        return errors.handle
+        return errors.handle_exception
 
 
-class Root(Open):
+class ApiRootView(UnauthenticatedView):
     """The addresses of all resources. They can be read with a token in X-Auth-Token, or with a session of the
     console.
     """
@@ -63,10 +63,10 @@ class Root(Open):
     def get(self, request: Request) -> Response:
         """Return the address of every resource."""
         base = request.build_absolute_uri("/api/")
-        return Response({name: f"{base}{name}/" for name in (*COLLECTIONS, *ASKED, "schema", "docs")})
+        return Response({name: f"{base}{name}/" for name in (*COLLECTIONS, *OTHER_RESOURCES, "schema", "docs")})
 
 
-class Nowhere(Open):
+class ApiNotFoundView(UnauthenticatedView):
     """Answer 404, in the API's error shape, for every address that does not exist."""
 
     def get(self, request: Request, **kwargs: str) -> Response:
@@ -77,52 +77,57 @@ class Nowhere(Open):
     http_method_names = ["get", "head", "post", "patch", "put", "delete"]
 
 
-def schema(request: HttpRequest) -> HttpResponse:
+def serve_openapi_document(request: HttpRequest) -> HttpResponse:
     """Return the OpenAPI document as YAML, or as JSON if the client accepts only that."""
     media = request.get_preferred_type(["application/vnd.oai.openapi", "application/yaml", "application/json"])
     as_json = media == "application/json"
-    return HttpResponse(_document(as_json), content_type="application/json" if as_json else media or "application/yaml")
+    return HttpResponse(
+        _render_document(as_json), content_type="application/json" if as_json else media or "application/yaml"
+    )
 
 
 @lru_cache(maxsize=2)
-def _document(as_json: bool) -> str:
+def _render_document(as_json: bool) -> str:
     from cyborgweb.api import openapi
 
-    return openapi.as_json() if as_json else openapi.as_yaml()
+    return openapi.render_json() if as_json else openapi.render_yaml()
 
 
-def docs(request: HttpRequest) -> HttpResponse:
+def show_documentation(request: HttpRequest) -> HttpResponse:
     """Show Swagger UI, served from our own static files."""
     crumbs = [("API", "/api/"), ("docs", "/api/docs/")]
-    page = {"title": "Documentation", "crumbs": crumbs, "navigation": navigation(request.path)}
+    page = {"title": "Documentation", "crumbs": crumbs, "navigation": build_navigation(request.path)}
     return render(request, "api/docs.html", page)
 
 
-def _routes() -> Iterator[URLPattern]:
+def _build_routes() -> Iterator[URLPattern]:
     """Yield the routes of each collection, its members and its verbs, with and without a slash at the end, as v2 has
     them.
     """
     for name, view in COLLECTIONS.items():
         key = view.lookup_url_kwarg or view.lookup_field
         member = rf"{name}/(?P<{key}>{view.lookup_value_regex})"
-        for pattern, verbs, detail in ((name, ON_LIST, False), (member, ON_MEMBER, True)):
+        for pattern, verbs, detail in ((name, LIST_METHODS, False), (member, MEMBER_METHODS, True)):
             actions = {method: action for method, action in verbs.items() if hasattr(view, action)}
             yield re_path(rf"\A{pattern}/?\Z", view.as_view(actions, detail=detail, basename=name))
-        for word, action in view.words.items():
+        for word, action in view.collection_actions.items():
             yield re_path(rf"\A{name}/{word}/?\Z", view.as_view({"post": action}, detail=False, basename=name))
-        for verb in view.verbs:
+        for verb in view.member_actions:
             yield re_path(rf"\A{member}/{verb}/?\Z", view.as_view({"post": verb}, detail=True, basename=name))
 
 
 urlpatterns = [
-    path("", Root.as_view()),
-    re_path(r"\Aschema/?\Z", schema),
-    re_path(r"\Adocs/?\Z", docs),
-    *(re_path(rf"\A{name}/?\Z", view.as_view(does, basename=word)) for name, (view, does, word) in ASKED.items()),
+    path("", ApiRootView.as_view()),
+    re_path(r"\Aschema/?\Z", serve_openapi_document),
+    re_path(r"\Adocs/?\Z", show_documentation),
+    *(
+        re_path(rf"\A{name}/?\Z", view.as_view(does, basename=word))
+        for name, (view, does, word) in OTHER_RESOURCES.items()
+    ),
     re_path(
         rf"\Adevices/(?P<uuid>{DeviceUsageView.lookup_value_regex})/usage/?\Z",
         DeviceUsageView.as_view({"get": "retrieve"}, detail=True, basename="device_usage"),
     ),
-    *_routes(),
-    re_path("", Nowhere.as_view()),
+    *_build_routes(),
+    re_path("", ApiNotFoundView.as_view()),
 ]

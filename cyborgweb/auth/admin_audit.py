@@ -12,12 +12,12 @@ from django.db.models import Model
 from django.http import HttpRequest
 
 from accelerators import conductor
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 
-SECRET = "password"
+PASSWORD_FIELD = "password"
 
 
-class Recorded:
+class AuditedAdminMixin:
     """A mixin for a ModelAdmin: records an event `<kind>.created`, `.changed` or `.deleted` for each change."""
 
     kind: ClassVar[str]
@@ -28,29 +28,34 @@ class Recorded:
         Of a password, the event only says that there is another one.
         """
         changes = {
-            name: [None if add else _shown(form.initial.get(name)), _shown(form.cleaned_data.get(name))]
+            name: [
+                None if add else _to_event_value(form.initial.get(name)),
+                _to_event_value(form.cleaned_data.get(name)),
+            ]
             for name in form.changed_data
-            if SECRET not in name
+            if PASSWORD_FIELD not in name
         }
-        if any(SECRET in name for name in form.changed_data):
-            changes[SECRET] = [None, "another one"]
-        about = form.instance if hasattr(form, "instance") else form.user
-        self._record(request, "created" if add else "changed", about, changes)
+        if any(PASSWORD_FIELD in name for name in form.changed_data):
+            changes[PASSWORD_FIELD] = [None, "another one"]
+        changed_object = form.instance if hasattr(form, "instance") else form.user
+        self._record_event(request, "created" if add else "changed", changed_object, changes)
         return super().construct_change_message(request, form, formsets, add)  # type: ignore[misc]
 
     def log_deletions(self, request: HttpRequest, queryset: Iterable[Model]) -> Any:
         """Record an event for each deleted object, then let Django log the deletions."""
-        for one in queryset:
-            self._record(request, "deleted", one, {"name": [str(one), None]})
+        for deleted_object in queryset:
+            self._record_event(request, "deleted", deleted_object, {"name": [str(deleted_object), None]})
         return super().log_deletions(request, queryset)  # type: ignore[misc]
 
-    def _record(self, request: HttpRequest, verb: str, about: Model, changes: dict[str, Any]) -> None:
-        who: Any = request.user
-        subject = (None, str(about))
-        conductor.record(f"{self.kind}.{verb}", Source.PERSON, who.get_username(), subject=subject, changes=changes)
+    def _record_event(self, request: HttpRequest, verb: str, changed_object: Model, changes: dict[str, Any]) -> None:
+        user: Any = request.user
+        subject = (None, str(changed_object))
+        conductor.record_event(
+            f"{self.kind}.{verb}", EventSource.PERSON, user.get_username(), subject=subject, changes=changes
+        )
 
 
-def _shown(value: Any) -> Any:
+def _to_event_value(value: Any) -> Any:
     """Return the value as it is stored in an event: objects by their names, collections as sorted lists."""
     if value is None or isinstance(value, (bool, int, str)):
         return value

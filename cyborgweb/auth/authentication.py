@@ -21,16 +21,16 @@ from rest_framework.request import Request
 from accelerators import conductor
 from accelerators.domain.caller import Caller
 from cyborgweb.auth import keystone
-from cyborgweb.auth.roles import session_caller
-from cyborgweb.auth.token_cache import PAUSE_S, TokenCheckUnavailableError
-from cyborgweb.models import digest
-from cyborgweb.settings.keys import keys
+from cyborgweb.auth.roles import get_session_caller
+from cyborgweb.auth.token_cache import UNREACHABLE_PAUSE_S, TokenCheckUnavailableError
+from cyborgweb.models import hash_token
+from cyborgweb.settings.keys import get_keys
 from drivers.configuration import ConfigurationError
 
 UNAUTHENTICATED = "The request you have made requires authentication."
-TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,8192}")
+TOKEN_PATTERN = re.compile(r"[A-Za-z0-9._~+/=-]{1,8192}")
 """The syntax of a token (token68 of RFC 9110). Anything else is refused without asking the table or Keystone."""
-KNOWN_TOKENS = """
+SELECT_TOKENS = """
 SELECT t.token_hash, t.name, t.user_id, t.roles, t.project_id FROM cyborgweb_apitoken t
 JOIN auth_user u ON u.id = t.user_id WHERE t.token_hash = ANY(%s) AND u.is_active
 """
@@ -42,7 +42,7 @@ class KeystoneUnavailableError(APIException):
 
     status_code = 503
     default_detail = "Keystone cannot be asked about this token; try again in a few seconds."
-    wait = PAUSE_S
+    wait = UNREACHABLE_PAUSE_S
 
 
 class CallerAuthentication(BaseAuthentication):
@@ -56,70 +56,74 @@ class CallerAuthentication(BaseAuthentication):
         """
         token = request.headers.get("X-Auth-Token")
         if token is None:
-            caller = _of_session(request)
-        elif keys().auth == "keystone":
-            caller = _of_keystone(token, request.headers.get("X-Service-Token", ""))
+            caller = _caller_from_session(request)
+        elif get_keys().auth == "keystone":
+            caller = _caller_from_keystone(token, request.headers.get("X-Service-Token", ""))
         else:
-            caller = _of_table(token, request.headers.get("X-Service-Token", ""))
+            caller = _caller_from_table(token, request.headers.get("X-Service-Token", ""))
         if caller is None:
             raise AuthenticationFailed(UNAUTHENTICATED)
         return caller, None
 
     def authenticate_header(self, request: Request) -> str:
         """Return the `WWW-Authenticate` value of a 401: the URL where to get a token (contract section 2.1, form E)."""
-        return f'Keystone uri="{_token_shop(request)}"'
+        return f'Keystone uri="{_get_token_url(request)}"'
 
 
-def _token_shop(request: Request) -> str:
-    if keys().auth == "keystone":
+def _get_token_url(request: Request) -> str:
+    if get_keys().auth == "keystone":
         try:
-            return keys().www_authenticate_uri or keystone.auth_url()
+            return get_keys().www_authenticate_uri or keystone.get_auth_url()
         except ConfigurationError:
             pass  # a request with a token is answered with 503, because Keystone cannot be asked
     return request.build_absolute_uri("/")
 
 
-def _of_session(request: Request) -> Caller | None:
+def _caller_from_session(request: Request) -> Caller | None:
     if settings.SESSION_COOKIE_NAME not in request.COOKIES:
         return None  # reading the user would add `Vary: Cookie` to the response
     user: AbstractBaseUser = request._request.user
-    caller = session_caller(user, request._request.session) if user.is_authenticated else None
+    caller = get_session_caller(user, request._request.session) if user.is_authenticated else None
     if caller:
         SessionAuthentication().enforce_csrf(request)
     return caller
 
 
-def _of_table(token: str, service_token: str) -> Caller | None:
+def _caller_from_table(token: str, service_token: str) -> Caller | None:
     """Return the caller from our own table, or None if one of the tokens is not valid. Costs one statement."""
-    hashes = [digest(secret) if _plausible(secret) else "" for secret in (token, service_token)]
-    found = {row[0]: row[1:] for row in conductor.cursor().execute(KNOWN_TOKENS, [hashes]).fetchall()}
-    name, user_id, roles, project_id = found.get(hashes[0], ("", 0, [], ""))
+    hashes = [hash_token(secret) if _is_well_formed(secret) else "" for secret in (token, service_token)]
+    row_by_hash = {row[0]: row[1:] for row in conductor.open_cursor().execute(SELECT_TOKENS, [hashes]).fetchall()}
+    name, user_id, roles, project_id = row_by_hash.get(hashes[0], ("", 0, [], ""))
     caller = Caller(name, str(user_id), frozenset(roles), project_id) if name else None
     if not service_token:
         return caller
-    _, _, service_roles, _ = found.get(hashes[1], ("", 0, [], ""))
-    return replace(caller, service=True) if caller and _serves(service_roles) else None
+    _, _, service_roles, _ = row_by_hash.get(hashes[1], ("", 0, [], ""))
+    return replace(caller, service=True) if caller and _has_service_role(service_roles) else None
 
 
-def _of_keystone(token: str, service_token: str) -> Caller | None:
+def _caller_from_keystone(token: str, service_token: str) -> Caller | None:
     """Return the caller from the cache or from Keystone, or None if one of the tokens is not valid.
 
     With a valid service token, the user's token is accepted after its expiry, too. Raises KeystoneUnavailableError.
     """
     try:
         if service_token:
-            service = keystone.tokens().caller(service_token) if _plausible(service_token) else None
-            if service is None or not _serves(service.roles):
+            service = keystone.get_token_cache().find_caller(service_token) if _is_well_formed(service_token) else None
+            if service is None or not _has_service_role(service.roles):
                 return None
-        caller = keystone.tokens().caller(token, allow_expired=bool(service_token)) if _plausible(token) else None
+        caller = (
+            keystone.get_token_cache().find_caller(token, allow_expired=bool(service_token))
+            if _is_well_formed(token)
+            else None
+        )
     except TokenCheckUnavailableError:
         raise KeystoneUnavailableError from None
     return replace(caller, service=True) if caller and service_token else caller
 
 
-def _plausible(token: str) -> bool:
-    return TOKEN.fullmatch(token) is not None
+def _is_well_formed(token: str) -> bool:
+    return TOKEN_PATTERN.fullmatch(token) is not None
 
 
-def _serves(roles: Iterable[str]) -> bool:
-    return not set(keys().service_token_roles).isdisjoint(roles)
+def _has_service_role(roles: Iterable[str]) -> bool:
+    return not set(get_keys().service_token_roles).isdisjoint(roles)

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from accelerators.domain.caller import Caller
-from cyborgweb.auth.token_cache import REFUSED, Judged, TokenCheckUnavailableError, Tokens
+from cyborgweb.auth.token_cache import UNKNOWN_TOKEN, TokenCache, TokenCheckUnavailableError, TokenResult
 from cyborgweb.monitoring import calls
-from cyborgweb.settings.keys import keys
+from cyborgweb.settings.keys import get_keys
 from drivers.configuration import ConfigurationError
 
 TIMEOUT_S = 5.0
@@ -34,7 +34,7 @@ def service_session() -> Any:
     Creating it sends no request; it logs in when it is used, and again when its token has expired. Raises
     ConfigurationError with one sentence.
     """
-    if not keys().has_cloud:
+    if not get_keys().has_cloud:
         raise ConfigurationError(
             "No cloud is configured: set CYBORG_CLOUD to one in clouds.yaml, or OS_AUTH_URL, OS_USERNAME …"
         )
@@ -44,45 +44,45 @@ def service_session() -> Any:
     from openstack.exceptions import ConfigException
 
     try:
-        session = openstack.config.get_cloud_region(cloud=keys().cloud or None).get_session()
+        session = openstack.config.get_cloud_region(cloud=get_keys().cloud or None).get_session()
     except (ConfigException, ClientException) as error:
         raise ConfigurationError(f"The service user's cloud is not usable: {error}") from None
     session.timeout = session.timeout or TIMEOUT_S
     if isinstance(session.auth, BaseGenericPlugin):
         # The generic plugin discovers the Identity version first, and dead-locks on its own lock if the answer is 401
         # (keystoneauth1 5.18).
-        session.auth = session.auth.create_plugin(session, (3, 0), _v3(session.auth.auth_url))
-    return calls.counted(session)
+        session.auth = session.auth.create_plugin(session, (3, 0), _with_v3_path(session.auth.auth_url))
+    return calls.count_calls(session)
 
 
-def _v3(url: str) -> str:
+def _with_v3_path(url: str) -> str:
     return url.rstrip("/").removesuffix("/v3") + "/v3"
 
 
-def auth_url() -> str:
+def get_auth_url() -> str:
     """Return the `/v3` URL of Keystone at which the service user logs in; other users use it by default.
 
     Raises ConfigurationError.
     """
     if url := getattr(service_session().auth, "auth_url", None):
-        return _v3(url)
+        return _with_v3_path(url)
     raise ConfigurationError("The service user's cloud names no Keystone: it needs an auth_url")
 
 
 @lru_cache(maxsize=1)
-def tokens() -> Tokens:
+def get_token_cache() -> TokenCache:
     """Return this process's cache of validated tokens."""
-    return Tokens(judge)
+    return TokenCache(validate_token)
 
 
-def judge(token: str, allow_expired: bool) -> Judged:
+def validate_token(token: str, allow_expired: bool) -> TokenResult:
     """Ask Keystone about a token, without the cache; return its answer, REFUSED if it does not know the token.
 
     `allow_expired` also accepts tokens that expired recently. Raises TokenCheckUnavailableError.
     """
-    with _answering():
+    with _translate_errors():
         response = service_session().get(
-            f"{auth_url()}/auth/tokens",
+            f"{get_auth_url()}/auth/tokens",
             params={"nocatalog": "1"} | ({"allow_expired": "1"} if allow_expired else {}),
             headers={"X-Subject-Token": token},
             raise_exc=False,
@@ -90,25 +90,25 @@ def judge(token: str, allow_expired: bool) -> Judged:
         )
     match response.status_code:
         case 200:
-            return _read(response.content)
+            return _parse_token(response.content)
         case 401 | 403:
             raise TokenCheckUnavailableError(NOT_ALLOWED, unreachable=False)
         case 429:
             raise TokenCheckUnavailableError("Keystone throttles requests (429)", unreachable=False)
         case status if 400 <= status < 500:
-            return REFUSED
+            return UNKNOWN_TOKEN
     raise TokenCheckUnavailableError(f"{UNREACHABLE}: it answered {response.status_code}", unreachable=True)
 
 
 @dataclass(frozen=True)
-class Person:
+class AuthenticatedPerson:
     """A person whose password Keystone accepted: the caller in the project they named, and their own domain's name."""
 
     caller: Caller
     domain: str
 
 
-def log_in(name: str, password: str, domain: str, project: str) -> Person | None:
+def check_password(name: str, password: str, domain: str, project: str) -> AuthenticatedPerson | None:
     """Ask Keystone to check a password; return the person, or None if Keystone refuses the login.
 
     `domain` is the domain of the user and of the project. Password and token are not stored. Raises
@@ -117,9 +117,9 @@ def log_in(name: str, password: str, domain: str, project: str) -> Person | None
     from keystoneauth1 import exceptions
     from keystoneauth1.identity.v3 import Password
 
-    with _answering():
-        person = Password(
-            auth_url(),
+    with _translate_errors():
+        password_plugin = Password(
+            get_auth_url(),
             username=name,
             password=password,
             user_domain_name=domain,
@@ -128,22 +128,22 @@ def log_in(name: str, password: str, domain: str, project: str) -> Person | None
             include_catalog=False,
         )
         try:
-            access = person.get_access(service_session())
+            access = password_plugin.get_access(service_session())
         except (exceptions.Unauthorized, exceptions.NotFound, exceptions.BadRequest):
             return None
     caller = Caller(access.username, access.user_id, frozenset(access.role_names), access.project_id or "")
-    return Person(caller, access.user_domain_name)
+    return AuthenticatedPerson(caller, access.user_domain_name)
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Turn keystoneauth1's errors and ConfigurationError into TokenCheckUnavailableError.
 
     Its `unreachable` tells whether Keystone did not answer, or it refuses the service user.
     """
     from keystoneauth1 import exceptions
 
-    away = (
+    unreachable_errors = (
         exceptions.ConnectionError,
         exceptions.HttpServerError,
         exceptions.DiscoveryFailure,
@@ -151,41 +151,41 @@ def _answering() -> Iterator[None]:
     )
     try:
         yield
-    except away as error:
-        raise TokenCheckUnavailableError(f"{UNREACHABLE}: {_line(error)}", unreachable=True) from None
+    except unreachable_errors as error:
+        raise TokenCheckUnavailableError(f"{UNREACHABLE}: {_one_line(error)}", unreachable=True) from None
     except exceptions.Unauthorized as error:
         raise TokenCheckUnavailableError(
-            f"Keystone refuses the service user: {_line(error)}", unreachable=False
+            f"Keystone refuses the service user: {_one_line(error)}", unreachable=False
         ) from None
     except (exceptions.ClientException, ConfigurationError) as error:
-        raise TokenCheckUnavailableError(_line(error), unreachable=False) from None
+        raise TokenCheckUnavailableError(_one_line(error), unreachable=False) from None
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-class _Named(msgspec.Struct):
+class _Reference(msgspec.Struct):
     id: str = ""
     name: str = ""
 
 
-class _Token(msgspec.Struct):
+class _TokenDocument(msgspec.Struct):
     expires_at: datetime
-    user: _Named
-    roles: list[_Named] = []
-    project: _Named | None = None
-    domain: _Named | None = None
+    user: _Reference
+    roles: list[_Reference] = []
+    project: _Reference | None = None
+    domain: _Reference | None = None
     system: dict[str, bool] | None = None
 
 
-class _Answer(msgspec.Struct):
-    token: _Token
+class _TokenAnswer(msgspec.Struct):
+    token: _TokenDocument
 
 
-def _read(content: bytes) -> Judged:
+def _parse_token(content: bytes) -> TokenResult:
     try:
-        token = msgspec.json.decode(content, type=_Answer).token
+        token = msgspec.json.decode(content, type=_TokenAnswer).token
     except msgspec.MsgspecError as error:
         raise TokenCheckUnavailableError(f"Keystone's answer cannot be read: {error}", unreachable=False) from None
     caller = Caller(
@@ -196,4 +196,4 @@ def _read(content: bytes) -> Judged:
         system_scope="all" if token.system else "",
         domain_id=token.domain.id if token.domain else "",
     )
-    return Judged(caller, token.expires_at.timestamp())
+    return TokenResult(caller, token.expires_at.timestamp())

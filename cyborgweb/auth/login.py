@@ -21,17 +21,17 @@ from django.utils import timezone
 from django.views.decorators.debug import sensitive_variables
 from unfold.forms import AuthenticationForm
 
-from accelerators.domain.caller import ADMIN
+from accelerators.domain.caller import ADMIN_ROLE
 from cyborgweb.auth import keystone, roles
 from cyborgweb.auth.token_cache import TokenCheckUnavailableError
 from cyborgweb.models import KeystoneUser
-from cyborgweb.settings.keys import keys
+from cyborgweb.settings.keys import get_keys
 
 log = logging.getLogger(__name__)
 
 
-REFUSED = "Keystone does not accept this name, password, domain and project together."
-AWAY = "Keystone cannot be asked now; try again in a few seconds."
+REFUSED_TEXT = "Keystone does not accept this name, password, domain and project together."
+UNAVAILABLE_TEXT = "Keystone cannot be asked now; try again in a few seconds."
 
 
 class KeystoneBackend(ModelBackend):
@@ -45,7 +45,7 @@ class KeystoneBackend(ModelBackend):
         return None
 
 
-BACKEND = f"{KeystoneBackend.__module__}.{KeystoneBackend.__qualname__}"
+BACKEND_PATH = f"{KeystoneBackend.__module__}.{KeystoneBackend.__qualname__}"
 
 
 class LoginForm(AuthenticationForm):
@@ -75,52 +75,54 @@ class LoginForm(AuthenticationForm):
         if self.errors:
             return data
         try:
-            person = keystone.log_in(data["username"], data["password"], data["domain"], data["project"])
+            person = keystone.check_password(data["username"], data["password"], data["domain"], data["project"])
         except TokenCheckUnavailableError as error:
-            log.warning("a login could not be checked: %s", error.why)
-            raise forms.ValidationError(AWAY) from None
+            log.warning("a login could not be checked: %s", error.reason)
+            raise forms.ValidationError(UNAVAILABLE_TEXT) from None
         if person is None:
-            raise forms.ValidationError(REFUSED)
-        self.user_cache = admit(person)
+            raise forms.ValidationError(REFUSED_TEXT)
+        self.user_cache = update_user(person)
         if self.user_cache is None:
-            wanted = " or ".join(dict.fromkeys((ADMIN, *keys().console_viewer_roles, *keys().console_tenant_roles)))
-            raise forms.ValidationError(f"The console needs the role {wanted} in the project; you do not have it.")
+            role_names = " or ".join(
+                dict.fromkeys((ADMIN_ROLE, *get_keys().console_viewer_roles, *get_keys().console_tenant_roles))
+            )
+            raise forms.ValidationError(f"The console needs the role {role_names} in the project; you do not have it.")
         return data
 
 
-def admit(person: keystone.Person) -> Any:
+def update_user(person: keystone.AuthenticatedPerson) -> Any:
     """Create or update the person's user, set the group that their roles give now, and return the user.
 
     Returns None if the user is not active, or if the roles give no group. In the latter case a known user loses all
     groups and staff rights, and an unknown one is not created. The user is found by Keystone's id, because a name can
     be given to another person later, or exist in another domain. A lock on that id serializes logins of one person.
     """
-    caller, seen_by = person.caller, (keys().console_viewer_roles, keys().console_tenant_roles)
-    group = roles.of_keystone(caller.roles, caller.project_id, *seen_by)
+    caller, console_roles = person.caller, (get_keys().console_viewer_roles, get_keys().console_tenant_roles)
+    group = roles.choose_group(caller.roles, caller.project_id, *console_roles)
     users = get_user_model().objects
     with transaction.atomic():
         with connection.cursor() as cursor:  # two first logins of one person may come at the same time
             cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [person.caller.user_id])
-        known = KeystoneUser.objects.select_related("user").filter(keystone_id=person.caller.user_id).first()
-        if known is None and not group:
+        keystone_user = KeystoneUser.objects.select_related("user").filter(keystone_id=person.caller.user_id).first()
+        if keystone_user is None and not group:
             return None
-        user = known.user if known else get_user_model()(password=make_password(None))
-        user.username = wanted = f"{person.caller.name}@{person.domain}"[:140]
-        if users.filter(username=wanted).exclude(pk=user.pk).exists():
-            user.username = f"{wanted} {person.caller.user_id[:8]}"
+        user = keystone_user.user if keystone_user else get_user_model()(password=make_password(None))
+        user.username = username = f"{person.caller.name}@{person.domain}"[:140]
+        if users.filter(username=username).exclude(pk=user.pk).exists():
+            user.username = f"{username} {person.caller.user_id[:8]}"
         user.is_staff, user.is_superuser = bool(group), group == roles.ADMINISTRATORS.group
         user.save()
-        if known is None:
+        if keystone_user is None:
             KeystoneUser.objects.create(keystone_id=person.caller.user_id, user=user)
-        user.groups.set([roles.group(group)] if group else [])
-    user.backend, user.keystone_caller = BACKEND, person.caller
+        user.groups.set([roles.get_group(group)] if group else [])
+    user.backend, user.keystone_caller = BACKEND_PATH, person.caller
     return user if group and user.is_active else None
 
 
 @receiver(user_logged_in)
-def _begin(sender: Any, request: Any, user: Any, **_: Any) -> None:
+def _store_caller_in_session(sender: Any, request: Any, user: Any, **_: Any) -> None:
     """Store the person's roles and project in a session by Keystone, and make it end at a fixed time."""
     if caller := getattr(user, "keystone_caller", None):
         facts = {"name": caller.name, "id": caller.user_id, "project": caller.project_id, "roles": sorted(caller.roles)}
-        request.session[roles.SESSION] = facts
-        request.session.set_expiry(timezone.now() + timedelta(hours=keys().console_session_h))
+        request.session[roles.SESSION_KEY] = facts
+        request.session.set_expiry(timezone.now() + timedelta(hours=get_keys().console_session_h))

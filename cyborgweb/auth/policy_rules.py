@@ -26,7 +26,7 @@ project; and also operators and auditors."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class PolicyRule:
     """One policy rule. Unless `CYBORG_ENFORCE_NEW_DEFAULTS` is on, `legacy` is an alternative to `check` (or).
 
     A rule without operations is a building block to which other rules refer.
@@ -39,162 +39,180 @@ class Rule:
     legacy: str = ""
 
 
-def _composite(name: str, check: str, who: str) -> Rule:
-    return Rule(name, check, who, legacy="is_admin:True or project_id:%(project_id)s")
+def _rule_with_legacy(name: str, check: str, description: str) -> PolicyRule:
+    return PolicyRule(name, check, description, legacy="is_admin:True or project_id:%(project_id)s")
 
 
-BLOCKS = (
-    Rule("admin_api", "role:admin", "Administrators of the cloud."),
-    Rule("service_api", "role:service", "Other services of the cloud."),
-    Rule("project_reader_api", "role:reader and project_id:%(project_id)s", "Readers of a project."),
-    Rule(
+BUILDING_BLOCKS = (
+    PolicyRule("admin_api", "role:admin", "Administrators of the cloud."),
+    PolicyRule("service_api", "role:service", "Other services of the cloud."),
+    PolicyRule("project_reader_api", "role:reader and project_id:%(project_id)s", "Readers of a project."),
+    PolicyRule(
         "project_member_api",
         "role:member and project_id:%(project_id)s",
         "Members of a project, who may use resources.",
     ),
-    Rule("project_manager_api", "role:manager and project_id:%(project_id)s", "Managers of a project."),
-    Rule(
+    PolicyRule("project_manager_api", "role:manager and project_id:%(project_id)s", "Managers of a project."),
+    PolicyRule(
         "project_member_or_service",
         "rule:project_member_api or rule:service_api",
         "Members of a project, and services on their behalf.",
     ),
-    _composite("project_reader_or_admin", "rule:project_reader_api or rule:admin_api", "Readers and administrators."),
-    _composite("project_member_or_admin", "rule:project_member_api or rule:admin_api", "Members and administrators."),
-    _composite("project_manager_or_admin", "rule:project_manager_api or rule:admin_api", "Managers, administrators."),
-    Rule(
+    _rule_with_legacy(
+        "project_reader_or_admin", "rule:project_reader_api or rule:admin_api", "Readers and administrators."
+    ),
+    _rule_with_legacy(
+        "project_member_or_admin", "rule:project_member_api or rule:admin_api", "Members and administrators."
+    ),
+    _rule_with_legacy(
+        "project_manager_or_admin", "rule:project_manager_api or rule:admin_api", "Managers, administrators."
+    ),
+    PolicyRule(
         "elevated",
         f"role:admin or role:{OPERATOR}",
         "Operators of the accelerators of the whole cloud, who need not be administrators: they see all accelerators,"
         " search for more, install drivers on hosts, attach and detach for every project. A project's manager can only"
         " view. Give the role to people whom you trust with all hosts, or name another role here.",
     ),
-    Rule("admin_or_owner", "is_admin:True or project_id:%(project_id)s", "Legacy: every token of a project."),
-    Rule("admin_or_user", "is_admin:True or user_id:%(user_id)s", "Legacy: every user."),
-    Rule("is_admin", ADMIN, "Legacy: administrators."),
-    Rule("default", ANYONE, "Legacy: every token of a project."),
-    Rule("allow", "@", "Legacy: everyone."),
-    Rule("deny", "!", "Legacy: no one."),
+    PolicyRule("admin_or_owner", "is_admin:True or project_id:%(project_id)s", "Legacy: every token of a project."),
+    PolicyRule("admin_or_user", "is_admin:True or user_id:%(user_id)s", "Legacy: every user."),
+    PolicyRule("is_admin", ADMIN, "Legacy: administrators."),
+    PolicyRule("default", ANYONE, "Legacy: every token of a project."),
+    PolicyRule("allow", "@", "Legacy: everyone."),
+    PolicyRule("deny", "!", "Legacy: no one."),
 )
 
-UPSTREAM = (
-    Rule("cyborg:device_profile:get_all", READER, "List device profiles.", ("GET /v2/device_profiles",), ANYONE),
-    Rule("cyborg:device_profile:get_one", READER, "Show a profile.", ("GET /v2/device_profiles/{profile}",), ANYONE),
-    Rule("cyborg:device_profile:create", ADMIN, "Make a device profile.", ("POST /v2/device_profiles",)),
-    Rule(
+UPSTREAM_RULES = (
+    PolicyRule("cyborg:device_profile:get_all", READER, "List device profiles.", ("GET /v2/device_profiles",), ANYONE),
+    PolicyRule(
+        "cyborg:device_profile:get_one", READER, "Show a profile.", ("GET /v2/device_profiles/{profile}",), ANYONE
+    ),
+    PolicyRule("cyborg:device_profile:create", ADMIN, "Make a device profile.", ("POST /v2/device_profiles",)),
+    PolicyRule(
         "cyborg:device_profile:delete",
         ADMIN,
         "Delete device profiles.",
         ("DELETE /v2/device_profiles/{profile}", "DELETE /v2/device_profiles?value={names}"),
     ),
-    Rule("cyborg:arq:get_all", READER, "List accelerator requests.", ("GET /v2/accelerator_requests",), ANYONE),
-    Rule("cyborg:arq:get_one", READER, "Show a request.", ("GET /v2/accelerator_requests/{uuid}",), ANYONE),
-    Rule(
+    PolicyRule("cyborg:arq:get_all", READER, "List accelerator requests.", ("GET /v2/accelerator_requests",), ANYONE),
+    PolicyRule("cyborg:arq:get_one", READER, "Show a request.", ("GET /v2/accelerator_requests/{uuid}",), ANYONE),
+    PolicyRule(
         "cyborg:arq:create",
         MEMBER_OR_SERVICE,
         "Make accelerator requests.",
         ("POST /v2/accelerator_requests",),
         "rule:project_member_or_admin",
     ),
-    Rule(
+    PolicyRule(
         "cyborg:arq:delete", MEMBER_OR_SERVICE, "Delete requests.", ("DELETE /v2/accelerator_requests",), legacy=ANYONE
     ),
-    Rule(
+    PolicyRule(
         "cyborg:arq:update",
         MEMBER_OR_SERVICE,
         "Bind and unbind requests. A service token is needed as well, whatever this rule says.",
         ("PATCH /v2/accelerator_requests",),
         ANYONE,
     ),
-    Rule("cyborg:device:get_all", MANAGER, "List devices.", ("GET /v2/devices",), ADMIN),
-    Rule("cyborg:device:get_one", MANAGER, "Show a device.", ("GET /v2/devices/{uuid}",), ADMIN),
-    Rule("cyborg:device:disable", ADMIN, "Take a device out of offer.", ("POST /v2/devices/{uuid}/disable",)),
-    Rule("cyborg:device:enable", ADMIN, "Offer a device.", ("POST /v2/devices/{uuid}/enable",)),
-    Rule("cyborg:deployable:get_all", MANAGER, "List deployables.", ("GET /v2/deployables",), ADMIN),
-    Rule("cyborg:deployable:get_one", MANAGER, "Show a deployable.", ("GET /v2/deployables/{uuid}",), ADMIN),
-    Rule("cyborg:deployable:program", ADMIN, "Program a deployable.", ("PATCH /v2/deployables/{uuid}/program",)),
-    Rule("cyborg:attribute:get_all", MANAGER, "List attributes.", ("GET /v2/attributes",), ADMIN),
-    Rule("cyborg:attribute:get_one", MANAGER, "Show an attribute.", ("GET /v2/attributes/{uuid}",), ADMIN),
-    Rule("cyborg:attribute:create", ADMIN, "Make an attribute.", ("POST /v2/attributes",)),
-    Rule("cyborg:attribute:delete", ADMIN, "Delete an attribute.", ("DELETE /v2/attributes/{uuid}",)),
+    PolicyRule("cyborg:device:get_all", MANAGER, "List devices.", ("GET /v2/devices",), ADMIN),
+    PolicyRule("cyborg:device:get_one", MANAGER, "Show a device.", ("GET /v2/devices/{uuid}",), ADMIN),
+    PolicyRule("cyborg:device:disable", ADMIN, "Take a device out of offer.", ("POST /v2/devices/{uuid}/disable",)),
+    PolicyRule("cyborg:device:enable", ADMIN, "Offer a device.", ("POST /v2/devices/{uuid}/enable",)),
+    PolicyRule("cyborg:deployable:get_all", MANAGER, "List deployables.", ("GET /v2/deployables",), ADMIN),
+    PolicyRule("cyborg:deployable:get_one", MANAGER, "Show a deployable.", ("GET /v2/deployables/{uuid}",), ADMIN),
+    PolicyRule("cyborg:deployable:program", ADMIN, "Program a deployable.", ("PATCH /v2/deployables/{uuid}/program",)),
+    PolicyRule("cyborg:attribute:get_all", MANAGER, "List attributes.", ("GET /v2/attributes",), ADMIN),
+    PolicyRule("cyborg:attribute:get_one", MANAGER, "Show an attribute.", ("GET /v2/attributes/{uuid}",), ADMIN),
+    PolicyRule("cyborg:attribute:create", ADMIN, "Make an attribute.", ("POST /v2/attributes",)),
+    PolicyRule("cyborg:attribute:delete", ADMIN, "Delete an attribute.", ("DELETE /v2/attributes/{uuid}",)),
 )
 
-OWN = (
-    Rule("cyborg:host:get_all", STRICT_MANAGER, "List hosts.", ("GET /api/hosts/",)),
-    Rule("cyborg:host:get_one", STRICT_MANAGER, "Show a host.", ("GET /api/hosts/{uuid}/",)),
-    Rule("cyborg:agent:get_all", STRICT_MANAGER, "List agents.", ("GET /api/agents/",)),
-    Rule("cyborg:agent:get_one", STRICT_MANAGER, "Show an agent.", ("GET /api/agents/{uuid}/",)),
-    Rule("cyborg:agent:update", ADMIN, "Revoke an agent.", ("POST /api/agents/{uuid}/revoke/",)),
-    Rule(
+OWN_RULES = (
+    PolicyRule("cyborg:host:get_all", STRICT_MANAGER, "List hosts.", ("GET /api/hosts/",)),
+    PolicyRule("cyborg:host:get_one", STRICT_MANAGER, "Show a host.", ("GET /api/hosts/{uuid}/",)),
+    PolicyRule("cyborg:agent:get_all", STRICT_MANAGER, "List agents.", ("GET /api/agents/",)),
+    PolicyRule("cyborg:agent:get_one", STRICT_MANAGER, "Show an agent.", ("GET /api/agents/{uuid}/",)),
+    PolicyRule("cyborg:agent:update", ADMIN, "Revoke an agent.", ("POST /api/agents/{uuid}/revoke/",)),
+    PolicyRule(
         "cyborg:inventory:get_all",
         STRICT_MANAGER,
         "List devices and deployables with their states, reasons and holders, and list discrepancies.",
         ("GET /api/devices/", "GET /api/deployables/", "GET /api/discrepancies/"),
     ),
-    Rule(
+    PolicyRule(
         "cyborg:inventory:get_one",
         STRICT_MANAGER,
         "Show a device or a deployable with its state, reason and holders, or a discrepancy.",
         ("GET /api/devices/{uuid}/", "GET /api/deployables/{uuid}/", "GET /api/discrepancies/{uuid}/"),
     ),
-    Rule("cyborg:device:get_usage", STRICT_MANAGER, "See the load of a device.", ("GET /api/devices/{uuid}/usage/",)),
-    Rule(
+    PolicyRule(
+        "cyborg:device:get_usage", STRICT_MANAGER, "See the load of a device.", ("GET /api/devices/{uuid}/usage/",)
+    ),
+    PolicyRule(
         "cyborg:attach_handle:get_all",
         STRICT_MANAGER,
         "List attach handles with their holders.",
         ("GET /api/attach_handles/",),
     ),
-    Rule(
+    PolicyRule(
         "cyborg:attach_handle:get_one",
         STRICT_MANAGER,
         "Show an attach handle with its holder.",
         ("GET /api/attach_handles/{uuid}/",),
     ),
-    Rule("cyborg:event:get_all", READER, "List the events of requests of one's own project.", ("GET /api/events/",)),
-    Rule(
+    PolicyRule(
+        "cyborg:event:get_all", READER, "List the events of requests of one's own project.", ("GET /api/events/",)
+    ),
+    PolicyRule(
         "cyborg:event:get_one", READER, "Show an event of a request of one's own project.", ("GET /api/events/{id}/",)
     ),
-    Rule("cyborg:seal:get_all", STRICT_MANAGER, "List the seals over events.", ("GET /api/seals/",)),
-    Rule("cyborg:seal:get_one", STRICT_MANAGER, "Show a seal.", ("GET /api/seals/{number}/",)),
-    Rule("cyborg:subscription:get_all", READER, "List subscriptions.", ("GET /api/subscriptions/",)),
-    Rule("cyborg:subscription:get_one", READER, "Show a subscription.", ("GET /api/subscriptions/{uuid}/",)),
-    Rule("cyborg:subscription:create", STRICT_MEMBER, "Subscribe to messages.", ("POST /api/subscriptions/",)),
-    Rule(
+    PolicyRule("cyborg:seal:get_all", STRICT_MANAGER, "List the seals over events.", ("GET /api/seals/",)),
+    PolicyRule("cyborg:seal:get_one", STRICT_MANAGER, "Show a seal.", ("GET /api/seals/{number}/",)),
+    PolicyRule("cyborg:subscription:get_all", READER, "List subscriptions.", ("GET /api/subscriptions/",)),
+    PolicyRule("cyborg:subscription:get_one", READER, "Show a subscription.", ("GET /api/subscriptions/{uuid}/",)),
+    PolicyRule("cyborg:subscription:create", STRICT_MEMBER, "Subscribe to messages.", ("POST /api/subscriptions/",)),
+    PolicyRule(
         "cyborg:subscription:update",
         STRICT_MEMBER,
         "Change a subscription, test it, give it another secret; see its whole URL.",
         ("PATCH /api/subscriptions/{uuid}/", "POST /api/subscriptions/{uuid}/{test,rotate}/"),
     ),
-    Rule("cyborg:subscription:delete", STRICT_MEMBER, "Unsubscribe.", ("DELETE /api/subscriptions/{uuid}/",)),
-    Rule(
+    PolicyRule("cyborg:subscription:delete", STRICT_MEMBER, "Unsubscribe.", ("DELETE /api/subscriptions/{uuid}/",)),
+    PolicyRule(
         "cyborg:subscription:elevated",
         ELEVATED,
         "Subscribe to the events of every device and request, not only of one's own project.",
         ("POST /api/subscriptions/ (scope: cloud)",),
     ),
-    Rule("cyborg:delivery:get_all", READER, "List deliveries to subscriptions.", ("GET /api/deliveries/",)),
-    Rule("cyborg:delivery:get_one", READER, "Show a delivery.", ("GET /api/deliveries/{uuid}/",)),
-    Rule("cyborg:delivery:update", STRICT_MEMBER, "Repeat a delivery.", ("POST /api/deliveries/{uuid}/replay/",)),
-    Rule("cyborg:inbox:get_all", READER, "List one's own messages.", ("GET /api/inbox/",)),
-    Rule("cyborg:inbox:get_one", READER, "Show one's own message.", ("GET /api/inbox/{uuid}/",)),
-    Rule("cyborg:inbox:update", READER, "Mark one's own message as read.", ("POST /api/inbox/{uuid}/read/",)),
-    Rule("cyborg:inbox:read_all", READER, "Mark all of one's own messages as read.", ("POST /api/inbox/read_all/",)),
-    Rule("cyborg:accelerator:get_all", READER, "List attached accelerators.", ("GET /api/accelerators/",)),
-    Rule("cyborg:accelerator:get_one", READER, "Show an attached accelerator.", ("GET /api/accelerators/{uuid}/",)),
-    Rule(
+    PolicyRule("cyborg:delivery:get_all", READER, "List deliveries to subscriptions.", ("GET /api/deliveries/",)),
+    PolicyRule("cyborg:delivery:get_one", READER, "Show a delivery.", ("GET /api/deliveries/{uuid}/",)),
+    PolicyRule("cyborg:delivery:update", STRICT_MEMBER, "Repeat a delivery.", ("POST /api/deliveries/{uuid}/replay/",)),
+    PolicyRule("cyborg:inbox:get_all", READER, "List one's own messages.", ("GET /api/inbox/",)),
+    PolicyRule("cyborg:inbox:get_one", READER, "Show one's own message.", ("GET /api/inbox/{uuid}/",)),
+    PolicyRule("cyborg:inbox:update", READER, "Mark one's own message as read.", ("POST /api/inbox/{uuid}/read/",)),
+    PolicyRule(
+        "cyborg:inbox:read_all", READER, "Mark all of one's own messages as read.", ("POST /api/inbox/read_all/",)
+    ),
+    PolicyRule("cyborg:accelerator:get_all", READER, "List attached accelerators.", ("GET /api/accelerators/",)),
+    PolicyRule(
+        "cyborg:accelerator:get_one", READER, "Show an attached accelerator.", ("GET /api/accelerators/{uuid}/",)
+    ),
+    PolicyRule(
         "cyborg:accelerator:update",
         STRICT_MEMBER,
         "Label an attached accelerator.",
         ("PATCH /api/accelerators/{uuid}/",),
     ),
-    Rule(
+    PolicyRule(
         "cyborg:accelerator:elevated",
         STRICT_MANAGER,
         "See and label the accelerators of every project, not only one's own, and see the free ones.",
         ("GET /api/accelerators/", "PATCH /api/accelerators/{uuid}/"),
     ),
-    Rule("cyborg:accelerator:create", ADMIN, "Divide devices into more units.", ("POST /api/accelerators/",)),
-    Rule("cyborg:accelerator:delete", ADMIN, "Divide devices into fewer units.", ("POST /api/accelerators/delete/",)),
-    Rule(
+    PolicyRule("cyborg:accelerator:create", ADMIN, "Divide devices into more units.", ("POST /api/accelerators/",)),
+    PolicyRule(
+        "cyborg:accelerator:delete", ADMIN, "Divide devices into fewer units.", ("POST /api/accelerators/delete/",)
+    ),
+    PolicyRule(
         "cyborg:device:update",
         ADMIN,
         "Move a device to another state, or give it another layout.",
@@ -203,72 +221,74 @@ OWN = (
             "PATCH /api/devices/{uuid}/",
         ),
     ),
-    Rule(
+    PolicyRule(
         "cyborg:backend:get",
         STRICT_MANAGER,
         "See drivers' backends.",
         ("GET /api/backends/", "GET /api/backends/{id}/"),
     ),
-    Rule("cyborg:service:get", STRICT_MANAGER, "See what backends can do.", ("GET /api/services/",)),
-    Rule(
+    PolicyRule("cyborg:service:get", STRICT_MANAGER, "See what backends can do.", ("GET /api/services/",)),
+    PolicyRule(
         "cyborg:service:discover",
         ELEVATED,
         "Make a host's drivers search for devices again.",
         ("POST /api/commands/ (op: rescan)",),
     ),
-    Rule(
+    PolicyRule(
         "cyborg:driver:get",
         STRICT_MANAGER,
         "See hosts' drivers and rollouts.",
         ("GET /api/drivers/", "GET /api/rollouts/", "GET /api/rollouts/{uuid}/"),
     ),
-    Rule(
+    PolicyRule(
         "cyborg:driver:rollout",
         ELEVATED,
         "Install, uninstall, change drivers on any host: for administrators and the role accelerator_operator.",
         ("POST /api/rollouts/", "POST /api/rollouts/{uuid}/cancel/"),
     ),
-    Rule(
+    PolicyRule(
         "cyborg:attachment:get",
         ELEVATED,
         "See what was attached to running instances, step by step.",
         ("GET /api/attachments/", "GET /api/attachments/{uuid}/"),
     ),
-    Rule("cyborg:attachment:create", ELEVATED, "Attach to a running instance.", ("POST /api/attachments/",)),
-    Rule(
+    PolicyRule("cyborg:attachment:create", ELEVATED, "Attach to a running instance.", ("POST /api/attachments/",)),
+    PolicyRule(
         "cyborg:attachment:delete",
         ELEVATED,
         "Detach from a running instance.",
         ("POST /api/attachments/{uuid}/detach/",),
     ),
-    Rule(
+    PolicyRule(
         "cyborg:attachment:elevated",
         ELEVATED,
         "See, attach and detach for the instances of every project, not only of one's own.",
         ("GET /api/attachments/", "POST /api/attachments/", "POST /api/attachments/{uuid}/detach/"),
     ),
-    Rule("cyborg:usage:get", READER, "See how many units one's own project holds.", ("GET /api/usage/",)),
-    Rule(
+    PolicyRule("cyborg:usage:get", READER, "See how many units one's own project holds.", ("GET /api/usage/",)),
+    PolicyRule(
         "cyborg:usage:elevated",
         STRICT_MANAGER,
         "See what every project holds, what is free on each host, and how busy devices are.",
         ("GET /api/usage/",),
     ),
-    Rule(
+    PolicyRule(
         "cyborg:census:create",
         STRICT_MANAGER,
         "Ask hosts now how busy they are, and which have free units. Nothing is changed.",
         ("POST /api/census/",),
     ),
-    Rule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
-    Rule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),
-    Rule("cyborg:command:create", ADMIN, "Command a host's agent.", ("POST /api/commands/",)),
-    Rule("cyborg:rule:get_all", STRICT_MANAGER, "List admission rules.", ("GET /api/rules/",)),
-    Rule("cyborg:rule:get_one", STRICT_MANAGER, "Show an admission rule.", ("GET /api/rules/{uuid}/",)),
-    Rule("cyborg:rule:create", ADMIN, "Make an admission rule.", ("POST /api/rules/",)),
-    Rule("cyborg:rule:update", ADMIN, "Change an admission rule.", ("PATCH /api/rules/{uuid}/",)),
-    Rule("cyborg:rule:delete", ADMIN, "Delete an admission rule.", ("DELETE /api/rules/{uuid}/",)),
-    Rule("cyborg:device_profile:update", ADMIN, "Edit a profile until it is used.", ("PATCH /api/profiles/{uuid}/",)),
+    PolicyRule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
+    PolicyRule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),
+    PolicyRule("cyborg:command:create", ADMIN, "Command a host's agent.", ("POST /api/commands/",)),
+    PolicyRule("cyborg:rule:get_all", STRICT_MANAGER, "List admission rules.", ("GET /api/rules/",)),
+    PolicyRule("cyborg:rule:get_one", STRICT_MANAGER, "Show an admission rule.", ("GET /api/rules/{uuid}/",)),
+    PolicyRule("cyborg:rule:create", ADMIN, "Make an admission rule.", ("POST /api/rules/",)),
+    PolicyRule("cyborg:rule:update", ADMIN, "Change an admission rule.", ("PATCH /api/rules/{uuid}/",)),
+    PolicyRule("cyborg:rule:delete", ADMIN, "Delete an admission rule.", ("DELETE /api/rules/{uuid}/",)),
+    PolicyRule(
+        "cyborg:device_profile:update", ADMIN, "Edit a profile until it is used.", ("PATCH /api/profiles/{uuid}/",)
+    ),
 )
 
-RULES = (*BLOCKS, *UPSTREAM, *OWN)
+RULES = (*BUILDING_BLOCKS, *UPSTREAM_RULES, *OWN_RULES)

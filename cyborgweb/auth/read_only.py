@@ -15,7 +15,7 @@ from rest_framework.exceptions import APIException
 from accelerators import conductor
 from accelerators.commands.placing import check_reason
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.runtime import pubsub
 from cyborgweb.models import Maintenance
 
@@ -25,7 +25,7 @@ TTL_S = 5.0
 RETRY_S = 30
 """The Retry-After of a refusal, in seconds."""
 
-_known: tuple[float, Maintenance | None] | None = None
+_cached: tuple[float, Maintenance | None] | None = None
 
 
 class ReadOnlyError(APIException):
@@ -35,32 +35,32 @@ class ReadOnlyError(APIException):
     wait = RETRY_S
 
 
-def current() -> Maintenance | None:
+def get_maintenance() -> Maintenance | None:
     """Return the row while everything is read only, otherwise None.
 
     The row is cached for TTL_S, or until a change is notified: one statement every few seconds in each process.
     """
-    global _known
-    known = _known
-    if known is None or time.monotonic() > known[0]:
-        pubsub.listen()
-        _known = known = (time.monotonic() + TTL_S, Maintenance.objects.first())
-    return known[1]
+    global _cached
+    cached = _cached
+    if cached is None or time.monotonic() > cached[0]:
+        pubsub.start_listener()
+        _cached = cached = (time.monotonic() + TTL_S, Maintenance.objects.first())
+    return cached[1]
 
 
-def sentence(now: Maintenance) -> str:
+def describe_maintenance(maintenance: Maintenance) -> str:
     """Return the message for a caller who is refused: since when, by whom and why everything is read only."""
-    why = f": {now.reason}" if now.reason else ""
-    return f"All of this is read only since {now.since:%Y-%m-%d %H:%M} UTC, by {now.by}{why}. Try again later."
+    why = f": {maintenance.reason}" if maintenance.reason else ""
+    return f"All of this is read only since {maintenance.since:%Y-%m-%d %H:%M} UTC, by {maintenance.by}{why}. Try again later."
 
 
-def refuse() -> None:
+def refuse_if_read_only() -> None:
     """Raise ReadOnlyError while everything is read only."""
-    if now := current():
-        raise ReadOnlyError(sentence(now))
+    if maintenance := get_maintenance():
+        raise ReadOnlyError(describe_maintenance(maintenance))
 
 
-def switch(on: bool, by: Caller, reason: str, source: Source) -> Maintenance | None:
+def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) -> Maintenance | None:
     """Make everything read only (`on`), or end that. Return the row in force, None when writing is allowed.
 
     A change locks the row, records an event and notifies all processes after the commit. If the switch is already in
@@ -68,29 +68,29 @@ def switch(on: bool, by: Caller, reason: str, source: Source) -> Maintenance | N
     """
     check_reason(reason)
     with conductor.writing():
-        before = Maintenance.objects.select_for_update().first()
-        now = before
-        if on and before is None:
-            now = Maintenance.objects.create(pk=1, by=by.name[:255], reason=reason)
-            now.refresh_from_db()
-        elif before and not on:
-            now = None
-            before.delete()
-        if now != before:
-            changes = {"read_only": [before is not None, now is not None]}
-            action = "maintenance.begun" if now else "maintenance.ended"
-            conductor.record(action, source, by.name, changes=changes, reason=reason)
-            transaction.on_commit(_ring)
-    return now
+        previous = Maintenance.objects.select_for_update().first()
+        maintenance = previous
+        if on and previous is None:
+            maintenance = Maintenance.objects.create(pk=1, by=actor.name[:255], reason=reason)
+            maintenance.refresh_from_db()
+        elif previous and not on:
+            maintenance = None
+            previous.delete()
+        if maintenance != previous:
+            changes = {"read_only": [previous is not None, maintenance is not None]}
+            action = "maintenance.begun" if maintenance else "maintenance.ended"
+            conductor.record_event(action, source, actor.name, changes=changes, reason=reason)
+            transaction.on_commit(_notify_processes)
+    return maintenance
 
 
-def _ring() -> None:
-    pubsub.ring(TOPIC)
+def _notify_processes() -> None:
+    pubsub.publish(TOPIC)
 
 
-def _heard(_detail: str | None) -> None:
-    global _known
-    _known = None
+def _drop_cached(_detail: str | None) -> None:
+    global _cached
+    _cached = None
 
 
-pubsub.subscribe(TOPIC, _heard)
+pubsub.subscribe(TOPIC, _drop_cached)

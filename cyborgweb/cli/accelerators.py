@@ -8,14 +8,14 @@ from typing import Any
 import click
 
 from cyborgweb.cli import names, options
-from cyborgweb.cli.backends import command_ended
-from cyborgweb.cli.following import until_ended
-from cyborgweb.cli.options import Asked, pass_asked, verb
-from cyborgweb.cli.outcomes import finish
-from cyborgweb.cli.output import show
-from cyborgweb.cli.problems import Exit
+from cyborgweb.cli.backends import describe_ended_command
+from cyborgweb.cli.following import wait_for_commands
+from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
+from cyborgweb.cli.outcomes import show_and_exit
+from cyborgweb.cli.output import print_rows
+from cyborgweb.cli.problems import ExitCode
 
-COLUMNS = (
+LIST_COLUMNS = (
     "state",
     "unit=handle.info",
     "type=handle.type",
@@ -26,12 +26,12 @@ COLUMNS = (
     "instance=instance.uuid",
     "label",
 )
-CHANGED = ("device", "outcome", "state", "target", "text")
-CODES = {"unknown": Exit.NOT_FOUND, "away": Exit.AWAY}
-MOST_UNITS = 65_535
+CHANGE_COLUMNS = ("device", "outcome", "state", "target", "text")
+EXIT_CODE_BY_KIND = {"unknown": ExitCode.NOT_FOUND, "away": ExitCode.AWAY}
+MAX_UNITS = 65_535
 
 
-@verb("accelerator-list", "accelerator-list --driver pci_driver\naccelerator-list --free --host cmp1.example")
+@verb_command("accelerator-list", "accelerator-list --driver pci_driver\naccelerator-list --free --host cmp1.example")
 @click.option("--driver", help="Only of this driver.")
 @click.option("--instance", type=click.UUID, help="Only of this instance.")
 @click.option("--host", help="Only of this host.")
@@ -42,18 +42,18 @@ MOST_UNITS = 65_535
 )
 @click.option("--free", "which", flag_value="free", help="Units that nobody holds.")
 @click.option("--all", "which", flag_value="all", help="All units.")
-@options.limit
-@pass_asked
-def accelerator_list(asked: Asked, limit: int, which: str, device: str | None, **filters: Any) -> None:
+@options.limit_option
+@pass_cli_context
+def accelerator_list(cli_context: CliContext, limit: int, which: str, device: str | None, **filters: Any) -> None:
     """List accelerators. Each row is one unit, with the instance that holds it. A project sees only its own units."""
-    filters["device"] = names.device(asked.api, device) if device else None
+    filters["device"] = names.resolve_device(cli_context.api, device) if device else None
     if which != "attached":
         filters |= {"attached": False} | ({"state": "free"} if which == "free" else {})
-    rows = asked.rows("accelerators/", limit, **filters)
-    show(rows, COLUMNS, asked.output, "No accelerators.")
+    rows = cli_context.fetch_rows("accelerators/", limit, **filters)
+    print_rows(rows, LIST_COLUMNS, cli_context.output, "No accelerators.")
 
 
-def on_targets(function: Callable[..., Any]) -> Callable[..., Any]:
+def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that accelerator-create and accelerator-delete share: targets, count, layout, reason, waiting."""
     for option in reversed(
         (
@@ -67,14 +67,14 @@ def on_targets(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option(
                 "--count",
-                type=click.IntRange(1, MOST_UNITS),
+                type=click.IntRange(1, MAX_UNITS),
                 help="Number of units on each device. Without it, one is created, or all are deleted.",
             ),
             click.option(
                 "--layout",
                 multiple=True,
                 metavar="WORD=VALUE",
-                callback=options.words,
+                callback=options.parse_key_values,
                 help="Settings of the driver in addition to the number, such as type=nvidia-63; can be repeated.",
             ),
             click.option(
@@ -82,60 +82,65 @@ def on_targets(function: Callable[..., Any]) -> Callable[..., Any]:
                 type=click.IntRange(0),
                 help="The device's generation that you saw: refused if it has changed.",
             ),
-            options.because,
-            options.waits,
+            options.reason_option,
+            options.wait_option,
         )
     ):
         function = option(function)
     return function
 
 
-@verb(
+@verb_command(
     "accelerator-create",
     "accelerator-create --device 3f1c --count 4\naccelerator-create --host cmp1 --host cmp2 --backend nics --count 2",
 )
-@on_targets
-@pass_asked
-def accelerator_create(asked: Asked, count: int | None, **how: Any) -> None:
+@add_target_options
+@pass_cli_context
+def accelerator_create(cli_context: CliContext, count: int | None, **target_options: Any) -> None:
     """Create more units on devices. The driver decides what a unit is, such as a virtual function or a mediated device.
 
     Each device is changed independently of the others.
     """
-    _change(asked, "accelerators/", "create", count or 1, **how)
+    _change_units(cli_context, "accelerators/", "create", count or 1, **target_options)
 
 
-@verb("accelerator-delete", "accelerator-delete --device 3f1c --count 2\naccelerator-delete --device 3f1c --yes")
-@on_targets
-@options.yes
-@pass_asked
-def accelerator_delete(asked: Asked, count: int | None, yes: bool, **how: Any) -> None:
+@verb_command(
+    "accelerator-delete", "accelerator-delete --device 3f1c --count 2\naccelerator-delete --device 3f1c --yes"
+)
+@add_target_options
+@options.yes_option
+@pass_cli_context
+def accelerator_delete(cli_context: CliContext, count: int | None, yes: bool, **target_options: Any) -> None:
     """Remove units from devices. Without --count all units are removed. Refused while a unit of the device is held."""
     if count is None:
-        named = [*how["devices"], *(f"{host} {backend}" for host in how["hosts"] for backend in how["backends"])]
-        options.sure(f"Delete all units of {', '.join(named)}?", yes)
-    _change(asked, "accelerators/delete/", "delete", count, **how)
+        target_names = [
+            *target_options["devices"],
+            *(f"{host} {backend}" for host in target_options["hosts"] for backend in target_options["backends"]),
+        ]
+        options.confirm(f"Delete all units of {', '.join(target_names)}?", yes)
+    _change_units(cli_context, "accelerators/delete/", "delete", count, **target_options)
 
 
-@verb("accelerator-update", "accelerator-update 3f1c --layout vfs=8 --generation 41")
+@verb_command("accelerator-update", "accelerator-update 3f1c --layout vfs=8 --generation 41")
 @click.argument("device")
 @click.option(
     "--layout",
     multiple=True,
     required=True,
     metavar="WORD=VALUE",
-    callback=options.words,
+    callback=options.parse_key_values,
     help="Settings of the device's driver, see `changeable` of device-show; can be repeated.",
 )
 @click.option(
     "--generation", type=click.IntRange(0), help="The device's generation that you saw: refused if it has changed."
 )
-@options.because
-@options.waits
-@pass_asked
-def accelerator_update(asked: Asked, device: str, wait: bool, **said: Any) -> None:
+@options.reason_option
+@options.wait_option
+@pass_cli_context
+def accelerator_update(cli_context: CliContext, device: str, wait: bool, **changes: Any) -> None:
     """Change the layout of a device. The driver defines the layout's names. Refused while one of its units is held."""
-    uuid = names.device(asked.api, device)
-    command = asked.api.patch(f"devices/{uuid}/", options.said(said))
+    uuid = names.resolve_device(cli_context.api, device)
+    command = cli_context.api.patch(f"devices/{uuid}/", options.drop_empty(changes))
     row = {
         "target": device,
         "device": uuid,
@@ -143,48 +148,54 @@ def accelerator_update(asked: Asked, device: str, wait: bool, **said: Any) -> No
         "outcome": "ordered",
         "state": command["state"],
     }
-    _ended(asked, "update", [row], wait)
+    _wait_and_finish(cli_context, "update", [row], wait)
 
 
-def _change(
-    asked: Asked,
+def _change_units(
+    cli_context: CliContext,
     path: str,
-    what: str,
+    action: str,
     count: int | None,
     devices: Sequence[str],
     hosts: Sequence[str],
     backends: Sequence[str],
     wait: bool,
-    **said: Any,
+    **changes: Any,
 ) -> None:
     if bool(hosts) != bool(backends) or not (devices or hosts):
         raise click.UsageError("Select devices: give --device, or --host and --backend.")
-    named = {names.device(asked.api, device): device for device in devices}
-    targets: list[dict[str, str]] = [{"device": uuid} for uuid in named]
+    name_by_uuid = {names.resolve_device(cli_context.api, device): device for device in devices}
+    targets: list[dict[str, str]] = [{"device": uuid} for uuid in name_by_uuid]
     targets += [{"host": host, "backend": backend} for host in hosts for backend in backends]
-    answer = asked.api.post(path, {"targets": targets} | options.said({"count": count, **said}))
-    _ended(asked, what, [_row(result, named) for result in answer["results"]], wait)
+    answer = cli_context.api.post(path, {"targets": targets} | options.drop_empty({"count": count, **changes}))
+    _wait_and_finish(
+        cli_context, action, [_build_result_row(result, name_by_uuid) for result in answer["results"]], wait
+    )
 
 
-def _row(result: dict[str, Any], named: dict[str, str]) -> dict[str, Any]:
+def _build_result_row(result: dict[str, Any], name_by_uuid: dict[str, str]) -> dict[str, Any]:
     """Convert the API's result for one device into an output row: ordered, or refused with the reason and exit code.
 
-    `named` maps device uuids to the names that the user typed, which are shown as the target.
+    `name_by_uuid` maps device uuids to the names that the user typed, which are shown as the target.
     """
-    target = " ".join(named.get(word, word) for word in result["target"].values())
+    target = " ".join(name_by_uuid.get(word, word) for word in result["target"].values())
     row = {"target": target, "device": result["device"], "command": result["command"]}
     if result["command"]:
         return row | {"outcome": "ordered", "state": "queued", "text": ""}
-    return row | {"outcome": "refused", "text": result["refused"], "code": CODES.get(result["kind"], Exit.REFUSED)}
+    return row | {
+        "outcome": "refused",
+        "text": result["refused"],
+        "code": EXIT_CODE_BY_KIND.get(result["kind"], ExitCode.REFUSED),
+    }
 
 
-def _ended(asked: Asked, what: str, rows: list[dict[str, Any]], wait: bool) -> None:
+def _wait_and_finish(cli_context: CliContext, action: str, rows: list[dict[str, Any]], wait: bool) -> None:
     """With `wait`, follow the ordered commands until they end; then show all rows and exit with their common code."""
     if wait:
         ordered = [row["command"] for row in rows if row["command"]]
-        first = next((row["device"] for row in rows if row["command"]), "")
-        ended = until_ended(asked.api, what, f"cyborg device-show {first}", ordered)
+        first_device = next((row["device"] for row in rows if row["command"]), "")
+        ended_commands = wait_for_commands(cli_context.api, action, f"cyborg device-show {first_device}", ordered)
         for row in rows:
-            if command := ended.get(row["command"]):
-                row.update(command_ended(command))
-    finish(rows, CHANGED, asked.output)
+            if command := ended_commands.get(row["command"]):
+                row.update(describe_ended_command(command))
+    show_and_exit(rows, CHANGE_COLUMNS, cli_context.output)

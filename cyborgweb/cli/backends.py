@@ -9,101 +9,115 @@ from urllib.parse import quote
 import click
 
 from cyborgweb.cli import names, options
-from cyborgweb.cli.following import until_ended
-from cyborgweb.cli.options import Asked, pass_asked, verb
-from cyborgweb.cli.outcomes import each, finish
-from cyborgweb.cli.output import show, show_one
-from cyborgweb.cli.problems import CliError, Exit
+from cyborgweb.cli.following import wait_for_commands
+from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
+from cyborgweb.cli.outcomes import run_for_each, show_and_exit
+from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.problems import CliError, ExitCode
 
-KINDS = ("pci", "mdev", "accel-class", "firmware", "remote")
-SERVICES = ("passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats")
-BACKENDS = ("host", "driver", "name", "kind", "devices", "services", "labels", "error")
-OFFERS = ("host", "driver", "backend", "service=name", "version", "state", "limits", "reason")
-DISCOVERED = ("host", "outcome", "state", "text")
+BACKEND_KINDS = ("pci", "mdev", "accel-class", "firmware", "remote")
+SERVICE_NAMES = ("passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats")
+BACKEND_COLUMNS = ("host", "driver", "name", "kind", "devices", "services", "labels", "error")
+SERVICE_COLUMNS = ("host", "driver", "backend", "service=name", "version", "state", "limits", "reason")
+DISCOVER_COLUMNS = ("host", "outcome", "state", "text")
 
 
-@verb("backend-list", "backend-list --host cmp1.example --kind mdev")
+@verb_command("backend-list", "backend-list --host cmp1.example --kind mdev")
 @click.option("--host", help="Only of this host.")
 @click.option("--driver", help="Only of this driver.")
-@click.option("--kind", type=click.Choice(KINDS), help="Only of this kind.")
+@click.option("--kind", type=click.Choice(BACKEND_KINDS), help="Only of this kind.")
 @click.option("--name", help="Only with this name.")
-@options.limit
-@pass_asked
-def backend_list(asked: Asked, limit: int, **filters: Any) -> None:
+@options.limit_option
+@pass_cli_context
+def backend_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List drivers' backends. Each row has the services that the backend offers, or the error that it reports."""
-    rows = asked.rows("backends/", limit, **filters)
-    show(rows, BACKENDS, asked.output, "No backends. `cyborg discover-services HOST` makes a host's drivers rescan.")
+    rows = cli_context.fetch_rows("backends/", limit, **filters)
+    print_rows(
+        rows,
+        BACKEND_COLUMNS,
+        cli_context.output,
+        "No backends. `cyborg discover-services HOST` makes a host's drivers rescan.",
+    )
 
 
-@verb("backend-show", "backend-show gpus --host cmp1.example")
+@verb_command("backend-show", "backend-show gpus --host cmp1.example")
 @click.argument("backend")
 @click.option("--host", help="On this host; needed if several hosts have a backend of this name.")
 @click.option("--driver", help="Of this driver; needed if several drivers have a backend of this name.")
-@pass_asked
-def backend_show(asked: Asked, backend: str, host: str | None, driver: str | None) -> None:
+@pass_cli_context
+def backend_show(cli_context: CliContext, backend: str, host: str | None, driver: str | None) -> None:
     """Show a backend, given its name or its id. Its services are shown with their limits."""
     if ":" in backend:
-        found = asked.api.get(f"backends/{quote(backend, safe=':')}/")
+        shown_backend = cli_context.api.get(f"backends/{quote(backend, safe=':')}/")
     else:
-        rows = list(asked.api.rows("backends/", 2, **options.said({"name": backend, "host": host, "driver": driver})))
+        rows = list(
+            cli_context.api.iterate_rows(
+                "backends/", 2, **options.drop_empty({"name": backend, "host": host, "driver": driver})
+            )
+        )
         if not rows:
             raise CliError(
-                Exit.NOT_FOUND, f"There is no backend {backend!r}: `cyborg backend-list` lists all backends."
+                ExitCode.NOT_FOUND, f"There is no backend {backend!r}: `cyborg backend-list` lists all backends."
             )
         if len(rows) > 1:
             text = f"Several hosts or drivers have a backend {backend!r}: give --host, and --driver if necessary."
-            raise CliError(Exit.NOT_FOUND, text)
-        found = rows[0]
-    show_one(found, asked.output)
+            raise CliError(ExitCode.NOT_FOUND, text)
+        shown_backend = rows[0]
+    print_row(shown_backend, cli_context.output)
 
 
-@verb("service-list", "service-list --name sriov --state ready")
+@verb_command("service-list", "service-list --name sriov --state ready")
 @click.option("--host", help="Only of this host.")
 @click.option("--driver", help="Only of this driver.")
 @click.option("--backend", help="Only of backends with this name.")
-@click.option("--name", type=click.Choice(SERVICES), help="Only this service.")
+@click.option("--name", type=click.Choice(SERVICE_NAMES), help="Only this service.")
 @click.option("--state", type=click.Choice(["ready", "unavailable"]), help="Only in this state.")
-@options.limit
-@pass_asked
-def service_list(asked: Asked, limit: int, **filters: Any) -> None:
+@options.limit_option
+@pass_cli_context
+def service_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List the services of backends. Each row has the version and the limits, or why the service is unavailable."""
-    show(asked.rows("services/", limit, **filters), OFFERS, asked.output, "No services.")
+    print_rows(
+        cli_context.fetch_rows("services/", limit, **filters), SERVICE_COLUMNS, cli_context.output, "No services."
+    )
 
 
-@verb("discover-services", "discover-services cmp1.example --driver generic_driver")
+@verb_command("discover-services", "discover-services cmp1.example --driver generic_driver")
 @click.argument("hosts", nargs=-1)
 @click.option("--all-hosts", is_flag=True, help="On every host.")
 @click.option("--driver", help="Only this driver, which also ends its quarantine.")
-@options.because
-@options.waits
-@pass_asked
+@options.reason_option
+@options.wait_option
+@pass_cli_context
 def discover_services(
-    asked: Asked, hosts: Sequence[str], all_hosts: bool, driver: str | None, reason: str, wait: bool
+    cli_context: CliContext, hosts: Sequence[str], all_hosts: bool, driver: str | None, reason: str, wait: bool
 ) -> None:
     """Make the drivers of hosts rescan now. Afterwards service-list shows what they found."""
     if bool(hosts) == all_hosts:
         raise click.UsageError("Select hosts: name them, or give --all-hosts.")
     if all_hosts:
-        hosts = [row["name"] for row in asked.rows("hosts/", options.LIMIT, fields="name")]
-    ordered: dict[str, str] = {}
+        hosts = [row["name"] for row in cli_context.fetch_rows("hosts/", options.DEFAULT_LIMIT, fields="name")]
+    command_by_host: dict[str, str] = {}
 
-    def act(name: str) -> dict[str, Any]:
-        body = {"op": "rescan", "host": names.host(asked.api, name)}
-        command = asked.api.post("commands/", body | options.said({"driver": driver, "reason": reason}))
-        ordered[name] = command["uuid"]
+    def order_rescan(name: str) -> dict[str, Any]:
+        body = {"op": "rescan", "host": names.resolve_host(cli_context.api, name)}
+        command = cli_context.api.post("commands/", body | options.drop_empty({"driver": driver, "reason": reason}))
+        command_by_host[name] = command["uuid"]
         return {"host": name, "state": command["state"], "command": command["uuid"]}
 
-    rows = [{"host": row.get("target"), **row} for row in each(hosts, act)]
+    rows = [{"host": row.get("target"), **row} for row in run_for_each(hosts, order_rescan)]
     if wait:
-        ended = until_ended(asked.api, "discover", "cyborg service-list", ordered.values())
+        ended_commands = wait_for_commands(cli_context.api, "discover", "cyborg service-list", command_by_host.values())
         for row in rows:
-            if command := ended.get(row.get("command", "")):
-                row.update(command_ended(command))
-    finish(rows, DISCOVERED, asked.output)
+            if command := ended_commands.get(row.get("command", "")):
+                row.update(describe_ended_command(command))
+    show_and_exit(rows, DISCOVER_COLUMNS, cli_context.output)
 
 
-def command_ended(command: dict[str, Any]) -> dict[str, Any]:
+def describe_ended_command(command: dict[str, Any]) -> dict[str, Any]:
     """Return the row fields that tell how a command ended: outcome, exit code, state and text."""
-    done = command["state"] == "succeeded"
-    outcome = {"outcome": "done" if done else "failed", "code": Exit.DONE if done else Exit.REFUSED}
+    has_succeeded = command["state"] == "succeeded"
+    outcome = {
+        "outcome": "done" if has_succeeded else "failed",
+        "code": ExitCode.DONE if has_succeeded else ExitCode.REFUSED,
+    }
     return outcome | {"state": command["state"], "text": command["text"]}

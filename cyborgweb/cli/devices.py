@@ -8,22 +8,22 @@ from typing import Any
 import click
 
 from cyborgweb.cli import names, options
-from cyborgweb.cli.following import Progress, follow
-from cyborgweb.cli.options import Asked, pass_asked, verb
-from cyborgweb.cli.outcomes import each, finish
-from cyborgweb.cli.output import show, show_one
-from cyborgweb.cli.problems import Exit
+from cyborgweb.cli.following import WorkProgress, follow_until_ended
+from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
+from cyborgweb.cli.outcomes import run_for_each, show_and_exit
+from cyborgweb.cli.output import print_row, print_rows
+from cyborgweb.cli.problems import ExitCode
 
-STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
-COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
-DECIDED = ("uuid=target", "outcome", "state", "host", "address", "text")
-AGENTS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
-HEARD = ("up", "late", "down", "revoked", "clone")
+DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
+DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
+ACTION_COLUMNS = ("uuid=target", "outcome", "state", "host", "address", "text")
+AGENT_COLUMNS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
+AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 
 
-@verb("device-list", "device-list --host cmp1.example --state inactive")
+@verb_command("device-list", "device-list --host cmp1.example --state inactive")
 @click.option("--host", help="Only of this host.")
-@click.option("--state", type=click.Choice(STATES), multiple=True, help="In this state; can be repeated.")
+@click.option("--state", type=click.Choice(DEVICE_STATES), multiple=True, help="In this state; can be repeated.")
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
 @click.option("--vendor", help="Only of this vendor.")
 @click.option("--driver", help="Only of this driver.")
@@ -35,45 +35,47 @@ HEARD = ("up", "late", "down", "revoked", "clone")
 @click.option(
     "--stale/--fresh", default=None, help="Only devices whose host or driver does not report, or only the others."
 )
-@options.limit
-@pass_asked
-def device_list(asked: Asked, limit: int, kind: str | None, **filters: Any) -> None:
+@options.limit_option
+@pass_cli_context
+def device_list(cli_context: CliContext, limit: int, kind: str | None, **filters: Any) -> None:
     """List devices. Each row is one card, with its state and the number of its units that are held."""
-    rows = asked.rows("devices/", limit, **filters, type=kind)
-    show(rows, COLUMNS, asked.output, "No devices.")
+    rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind)
+    print_rows(rows, DEVICE_COLUMNS, cli_context.output, "No devices.")
 
 
-@verb("device-show", "device-show 3f1c\ndevice-show cmp1.example/0000:3b:00.0")
+@verb_command("device-show", "device-show 3f1c\ndevice-show cmp1.example/0000:3b:00.0")
 @click.argument("device")
-@pass_asked
-def device_show(asked: Asked, device: str) -> None:
+@pass_cli_context
+def device_show(cli_context: CliContext, device: str) -> None:
     """Show a device. Includes its state with the reason, time and person, and the actions that are possible."""
-    show_one(asked.api.get(f"devices/{names.device(asked.api, device)}/"), asked.output)
+    print_row(cli_context.api.get(f"devices/{names.resolve_device(cli_context.api, device)}/"), cli_context.output)
 
 
-@verb("device-ready", 'device-ready 3f1c 77ab --reason "burnt in"')
+@verb_command("device-ready", 'device-ready 3f1c 77ab --reason "burnt in"')
 @click.argument("devices", nargs=-1, required=True)
-@options.because
-@options.waits
-@pass_asked
-def device_ready(asked: Asked, devices: Sequence[str], reason: str, wait: bool) -> None:
+@options.reason_option
+@options.wait_option
+@pass_cli_context
+def device_ready(cli_context: CliContext, devices: Sequence[str], reason: str, wait: bool) -> None:
     """Offer devices to instances. A device that must be installed on its host first is followed until that ends."""
-    rows = _asked_of(asked, devices, "enable", {"reason": reason})
+    rows = _apply_action(cli_context, devices, "enable", {"reason": reason})
     if wait:
-        _installed(asked, [row for row in rows if row.get("state") == "installing"])
-    finish(rows, DECIDED, asked.output)
+        _wait_until_installed(cli_context, [row for row in rows if row.get("state") == "installing"])
+    show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
 
 
-@verb("device-maintain", 'device-maintain 3f1c --reason "new firmware"')
+@verb_command("device-maintain", 'device-maintain 3f1c --reason "new firmware"')
 @click.argument("devices", nargs=-1, required=True)
-@options.because
-@pass_asked
-def device_maintain(asked: Asked, devices: Sequence[str], reason: str) -> None:
+@options.reason_option
+@pass_cli_context
+def device_maintain(cli_context: CliContext, devices: Sequence[str], reason: str) -> None:
     """Stop offering devices. Instances keep the units that they hold."""
-    finish(_asked_of(asked, devices, "disable", {"reason": reason}), DECIDED, asked.output)
+    show_and_exit(
+        _apply_action(cli_context, devices, "disable", {"reason": reason}), ACTION_COLUMNS, cli_context.output
+    )
 
 
-@verb("device-drain", 'device-drain 3f1c --then retired --reason "end of lease"')
+@verb_command("device-drain", 'device-drain 3f1c --then retired --reason "end of lease"')
 @click.argument("devices", nargs=-1, required=True)
 @click.option(
     "--then",
@@ -81,84 +83,92 @@ def device_maintain(asked: Asked, devices: Sequence[str], reason: str) -> None:
     default="maintenance",
     help="The state that they get when they are free.",
 )
-@options.because
-@pass_asked
-def device_drain(asked: Asked, devices: Sequence[str], then: str, reason: str) -> None:
+@options.reason_option
+@pass_cli_context
+def device_drain(cli_context: CliContext, devices: Sequence[str], then: str, reason: str) -> None:
     """Stop offering devices, and change their state when they are free. Nobody is evicted.
 
     The command returns at once and shows how many requests still hold each device. The state given in --then applies
     when the last of them ends.
     """
-    rows = _asked_of(asked, devices, "drain", {"reason": reason, "then": then})
-    finish(rows, DECIDED, asked.output)
+    rows = _apply_action(cli_context, devices, "drain", {"reason": reason, "then": then})
+    show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
 
 
-@verb("device-retire", 'device-retire 3f1c --yes --reason "broken fan"')
+@verb_command("device-retire", 'device-retire 3f1c --yes --reason "broken fan"')
 @click.argument("devices", nargs=-1, required=True)
-@options.because
-@options.yes
-@pass_asked
-def device_retire(asked: Asked, devices: Sequence[str], reason: str, yes: bool) -> None:
+@options.reason_option
+@options.yes_option
+@pass_cli_context
+def device_retire(cli_context: CliContext, devices: Sequence[str], reason: str, yes: bool) -> None:
     """Take devices out of use permanently. Refused while a device is offered, or while a request holds it."""
-    options.sure(f"Retire {', '.join(devices)} permanently?", yes)
-    finish(_asked_of(asked, devices, "retire", {"reason": reason}), DECIDED, asked.output)
+    options.confirm(f"Retire {', '.join(devices)} permanently?", yes)
+    show_and_exit(_apply_action(cli_context, devices, "retire", {"reason": reason}), ACTION_COLUMNS, cli_context.output)
 
 
-@verb("agent-list", "agent-list --state down")
+@verb_command("agent-list", "agent-list --state down")
 @click.option("--host", help="Only of this host.")
-@click.option("--state", type=click.Choice(HEARD), help="Only in this state.")
+@click.option("--state", type=click.Choice(AGENT_STATES), help="Only in this state.")
 @click.option("--version", help="Only with this version.")
-@options.limit
-@pass_asked
-def agent_list(asked: Asked, limit: int, **filters: Any) -> None:
+@options.limit_option
+@pass_cli_context
+def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List agents. Each row has the host, the agent's state, when it was last seen, and its version."""
-    show(asked.rows("agents/", limit, **filters), AGENTS, asked.output, "No agents.")
+    print_rows(cli_context.fetch_rows("agents/", limit, **filters), AGENT_COLUMNS, cli_context.output, "No agents.")
 
 
-def _asked_of(asked: Asked, devices: Sequence[str], action: str, body: dict[str, str]) -> list[dict[str, Any]]:
-    def act(text: str) -> dict[str, Any]:
-        shown = asked.api.post(f"devices/{names.device(asked.api, text)}/{action}/", options.said(body))
-        return _row(shown)
+def _apply_action(
+    cli_context: CliContext, devices: Sequence[str], action: str, body: dict[str, str]
+) -> list[dict[str, Any]]:
+    def apply_to_device(text: str) -> dict[str, Any]:
+        shown = cli_context.api.post(
+            f"devices/{names.resolve_device(cli_context.api, text)}/{action}/", options.drop_empty(body)
+        )
+        return _build_device_row(shown)
 
-    return each(devices, act)
+    return run_for_each(devices, apply_to_device)
 
 
-def _row(shown: dict[str, Any]) -> dict[str, Any]:
+def _build_device_row(shown: dict[str, Any]) -> dict[str, Any]:
     """Convert a device of the API into an output row; its text names the requests still draining, or why it failed."""
     draining = shown["draining"]
-    left = ""
+    drain_text = ""
     if draining:
         held = "1 request holds it" if draining["left"] == 1 else f"{draining['left']} requests hold it"
-        left = f"{held}; then it becomes {draining['to']}"
-    where = {"host": shown["host"]["name"], "address": shown["address"], "state": shown["state"]}
+        drain_text = f"{held}; then it becomes {draining['to']}"
+    location = {"host": shown["host"]["name"], "address": shown["address"], "state": shown["state"]}
     return (
         {"target": shown["uuid"]}
-        | where
-        | {"text": left or (shown["state_reason"] if shown["state"] == "failed" else "")}
+        | location
+        | {"text": drain_text or (shown["state_reason"] if shown["state"] == "failed" else "")}
     )
 
 
-def _installed(asked: Asked, rows: list[dict[str, Any]]) -> None:
+def _wait_until_installed(cli_context: CliContext, rows: list[dict[str, Any]]) -> None:
     """Wait until no device of `rows` is `installing`; update each row in place.
 
-    A device that is then not `ready` counts as failed. Raises CliError as `follow`.
+    A device that is then not `ready` counts as failed. Raises CliError as `follow_until_ended`.
     """
     if not rows:
         return
-    busy = [*rows]
+    installing_rows = [*rows]
 
-    def look() -> Progress:
-        percent, said = 0, ""
-        for row in [*busy]:
-            shown = asked.api.get(f"devices/{row['target']}/")
+    def poll() -> WorkProgress:
+        percent, progress_text = 0, ""
+        for row in [*installing_rows]:
+            shown = cli_context.api.get(f"devices/{row['target']}/")
             if shown["state"] != "installing":
-                row.update(_row(shown))
-                row.update({} if shown["state"] == "ready" else {"outcome": "failed", "code": Exit.REFUSED})
-                busy.remove(row)
+                row.update(_build_device_row(shown))
+                row.update({} if shown["state"] == "ready" else {"outcome": "failed", "code": ExitCode.REFUSED})
+                installing_rows.remove(row)
             elif shown["busy_with"]:
-                command = asked.api.get(f"commands/{shown['busy_with'].rstrip('/').rpartition('/')[2]}/")
-                percent, said = percent + command["percent"], command["progress"] or command["state"]
-        ended = len(rows) - len(busy)
-        return Progress((100 * ended + percent) / len(rows), said or f"{ended} of {len(rows)}", not busy)
+                command = cli_context.api.get(f"commands/{shown['busy_with'].rstrip('/').rpartition('/')[2]}/")
+                percent, progress_text = percent + command["percent"], command["progress"] or command["state"]
+        ended_count = len(rows) - len(installing_rows)
+        return WorkProgress(
+            (100 * ended_count + percent) / len(rows),
+            progress_text or f"{ended_count} of {len(rows)}",
+            not installing_rows,
+        )
 
-    follow("install", f"cyborg device-show {rows[0]['target']}", look)
+    follow_until_ended("install", f"cyborg device-show {rows[0]['target']}", poll)

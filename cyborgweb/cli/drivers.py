@@ -11,14 +11,14 @@ from typing import Any
 import click
 
 from cyborgweb.cli import names, options
-from cyborgweb.cli.following import Progress, follow
-from cyborgweb.cli.options import Asked, pass_asked, verb
-from cyborgweb.cli.outcomes import finish
-from cyborgweb.cli.output import show
-from cyborgweb.cli.problems import Exit
+from cyborgweb.cli.following import WorkProgress, follow_until_ended
+from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
+from cyborgweb.cli.outcomes import show_and_exit
+from cyborgweb.cli.output import print_rows
+from cyborgweb.cli.problems import ExitCode
 
-STATES = ("ok", "failed", "quarantined", "disabled", "absent")
-COLUMNS = (
+DRIVER_STATES = ("ok", "failed", "quarantined", "disabled", "absent")
+DRIVER_COLUMNS = (
     "host=host.name",
     "driver",
     "state=seen.state",
@@ -30,27 +30,27 @@ COLUMNS = (
     "since=seen.since",
     "error=seen.error",
 )
-PLACES = ("host", "state", "text")
-MAX_SETTINGS = 65_536
+ROLLOUT_COLUMNS = ("host", "state", "text")
+MAX_SETTINGS_BYTES = 65_536
 
 
-@verb("driver-list", "driver-list --driver generic_driver --state failed")
+@verb_command("driver-list", "driver-list --driver generic_driver --state failed")
 @click.option("--host", help="Only of this host.")
 @click.option("--driver", help="Only this driver.")
-@click.option("--state", type=click.Choice(STATES), help="Only in this state.")
+@click.option("--state", type=click.Choice(DRIVER_STATES), help="Only in this state.")
 @click.option(
     "--drifts/--as-wanted",
     default=None,
     help="Only drivers whose state differs from the desired state, or only the others.",
 )
-@options.limit
-@pass_asked
-def driver_list(asked: Asked, limit: int, **filters: Any) -> None:
+@options.limit_option
+@pass_cli_context
+def driver_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
     """List drivers, one row per host and driver. Each row has the observed state and the desired state."""
-    show(asked.rows("drivers/", limit, **filters), COLUMNS, asked.output, "No drivers.")
+    print_rows(cli_context.fetch_rows("drivers/", limit, **filters), DRIVER_COLUMNS, cli_context.output, "No drivers.")
 
 
-def settings(context: click.Context, parameter: click.Parameter, path: str | None) -> dict[str, Any] | None:
+def read_settings_file(context: click.Context, parameter: click.Parameter, path: str | None) -> dict[str, Any] | None:
     """Read the driver settings from a file; `-` is standard input. Raises BadParameter.
 
     A name ending in .json or .toml selects that format; anything else, standard input included, is read as YAML.
@@ -59,20 +59,20 @@ def settings(context: click.Context, parameter: click.Parameter, path: str | Non
         return None
     try:
         with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
-            content = file.read(MAX_SETTINGS + 1)
-        if len(content) > MAX_SETTINGS:
-            raise click.BadParameter(f"{path} is larger than {MAX_SETTINGS} bytes.")
-        found = _parsed(content.decode(), path) or {}
+            content = file.read(MAX_SETTINGS_BYTES + 1)
+        if len(content) > MAX_SETTINGS_BYTES:
+            raise click.BadParameter(f"{path} is larger than {MAX_SETTINGS_BYTES} bytes.")
+        parsed = _parse_settings(content.decode(), path) or {}
     except OSError as error:
         raise click.BadParameter(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise click.BadParameter(f"{path} cannot be understood: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise click.BadParameter(f"{path} has no settings: write names with values.")
-    return found
+    return parsed
 
 
-def _parsed(text: str, path: str) -> Any:
+def _parse_settings(text: str, path: str) -> Any:
     """Parse settings as TOML, JSON or YAML, chosen by the ending of `path`. Raises ValueError."""
     if path.endswith(".toml"):
         import tomllib
@@ -88,19 +88,23 @@ def _parsed(text: str, path: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _set(context: click.Context, parameter: click.Parameter, said: tuple[str, ...]) -> dict[str, Any]:
+def _parse_set_options(
+    context: click.Context, parameter: click.Parameter, assignments: tuple[str, ...]
+) -> dict[str, Any]:
     """Parse the `name=value` options; a value that is valid JSON is decoded, any other stays text."""
-    return {name: _value(text) for name, text in options.words(context, parameter, said).items()}
+    return {
+        name: _parse_value(text) for name, text in options.parse_key_values(context, parameter, assignments).items()
+    }
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def rolled_out(function: Callable[..., Any]) -> Callable[..., Any]:
+def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument and options of a rollout: driver, hosts, parallelism, what to do after a failure, reason."""
     for option in reversed(
         (
@@ -117,20 +121,20 @@ def rolled_out(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="Largest number of hosts at a time.",
             ),
             click.option("--keep-going", is_flag=True, help="Go on with further hosts after one has failed."),
-            options.because,
-            options.waits,
+            options.reason_option,
+            options.wait_option,
         )
     ):
         function = option(function)
     return function
 
 
-with_settings = (
+settings_options = (
     click.option(
         "--settings",
         "file",
         metavar="FILE",
-        callback=settings,
+        callback=read_settings_file,
         help="All settings of the driver: a .json, .toml or .yaml file; - is standard input.",
     ),
     click.option(
@@ -138,61 +142,69 @@ with_settings = (
         "values",
         multiple=True,
         metavar="NAME=VALUE",
-        callback=_set,
+        callback=_parse_set_options,
         help="One setting of the driver; settings that are not given are deleted.",
     ),
 )
 
 
-@verb("install-driver", "install-driver generic_driver --hosts-like 'gpu*' --settings generic.toml")
-@rolled_out
-@with_settings[0]
-@with_settings[1]
-@pass_asked
-def install_driver(asked: Asked, file: dict[str, Any] | None, values: dict[str, Any], **how: Any) -> None:
+@verb_command("install-driver", "install-driver generic_driver --hosts-like 'gpu*' --settings generic.toml")
+@add_rollout_options
+@settings_options[0]
+@settings_options[1]
+@pass_cli_context
+def install_driver(
+    cli_context: CliContext, file: dict[str, Any] | None, values: dict[str, Any], **rollout_options: Any
+) -> None:
     """Install a driver on hosts. Its package must be installed there; the answer names hosts where it is missing."""
-    _roll_out(asked, "install", {"enabled": True} | _settings(file, values), **how)
+    _start_rollout(cli_context, "install", {"enabled": True} | _merge_settings(file, values), **rollout_options)
 
 
-@verb("update-driver", "update-driver pci_driver --host cmp1.example --disable --reason 'bad firmware'")
-@rolled_out
-@with_settings[0]
-@with_settings[1]
+@verb_command("update-driver", "update-driver pci_driver --host cmp1.example --disable --reason 'bad firmware'")
+@add_rollout_options
+@settings_options[0]
+@settings_options[1]
 @click.option("--enable/--disable", "enabled", default=None, help="Whether the driver runs.")
-@pass_asked
+@pass_cli_context
 def update_driver(
-    asked: Asked, file: dict[str, Any] | None, values: dict[str, Any], enabled: bool | None, **how: Any
+    cli_context: CliContext,
+    file: dict[str, Any] | None,
+    values: dict[str, Any],
+    enabled: bool | None,
+    **rollout_options: Any,
 ) -> None:
     """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held."""
-    changes = _settings(file, values) | ({} if enabled is None else {"enabled": enabled})
+    changes = _merge_settings(file, values) | ({} if enabled is None else {"enabled": enabled})
     if not changes:
         raise click.UsageError("Select what to change: give --enable, --disable, --settings or --set.")
-    _roll_out(asked, "update", changes, **how)
+    _start_rollout(cli_context, "update", changes, **rollout_options)
 
 
-@verb("uninstall-driver", "uninstall-driver fake_driver --all-hosts --yes")
-@rolled_out
-@options.yes
-@pass_asked
-def uninstall_driver(asked: Asked, yes: bool, **how: Any) -> None:
+@verb_command("uninstall-driver", "uninstall-driver fake_driver --all-hosts --yes")
+@add_rollout_options
+@options.yes_option
+@pass_cli_context
+def uninstall_driver(cli_context: CliContext, yes: bool, **rollout_options: Any) -> None:
     """Uninstall a driver from hosts. Refused on hosts where its devices are held."""
-    options.sure(f"Uninstall {how['driver']} on {_named(how)}?", yes)
-    _roll_out(asked, "uninstall", {}, **how)
+    options.confirm(f"Uninstall {rollout_options['driver']} on {_describe_hosts(rollout_options)}?", yes)
+    _start_rollout(cli_context, "uninstall", {}, **rollout_options)
 
 
-def _settings(file: dict[str, Any] | None, values: dict[str, Any]) -> dict[str, Any]:
+def _merge_settings(file: dict[str, Any] | None, values: dict[str, Any]) -> dict[str, Any]:
     return {"settings": (file or {}) | values} if file is not None or values else {}
 
 
-def _named(how: dict[str, Any]) -> str:
+def _describe_hosts(rollout_options: dict[str, Any]) -> str:
     """Describe the selected hosts in words, for the question before uninstalling."""
-    like = f" like {how['hosts_like']}" if how["hosts_like"] else ""
-    having = f" with {how['hosts_with']}" if how["hosts_with"] else ""
-    return ", ".join(how["hosts"]) or (f"hosts{like}{having}" if like or having else "all hosts")
+    like_text = f" like {rollout_options['hosts_like']}" if rollout_options["hosts_like"] else ""
+    having_text = f" with {rollout_options['hosts_with']}" if rollout_options["hosts_with"] else ""
+    return ", ".join(rollout_options["hosts"]) or (
+        f"hosts{like_text}{having_text}" if like_text or having_text else "all hosts"
+    )
 
 
-def _roll_out(
-    asked: Asked,
+def _start_rollout(
+    cli_context: CliContext,
     op: str,
     changes: dict[str, Any],
     driver: str,
@@ -205,34 +217,40 @@ def _roll_out(
     reason: str,
     wait: bool,
 ) -> None:
-    chosen = {"name": hosts_like, "driver": hosts_with, "all": all_hosts or None}
-    selector = {name: value for name, value in chosen.items() if value}
+    criteria = {"name": hosts_like, "driver": hosts_with, "all": all_hosts or None}
+    selector = {name: value for name, value in criteria.items() if value}
     if bool(hosts) == bool(selector) or (all_hosts and len(selector) > 1):
         raise click.UsageError("Select hosts: give --host, or --hosts-like and --hosts-with, or --all-hosts.")
     for host in hosts:
-        names.host(asked.api, host)
+        names.resolve_host(cli_context.api, host)
     body = {"op": op, "driver": driver, "max_parallel": max_parallel, "stop_on_failure": not keep_going}
-    where: dict[str, Any] = {"hosts": [*hosts]} if hosts else {"selector": selector}
-    rollout = asked.api.post("rollouts/", body | changes | where | ({"reason": reason} if reason else {}))
+    target: dict[str, Any] = {"hosts": [*hosts]} if hosts else {"selector": selector}
+    rollout = cli_context.api.post("rollouts/", body | changes | target | ({"reason": reason} if reason else {}))
     if wait:
-        rollout = _followed(asked, rollout, f"{op} {driver}")
-    failed = {"failed": Exit.REFUSED, "skipped": Exit.REFUSED}
-    finish([{**step, "code": failed.get(step["state"], Exit.DONE)} for step in rollout["steps"]], PLACES, asked.output)
+        rollout = _follow_rollout(cli_context, rollout, f"{op} {driver}")
+    exit_code_by_state = {"failed": ExitCode.REFUSED, "skipped": ExitCode.REFUSED}
+    show_and_exit(
+        [{**step, "code": exit_code_by_state.get(step["state"], ExitCode.DONE)} for step in rollout["steps"]],
+        ROLLOUT_COLUMNS,
+        cli_context.output,
+    )
 
 
-def _followed(asked: Asked, rollout: dict[str, Any], what: str) -> dict[str, Any]:
+def _follow_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str) -> dict[str, Any]:
     """Follow a rollout until it has ended and no host is at work any more; return it as it is then."""
-    now = rollout
+    current = rollout
 
-    def look() -> Progress:
-        nonlocal now
-        now = asked.api.get(f"rollouts/{rollout['uuid']}/")
-        states = [step["state"] for step in now["steps"]]
-        open_ = states.count("waiting") + states.count("ordered")
-        bad = states.count("failed")
-        text = f"{len(states) - open_} of {len(states)} hosts" + (f", {bad} failed" if bad else "")
-        ended = now["state"] != "running" and "ordered" not in states
-        return Progress(100 * (len(states) - open_) / max(1, len(states)), text, ended)
+    def poll() -> WorkProgress:
+        nonlocal current
+        current = cli_context.api.get(f"rollouts/{rollout['uuid']}/")
+        states = [step["state"] for step in current["steps"]]
+        open_count = states.count("waiting") + states.count("ordered")
+        failed_count = states.count("failed")
+        text = f"{len(states) - open_count} of {len(states)} hosts" + (
+            f", {failed_count} failed" if failed_count else ""
+        )
+        has_ended = current["state"] != "running" and "ordered" not in states
+        return WorkProgress(100 * (len(states) - open_count) / max(1, len(states)), text, has_ended)
 
-    follow(what, f"cyborg driver-list --driver {rollout['driver']}, or {rollout['url']}", look)
-    return now
+    follow_until_ended(title, f"cyborg driver-list --driver {rollout['driver']}, or {rollout['url']}", poll)
+    return current

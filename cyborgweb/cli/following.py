@@ -14,74 +14,84 @@ from typing import Any
 
 import click
 
-from cyborgweb.cli.connection import Api
-from cyborgweb.cli.problems import CliError, Exit, printable
+from cyborgweb.cli.connection import ApiClient
+from cyborgweb.cli.problems import CliError, ExitCode, to_printable_line
 
-FIRST_S, SLOWER, LAST_S = 0.1, 1.5, 2.0
+FIRST_PAUSE_S, PAUSE_FACTOR, MAX_PAUSE_S = 0.1, 1.5, 2.0
 """Seconds between polls: the first pause, the factor by which each pause grows, and the longest pause."""
-PATIENCE_S = 120.0
-"""For how many seconds an unreachable server is polled again before `follow` gives up. The ordered work goes on."""
+MAX_OUTAGE_S = 120.0
+"""For how many seconds an unreachable server is polled again before `follow_until_ended` gives up. The ordered work goes on."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class WorkProgress:
     """The progress of some work: percent (0 to 100), a short text, and whether the work has ended."""
 
     percent: float
     text: str
-    ended: bool
+    has_ended: bool
 
 
-def follow(what: str, later: str, look: Callable[[], Progress]) -> None:
-    """Call `look` repeatedly and show its progress until the work has ended.
+def follow_until_ended(title: str, later_command: str, poll: Callable[[], WorkProgress]) -> None:
+    """Call `poll` repeatedly and show its progress until the work has ended.
 
-    `what` is the title; `later` is the command with which the user can look again, named in error messages. Raises
-    CliError on Ctrl-C, on any error of `look`, and when the server could not be reached for `PATIENCE_S`.
+    `title` names the work; `later_command` is the command with which the user can look again, named in error messages. Raises
+    CliError on Ctrl-C, on any error of `poll`, and when the server could not be reached for `MAX_OUTAGE_S`.
     """
-    told, pause, heard = "", FIRST_S, time.monotonic()
+    printed_text, pause, answered_at = "", FIRST_PAUSE_S, time.monotonic()
     try:
-        with _bar(what) if sys.stderr.isatty() else nullcontext() as bar:
+        with _create_progress_bar(title) if sys.stderr.isatty() else nullcontext() as bar:
             while True:
                 try:
-                    now, heard = look(), time.monotonic()
+                    progress, answered_at = poll(), time.monotonic()
                 except CliError as problem:
-                    if problem.exit_code != Exit.AWAY or time.monotonic() - heard > PATIENCE_S:
-                        text = f"{problem.message} The ordered work goes on. To look again: {later}"
+                    if problem.exit_code != ExitCode.AWAY or time.monotonic() - answered_at > MAX_OUTAGE_S:
+                        text = f"{problem.message} The ordered work goes on. To look again: {later_command}"
                         raise CliError(problem.exit_code, text) from None
-                    now = Progress(bar.pos if bar else 0, "the server cannot be reached; it is tried again", False)
+                    progress = WorkProgress(
+                        bar.pos if bar else 0, "the server cannot be reached; it is tried again", False
+                    )
                 if bar:
-                    bar.update(int(now.percent) - bar.pos, printable(now.text))
-                elif told != (told := printable(now.text)):
-                    click.echo(f"{what}: {told}", err=True)
-                if now.ended:
+                    bar.update(int(progress.percent) - bar.pos, to_printable_line(progress.text))
+                elif printed_text != (printed_text := to_printable_line(progress.text)):
+                    click.echo(f"{title}: {printed_text}", err=True)
+                if progress.has_ended:
                     return
                 time.sleep(pause)
-                pause = min(pause * SLOWER, LAST_S)
+                pause = min(pause * PAUSE_FACTOR, MAX_PAUSE_S)
     except KeyboardInterrupt:
-        text = f"The command stopped following; the ordered work goes on. To look again: {later}"
-        raise CliError(Exit.INTERRUPTED, text) from None
+        text = f"The command stopped following; the ordered work goes on. To look again: {later_command}"
+        raise CliError(ExitCode.INTERRUPTED, text) from None
 
 
-def _bar(what: str) -> Any:
+def _create_progress_bar(title: str) -> Any:
     return click.progressbar(
-        length=100, label=what, file=sys.stderr, show_eta=False, item_show_func=lambda text: text, update_min_steps=0
+        length=100, label=title, file=sys.stderr, show_eta=False, item_show_func=lambda text: text, update_min_steps=0
     )
 
 
-def until_ended(api: Api, what: str, later: str, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Follow commands until all of them have ended; return the ended commands by uuid. Raises CliError as `follow`."""
-    seen: dict[str, dict[str, Any]] = {uuid: {} for uuid in uuids}
+def wait_for_commands(
+    api: ApiClient, title: str, later_command: str, uuids: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    """Follow commands until all of them have ended; return the ended commands by uuid. Raises CliError as `follow_until_ended`."""
+    command_by_uuid: dict[str, dict[str, Any]] = {uuid: {} for uuid in uuids}
 
-    def look() -> Progress:
-        for uuid, command in seen.items():
+    def poll() -> WorkProgress:
+        for uuid, command in command_by_uuid.items():
             if not command.get("ended_at"):
-                seen[uuid] = api.get(f"commands/{uuid}/")
-        ended = [command for command in seen.values() if command["ended_at"]]
-        percent = sum(100 if command["ended_at"] else command["percent"] for command in seen.values()) / len(seen)
-        busy = next((command for command in seen.values() if not command["ended_at"]), None)
-        said = f"{busy['state']} {busy['progress']}".strip() if busy else "ended"
-        return Progress(percent, said if len(seen) == 1 else f"{len(ended)} of {len(seen)}; {said}", busy is None)
+                command_by_uuid[uuid] = api.get(f"commands/{uuid}/")
+        ended = [command for command in command_by_uuid.values() if command["ended_at"]]
+        percent = sum(100 if command["ended_at"] else command["percent"] for command in command_by_uuid.values()) / len(
+            command_by_uuid
+        )
+        running_command = next((command for command in command_by_uuid.values() if not command["ended_at"]), None)
+        state_text = f"{running_command['state']} {running_command['progress']}".strip() if running_command else "ended"
+        return WorkProgress(
+            percent,
+            state_text if len(command_by_uuid) == 1 else f"{len(ended)} of {len(command_by_uuid)}; {state_text}",
+            running_command is None,
+        )
 
-    if seen:
-        follow(what, later, look)
-    return seen
+    if command_by_uuid:
+        follow_until_ended(title, later_command, poll)
+    return command_by_uuid

@@ -6,10 +6,10 @@ import click
 from click.shell_completion import get_completion_class
 
 from cyborgweb.cli import accelerators, attachments, backends, census, devices, drivers, usage
-from cyborgweb.cli.options import Verb, of_connection, of_output
+from cyborgweb.cli.options import VerbCommand, connection_options, output_options
 
 SHELLS = ("bash", "zsh", "fish")
-TEACHING = """\b
+EPILOG = """\b
 First steps:
   export CYBORG_URL=https://accelerators.example CYBORG_TOKEN_FILE=~/.cyborg-token
   cyborg agent-list
@@ -24,7 +24,7 @@ not logged in, 5 cannot be reached or busy, 6 done in part, 130 interrupted.
 """
 
 
-class Verbs(click.Group):
+class VerbGroup(click.Group):
     """A command group that lists its verbs in the order in which they were added, not alphabetically."""
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -34,9 +34,9 @@ class Verbs(click.Group):
 
 @click.group(
     "cyborg",
-    cls=Verbs,
-    params=[*of_connection(), *of_output()],
-    epilog=TEACHING,
+    cls=VerbGroup,
+    params=[*connection_options(), *output_options()],
+    epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="cyborgweb", prog_name="cyborg")
@@ -47,16 +47,16 @@ def cli() -> None:
     """
 
 
-@click.command("completion", cls=Verb, example="completion bash >> ~/.bash_completion")
+@click.command("completion", cls=VerbCommand, example="completion bash >> ~/.bash_completion")
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
     """Print the script with which a shell completes the verbs and options."""
-    made = get_completion_class(shell)
-    if made:
-        click.echo(made(cli, {}, "cyborg", "_CYBORG_COMPLETE").source())
+    completion_class = get_completion_class(shell)
+    if completion_class:
+        click.echo(completion_class(cli, {}, "cyborg", "_CYBORG_COMPLETE").source())
 
 
-VERBS = (
+VERB_COMMANDS = (
     drivers.driver_list,
     drivers.install_driver,
     drivers.uninstall_driver,
@@ -77,13 +77,13 @@ VERBS = (
     accelerators.accelerator_delete,
     attachments.attach_instance,
     attachments.detach_instance,
-    usage.usage,
+    usage.show_usage,
     census.load_census,
     devices.agent_list,
     completion,
 )
-for each in VERBS:
-    cli.add_command(each)
+for command in VERB_COMMANDS:
+    cli.add_command(command)
 
 
 def main() -> None:

@@ -6,43 +6,45 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cyborgweb.cli.output import Output, show
-from cyborgweb.cli.problems import CliError, Exit
+from cyborgweb.cli.output import OutputOptions, print_rows
+from cyborgweb.cli.problems import CliError, ExitCode
 
-ENDS = (Exit.AWAY, Exit.NOT_ALLOWED)
+STOPPING_CODES = (ExitCode.AWAY, ExitCode.NOT_ALLOWED)
 """Exit codes after which no further target is tried, because it would fail in the same way."""
 
 
-def each(targets: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Call `act` on every target and return one row for each, with `outcome` `done` or `refused`.
+def run_for_each(targets: Sequence[str], action: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Call `action` on every target and return one row for each, with `outcome` `done` or `refused`.
 
-    A CliError becomes a `refused` row with its message and exit code; after one of ENDS the remaining targets are not
+    A CliError becomes a `refused` row with its message and exit code; after one of STOPPING_CODES the remaining targets are not
     tried. With a single target the CliError is raised instead.
     """
     rows: list[dict[str, Any]] = []
-    over: CliError | None = None
+    stopping_error: CliError | None = None
     for target in targets:
         try:
-            if over:
-                raise CliError(Exit(over.exit_code), f"Not tried: {over.message}")
-            rows.append({"outcome": "done", "text": ""} | act(target))
+            if stopping_error:
+                raise CliError(ExitCode(stopping_error.exit_code), f"Not tried: {stopping_error.message}")
+            rows.append({"outcome": "done", "text": ""} | action(target))
         except CliError as problem:
             if len(targets) == 1:
                 raise
-            over = over or (problem if problem.exit_code in ENDS else None)
+            stopping_error = stopping_error or (problem if problem.exit_code in STOPPING_CODES else None)
             rows.append({"target": target, "outcome": "refused", "text": problem.message, "code": problem.exit_code})
     return rows
 
 
-def finish(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Output) -> None:
+def show_and_exit(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: OutputOptions) -> None:
     """Show the rows, then exit with their common exit code, or with PARTIAL if their codes differ.
 
     Returns if the code is DONE, which is also the code of no rows at all. A row without `code` counts as DONE.
     """
-    codes = {row.get("code", Exit.DONE) for row in rows} or {Exit.DONE}
-    named = [column.rpartition("=")[2] for column in columns]
-    fields = dict.fromkeys(name for row in ({name: None for name in named}, *rows) for name in row if name != "code")
-    show([{name: row.get(name) for name in fields} for row in rows], columns, output)
-    code = codes.pop() if len(codes) == 1 else Exit.PARTIAL
-    if code != Exit.DONE:
+    codes = {row.get("code", ExitCode.DONE) for row in rows} or {ExitCode.DONE}
+    column_names = [column.rpartition("=")[2] for column in columns]
+    fields = dict.fromkeys(
+        name for row in ({name: None for name in column_names}, *rows) for name in row if name != "code"
+    )
+    print_rows([{name: row.get(name) for name in fields} for row in rows], columns, output)
+    code = codes.pop() if len(codes) == 1 else ExitCode.PARTIAL
+    if code != ExitCode.DONE:
         sys.exit(code)

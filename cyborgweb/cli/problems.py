@@ -8,7 +8,7 @@ from typing import IO, Any
 import click
 
 
-class Exit(IntEnum):
+class ExitCode(IntEnum):
     """Exit codes of the command, documented in `docs/cli.md`."""
 
     DONE = 0
@@ -25,7 +25,7 @@ class CliError(click.ClickException):
     """An error that ends the command with one sentence on standard error and the given exit code."""
 
     def __init__(self, code: int, sentence: str) -> None:
-        super().__init__(printable(sentence))
+        super().__init__(to_printable_line(sentence))
         self.exit_code = code  # type: ignore[misc]  # click declares it on the class, but reads it from the instance
 
     def show(self, file: IO[Any] | None = None) -> None:
@@ -33,7 +33,7 @@ class CliError(click.ClickException):
         click.echo(f"cyborg: {self.message}", file=file, err=True)
 
 
-def printable(text: str) -> str:
+def to_printable_line(text: str) -> str:
     """Return `text` on one line and without terminal control characters, since hosts and tenants wrote some of it."""
     return "".join(
         sign if sign.isprintable() else " " if sign.isspace() else "\N{REPLACEMENT CHARACTER}" for sign in text

@@ -7,23 +7,23 @@ from typing import Any
 import click
 
 from cyborgweb.cli import options
-from cyborgweb.cli.options import Asked, pass_asked, verb
-from cyborgweb.cli.output import show
+from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
+from cyborgweb.cli.output import print_rows
 
-BUSY = ("busy=load.utilization_percent_mean", "highest=load.utilization_percent_max", "power=load.power_watts")
+LOAD_COLUMNS = ("busy=load.utilization_percent_mean", "highest=load.utilization_percent_max", "power=load.power_watts")
 """Load columns that several verbs share: mean utilization and highest utilization in percent, power in watts."""
-UNITS = ("total", "held", "free", "reserved", "sampled=load.sampled", *BUSY)
+UNIT_COLUMNS = ("total", "held", "free", "reserved", "sampled=load.sampled", *LOAD_COLUMNS)
 
 
-@verb("usage", "usage --by host,type --type GPU")
+@verb_command("usage", "usage --by host,type --type GPU")
 @click.option("--by", metavar="WHAT[,WHAT]", help="One or two of host, type, resource_class, project.")
 @click.option("--host", help="Only of this host.")
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
 @click.option("--resource-class", help="Only of this resource class.")
-@options.limit
-@pass_asked
-def usage(asked: Asked, limit: int, kind: str | None, **filters: Any) -> None:
+@options.limit_option
+@pass_cli_context
+def show_usage(cli_context: CliContext, limit: int, kind: str | None, **filters: Any) -> None:
     """Show how many units are held and the load of their devices. A member sees only what its own project holds."""
-    rows = asked.rows("usage/", limit, **filters, type=kind)
-    made_by = [f"{name}=group.{name}" for row in rows[:1] for name in row["group"]]
-    show(rows, (*made_by, *UNITS), asked.output, "No units.")
+    rows = cli_context.fetch_rows("usage/", limit, **filters, type=kind)
+    group_columns = [f"{name}=group.{name}" for row in rows[:1] for name in row["group"]]
+    print_rows(rows, (*group_columns, *UNIT_COLUMNS), cli_context.output, "No units.")

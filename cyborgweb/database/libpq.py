@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from django.db import connection
 
-OURS = ("context", "cursor_factory", "prepare_threshold")
+PSYCOPG_ONLY = ("context", "cursor_factory", "prepare_threshold")
 """Django's connection parameters that only psycopg understands, and libpq does not."""
 
 
-def parameters() -> dict[str, str]:
+def get_connection_parameters() -> dict[str, str]:
     """Return the keywords and values of a libpq connection string, with `password` if there is one."""
-    return {name: value for name, value in connection.get_connection_params().items() if name not in OURS}
+    return {name: value for name, value in connection.get_connection_params().items() if name not in PSYCOPG_ONLY}

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-OLDEST = 15
+MIN_MAJOR = 15
 """The oldest supported major version of PostgreSQL."""
 START_S = 15.0
 """Seconds after which a start has failed."""
-UNPRIVILEGED = ("postgres", "nobody")
-SETTINGS = (
+UNPRIVILEGED_ACCOUNTS = ("postgres", "nobody")
+SERVER_SETTINGS = (
     "listen_addresses=",
     "max_connections=100",
     "shared_buffers=128MB",
@@ -31,7 +31,7 @@ SETTINGS = (
     "log_min_messages=warning",
     "jit=off",  # compiling a list view's query takes longer than running it
 )
-THROWN_AWAY = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "autovacuum=off")
+NON_DURABLE_SETTINGS = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "autovacuum=off")
 """Additional settings for data that nobody keeps, such as those of tests. Tests roll back what they write, so
 autovacuum's statistics would always be wrong; this led to query plans that took half a minute."""
 
@@ -41,14 +41,14 @@ class PostgresError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Binaries:
+class PostgresBinaries:
     """A folder with `postgres` and `initdb`, and its major version."""
 
     folder: Path
     major: int
 
 
-def socket_folder(wanted: Path) -> Path:
+def choose_socket_folder(wanted: Path) -> Path:
     """Return the folder for PostgreSQL's UNIX socket: `wanted`, if libpq can use it.
 
     Otherwise return a short path in the temporary folder, derived from `wanted`: a UNIX socket address holds 107 bytes
@@ -60,44 +60,50 @@ def socket_folder(wanted: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"cyborg-{os.getuid()}-{name}"
 
 
-def find(pg_bin: str = "", wanted_major: int | None = None) -> Binaries:
+def find_binaries(pg_bin: str = "", wanted_major: int | None = None) -> PostgresBinaries:
     """Return the first usable binaries: of the version `wanted_major` if given, otherwise of any supported version.
 
     Raises PostgresError if there are none.
     """
-    found = _candidates(pg_bin)
-    usable = [b for b in found if b.major >= OLDEST and wanted_major in (None, b.major)]
+    binaries = _list_binaries(pg_bin)
+    usable = [b for b in binaries if b.major >= MIN_MAJOR and wanted_major in (None, b.major)]
     if usable:
         return usable[0]
-    if wanted_major is not None and found:
+    if wanted_major is not None and binaries:
         raise PostgresError(
-            f"the database is of PostgreSQL {wanted_major}, but only {', '.join(str(b.major) for b in found)} is here:"
+            f"the database is of PostgreSQL {wanted_major}, but only {', '.join(str(b.major) for b in binaries)} is here:"
             f" name the folder of version {wanted_major} in CYBORG_PG_BIN, or dump it there with pg_dumpall, move the"
             " folder away, start again and load the dump with psql"
         )
-    raise PostgresError(f"no PostgreSQL {OLDEST} or later found: apt install postgresql, or set CYBORG_DATABASE_URL")
+    raise PostgresError(f"no PostgreSQL {MIN_MAJOR} or later found: apt install postgresql, or set CYBORG_DATABASE_URL")
 
 
-def program(name: str, major: int, pg_bin: str = "") -> Path:
+def find_client_program(name: str, major: int, pg_bin: str = "") -> Path:
     """Return the path of `pg_dump` or `pg_restore` for a server of this major version.
 
     Prefers the same version, then the next later one that is installed. Raises PostgresError if there is none.
     """
-    found = [(of, folder / name) for folder in _folders(pg_bin, name) if (of := _major(folder / name)) and of >= major]
-    if not found:
+    candidates = [
+        (version, folder / name)
+        for folder in _list_folders(pg_bin, name)
+        if (version := _read_major_version(folder / name)) and version >= major
+    ]
+    if not candidates:
         raise PostgresError(
             f"no {name} of PostgreSQL {major} or later found: apt install postgresql-client-{major}, or name the folder"
             " where it is in CYBORG_PG_BIN"
         )
-    return min(found, key=lambda one: one[0])[1]
+    return min(candidates, key=lambda one: one[0])[1]
 
 
-def _candidates(pg_bin: str) -> list[Binaries]:
-    folders = [folder for folder in _folders(pg_bin, "postgres") if (folder / "initdb").exists()]
-    return [Binaries(folder, major) for folder in folders if (major := _major(folder / "postgres"))]
+def _list_binaries(pg_bin: str) -> list[PostgresBinaries]:
+    folders = [folder for folder in _list_folders(pg_bin, "postgres") if (folder / "initdb").exists()]
+    return [
+        PostgresBinaries(folder, major) for folder in folders if (major := _read_major_version(folder / "postgres"))
+    ]
 
 
-def _folders(pg_bin: str, name: str) -> list[Path]:
+def _list_folders(pg_bin: str, name: str) -> list[Path]:
     """Return the folders to search for the PostgreSQL program `name`, best first: only `pg_bin` if it is set."""
     if pg_bin:
         return [Path(pg_bin)]
@@ -109,15 +115,15 @@ def _folders(pg_bin: str, name: str) -> list[Path]:
     return folders
 
 
-def _major(program: Path) -> int | None:
+def _read_major_version(program: Path) -> int | None:
     """Return the major version that `program --version` prints, '… (PostgreSQL) 18.4 (…)'.
 
     Returns None if there is no such program, or its output has no version.
     """
     if not program.exists():
         return None
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=20)
-    words = said.stdout.split()
+    completed = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=20)
+    words = completed.stdout.split()
     number = words[2].split(".")[0] if len(words) > 2 else ""
     digits = "".join(c for c in number if c.isdigit())
     return int(digits) if digits else None
@@ -134,7 +140,7 @@ class Postgres:
     home: Path
     pg_bin: str = ""
     durable: bool = True
-    give_up: Callable[[], bool] = field(default=lambda: False, repr=False)
+    should_give_up: Callable[[], bool] = field(default=lambda: False, repr=False)
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -145,31 +151,31 @@ class Postgres:
     @property
     def socket(self) -> Path:
         """The folder of the UNIX socket, to be used as libpq's `host`."""
-        return socket_folder(self.home / "run")
+        return choose_socket_folder(self.home / "run")
 
     def start(self) -> None:
         """Start the server and return when it accepts connections. Create the data directory first if there is none.
 
-        Raises PostgresError after `START_S`, or as soon as `give_up` returns True.
+        Raises PostgresError after `START_S`, or as soon as `should_give_up` returns True.
         """
         version = self.data / "PG_VERSION"
-        binaries = find(self.pg_bin, int(version.read_text()) if version.exists() else None)
+        binaries = find_binaries(self.pg_bin, int(version.read_text()) if version.exists() else None)
         for folder in (self.home, self.socket):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.getuid() and self.socket.stat().st_uid != os.getuid():
             raise PostgresError(
                 f"{self.socket} belongs to another user: remove it, or choose a shorter CYBORG_STATE_DIR"
             )
-        wrap = _as_unprivileged(self.home, self.socket)
+        user_prefix = _make_user_prefix(self.home, self.socket)
         if not version.exists():
-            self._initialise(binaries, wrap)
-        self._run(binaries, wrap)
+            self._create_data_directory(binaries, user_prefix)
+        self._run_server(binaries, user_prefix)
 
-    def _initialise(self, binaries: Binaries, wrap: list[str]) -> None:
+    def _create_data_directory(self, binaries: PostgresBinaries, user_prefix: list[str]) -> None:
         if self.data.exists() and any(self.data.iterdir()):
             raise PostgresError(f"{self.data} is not empty, and has no PG_VERSION: repair it, or move it away")
-        made = self.home / "data.new"
-        shutil.rmtree(made, ignore_errors=True)  # incomplete, from a start that was killed
+        new_data = self.home / "data.new"
+        shutil.rmtree(new_data, ignore_errors=True)  # incomplete, from a start that was killed
         options = [
             "-U",
             "postgres",
@@ -179,46 +185,50 @@ class Postgres:
             "--locale=C",
             *([] if self.durable else ["--no-sync"]),
         ]
-        done = subprocess.run(
-            [*wrap, binaries.folder / "initdb", "-D", made, *options],
+        completed = subprocess.run(
+            [*user_prefix, binaries.folder / "initdb", "-D", new_data, *options],
             capture_output=True,
             text=True,
             check=False,
             cwd="/",
         )
-        if done.returncode:
-            raise PostgresError(f"initdb failed: {done.stderr.strip()[-500:]}")
-        made.rename(self.data)
+        if completed.returncode:
+            raise PostgresError(f"initdb failed: {completed.stderr.strip()[-500:]}")
+        new_data.rename(self.data)
 
-    def _run(self, binaries: Binaries, wrap: list[str]) -> None:
-        values = (f"unix_socket_directories={self.socket}", *SETTINGS, *(() if self.durable else THROWN_AWAY))
+    def _run_server(self, binaries: PostgresBinaries, user_prefix: list[str]) -> None:
+        values = (
+            f"unix_socket_directories={self.socket}",
+            *SERVER_SETTINGS,
+            *(() if self.durable else NON_DURABLE_SETTINGS),
+        )
         settings = [word for value in values for word in ("-c", value)]
-        leash = ["setpriv", "--pdeathsig", "INT"] if shutil.which("setpriv") else []
+        death_signal_prefix = ["setpriv", "--pdeathsig", "INT"] if shutil.which("setpriv") else []
         end = time.monotonic() + START_S
         while True:
             with (self.home / "log").open("ab") as log:
                 self.process = subprocess.Popen(
-                    [*wrap, *leash, binaries.folder / "postgres", "-D", self.data, *settings],
+                    [*user_prefix, *death_signal_prefix, binaries.folder / "postgres", "-D", self.data, *settings],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd="/",
                     start_new_session=True,
                 )
-            if self._accepts(end):
+            if self._wait_until_accepting(end):
                 return
-            if time.monotonic() > end or self.give_up():
+            if time.monotonic() > end or self.should_give_up():
                 self.stop()
                 raise PostgresError(
-                    f"PostgreSQL does not start; the last lines of {self.home / 'log'}: {self._log_tail()}"
+                    f"PostgreSQL does not start; the last lines of {self.home / 'log'}: {self._read_log_tail()}"
                 )
             time.sleep(0.3)  # an old server may still be shutting down, and its lock file still exist
 
-    def _accepts(self, end: float) -> bool:
+    def _wait_until_accepting(self, end: float) -> bool:
         import psycopg
 
         assert self.process
-        while self.process.poll() is None and time.monotonic() < end and not self.give_up():
+        while self.process.poll() is None and time.monotonic() < end and not self.should_give_up():
             try:
                 psycopg.connect(host=str(self.socket), user="postgres", dbname="postgres", connect_timeout=5).close()
                 return True
@@ -226,7 +236,7 @@ class Postgres:
                 time.sleep(0.02)
         return False
 
-    def _log_tail(self) -> str:
+    def _read_log_tail(self) -> str:
         return (self.home / "log").read_text(errors="replace")[-600:].strip().replace("\n", " | ")
 
     def ensure_database(self, name: str) -> None:
@@ -255,7 +265,7 @@ class Postgres:
                 continue
 
 
-def _as_unprivileged(home: Path, socket: Path) -> list[str]:
+def _make_user_prefix(home: Path, socket: Path) -> list[str]:
     """Return the command prefix that runs a server program as another user if we are root; otherwise an empty list.
 
     PostgreSQL refuses to run as root. A user namespace in which root has the id 1000 is preferred: it needs no account,
@@ -270,13 +280,13 @@ def _as_unprivileged(home: Path, socket: Path) -> list[str]:
         and not subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode
     ):
         return namespace
-    return _as_account(home, socket)
+    return _make_account_prefix(home, socket)
 
 
-def _as_account(home: Path, socket: Path) -> list[str]:
+def _make_account_prefix(home: Path, socket: Path) -> list[str]:
     import pwd
 
-    for name in UNPRIVILEGED:
+    for name in UNPRIVILEGED_ACCOUNTS:
         try:
             account = pwd.getpwnam(name)
         except KeyError:

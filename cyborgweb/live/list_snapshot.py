@@ -21,7 +21,7 @@ from django.urls import reverse
 from django.urls.base import resolve
 from unfold.templatetags.unfold_list import items_for_result
 
-COUNTED = {
+COLLECTION_BY_TABLE = {
     "accelerators_host": "hosts",
     "accelerators_device": "devices",
     "accelerators_deployable": "devices",
@@ -32,8 +32,8 @@ COUNTED = {
     "accelerators_command": "commands",
 }
 """Table → the generation that counts its writes. A list that reads any other table is checked by the clock."""
-TABLE = re.compile(r'(?:FROM|JOIN) "(\w+)"')
-WORDS_OF_TIME = re.compile(r"(<time [^>]*>)[^<]*")
+TABLE_PATTERN = re.compile(r'(?:FROM|JOIN) "(\w+)"')
+RELATIVE_TIME = re.compile(r"(<time [^>]*>)[^<]*")
 """A relative time such as `3 min ago`. Pages update these themselves, so a different one is no change."""
 
 Cells = dict[str, str]
@@ -41,7 +41,7 @@ Cells = dict[str, str]
 
 
 @lru_cache(maxsize=1)
-def lists() -> dict[str, admin.ModelAdmin[Any]]:
+def lists_by_path() -> dict[str, admin.ModelAdmin[Any]]:
     """Return the console's lists by their address. Models whose first field is not the primary key are left out."""
     return {
         reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_changelist"): one
@@ -50,43 +50,43 @@ def lists() -> dict[str, admin.ModelAdmin[Any]]:
     }
 
 
-class Shown:
+class ListSnapshot:
     """The list at `path?query` as `user` sees it. Raises PermissionDenied if the user may not view it, KeyError if
     there is no list at `path`; a crafted query raises what the list raises.
     """
 
     def __init__(self, path: str, query: str, user: AbstractBaseUser, session: Any) -> None:
-        self.admin, self.query, self.user, self.session = lists()[path], query, user, session
-        if not self.admin.has_view_permission(self._request(path)):
+        self.admin, self.query, self.user, self.session = lists_by_path()[path], query, user, session
+        if not self.admin.has_view_permission(self._build_request(path)):
             raise PermissionDenied
-        self._changelist = self.admin.get_changelist_instance(self._request(path))
+        self._changelist = self.admin.get_changelist_instance(self._build_request(path))
         self.columns = tuple(map(str, self._changelist.list_display))
         self.rows: QuerySet[Any] = self._changelist.root_queryset.order_by()
         if not self.rows.query.select_related:
             self.rows = self._changelist.apply_select_related(self.rows)
-        self.sees = str(self.rows.query)
+        self.visible_rows_sql = str(self.rows.query)
         """SQL of all rows that this person may see; it may differ from person to person."""
-        tables = set(TABLE.findall(self.sees))
-        self.collections = {COUNTED[table] for table in tables if table in COUNTED}
-        self.counted = tables <= COUNTED.keys()
-        self.alike = (self.admin.opts.label_lower, query, self.columns, self.sees)
+        tables = set(TABLE_PATTERN.findall(self.visible_rows_sql))
+        self.collections = {COLLECTION_BY_TABLE[table] for table in tables if table in COLLECTION_BY_TABLE}
+        self.is_fully_counted = tables <= COLLECTION_BY_TABLE.keys()
+        self.shared_key = (self.admin.opts.label_lower, query, self.columns, self.visible_rows_sql)
         """Key for sharing: rows rendered for one person can be sent to all whose key is equal."""
-        self.first = {row.pk for row in self._changelist.result_list}
+        self.first_keys = {row.pk for row in self._changelist.result_list}
         """Primary keys on this page of the list when it was opened."""
         self._path = path
         self._changelist.result_list = self._changelist.queryset = None
 
-    def keys(self, texts: Iterable[str]) -> dict[str, Any]:
+    def parse_keys(self, texts: Iterable[str]) -> dict[str, Any]:
         """Return the primary key for each text by which pages name rows. Texts that cannot be a key are left out."""
-        found = {}
+        key_by_text = {}
         for text in texts:
             try:
-                found[text] = self.admin.opts.pk.to_python(text)
+                key_by_text[text] = self.admin.opts.pk.to_python(text)
             except ValidationError:
                 continue
-        return found
+        return key_by_text
 
-    def versions(self, keys: Collection[Any]) -> dict[Any, int]:
+    def load_versions(self, keys: Collection[Any]) -> dict[Any, int]:
         """Return a hash for each existing row; it changes when the row, or anything joined to it, changes. One
         statement.
         """
@@ -97,15 +97,15 @@ class Shown:
             cursor.execute(f"SELECT q.the_key, hashtextextended(q::text, 0) FROM ({sql}) AS q(the_key)", parameters)
             return dict(cursor.fetchall())
 
-    def cells(self, keys: Collection[Any]) -> dict[Any, Cells]:
+    def render_rows(self, keys: Collection[Any]) -> dict[Any, Cells]:
         """Return the rendered cells of these rows, by primary key."""
-        return {row.pk: self._cells(row) for row in self.rows.filter(pk__in=keys)}
+        return {row.pk: self._render_cells(row) for row in self.rows.filter(pk__in=keys)}
 
-    def page(self) -> set[Any]:
+    def load_page_keys(self) -> set[Any]:
         """Return the primary keys that this page of the list would show now."""
-        return {row.pk for row in self.admin.get_changelist_instance(self._request(self._path)).result_list}
+        return {row.pk for row in self.admin.get_changelist_instance(self._build_request(self._path)).result_list}
 
-    def _cells(self, row: Model) -> Cells:
+    def _render_cells(self, row: Model) -> Cells:
         cells = zip(self.columns, items_for_result(self._changelist, row, None), strict=True)
         return {
             f"field-{name}": html[html.index(">") + 1 : html.rindex("<")]
@@ -113,7 +113,7 @@ class Shown:
             if name != "action_checkbox"
         }
 
-    def _request(self, path: str) -> HttpRequest:
+    def _build_request(self, path: str) -> HttpRequest:
         """Build the request with which the browser asked for the page."""
         request = HttpRequest()
         request.method, request.path, request.path_info = "GET", path, path
@@ -122,6 +122,6 @@ class Shown:
         return request
 
 
-def fingerprint(html: str) -> int:
+def hash_cell(html: str) -> int:
     """Return a hash of a cell's HTML that ignores the words of relative times."""
-    return hash(WORDS_OF_TIME.sub(r"\1", html))
+    return hash(RELATIVE_TIME.sub(r"\1", html))

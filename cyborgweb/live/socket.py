@@ -14,16 +14,16 @@ from urllib.parse import urlsplit
 import msgspec
 from django.conf import settings
 
-from cyborgweb.live.feed import LATER, MALFORMED, SIGNED_OUT, Feed, Watcher
+from cyborgweb.live.feed import MALFORMED, SIGNED_OUT, TRY_AGAIN_LATER, ConsoleWatcher, LiveFeed
 
 MAX_WATCHERS = 500
-MAX_MESSAGE = 16_384
-BURST, PER_S = 10.0, 1.0
+MAX_MESSAGE_SIZE = 16_384
+MAX_MESSAGE_BURST, MESSAGES_PER_S = 10.0, 1.0
 """Messages that a page may send at once, and per second after that."""
 TOO_LARGE, TOO_MANY = 1009, 4429
 
 
-class Ask(msgspec.Struct, forbid_unknown_fields=True):
+class FollowRequest(msgspec.Struct, forbid_unknown_fields=True):
     """What a page shows: its address, and the keys of its rows. Raises ValueError for sizes above the limits."""
 
     path: str
@@ -40,81 +40,86 @@ class Ask(msgspec.Struct, forbid_unknown_fields=True):
             raise ValueError("the path, the query or the rows exceed their limits")
 
 
-_ask = msgspec.json.Decoder(Ask)
+_follow_request_decoder = msgspec.json.Decoder(FollowRequest)
 
 
-class Console:
+class ConsoleSocket:
     """The ASGI application for the console's WebSocket.
 
     Connections from other origins are refused before they are accepted. Those without a session are accepted and closed
     at once, so that the page sees the close code.
     """
 
-    def __init__(self, feed: Feed | None = None) -> None:
-        self.feed = feed or Feed()
-        self._inside = 0
+    def __init__(self, feed: LiveFeed | None = None) -> None:
+        self.feed = feed or LiveFeed()
+        self._open_sockets = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await receive()  # websocket.connect
         headers = dict(scope["headers"])
-        if not _same_origin(headers):
+        if not _is_same_origin(headers):
             await send({"type": "websocket.close"})
             return
         await send({"type": "websocket.accept"})
-        session = _session(headers)
-        if not session or self._inside >= MAX_WATCHERS:
-            await send({"type": "websocket.close", "code": LATER if session else SIGNED_OUT})
+        session = _read_session_key(headers)
+        if not session or self._open_sockets >= MAX_WATCHERS:
+            await send({"type": "websocket.close", "code": TRY_AGAIN_LATER if session else SIGNED_OUT})
             return
         loop, outbox = asyncio.get_running_loop(), asyncio.Queue[str | int]()
-        watcher = Watcher(session, lambda what: _post(loop, outbox, what))
-        self._inside += 1
-        self.feed.enter(watcher)
+        watcher = ConsoleWatcher(session, lambda what: _put_threadsafe(loop, outbox, what))
+        self._open_sockets += 1
+        self.feed.add_watcher(watcher)
         try:
-            code = await _first(self._hear(watcher, receive), _speak(watcher, outbox, send))
+            code = await _wait_for_first(
+                self._receive_requests(watcher, receive), _send_messages(watcher, outbox, send)
+            )
         finally:
-            self._inside -= 1
-            self.feed.leave(watcher)
+            self._open_sockets -= 1
+            self.feed.remove_watcher(watcher)
         if code:
             await send({"type": "websocket.close", "code": code})
 
-    async def _hear(self, watcher: Watcher, receive: Any) -> int:
+    async def _receive_requests(self, watcher: ConsoleWatcher, receive: Any) -> int:
         """Pass what the page sends to the feed until it disconnects (returns 0) or breaks a limit (returns a close
         code).
         """
         loop = asyncio.get_running_loop()
-        credit, at = BURST, loop.time()
+        credit, counted_at = MAX_MESSAGE_BURST, loop.time()
         while (event := await receive())["type"] == "websocket.receive":
-            credit, at = min(BURST, credit + (loop.time() - at) * PER_S) - 1, loop.time()
+            credit, counted_at = (
+                min(MAX_MESSAGE_BURST, credit + (loop.time() - counted_at) * MESSAGES_PER_S) - 1,
+                loop.time(),
+            )
             text = event.get("text") or ""
             if credit < 0:
                 return TOO_MANY
-            if len(text) > MAX_MESSAGE:
+            if len(text) > MAX_MESSAGE_SIZE:
                 return TOO_LARGE
             try:
-                ask = _ask.decode(text)
+                request = _follow_request_decoder.decode(text)
             except msgspec.DecodeError:
                 return MALFORMED
-            self.feed.show(watcher, ask.path, ask.query, ask.rows)
+            self.feed.follow_rows(watcher, request.path, request.query, request.rows)
         return 0
 
 
-async def _speak(watcher: Watcher, outbox: asyncio.Queue[str | int], send: Any) -> int:
+async def _send_messages(watcher: ConsoleWatcher, outbox: asyncio.Queue[str | int], send: Any) -> int:
     """Send what the feed posts, in order, until it posts a close code; return that code."""
-    while isinstance(what := await outbox.get(), str):
-        await send({"type": "websocket.send", "text": what})
+    while isinstance(message := await outbox.get(), str):
+        await send({"type": "websocket.send", "text": message})
         watcher.sending_since = None
-    return what
+    return message
 
 
-def _post(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[str | int], what: str | int) -> None:
+def _put_threadsafe(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[str | int], message: str | int) -> None:
     """Put a message into the outbox from the feed's thread. Ignored when the event loop has ended."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(outbox.put_nowait, what)
+        loop.call_soon_threadsafe(outbox.put_nowait, message)
 
 
-async def _first(*both: Any) -> int:
+async def _wait_for_first(*coroutines: Any) -> int:
     """Wait for the first of these coroutines to end, cancel the others, and return its result."""
-    tasks = [asyncio.ensure_future(one) for one in both]
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return int(done.pop().result())
@@ -123,7 +128,7 @@ async def _first(*both: Any) -> int:
             task.cancel()
 
 
-def _same_origin(headers: dict[bytes, bytes]) -> bool:
+def _is_same_origin(headers: dict[bytes, bytes]) -> bool:
     """Return whether the page that opens the socket is ours. A page of another site could open one with our cookie,
     but its browser names that site in the Origin header.
     """
@@ -131,7 +136,7 @@ def _same_origin(headers: dict[bytes, bytes]) -> bool:
     return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
 
 
-def _session(headers: dict[bytes, bytes]) -> str:
+def _read_session_key(headers: dict[bytes, bytes]) -> str:
     try:
         cookie = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(settings.SESSION_COOKIE_NAME)
     except CookieError:

@@ -1,7 +1,7 @@
 """A device's usage as server-sent events, served on the event loop, so that listeners occupy no request thread.
 
 It answers at the address of the usage resource (`agents.api`) for clients that accept `text/event-stream`. Whether a
-client may listen is asked of that resource itself, at the beginning and again every `Pace.judge` seconds. Samples are
+client may listen is asked of that resource itself, at the beginning and again every `Pace.permission_check_s` seconds. Samples are
 read once a second for all listeners together, in one thread.
 """
 
@@ -23,120 +23,128 @@ from agents import telemetry
 
 log = logging.getLogger(__name__)
 
-PATH = re.compile(r"\A/api/devices/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/usage/?\Z")
-EVENTS = b"text/event-stream"
+USAGE_PATH = re.compile(r"\A/api/devices/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/usage/?\Z")
+EVENT_STREAM_TYPE = b"text/event-stream"
 MAX_LISTENERS = 500
-SLOW_S = 10.0
+SEND_TIMEOUT_S = 10.0
 """Seconds after which a listener that has not accepted an event is dropped; also the longest silence before a
 comment is sent.
 """
-FAREWELL_S = 1.0
-WATCHED_S = 10.0
+LAST_SEND_TIMEOUT_S = 1.0
+SAMPLE_REQUEST_S = 10.0
 """Seconds for which agents are asked to send samples. The request is repeated while somebody listens, so they stop
 soon after the last listener has gone.
 """
-NOT_OURS = {b"content-type", b"content-length", b"etag", b"cache-control", b"content-encoding"}
-HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
-FULL = b"Too many listeners are connected: try again later, or ask for application/json."
+DROPPED_HEADERS = {b"content-type", b"content-length", b"etag", b"cache-control", b"content-encoding"}
+STREAM_HEADERS = [(b"content-type", EVENT_STREAM_TYPE), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+TOO_MANY_LISTENERS = b"Too many listeners are connected: try again later, or ask for application/json."
 
 
 @dataclass(frozen=True)
-class Pace:
+class StreamIntervals:
     """Seconds between two events, between two permission checks of a listener, and for how long these checks may
     fail before the stream ends.
     """
 
-    event: float = 1.0
-    judge: float = 30.0
-    patience: float = 90.0
+    event_s: float = 1.0
+    permission_check_s: float = 30.0
+    max_check_failure_s: float = 90.0
 
 
 @dataclass(eq=False)
-class _Listener:
+class _UsageListener:
     """A client that listens to one device. If it is slow, only the newest event is kept for it."""
 
     uuid: str
-    said: dict[str, Any]
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    values: dict[str, Any]
+    has_event: asyncio.Event = field(default_factory=asyncio.Event)
     event: bytes = b""
     ended: bool = False
 
-    def tell(self, facts: dict[str, Any]) -> None:
+    def set_next_event(self, facts: dict[str, Any]) -> None:
         """Set the next event from those of `facts` that the client asked for."""
-        self.said |= {name: value for name, value in facts.items() if name in self.said}
-        self.event = b"data: %b\n\n" % msgspec.json.encode(self.said)
-        self.news.set()
+        self.values |= {name: value for name, value in facts.items() if name in self.values}
+        self.event = b"data: %b\n\n" % msgspec.json.encode(self.values)
+        self.has_event.set()
 
-    def end(self) -> None:
+    def end_stream(self) -> None:
         """End this stream."""
         self.ended = True
-        self.news.set()
+        self.has_event.set()
 
 
-class Usage:
-    """The ASGI application. `inward` is the application that serves the same resource as JSON, on a bounded number
+class UsageStream:
+    """The ASGI application. `json_application` is the application that serves the same resource as JSON, on a bounded number
     of threads.
     """
 
-    def __init__(self, inward: Any, pace: Pace = Pace()) -> None:
-        self._inward, self._pace = inward, pace
-        self._inside = 0
-        self._listeners: set[_Listener] = set()
-        self._places: dict[str, tuple[int, str]] = {}
-        self._reader: asyncio.Task[None] | None = None
+    def __init__(self, json_application: Any, intervals: StreamIntervals = StreamIntervals()) -> None:
+        self._json_application, self._intervals = json_application, intervals
+        self._open_streams = 0
+        self._listeners: set[_UsageListener] = set()
+        self._host_and_key: dict[str, tuple[int, str]] = {}
+        self._reader_task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "usage")
 
     @staticmethod
-    def wants(scope: Any) -> bool:
+    def accepts(scope: Any) -> bool:
         """Return whether this request asks for a stream of usage."""
-        if scope["method"] != "GET" or not PATH.match(scope["path"]):
+        if scope["method"] != "GET" or not USAGE_PATH.match(scope["path"]):
             return False
         accepted = (value for name, value in scope["headers"] if name == b"accept")
-        return any(kind.partition(b";")[0].strip() == EVENTS for value in accepted for kind in value.split(b","))
+        return any(
+            kind.partition(b";")[0].strip() == EVENT_STREAM_TYPE for value in accepted for kind in value.split(b",")
+        )
 
-    def stop(self) -> None:
+    def end_all_streams(self) -> None:
         """End all streams, because the process is about to stop or the reader has ended."""
         for listener in self._listeners:
-            listener.end()
+            listener.end_stream()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if self._inside >= MAX_LISTENERS:
-            await _answer(send, 503, [(b"content-type", b"text/plain"), (b"retry-after", b"30")], FULL)
+        if self._open_streams >= MAX_LISTENERS:
+            await _send_response(
+                send, 503, [(b"content-type", b"text/plain"), (b"retry-after", b"30")], TOO_MANY_LISTENERS
+            )
             return
-        self._inside += 1
+        self._open_streams += 1
         try:
-            status, headers, body = await self._judge(scope)
+            status, headers, body = await self._query_json_resource(scope)
             if status != 200:
-                await _answer(send, status, headers, body)
+                await _send_response(send, status, headers, body)
                 return
-            kept = [(name, value) for name, value in headers if name not in NOT_OURS]
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS + kept})
-            await self._serve(scope, _listener(scope, body), receive, send)
+            passed_headers = [(name, value) for name, value in headers if name not in DROPPED_HEADERS]
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + passed_headers})
+            await self._serve_stream(scope, _create_listener(scope, body), receive, send)
         finally:
-            self._inside -= 1
+            self._open_streams -= 1
 
-    async def _serve(self, scope: Any, listener: _Listener, receive: Any, send: Any) -> None:
+    async def _serve_stream(self, scope: Any, listener: _UsageListener, receive: Any, send: Any) -> None:
         """Serve one stream until the client disconnects, loses its permission, is too slow, or the process ends."""
         self._listeners.add(listener)
-        listener.tell({})
-        if self._reader is None:
-            self._reader = asyncio.get_running_loop().create_task(self._read())
-        gone = asyncio.ensure_future(_until_gone(receive))
-        tasks = [gone, asyncio.ensure_future(_speak(listener, send)), asyncio.ensure_future(self._watch(scope))]
+        listener.set_next_event({})
+        if self._reader_task is None:
+            self._reader_task = asyncio.get_running_loop().create_task(self._read_samples())
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+        tasks = [
+            disconnected,
+            asyncio.ensure_future(_send_events(listener, send)),
+            asyncio.ensure_future(self._wait_until_not_allowed(scope)),
+        ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._listeners.discard(listener)
             for task in tasks:
                 task.cancel()
-            ends = await asyncio.gather(*tasks, return_exceptions=True)
-        for error in ends:
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in results:
             if isinstance(error, Exception) and not isinstance(error, TimeoutError | OSError):
                 log.error("a usage stream ended with an error", exc_info=error)
-        if gone.cancelled():
-            await _farewell(send)
+        if disconnected.cancelled():
+            await _send_last_chunk(send)
 
-    async def _judge(self, scope: Any) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    async def _query_json_resource(self, scope: Any) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """Ask the JSON resource with the client's own request; return its status, headers and body."""
         headers = [(name, value) for name, value in scope["headers"] if name not in (b"accept", b"if-none-match")]
         inner = dict(scope) | {"headers": [*headers, (b"accept", b"application/json")]}
@@ -152,42 +160,42 @@ class Usage:
                 started.append(event)
             body += event.get("body", b"")
 
-        await self._inward(inner, receive, send)
+        await self._json_application(inner, receive, send)
         return started[0]["status"], list(started[0]["headers"]), body
 
-    async def _watch(self, scope: Any) -> None:
-        """Return when the client may no longer listen, or when no check has succeeded for `Pace.patience` seconds."""
+    async def _wait_until_not_allowed(self, scope: Any) -> None:
+        """Return when the client may no longer listen, or when no check has succeeded for `Pace.max_check_failure_s` seconds."""
         loop = asyncio.get_running_loop()
-        sure = loop.time()
-        while loop.time() - sure < self._pace.patience:
-            await asyncio.sleep(self._pace.judge)
-            status, _, _ = await self._judge(scope)
+        allowed_at = loop.time()
+        while loop.time() - allowed_at < self._intervals.max_check_failure_s:
+            await asyncio.sleep(self._intervals.permission_check_s)
+            status, _, _ = await self._query_json_resource(scope)
             if status == 200:
-                sure = loop.time()
+                allowed_at = loop.time()
             elif status < 500:
                 return
 
-    async def _read(self) -> None:
-        """Read samples every `Pace.event` seconds and pass them to all listeners, until there are none."""
+    async def _read_samples(self) -> None:
+        """Read samples every `Pace.event_s` seconds and pass them to all listeners, until there are none."""
         loop = asyncio.get_running_loop()
         try:
             while self._listeners:
-                began = loop.time()
-                asked = {one.uuid for one in self._listeners}
+                started_at = loop.time()
+                uuids = {one.uuid for one in self._listeners}
                 try:
-                    facts = await loop.run_in_executor(self._thread, self._look, asked)
+                    values_by_uuid = await loop.run_in_executor(self._thread, self._load_samples, uuids)
                 except DatabaseError as error:
                     log.warning("usage streams get no new samples because the database fails: %s", type(error).__name__)
-                    facts = {}
-                for one in self._listeners:
-                    if one.uuid in facts:
-                        one.tell(facts[one.uuid])
-                await asyncio.sleep(max(0.0, began + self._pace.event - loop.time()))
+                    values_by_uuid = {}
+                for listener in self._listeners:
+                    if listener.uuid in values_by_uuid:
+                        listener.set_next_event(values_by_uuid[listener.uuid])
+                await asyncio.sleep(max(0.0, started_at + self._intervals.event_s - loop.time()))
         finally:
-            self._reader = None
-            self.stop()  # there are no listeners left, or the reader failed and would never tell them anything
+            self._reader_task = None
+            self.end_all_streams()  # there are no listeners left, or the reader failed and would never tell them anything
 
-    def _look(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def _load_samples(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Ask the gateways for the devices' last samples and keep their agents sending; return them by uuid. Runs in
         the thread.
 
@@ -195,54 +203,54 @@ class Usage:
         """
         wanted = set(uuids)
         try:
-            self._places = {uuid: place for uuid, place in self._places.items() if uuid in wanted}
-            if new := wanted - self._places.keys():
+            self._host_and_key = {uuid: place for uuid, place in self._host_and_key.items() if uuid in wanted}
+            if new := wanted - self._host_and_key.keys():
                 found = Device.objects.filter(uuid__in=new).values_list("uuid", "host_id", "key")
-                self._places |= {str(uuid): (host, key) for uuid, host, key in found}
-            hosts = {host for host, _ in self._places.values()}
-            loads = telemetry.watch(hosts, self._pace.event, WATCHED_S)
+                self._host_and_key |= {str(uuid): (host, key) for uuid, host, key in found}
+            hosts = {host for host, _ in self._host_and_key.values()}
+            loads = telemetry.request_periodic_loads(hosts, self._intervals.event_s, SAMPLE_REQUEST_S)
         finally:
             connection.close()  # a new connection is needed every few seconds at most
-        return {uuid: telemetry.of_device(loads, *place) for uuid, place in self._places.items()}
+        return {uuid: telemetry.describe_device_load(loads, *place) for uuid, place in self._host_and_key.items()}
 
 
-def _listener(scope: Any, body: bytes) -> _Listener:
-    found = PATH.match(scope["path"])
+def _create_listener(scope: Any, body: bytes) -> _UsageListener:
+    found = USAGE_PATH.match(scope["path"])
     assert found
-    return _Listener(found[1], msgspec.json.decode(body))
+    return _UsageListener(found[1], msgspec.json.decode(body))
 
 
-async def _speak(listener: _Listener, send: Any) -> None:
-    """Send each new event until the stream ends, and a comment after `SLOW_S` seconds without one. Raises
+async def _send_events(listener: _UsageListener, send: Any) -> None:
+    """Send each new event until the stream ends, and a comment after `SEND_TIMEOUT_S` seconds without one. Raises
     TimeoutError if the client accepts nothing.
     """
     while not listener.ended:
         text = b": still here\n\n"
         try:
-            async with asyncio.timeout(SLOW_S):
-                await listener.news.wait()
-            listener.news.clear()
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await listener.has_event.wait()
+            listener.has_event.clear()
             text = listener.event
         except TimeoutError:
-            log.debug("no new sample for %s s", SLOW_S)
+            log.debug("no new sample for %s s", SEND_TIMEOUT_S)
         if not listener.ended:
-            async with asyncio.timeout(SLOW_S):
+            async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": text, "more_body": True})
 
 
-async def _until_gone(receive: Any) -> None:
+async def _wait_for_disconnect(receive: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _farewell(send: Any) -> None:
+async def _send_last_chunk(send: Any) -> None:
     try:
-        async with asyncio.timeout(FAREWELL_S):
+        async with asyncio.timeout(LAST_SEND_TIMEOUT_S):
             await send({"type": "http.response.body", "body": b""})
     except (TimeoutError, OSError) as error:
         log.debug("a listener did not accept the end of its stream: %s", type(error).__name__)
 
 
-async def _answer(send: Any, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+async def _send_response(send: Any, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-MORE = {"openapi.yaml", "policy.yaml.sample", "monitoring/alerts.yaml", "monitoring/grafana-dashboard.json"}
+DOCS_FOLDER = Path(__file__).resolve().parents[2] / "docs"
+OTHER_FILES = {"openapi.yaml", "policy.yaml.sample", "monitoring/alerts.yaml", "monitoring/grafana-dashboard.json"}
 """Files below docs/ that pages link to and that are neither pages nor pictures."""
-FIRST = "index"
-FIELDS = "fields"
+FIRST_PAGE = "index"
+FIELDS_PAGE = "fields"
 """The page that is generated from the code and is no file."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class ContentsEntry:
     """A page in the table of contents; `name` is its path below docs/ without the extension."""
 
     part: str
@@ -25,14 +25,16 @@ class Entry:
 
 
 @cache
-def entries() -> tuple[Entry, ...]:
+def load_entries() -> tuple[ContentsEntry, ...]:
     """Return all pages in reading order."""
-    table = tomllib.loads((DOCS / "contents.toml").read_text())
-    return tuple(Entry(part["title"], name, title) for part in table["part"] for name, title in part["pages"].items())
+    table = tomllib.loads((DOCS_FOLDER / "contents.toml").read_text())
+    return tuple(
+        ContentsEntry(part["title"], name, title) for part in table["part"] for name, title in part["pages"].items()
+    )
 
 
 @cache
-def files() -> frozenset[str]:
+def list_public_files() -> frozenset[str]:
     """Return the pictures and other files that pages may show or link to, as paths below docs/."""
-    pictures = (path for path in (DOCS / "images").iterdir() if path.suffix in (".png", ".svg"))
-    return frozenset(str(path.relative_to(DOCS)) for path in pictures) | MORE
+    pictures = (path for path in (DOCS_FOLDER / "images").iterdir() if path.suffix in (".png", ".svg"))
+    return frozenset(str(path.relative_to(DOCS_FOLDER)) for path in pictures) | OTHER_FILES

@@ -17,20 +17,20 @@ from django.contrib import admin
 from django.contrib.admin.utils import flatten_fieldsets
 from django.db.models import Model
 
-from cyborgweb.manual.contents import DOCS
+from cyborgweb.manual.contents import DOCS_FOLDER
 
-ANY = "*"
+ANY_KIND = "*"
 """The table of fields that mean the same for every kind."""
-ALIASES = {
+MODEL_BY_API_KIND = {
     "driver": "hostdriver",
     "handle": "attachhandle",
-    "offered": "service",
+    "backendservice": "service",
     "profile": "deviceprofile",
     "request": "acceleratorrequest",
     "rule": "admissionrule",
 }
 """The API's names of kinds → the names of the models."""
-HEAD = """\
+PAGE_HEAD = """\
 # Every field
 
 These are the fields of the console's lists and forms; the API has them under the same names. *Generated from the code.*
@@ -38,70 +38,70 @@ These are the fields of the console's lists and forms; the API has them under th
 
 
 @cache
-def table() -> dict[str, dict[str, str]]:
+def load_sentences() -> dict[str, dict[str, str]]:
     """Return `docs/fields.toml`: kind → field → sentence."""
-    return tomllib.loads((DOCS / "fields.toml").read_text())
+    return tomllib.loads((DOCS_FOLDER / "fields.toml").read_text())
 
 
-def sentence(kind: str, name: str, own: str = "") -> str:
+def field_sentence(kind: str, name: str, code_text: str = "") -> str:
     """Return the sentence for a field of a kind (`device`, `agent`), '' if there is none. The kind's own table comes
-    first, then `own` (the text in the code), then the table for all kinds.
+    first, then `code_text` (the text in the code), then the table for all kinds.
     """
-    known = table()
-    return known.get(kind, {}).get(name) or own or known[ANY].get(name, "")
+    sentences = load_sentences()
+    return sentences.get(kind, {}).get(name) or code_text or sentences[ANY_KIND].get(name, "")
 
 
-def of_api(component: str, name: str) -> str:
+def api_field_sentence(component: str, name: str) -> str:
     """Return the sentence for a property of one of the API's schemas, '' if there is none."""
     kind = component.removeprefix("Patched")
     for end in ("Reference", "Request", "WithTimeline", "WithSteps"):
         kind = kind.removesuffix(end) or kind
-    return sentence(ALIASES.get(kind.lower(), kind.lower()), name)
+    return field_sentence(MODEL_BY_API_KIND.get(kind.lower(), kind.lower()), name)
 
 
-def shown(site_admin: Any) -> Iterator[tuple[str, str, str]]:
+def iterate_console_fields(site_admin: Any) -> Iterator[tuple[str, str, str]]:
     """Yield every field of one kind in the console: its name, its heading, its sentence. Of fields with the same
     heading only the first is yielded.
     """
     model: type[Model] = site_admin.model
-    known = {field.name: field for field in model._meta.get_fields()}
+    fields_by_name = {field.name: field for field in model._meta.get_fields()}
     names = [*site_admin.list_display, *(site_admin.fields or ()), *site_admin.readonly_fields]
     names += flatten_fieldsets(site_admin.fieldsets or ())
     headings = set()
     for name in dict.fromkeys(name for name in names if isinstance(name, str) and name != "__str__"):
-        public = name.removeprefix("shown_").removeprefix("all_")
-        if (heading := _heading(site_admin, name)) not in headings:
+        public_name = name.removeprefix("shown_").removeprefix("all_")
+        if (heading := _field_heading(site_admin, name)) not in headings:
             headings.add(heading)
-            own = str(getattr(known.get(public), "help_text", ""))
-            yield public, heading, sentence(model._meta.model_name or "", public, own)
+            code_text = str(getattr(fields_by_name.get(public_name), "help_text", ""))
+            yield public_name, heading, field_sentence(model._meta.model_name or "", public_name, code_text)
 
 
-def kinds() -> Iterator[tuple[str, Any]]:
+def iterate_lists() -> Iterator[tuple[str, Any]]:
     """Yield every list of the console with its admin: first those in the navigation, in its order, then the others."""
-    from cyborgweb.pages.navigation import GROUPS
+    from cyborgweb.pages.navigation import SIDEBAR_GROUPS
 
     registry = admin.site._registry
-    words = {model: word for _, entries in GROUPS for word, _, model in entries}
-    for name, word in words.items():
+    title_by_model = {model: word for _, entries in SIDEBAR_GROUPS for word, _, model in entries}
+    for name, word in title_by_model.items():
         if (model := apps.get_model(name)) in registry:
             yield word, registry[model]
-    for model, one in registry.items():
-        if model._meta.label_lower not in words:
-            yield str(model._meta.verbose_name_plural).capitalize(), one
+    for model, model_admin in registry.items():
+        if model._meta.label_lower not in title_by_model:
+            yield str(model._meta.verbose_name_plural).capitalize(), model_admin
 
 
-def markdown() -> str:
+def render_fields_page() -> str:
     """Return the page as Markdown."""
-    lines = [HEAD]
-    for word, one in kinds():
+    lines = [PAGE_HEAD]
+    for word, model_admin in iterate_lists():
         lines += [f"## {word}\n", "| field | meaning |", "|---|---|"]
-        lines += [f"| {heading} | {said} |" for _, heading, said in shown(one)]
+        lines += [f"| {heading} | {said} |" for _, heading, said in iterate_console_fields(model_admin)]
         lines.append("")
     return "\n".join(lines)
 
 
-def _heading(site_admin: Any, name: str) -> str:
-    found = getattr(site_admin, name, None) or getattr(site_admin.model, name, None)
-    said = getattr(found, "short_description", None)
-    text = str(said or site_admin.opts.get_field(name).verbose_name)
+def _field_heading(site_admin: Any, name: str) -> str:
+    attribute = getattr(site_admin, name, None) or getattr(site_admin.model, name, None)
+    short_description = getattr(attribute, "short_description", None)
+    text = str(short_description or site_admin.opts.get_field(name).verbose_name)
     return text[:1].upper() + text[1:]

@@ -18,14 +18,14 @@ from markdown_it.token import Token
 
 from cyborgweb.manual import contents, sequence
 
-Address = Callable[[str], str]
+AddressFunction = Callable[[str], str]
 """Function that returns the address of something in docs/ in one edition of the manual: `guide.md#words`,
 `images/host.png`.
 """
 
 
 @dataclass
-class Section:
+class ManualSection:
     """A heading and the text below it, up to the next heading."""
 
     level: int
@@ -34,48 +34,48 @@ class Section:
     text: list[str] = field(default_factory=list)
 
     @property
-    def said(self) -> str:
+    def plain_text(self) -> str:
         """Return the text on one line."""
         return " ".join(" ".join(self.text).split())
 
 
 @dataclass(frozen=True)
-class Page:
+class RenderedPage:
     """A rendered page without its frame. The first section is the page itself."""
 
     name: str
     html: str
-    sections: tuple[Section, ...]
+    sections: tuple[ManualSection, ...]
 
 
-def render(name: str, source: str, address: Address) -> Page:
+def render_page(name: str, source: str, address: AddressFunction) -> RenderedPage:
     """Render the Markdown in `source`. Relative links are resolved from the page's place below docs/."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    for rule, how in RULES.items():
-        parser.add_render_rule(rule, how)
+    for rule, render_rule in RENDER_RULES.items():
+        parser.add_render_rule(rule, render_rule)
     tokens = parser.parse(source)
-    sections: list[Section] = []
+    sections: list[ManualSection] = []
     counts: Counter[str] = Counter()
     for token, following in zip(tokens, [*tokens[1:], None], strict=True):
         if token.type == "heading_open" and following:
-            title = _plain(following)
-            sections.append(Section(int(token.tag[1]), _anchor(title, counts), title))
+            title = _plain_text(following)
+            sections.append(ManualSection(int(token.tag[1]), _build_anchor(title, counts), title))
             token.attrSet("id", sections[-1].anchor)
         elif token.type in ("inline", "fence") and sections:
-            sections[-1].text.append(_plain(token) if token.type == "inline" else token.content)
+            sections[-1].text.append(_plain_text(token) if token.type == "inline" else token.content)
         if token.type == "inline":
-            _lead(token.children or [], name, address)
+            _replace_link_targets(token.children or [], name, address)
     for section in sections:
         section.text = section.text[1:]  # without the heading itself
-    return Page(name, parser.renderer.render(tokens, parser.options, {"page": name}), tuple(sections))
+    return RenderedPage(name, parser.renderer.render(tokens, parser.options, {"page": name}), tuple(sections))
 
 
-def target(name: str, link: str) -> str:
+def resolve_link(name: str, link: str) -> str:
     """Return the path below docs/, with its anchor, that a relative link on page `name` leads to."""
     path, _, anchor = link.partition("#")
-    here = PurePosixPath(name).parent
+    folder = PurePosixPath(name).parent
     parts: list[str] = []
-    for part in (here / path).parts if path else (f"{name}.md",):
+    for part in (folder / path).parts if path else (f"{name}.md",):
         if part == "..":
             parts.pop()
         else:
@@ -83,37 +83,37 @@ def target(name: str, link: str) -> str:
     return "/".join(parts) + (f"#{anchor}" if anchor else "")
 
 
-def _lead(tokens: Sequence[Token], name: str, address: Address) -> None:
+def _replace_link_targets(tokens: Sequence[Token], name: str, address: AddressFunction) -> None:
     """Replace the targets of links and pictures by their addresses in this edition."""
     for token in tokens:
         key = {"link_open": "href", "image": "src"}.get(token.type)
         link = str(token.attrGet(key) or "") if key else ""
         if key and link and "://" not in link:
-            token.meta["docs"] = target(name, link)
+            token.meta["docs"] = resolve_link(name, link)
             token.attrSet(key, link if link.startswith("#") else address(token.meta["docs"]))
 
 
-def _anchor(title: str, counts: Counter[str]) -> str:
+def _build_anchor(title: str, counts: Counter[str]) -> str:
     """Return the heading's anchor as GitHub builds it, so that a link works in both places."""
     slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
     counts[slug] += 1
     return slug if counts[slug] == 1 else f"{slug}-{counts[slug] - 1}"
 
 
-def _plain(token: Token) -> str:
-    return "".join(_words(token.children or []))
+def _plain_text(token: Token) -> str:
+    return "".join(_iterate_text(token.children or []))
 
 
-def _words(tokens: Sequence[Token]) -> Iterator[str]:
+def _iterate_text(tokens: Sequence[Token]) -> Iterator[str]:
     for token in tokens:
         yield token.content if token.type in ("text", "code_inline", "image") else " " * (token.type == "softbreak")
 
 
-def _text(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+def _render_text(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
     return escapeHtml(tokens[at].content).replace("&lt;br&gt;", "<br>")
 
 
-def _fence(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+def _render_code_block(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
     """Render a block of code, or a Mermaid diagram as SVG. In the info string, the word after the language is a file
     name and becomes the caption.
     """
@@ -121,32 +121,32 @@ def _fence(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) 
     language, _, name = token.info.partition(" ")
     if language == "mermaid":
         heading = next((n for n in range(at, 0, -1) if tokens[n - 1].type == "heading_open"), None)
-        called = _plain(tokens[heading]) if heading else env["page"]
-        return f'<div class="drawing" tabindex="0" role="group">{sequence.svg(token.content, called)}</div>\n'
+        accessible_name = _plain_text(tokens[heading]) if heading else env["page"]
+        return f'<div class="drawing" tabindex="0" role="group">{sequence.render_svg(token.content, accessible_name)}</div>\n'
     caption = f"<figcaption>{escapeHtml(name)}</figcaption>" if name else ""
     return f'<figure class="code">{caption}<pre tabindex="0"><code>{escapeHtml(token.content)}</code></pre></figure>\n'
 
 
-def _image(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+def _render_image(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
     """Render a picture: a photograph by its file; an SVG drawing inline, so that it uses the page's colours."""
     token = tokens[at]
-    said, path = escapeHtml(token.content), token.meta.get("docs", "")
-    if path.endswith(".svg") and path in contents.files():
-        drawing = (contents.DOCS / path).read_text().partition("<svg ")[2]
-        return f'<span class="drawing" tabindex="0"><svg role="img" aria-label="{said}" {drawing.strip()}</span>'
-    return f'<img src="{escapeHtml(str(token.attrGet("src")))}" alt="{said}" loading="lazy">'
+    alternative_text, path = escapeHtml(token.content), token.meta.get("docs", "")
+    if path.endswith(".svg") and path in contents.list_public_files():
+        drawing = (contents.DOCS_FOLDER / path).read_text().partition("<svg ")[2]
+        return f'<span class="drawing" tabindex="0"><svg role="img" aria-label="{alternative_text}" {drawing.strip()}</span>'
+    return f'<img src="{escapeHtml(str(token.attrGet("src")))}" alt="{alternative_text}" loading="lazy">'
 
 
-def _th(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+def _render_table_heading(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
     tokens[at].attrSet("scope", "col")
     return str(self.renderToken(tokens, at, options, env))
 
 
-RULES: dict[str, Callable[..., str]] = {
-    "text": _text,
-    "fence": _fence,
-    "image": _image,
-    "th_open": _th,
+RENDER_RULES: dict[str, Callable[..., str]] = {
+    "text": _render_text,
+    "fence": _render_code_block,
+    "image": _render_image,
+    "th_open": _render_table_heading,
     "table_open": lambda *_: '<div class="scroll" tabindex="0"><table>\n',
     "table_close": lambda *_: "</table></div>\n",
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from django.http import HttpRequest
 
-DEFAULT = "index.md"
-PLACES = {
+DEFAULT_PLACE = "index.md"
+PLACE_BY_URL_NAME = {
     "index": "first-day.md#find-your-way",
     "find": "first-day.md#see-who-holds-what",
     "accelerators_host": "first-day.md#look-at-what-was-found",
@@ -42,10 +42,10 @@ PLACES = {
 """URL name, or the beginning of URL names → the part of the manual below docs/."""
 
 
-def place(request: HttpRequest) -> str:
+def find_manual_place(request: HttpRequest) -> str:
     """Return the part of the manual that describes the requested page."""
-    match = request.resolver_match
-    name = str(match.url_name) if match else ""
-    while name and name not in PLACES:
+    resolver_match = request.resolver_match
+    name = str(resolver_match.url_name) if resolver_match else ""
+    while name and name not in PLACE_BY_URL_NAME:
         name = name.rpartition("_")[0]
-    return PLACES.get(name, DEFAULT)
+    return PLACE_BY_URL_NAME.get(name, DEFAULT_PLACE)

@@ -17,51 +17,51 @@ from django.contrib.staticfiles import finders
 from django.template.loader import render_to_string
 
 from cyborgweb.manual import contents, fields
-from cyborgweb.manual.contents import FIELDS, FIRST, Entry
+from cyborgweb.manual.contents import FIELDS_PAGE, FIRST_PAGE, ContentsEntry
 
 if TYPE_CHECKING:
-    from cyborgweb.manual.pages import Page, Section
+    from cyborgweb.manual.pages import ManualSection, RenderedPage
 
 STYLES = ("console/console.css", "console/page.css", "help/manual.css")
 FONTS = ("unfold/fonts/inter/styles.css",)
 """Fonts of the served edition only; the files use the fonts of the reader's machine."""
-SCRIPT = "console/theme.js"
-SEARCH = "search"
-ALONE_SCRIPT, INDEX = "help/search.js", "index.js"
-MOST = 40
+THEME_SCRIPT = "console/theme.js"
+SEARCH_PAGE = "search"
+SEARCH_SCRIPT, SEARCH_INDEX = "help/search.js", "index.js"
+MAX_HITS = 40
 """Sections that a search shows at most."""
 
 
 @dataclass(frozen=True)
-class Edition:
+class ManualEdition:
     """Addresses in one edition. `root` is the relative path from the current page to the manual's folder, '' for the
     served edition.
     """
 
     root: str = ""
 
-    def page(self, name: str) -> str:
+    def page_url(self, name: str) -> str:
         """Return the address of a page."""
         if self.root:
             return f"{self.root}{name}.html"
-        return f"/help/{'' if name == FIRST else f'{name}/'}"
+        return f"/help/{'' if name == FIRST_PAGE else f'{name}/'}"
 
-    def address(self, place: str) -> str:
+    def docs_url(self, place: str) -> str:
         """Return the address of something below docs/: a page (`guide.md#words`) or a file."""
         path, _, anchor = place.partition("#")
-        found = self.page(path.removesuffix(".md")) if path.endswith(".md") else f"{self.root or '/help/'}{path}"
-        return f"{found}#{anchor}" if anchor else found
+        url = self.page_url(path.removesuffix(".md")) if path.endswith(".md") else f"{self.root or '/help/'}{path}"
+        return f"{url}#{anchor}" if anchor else url
 
-    def static(self, path: str) -> str:
+    def static_url(self, path: str) -> str:
         """Return the address of one of the console's static files."""
         return f"{self.root}assets/{Path(path).name}" if self.root else f"{settings.STATIC_URL}{path}"
 
 
-SERVED = Edition()
+SERVED_EDITION = ManualEdition()
 
 
 @dataclass(frozen=True)
-class Hit:
+class ManualHit:
     """A section that the search found."""
 
     url: str
@@ -70,108 +70,119 @@ class Hit:
     text: str
 
 
-def alone(name: str) -> Edition:
+def file_edition(name: str) -> ManualEdition:
     """Return the edition in files, as seen from this page."""
-    return Edition("../" * name.count("/") or "./")
+    return ManualEdition("../" * name.count("/") or "./")
 
 
-def body(name: str, edition: Edition) -> Page:
+def render_body(name: str, edition: ManualEdition) -> RenderedPage:
     """Render a page without its frame. Raises KeyError if the table of contents does not have it."""
     from cyborgweb.manual import pages  # its parser takes a while to import, and most processes never show a page
 
-    if name not in {entry.name for entry in contents.entries()}:
+    if name not in {entry.name for entry in contents.load_entries()}:
         raise KeyError(name)
-    source = fields.markdown() if name == FIELDS else (contents.DOCS / f"{name}.md").read_text()
-    return pages.render(name, source, edition.address)
+    source = fields.render_fields_page() if name == FIELDS_PAGE else (contents.DOCS_FOLDER / f"{name}.md").read_text()
+    return pages.render_page(name, source, edition.docs_url)
 
 
 @cache
-def page(name: str, edition: Edition = SERVED) -> str:
+def complete_page(name: str, edition: ManualEdition = SERVED_EDITION) -> str:
     """Return a complete page; the result is cached. Raises KeyError if the table of contents does not have it."""
-    made = body(name, edition)
-    every = contents.entries()
-    at = [entry.name for entry in every].index(name)
-    return framed(
+    rendered = render_body(name, edition)
+    all_entries = contents.load_entries()
+    position = [entry.name for entry in all_entries].index(name)
+    return render_frame(
         edition,
         name,
-        every[at].title,
+        all_entries[position].title,
         {
-            "body": made.html,
-            "on_this_page": [one for one in made.sections if one.level == 2],
-            "previous": _linked(every[at - 1], edition) if at else None,
-            "next": _linked(every[at + 1], edition) if at + 1 < len(every) else None,
+            "body": rendered.html,
+            "on_this_page": [one for one in rendered.sections if one.level == 2],
+            "previous": _link_to(all_entries[position - 1], edition) if position else None,
+            "next": _link_to(all_entries[position + 1], edition) if position + 1 < len(all_entries) else None,
         },
     )
 
 
-def framed(edition: Edition, name: str, title: str, more: dict[str, object]) -> str:
+def render_frame(edition: ManualEdition, name: str, title: str, extra_context: dict[str, object]) -> str:
     """Render a page in its frame, with the table of contents and the search."""
     parts: dict[str, list[tuple[str, str, bool]]] = {}
-    for entry in contents.entries():
-        parts.setdefault(entry.part, []).append((*_linked(entry, edition), entry.name == name))
+    for entry in contents.load_entries():
+        parts.setdefault(entry.part, []).append((*_link_to(entry, edition), entry.name == name))
     context = {
         "served": not edition.root,
         "title": title,
         "parts": parts,
-        "first": edition.page(FIRST),
-        "search": edition.page(SEARCH),
-        "styles": [edition.static(path) for path in (*(() if edition.root else FONTS), *STYLES)],
-        "script": edition.static(SCRIPT),
-        "icon": edition.static("console/icon.svg"),
+        "first": edition.page_url(FIRST_PAGE),
+        "search": edition.page_url(SEARCH_PAGE),
+        "styles": [edition.static_url(path) for path in (*(() if edition.root else FONTS), *STYLES)],
+        "script": edition.static_url(THEME_SCRIPT),
+        "icon": edition.static_url("console/icon.svg"),
     }
-    return render_to_string("help/page.html", context | more)
+    return render_to_string("help/page.html", context | extra_context)
 
 
 @cache
-def sections() -> tuple[tuple[Entry, Section], ...]:
+def all_sections() -> tuple[tuple[ContentsEntry, ManualSection], ...]:
     """Return all sections that can be found, in the order of the contents."""
-    return tuple((entry, one) for entry in contents.entries() for one in body(entry.name, SERVED).sections)
+    return tuple(
+        (entry, one) for entry in contents.load_entries() for one in render_body(entry.name, SERVED_EDITION).sections
+    )
 
 
-def find(term: str) -> list[Hit]:
-    """Return at most `MOST` sections that contain every word of `term`; those with more of the words in their
+def search_sections(term: str) -> list[ManualHit]:
+    """Return at most `MAX_HITS` sections that contain every word of `term`; those with more of the words in their
     headings come first.
     """
     words = term.lower().split()
-    found = []
-    for entry, one in sections() if words else ():
-        title, text = f"{entry.title} {one.title}".lower(), one.said.lower()
+    ranked = []
+    for entry, section in all_sections() if words else ():
+        title, text = f"{entry.title} {section.title}".lower(), section.plain_text.lower()
         if all(word in title or word in text for word in words):
-            found.append((-sum(word in title for word in words), entry, one))
-    found.sort(key=lambda hit: hit[0])
+            ranked.append((-sum(word in title for word in words), entry, section))
+    ranked.sort(key=lambda hit: hit[0])
     return [
-        Hit(SERVED.address(f"{entry.name}.md#{one.anchor}"), entry.title, one.title, excerpt(one.said, words))
-        for _, entry, one in found[:MOST]
+        ManualHit(
+            SERVED_EDITION.docs_url(f"{entry.name}.md#{one.anchor}"),
+            entry.title,
+            one.title,
+            excerpt_around(one.said, words),
+        )
+        for _, entry, one in ranked[:MAX_HITS]
     ]
 
 
-def excerpt(text: str, words: list[str]) -> str:
+def excerpt_around(text: str, words: list[str]) -> str:
     """Return a line or two of text around the first of the words."""
     at = min((place for word in words if (place := text.lower().find(word)) >= 0), default=0)
     start = max(0, text.rfind(" ", 0, max(0, at - 60)))
     return ("…" if start else "") + text[start : start + 220].strip() + ("…" if start + 220 < len(text) else "")
 
 
-def write(folder: Path) -> int:
+def write_files(folder: Path) -> int:
     """Write the edition in files into `folder`, which is deleted first; return the number of pages."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "assets").mkdir(parents=True)
-    for entry in contents.entries():
+    for entry in contents.load_entries():
         path = folder / f"{entry.name}.html"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(page(entry.name, alone(entry.name)))
-    for name in contents.files():
+        path.write_text(complete_page(entry.name, file_edition(entry.name)))
+    for name in contents.list_public_files():
         (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(contents.DOCS / name, folder / name)
-    for name in (*STYLES, SCRIPT, ALONE_SCRIPT, "console/icon.svg"):
+        shutil.copyfile(contents.DOCS_FOLDER / name, folder / name)
+    for name in (*STYLES, THEME_SCRIPT, SEARCH_SCRIPT, "console/icon.svg"):
         shutil.copyfile(str(finders.find(name)), folder / "assets" / Path(name).name)
-    index = [[f"{entry.name}.html#{one.anchor}", entry.title, one.title, one.said] for entry, one in sections()]
-    (folder / "assets" / INDEX).write_text(f"const MANUAL = {json.dumps(index, ensure_ascii=False)};\n")
-    edition = alone(SEARCH)
-    scripts = [edition.static(INDEX), edition.static(ALONE_SCRIPT)]
-    (folder / f"{SEARCH}.html").write_text(framed(edition, SEARCH, "Search", {"scripts": scripts, "hits": []}))
-    return len(contents.entries())
+    index = [
+        [f"{entry.name}.html#{one.anchor}", entry.title, one.title, one.plain_text] for entry, one in all_sections()
+    ]
+    (folder / "assets" / SEARCH_INDEX).write_text(f"const MANUAL = {json.dumps(index, ensure_ascii=False)};\n")
+    edition = file_edition(SEARCH_PAGE)
+    scripts = [edition.static_url(SEARCH_INDEX), edition.static_url(SEARCH_SCRIPT)]
+    (folder / f"{SEARCH_PAGE}.html").write_text(
+        render_frame(edition, SEARCH_PAGE, "Search", {"scripts": scripts, "hits": []})
+    )
+    return len(contents.load_entries())
 
 
-def _linked(entry: Entry, edition: Edition) -> tuple[str, str]:
-    return edition.page(entry.name), entry.title
+def _link_to(entry: ContentsEntry, edition: ManualEdition) -> tuple[str, str]:
+    return edition.page_url(entry.name), entry.title

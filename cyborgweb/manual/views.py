@@ -13,36 +13,36 @@ from django.urls import path
 
 from cyborgweb.manual import contents, site
 
-LONGEST = 200
+MAX_TERM_LENGTH = 200
 """Characters of a search term that are used."""
 
 
-def page(request: HttpRequest, name: str = contents.FIRST) -> HttpResponse:
+def show_page(request: HttpRequest, name: str = contents.FIRST_PAGE) -> HttpResponse:
     """Show a page of the manual."""
     try:
-        return HttpResponse(site.page(name))
+        return HttpResponse(site.complete_page(name))
     except KeyError:
         raise Http404("The manual has no such page.") from None
 
 
-def find(request: HttpRequest) -> HttpResponse:
+def show_search_results(request: HttpRequest) -> HttpResponse:
     """Search the manual for `?q=`."""
-    term = request.GET.get("q", "").strip()[:LONGEST]
-    more = {"hits": site.find(term), "term": term, "searched": True}
-    return HttpResponse(site.framed(site.SERVED, site.SEARCH, "Search", more))
+    term = request.GET.get("q", "").strip()[:MAX_TERM_LENGTH]
+    extra_context = {"hits": site.search_sections(term), "term": term, "searched": True}
+    return HttpResponse(site.render_frame(site.SERVED_EDITION, site.SEARCH_PAGE, "Search", extra_context))
 
 
-def file(request: HttpRequest, name: str) -> HttpResponse:
+def serve_file(request: HttpRequest, name: str) -> HttpResponse:
     """Return a picture, or a file that a page links to; no other file of docs/."""
-    if name not in contents.files():
+    if name not in contents.list_public_files():
         raise Http404("The manual has no such file.")
     kind = mimetypes.guess_type(name)[0] if name.startswith("images/") else "text/plain; charset=utf-8"
-    return HttpResponse((contents.DOCS / name).read_bytes(), content_type=kind)
+    return HttpResponse((contents.DOCS_FOLDER / name).read_bytes(), content_type=kind)
 
 
 urlpatterns = [
-    path("", admin.site.admin_view(page, cacheable=True), name="help"),
-    path("search/", admin.site.admin_view(find, cacheable=True), name="help_search"),
-    path("<path:name>/", admin.site.admin_view(page, cacheable=True), name="help_page"),
-    path("<path:name>", admin.site.admin_view(file, cacheable=True), name="help_file"),
+    path("", admin.site.admin_view(show_page, cacheable=True), name="help"),
+    path("search/", admin.site.admin_view(show_search_results, cacheable=True), name="help_search"),
+    path("<path:name>/", admin.site.admin_view(show_page, cacheable=True), name="help_page"),
+    path("<path:name>", admin.site.admin_view(serve_file, cacheable=True), name="help_file"),
 ]

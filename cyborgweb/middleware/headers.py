@@ -23,15 +23,15 @@ SOURCES = {
     "frame-ancestors": "'none'",
 }
 """The directives of Content Security Policy level 3. `connect-src 'self'` also allows our own WebSockets."""
-PERMISSIONS = "camera=(), display-capture=(), geolocation=(), microphone=(), payment=(), serial=(), usb=()"
+PERMISSIONS_POLICY = "camera=(), display-capture=(), geolocation=(), microphone=(), payment=(), serial=(), usb=()"
 """Browser features that none of our pages uses; the header forbids them."""
 
 
 @lru_cache(maxsize=8)
-def policy(more: tuple[tuple[str, str], ...] = ()) -> str:
+def build_content_policy(extra_sources: tuple[tuple[str, str], ...] = ()) -> str:
     """Return the value of Content-Security-Policy; `extra_sources` are pairs of a directive and its sources."""
-    allowed = dict(more)
-    return "; ".join(f"{name} {value} {allowed.get(name, '')}".rstrip() for name, value in SOURCES.items())
+    extra_by_directive = dict(extra_sources)
+    return "; ".join(f"{name} {value} {extra_by_directive.get(name, '')}".rstrip() for name, value in SOURCES.items())
 
 
 class HeadersMiddleware:
@@ -42,6 +42,6 @@ class HeadersMiddleware:
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
         response = self.get_response(request)
-        response.headers["Content-Security-Policy"] = policy(getattr(request, "csp_allowed", ()))
-        response.headers["Permissions-Policy"] = PERMISSIONS
+        response.headers["Content-Security-Policy"] = build_content_policy(getattr(request, "csp_allowed", ()))
+        response.headers["Permissions-Policy"] = PERMISSIONS_POLICY
         return response

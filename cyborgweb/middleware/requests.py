@@ -9,10 +9,12 @@ from django.http import HttpRequest, HttpResponse
 
 from accelerators.domain.caller import request_id
 from cyborgweb.auth import read_only
-from cyborgweb.auth.policy import READS
+from cyborgweb.auth.policy import READ_METHODS
 from cyborgweb.pages import error_pages
 
-ALWAYS = tuple(f"/admin/{path}/" for path in ("login", "logout", "census", "inbox", "lists", "cyborgweb/maintenance"))
+EXEMPT_PATHS = tuple(
+    f"/admin/{path}/" for path in ("login", "logout", "census", "inbox", "lists", "cyborgweb/maintenance")
+)
 """Paths that accept writes also while the console is read only: they change nothing, or only a person's own settings,
 or they end the maintenance."""
 
@@ -25,13 +27,13 @@ class RequestIdMiddleware:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        made = f"req-{uuid.uuid4()}"
-        token = request_id.set(made)
+        new_id = f"req-{uuid.uuid4()}"
+        token = request_id.set(new_id)
         try:
             response = self.get_response(request)
         finally:
             request_id.reset(token)
-        response["x-openstack-request-id"] = made
+        response["x-openstack-request-id"] = new_id
         return response
 
 
@@ -45,7 +47,11 @@ class ReadOnlyMiddleware:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        posts = request.method not in READS and request.path.startswith("/admin/")
-        if posts and not request.path.startswith(ALWAYS) and (now := read_only.current()):
-            return error_pages.read_only(request, read_only.sentence(now))
+        is_console_write = request.method not in READ_METHODS and request.path.startswith("/admin/")
+        if (
+            is_console_write
+            and not request.path.startswith(EXEMPT_PATHS)
+            and (maintenance := read_only.get_maintenance())
+        ):
+            return error_pages.show_read_only(request, read_only.describe_maintenance(maintenance))
         return self.get_response(request)

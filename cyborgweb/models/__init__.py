@@ -1,7 +1,7 @@
 """Tables of the console and of access: API tokens, users of Keystone, saved views, the read-only switch, subscriptions
 and deliveries."""
 
-from cyborgweb.models.identity import ApiToken, KeystoneUser, Maintenance, SavedView, digest
+from cyborgweb.models.identity import ApiToken, KeystoneUser, Maintenance, SavedView, hash_token
 from cyborgweb.models.notify import Delivery, Reader, Subscription
 
-__all__ = ["ApiToken", "Delivery", "KeystoneUser", "Maintenance", "Reader", "SavedView", "Subscription", "digest"]
+__all__ = ["ApiToken", "Delivery", "KeystoneUser", "Maintenance", "Reader", "SavedView", "Subscription", "hash_token"]

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Kind(StrEnum):
+class NotificationKind(StrEnum):
     """The kind of event that a message reports."""
 
     REQUEST_BOUND = "request.bound"
@@ -23,7 +23,7 @@ class Kind(StrEnum):
     DEVICE_HEALTH = "device.health"
 
 
-class Way(StrEnum):
+class DeliveryWay(StrEnum):
     """How a message is delivered."""
 
     WEBHOOK = "webhook"
@@ -31,7 +31,7 @@ class Way(StrEnum):
     INBOX = "inbox"
 
 
-class Scope(StrEnum):
+class SubscriptionScope(StrEnum):
     """Which requests and devices a subscription covers."""
 
     PROJECT = "project"
@@ -40,7 +40,7 @@ class Scope(StrEnum):
     """All requests and devices; for people who operate accelerators."""
 
 
-class Progress(StrEnum):
+class DeliveryProgress(StrEnum):
     """The state of a delivery."""
 
     WAITING = "waiting"
@@ -48,7 +48,7 @@ class Progress(StrEnum):
     GIVEN_UP = "given up"
 
 
-class Standing(StrEnum):
+class SubscriptionStanding(StrEnum):
     """The state of a subscription. Deliveries are written only while it is active; it stays off, paused or gone until
     somebody resumes it."""
 
@@ -61,46 +61,57 @@ class Standing(StrEnum):
     """Its destination answered 410 Gone."""
 
 
-JOBS: Mapping[str, str] = {Way.WEBHOOK: "deliveries", Way.EMAIL: "mails"}
+JOB_BY_WAY: Mapping[str, str] = {DeliveryWay.WEBHOOK: "deliveries", DeliveryWay.EMAIL: "mails"}
 """The job that sends the messages of each way. An inbox needs no job: its messages are delivered when written."""
-TEST = "subscription.test"
-PAUSED = "subscription.paused"
+TEST_KIND = "subscription.test"
+PAUSED_KIND = "subscription.paused"
 """The kinds `TEST_KIND` and `PAUSED_KIND` are messages about a subscription itself."""
 
-MEANINGS: Mapping[str, str] = {
-    Kind.REQUEST_BOUND: "An accelerator is ready for its instance.",
-    Kind.REQUEST_FAILED: "An accelerator could not be bound; the message says why.",
-    Kind.REQUEST_UNBOUND: "An accelerator was released.",
-    Kind.DEVICE_READY: "A device is ready and offered.",
-    Kind.DEVICE_FAILED: "A device failed.",
-    Kind.DEVICE_MISSING: "A device is no longer found on its host.",
-    Kind.DEVICE_QUARANTINED: "A device is in quarantine.",
-    Kind.DEVICE_HEALTH: "The health that a device reports has changed.",
-    TEST: "Somebody sent a test message.",
-    PAUSED: "A subscription is paused, because its destination failed for days.",
+KIND_MEANINGS: Mapping[str, str] = {
+    NotificationKind.REQUEST_BOUND: "An accelerator is ready for its instance.",
+    NotificationKind.REQUEST_FAILED: "An accelerator could not be bound; the message says why.",
+    NotificationKind.REQUEST_UNBOUND: "An accelerator was released.",
+    NotificationKind.DEVICE_READY: "A device is ready and offered.",
+    NotificationKind.DEVICE_FAILED: "A device failed.",
+    NotificationKind.DEVICE_MISSING: "A device is no longer found on its host.",
+    NotificationKind.DEVICE_QUARANTINED: "A device is in quarantine.",
+    NotificationKind.DEVICE_HEALTH: "The health that a device reports has changed.",
+    TEST_KIND: "Somebody sent a test message.",
+    PAUSED_KIND: "A subscription is paused, because its destination failed for days.",
 }
-TITLES: Mapping[str, str] = {
-    Kind.REQUEST_BOUND: "Accelerator ready",
-    Kind.REQUEST_FAILED: "Accelerator not bound",
-    Kind.REQUEST_UNBOUND: "Accelerator released",
-    Kind.DEVICE_READY: "Device ready",
-    Kind.DEVICE_FAILED: "Device failed",
-    Kind.DEVICE_MISSING: "Device missing",
-    Kind.DEVICE_QUARANTINED: "Device in quarantine",
-    Kind.DEVICE_HEALTH: "Health of a device changed",
-    TEST: "Test",
-    PAUSED: "Subscription paused",
+KIND_TITLES: Mapping[str, str] = {
+    NotificationKind.REQUEST_BOUND: "Accelerator ready",
+    NotificationKind.REQUEST_FAILED: "Accelerator not bound",
+    NotificationKind.REQUEST_UNBOUND: "Accelerator released",
+    NotificationKind.DEVICE_READY: "Device ready",
+    NotificationKind.DEVICE_FAILED: "Device failed",
+    NotificationKind.DEVICE_MISSING: "Device missing",
+    NotificationKind.DEVICE_QUARANTINED: "Device in quarantine",
+    NotificationKind.DEVICE_HEALTH: "Health of a device changed",
+    TEST_KIND: "Test",
+    PAUSED_KIND: "Subscription paused",
 }
-_TOLD = {"profile": "profile", "instance": "instance", "name": "", "model": "", "host": "on", "health": "health"}
+_WORD_BY_FIELD = {
+    "profile": "profile",
+    "instance": "instance",
+    "name": "",
+    "model": "",
+    "host": "on",
+    "health": "health",
+}
 """The fields of a message's data that a sentence contains, each with the word that precedes it."""
 
 
-def sentence(kind: str, data: Mapping[str, Any]) -> str:
+def describe_event(kind: str, data: Mapping[str, Any]) -> str:
     """Return one line for people that says what happened to which object, where and why; about 600 characters at most.
 
     `data` is the data of a message of this `kind`.
     """
-    about = data.get("name") or data.get("request") or data.get("device") or data.get("subscription") or ""
-    told = [f"{word} {data[name]}".strip() for name, word in _TOLD.items() if name != "name" and data.get(name)]
-    line = ", ".join(part for part in (f"{TITLES.get(kind, kind)}: {about}".removesuffix(": "), *told) if part)
+    subject = data.get("name") or data.get("request") or data.get("device") or data.get("subscription") or ""
+    details = [
+        f"{word} {data[name]}".strip() for name, word in _WORD_BY_FIELD.items() if name != "name" and data.get(name)
+    ]
+    line = ", ".join(
+        part for part in (f"{KIND_TITLES.get(kind, kind)}: {subject}".removesuffix(": "), *details) if part
+    )
     return " ".join(f"{line}. {data.get('reason') or ''}".split())[:600].rstrip(" .") + "."

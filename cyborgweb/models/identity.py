@@ -35,10 +35,10 @@ class ApiToken(models.Model):
         return self.name
 
     @classmethod
-    def make(cls, name: str, user: object, roles: list[str], project_id: str) -> str:
+    def create_with_secret(cls, name: str, user: object, roles: list[str], project_id: str) -> str:
         """Create a token and return its secret, which is not stored and cannot be shown again."""
         secret = secrets.token_urlsafe(32)
-        cls.objects.create(name=name, user=user, token_hash=digest(secret), roles=roles, project_id=project_id)
+        cls.objects.create(name=name, user=user, token_hash=hash_token(secret), roles=roles, project_id=project_id)
         return secret
 
 
@@ -89,7 +89,7 @@ class Maintenance(models.Model):
         return f"read only since {self.since:%Y-%m-%d %H:%M}"
 
 
-def digest(secret: str) -> str:
+def hash_token(secret: str) -> str:
     """Return the SHA-256 of a token in hex, by which it is stored and found.
 
     A plain hash is sufficient, because tokens are 256 random bits.

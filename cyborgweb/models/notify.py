@@ -13,7 +13,13 @@ from django.db.models.functions import Now
 
 from accelerators.domain.states import DeviceType
 from accelerators.models import fields
-from cyborgweb.models.event_types import Kind, Progress, Scope, Standing, Way
+from cyborgweb.models.event_types import (
+    DeliveryProgress,
+    DeliveryWay,
+    NotificationKind,
+    SubscriptionScope,
+    SubscriptionStanding,
+)
 
 
 class Subscription(fields.Row):
@@ -38,19 +44,20 @@ class Subscription(fields.Row):
     )
     scope = models.CharField(
         max_length=8,
-        choices=fields.choices(Scope),
-        default=Scope.PROJECT.value,
+        choices=fields.choices_from_enum(SubscriptionScope),
+        default=SubscriptionScope.PROJECT.value,
         help_text="The project's own requests and the devices they hold, or all of the cloud.",
     )
     kinds = ArrayField(
-        models.CharField(max_length=32, choices=fields.choices(Kind)), help_text="What you want to be told of."
+        models.CharField(max_length=32, choices=fields.choices_from_enum(NotificationKind)),
+        help_text="What you want to be told of.",
     )
-    host = fields.name(
+    host = fields.name_field(
         default="", blank=True, help_text="Only this host; * and ? stand for what differs. For all of the cloud only."
     )
     type = models.CharField(
         max_length=16,
-        choices=[("", "any"), *fields.choices(DeviceType)],
+        choices=[("", "any"), *fields.choices_from_enum(DeviceType)],
         default="",
         blank=True,
         help_text="Only devices of this type.",
@@ -58,15 +65,15 @@ class Subscription(fields.Row):
     label = models.CharField(
         max_length=255, default="", blank=True, help_text="Only what a project labelled with exactly these words."
     )
-    way = models.CharField(max_length=8, choices=fields.choices(Way), help_text="How you are told.")
+    way = models.CharField(max_length=8, choices=fields.choices_from_enum(DeliveryWay), help_text="How you are told.")
     target = models.CharField(
         max_length=2000, default="", blank=True, help_text="The webhook's URL, or the e-mail address."
     )
     secret = models.TextField(default="", blank=True, editable=False, help_text="Encrypted; signs webhooks.")
     standing = models.CharField(
         max_length=8,
-        choices=fields.choices(Standing),
-        default=Standing.ACTIVE.value,
+        choices=fields.choices_from_enum(SubscriptionStanding),
+        default=SubscriptionStanding.ACTIVE.value,
         help_text="Paused: its destination failed for days. Gone: it answered 410.",
     )
     last_error = models.TextField(default="", blank=True, help_text="What the last try failed with.")
@@ -77,9 +84,9 @@ class Subscription(fields.Row):
     class Meta:
         ordering = ["id"]
         constraints = [
-            fields.one_of("scope", Scope, "subscription_scope_known"),
-            fields.one_of("way", Way, "subscription_way_known"),
-            fields.one_of("standing", Standing, "subscription_standing_known"),
+            fields.one_of_constraint("scope", SubscriptionScope, "subscription_scope_known"),
+            fields.one_of_constraint("way", DeliveryWay, "subscription_way_known"),
+            fields.one_of_constraint("standing", SubscriptionStanding, "subscription_standing_known"),
             models.CheckConstraint(condition=~Q(way="inbox") | ~Q(person=""), name="subscription_inbox_has_a_person"),
         ]
         indexes = [models.Index(fields=["project_id", "person"], name="subscription_owner")]
@@ -95,7 +102,7 @@ class Subscription(fields.Row):
     @property
     def destination(self) -> str:
         """The target in a form that everybody may see: of a URL only scheme and host, because it may hold a token."""
-        if self.way == Way.WEBHOOK:
+        if self.way == DeliveryWay.WEBHOOK:
             parts = urlsplit(self.target)
             return f"{parts.scheme}://{parts.netloc}"
         return self.target or "the inbox"
@@ -114,8 +121,8 @@ class Delivery(models.Model):
     data = models.JSONField(default=dict, help_text="What is told.")
     progress = models.CharField(
         max_length=16,
-        choices=fields.choices(Progress),
-        default=Progress.WAITING.value,
+        choices=fields.choices_from_enum(DeliveryProgress),
+        default=DeliveryProgress.WAITING.value,
         help_text="Whether it arrived.",
     )
     attempts = models.IntegerField(default=0, db_default=0, help_text="How often it was tried.")
@@ -137,7 +144,7 @@ class Delivery(models.Model):
         ordering = ["-id"]
         verbose_name_plural = "deliveries"
         constraints = [
-            fields.one_of("progress", Progress, "delivery_progress_known"),
+            fields.one_of_constraint("progress", DeliveryProgress, "delivery_progress_known"),
             models.UniqueConstraint(fields=["subscription", "event"], name="delivery_one_per_event"),
         ]
         indexes = [

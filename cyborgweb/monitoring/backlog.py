@@ -11,9 +11,9 @@ from django.db import connection
 
 from accelerators.admin.records import STUCK_AFTER
 
-NEAR_S = 10
+NEAR_DEADLINE_S = 10
 """Seconds before its deadline from which a bind counts as close to failing."""
-NUMBERS = """
+SELECT_BACKLOG = """
 SELECT json_build_object(
   'spool', (SELECT count(*) FROM spool), 'spool_oldest', (SELECT min(received_at) FROM spool),
   'tasks', (SELECT count(*) FROM django_q_ormq), 'tick_oldest', (SELECT min(at) FROM tick),
@@ -40,7 +40,7 @@ SELECT json_build_object(
 
 
 @dataclass(frozen=True)
-class Telling:
+class IntentBacklog:
     """Intents of one kind: how many are waiting, how many of them are stuck, when the oldest was created, and the last
     error of the one with the most attempts.
     """
@@ -52,7 +52,7 @@ class Telling:
 
 
 @dataclass(frozen=True)
-class Work:
+class Backlog:
     """Numbers of everything that has begun and not ended, and of unhealthy devices."""
 
     spool: int
@@ -69,29 +69,29 @@ class Work:
     degraded: int
     broken: int
     missing_held: int
-    intents: dict[str, Telling] = field(default_factory=dict)
+    intents: dict[str, IntentBacklog] = field(default_factory=dict)
     devices: list[tuple[str, str, int]] = field(default_factory=list)
     """State, type, and number of devices."""
 
     @property
-    def placement(self) -> Telling:
+    def placement_intents(self) -> IntentBacklog:
         """Intents to update Placement."""
-        return self.intents.get("provider", Telling())
+        return self.intents.get("provider", IntentBacklog())
 
     @property
-    def nova(self) -> Telling:
+    def nova_intents(self) -> IntentBacklog:
         """Intents to notify Nova."""
-        return self.intents.get("notice", Telling())
+        return self.intents.get("notice", IntentBacklog())
 
     @property
-    def stuck(self) -> int:
+    def stuck_intents(self) -> int:
         """Return how many intents, of all kinds, have failed `STUCK_AFTER` times or more."""
         return sum(one.stuck for one in self.intents.values())
 
 
-def now() -> Work:
+def read_backlog() -> Backlog:
     """Read all numbers from the database in one statement."""
     with connection.cursor() as cursor:
-        cursor.execute(NUMBERS, {"near": NEAR_S, "stuck": STUCK_AFTER})
-        found: Any = cursor.fetchone()[0]
-    return msgspec.json.decode(found, type=Work)
+        cursor.execute(SELECT_BACKLOG, {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER})
+        document: Any = cursor.fetchone()[0]
+    return msgspec.json.decode(document, type=Backlog)

@@ -18,14 +18,14 @@ COUNTED_AT = "_cyborg_counted_at"
 """Attribute set on an exception: when it was counted, by `time.monotonic`."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 
-_calls = metrics.counter(
+_calls = metrics.create_counter(
     "cyborg_cloud_calls_total",
     "Calls to other services by outcome: a status, `timeout`, `unreachable`, `error`.",
     "service",
     "method",
     "status",
 )
-_seconds = metrics.histogram(
+_seconds = metrics.create_histogram(
     "cyborg_cloud_call_seconds",
     "How long other services took to answer or to fail.",
     (0.02, 0.1, 0.3, 1.0, 3.0, 10.0),
@@ -34,30 +34,30 @@ _seconds = metrics.histogram(
 )
 
 
-def counted(session: Any) -> Any:
+def count_calls(session: Any) -> Any:
     """Make this keystoneauth1 session count its calls from now on, and return it."""
-    session.request = _counting(session.request)
+    session.request = _count_requests(session.request)
     return session
 
 
-def _counting(ask: Callable[..., Any]) -> Callable[..., Any]:
-    def request(url: str, method: str, *positional: Any, **named: Any) -> Any:
-        began = time.monotonic()
+def _count_requests(send: Callable[..., Any]) -> Callable[..., Any]:
+    def request(url: str, method: str, *positional: Any, **options: Any) -> Any:
+        started = time.monotonic()
 
         def count(status: str) -> None:
-            service = SERVICES.get((named.get("endpoint_filter") or {}).get("service_type"), "other")
+            service = SERVICES.get((options.get("endpoint_filter") or {}).get("service_type"), "other")
             verb = method if method in METHODS else "other"
             _calls.labels(service, verb, status).inc()
-            _seconds.labels(service, verb).observe(time.monotonic() - began)
+            _seconds.labels(service, verb).observe(time.monotonic() - started)
 
         try:
-            answer = ask(url, method, *positional, **named)
+            answer = send(url, method, *positional, **options)
         except BaseException as error:
-            if not _is_counted(error, began):
-                count(_failure(error))
+            if not _is_counted(error, started):
+                count(_failure_label(error))
                 vars(error)[COUNTED_AT] = time.monotonic()
             raise
-        count(_status(answer.status_code))
+        count(_status_label(answer.status_code))
         return answer
 
     return request
@@ -74,15 +74,15 @@ def _is_counted(error: BaseException | None, since: float) -> bool:
     return False
 
 
-def _failure(error: BaseException) -> str:
+def _failure_label(error: BaseException) -> str:
     from keystoneauth1 import exceptions
 
     if isinstance(error, exceptions.HttpError):
-        return _status(error.http_status)
+        return _status_label(error.http_status)
     if isinstance(error, exceptions.ConnectTimeout):
         return "timeout"
     return "unreachable" if isinstance(error, exceptions.ConnectionError | exceptions.EndpointNotFound) else "error"
 
 
-def _status(code: int) -> str:
+def _status_label(code: int) -> str:
     return str(code) if 100 <= code < 600 else "error"

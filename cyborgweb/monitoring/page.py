@@ -23,21 +23,21 @@ from prometheus_client.metrics_core import Metric
 from accelerators.runtime import metrics as meters
 from cyborgweb.monitoring import snapshot
 
-KEPT_S = 3.0
+CACHE_S = 3.0
 STALE_S = 60.0
 """A request that arrives during a collection waits for it if the previous one is older than this, in seconds."""
-FORWARDED = re.compile(r"forwarded|x-forwarded-.*|x-real-ip|via", re.IGNORECASE)
+PROXY_HEADERS = re.compile(r"forwarded|x-forwarded-.*|x-real-ip|via", re.IGNORECASE)
 """Headers of requests that came through a proxy. The address of a proxy on this machine says nothing about the client.
 """
 OPENMETRICS = "application/openmetrics-text"
-REFUSED = (
+REFUSED_TEXT = (
     "Metrics are served only to this machine itself, and to requests that send Authorization: Bearer with the value "
     "of CYBORG_METRICS_TOKEN.\n"
 )
 
 
 @dataclass
-class Collection:
+class MetricsSnapshot:
     """The metrics at one moment, and their renderings by content type. A collector for `prometheus_client`."""
 
     at: float = float("-inf")
@@ -49,23 +49,23 @@ class Collection:
         return self.metrics
 
 
-class Collected:
+class MetricsCache:
     """Cache of the last collection; one thread at a time makes a new one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last = Collection()
+        self._last = MetricsSnapshot()
 
-    def body(self, accept: str) -> tuple[bytes, str]:
+    def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics in the format that `accept` prefers, and its content type. May block for a collection."""
         encode, media = choose_encoder(OPENMETRICS if OPENMETRICS in accept else "")
         last = self._last
         age = time.monotonic() - last.at if media in last.rendered else float("inf")
-        if age > KEPT_S and self._lock.acquire(blocking=age > STALE_S):
+        if age > CACHE_S and self._lock.acquire(blocking=age > STALE_S):
             try:
                 last = self._last
-                if time.monotonic() - last.at > KEPT_S:
-                    last = Collection(time.monotonic(), [*meters.counted(), *snapshot.collect()])
+                if time.monotonic() - last.at > CACHE_S:
+                    last = MetricsSnapshot(time.monotonic(), [*meters.collect_metrics(), *snapshot.collect_gauges()])
                 if media not in last.rendered:
                     last.rendered[media] = encode(last)
                 self._last = last
@@ -73,26 +73,26 @@ class Collected:
                 self._lock.release()
         return last.rendered[media], media
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the cached collection (for tests)."""
-        self._last = Collection()
+        self._last = MetricsSnapshot()
 
 
-collected = Collected()
+metrics_cache = MetricsCache()
 
 
 @require_safe
 def metrics(request: HttpRequest) -> HttpResponse:
     """Answer with the metrics, or with 403 if the client is not this machine and has no token."""
-    if not (_is_here(request) or _has_token(request)):
-        return HttpResponse(REFUSED, status=403, content_type="text/plain; charset=utf-8")
-    body, media = collected.body(request.headers.get("Accept", ""))
+    if not (_is_local(request) or _has_token(request)):
+        return HttpResponse(REFUSED_TEXT, status=403, content_type="text/plain; charset=utf-8")
+    body, media = metrics_cache.render_metrics(request.headers.get("Accept", ""))
     return HttpResponse(body, content_type=media)
 
 
-def _is_here(request: HttpRequest) -> bool:
+def _is_local(request: HttpRequest) -> bool:
     """Return whether the request comes directly from this machine."""
-    if any(FORWARDED.fullmatch(name) for name in request.headers):
+    if any(PROXY_HEADERS.fullmatch(name) for name in request.headers):
         return False
     try:
         return ipaddress.ip_address(request.META.get("REMOTE_ADDR", "")).is_loopback
@@ -101,6 +101,10 @@ def _is_here(request: HttpRequest) -> bool:
 
 
 def _has_token(request: HttpRequest) -> bool:
-    wanted = settings.KEYS.metrics_token
-    scheme, _, said = request.headers.get("Authorization", "").partition(" ")
-    return bool(wanted) and scheme.lower() == "bearer" and hmac.compare_digest(said.strip().encode(), wanted.encode())
+    expected_token = settings.KEYS.metrics_token
+    scheme, _, sent_token = request.headers.get("Authorization", "").partition(" ")
+    return (
+        bool(expected_token)
+        and scheme.lower() == "bearer"
+        and hmac.compare_digest(sent_token.strip().encode(), expected_token.encode())
+    )

@@ -17,25 +17,25 @@ from django.http import HttpRequest, HttpResponse
 from accelerators.runtime import metrics
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-NOWHERE = "(none)"
+NO_ROUTE = "(none)"
 """The route label for addresses without a route, and for static files."""
 
-_requests = metrics.counter(
+_requests = metrics.create_counter(
     "cyborg_http_requests_total", "HTTP requests by route, method and class of status.", "route", "method", "status"
 )
-_seconds = metrics.histogram(
+_seconds = metrics.create_histogram(
     "cyborg_http_request_seconds",
     "Time until the answer to an HTTP request began.",
     (0.005, 0.02, 0.1, 0.5, 2.0, 10.0),
     "route",
     "method",
 )
-busy = metrics.counter(
+busy_refusals = metrics.create_counter(
     "cyborg_http_busy_total", "HTTP requests that were answered with 503, because all threads and the queue were full."
 )
 
 
-class ServedMiddleware:
+class RequestMetricsMiddleware:
     """Count and time every request.
 
     It must be the outermost middleware, so that it counts the answers of the others.
@@ -45,31 +45,31 @@ class ServedMiddleware:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        began = time.monotonic()
+        started = time.monotonic()
         response = self.get_response(request)
         match = request.resolver_match
-        route = template(match.route) if match else NOWHERE
+        route = format_route(match.route) if match else NO_ROUTE
         method = request.method if request.method in METHODS else "other"
         _requests.labels(route, method, f"{response.status_code // 100}xx").inc()
-        _seconds.labels(route, method).observe(time.monotonic() - began)
+        _seconds.labels(route, method).observe(time.monotonic() - started)
         return response
 
 
 @lru_cache(maxsize=1024)
-def template(route: str) -> str:
+def format_route(route: str) -> str:
     r"""Return a route in readable form: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` becomes `/api/hosts/{uuid}`. Both mounts
     of v2 give the same.
     """
     _, anchored, rest = route.rpartition(r"\A")
     if route.startswith("^api"):
-        return "/api/" + _plain(rest if anchored else "")
+        return "/api/" + _simplify_pattern(rest if anchored else "")
     if anchored:
-        return "/v2/" + _plain(rest.removeprefix("(?:v2/)?").removeprefix("v2"))
-    return NOWHERE if route.startswith("^") else "/" + _plain(rest)
+        return "/v2/" + _simplify_pattern(rest.removeprefix("(?:v2/)?").removeprefix("v2"))
+    return NO_ROUTE if route.startswith("^") else "/" + _simplify_pattern(rest)
 
 
-def _plain(pattern: str) -> str:
+def _simplify_pattern(pattern: str) -> str:
     """Replace groups and converters by `{name}`, and remove anchors and optional endings."""
-    named = replace_named_groups(pattern) if "(?P" in pattern else pattern
-    short = re.sub(r"\(\?:/\[\^/\]\+\)\?|\(\?:\\\.json\)\?|/\?|\\Z|\$$|\^", "", named)
+    readable = replace_named_groups(pattern) if "(?P" in pattern else pattern
+    short = re.sub(r"\(\?:/\[\^/\]\+\)\?|\(\?:\\\.json\)\?|/\?|\\Z|\$$|\^", "", readable)
     return re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", short)

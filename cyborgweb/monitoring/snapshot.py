@@ -26,15 +26,15 @@ from cyborgweb.monitoring import backlog
 
 log = logging.getLogger(__name__)
 
-PATIENCE_MS = 3000
+STATEMENT_TIMEOUT_MS = 3000
 """Timeout of one statement, in milliseconds."""
-MOST_SERIES = 50_000
+MAX_SERIES = 50_000
 """Time series of devices that are exported at most."""
-OLD_S = 180.0
+MAX_SAMPLE_AGE_S = 180.0
 """Seconds after which a host's sample is no longer exported: a host sends one a minute."""
-MOST_OF_HOST = 1_000
+MAX_SERIES_PER_HOST = 1_000
 """Time series of one host at most, so that it does not take the place of others."""
-NAME = re.compile(
+METRIC_NAME = re.compile(
     r"utilization_percent|memory_(?:used|total)_bytes|temperature_celsius(?:_[1-9]\d?)?|power_watts|energy_joules_total"
     r"|busy_seconds_total|errors_(?:correctable|nonfatal|fatal)_total",
     re.ASCII,
@@ -43,7 +43,7 @@ NAME = re.compile(
 are not exported.
 """
 
-COUNTED = """
+SELECT_COUNTS = """
 SELECT json_build_object(
   'requests', (SELECT json_object_agg(state, n) FROM
     (SELECT state, count(*) AS n FROM accelerators_acceleratorrequest GROUP BY state) x),
@@ -57,13 +57,13 @@ SELECT json_build_object(
     (SELECT state, count(*) AS n FROM accelerators_hostdriver GROUP BY state) x),
   'rollouts', (SELECT count(*) FROM accelerators_rollout WHERE ended_at IS NULL))::text
 """
-NAMED = """
+SELECT_DEVICE_NAMES = """
 SELECT d.host_id, d.key, d.uuid::text, d.type, h.name FROM accelerators_device d
 JOIN accelerators_host h ON h.id = d.host_id WHERE d.host_id = ANY(%s)
 """
 
 
-class _Counted(msgspec.Struct):
+class _StateCounts(msgspec.Struct):
     """The answer of SELECT_COUNTS; null where there are no rows."""
 
     rollouts: int
@@ -75,60 +75,71 @@ class _Counted(msgspec.Struct):
 
 
 @dataclass
-class Families:
+class GaugeList:
     """A list of gauges that is being built."""
 
-    made: list[Metric] = field(default_factory=list)
+    gauges: list[Metric] = field(default_factory=list)
 
-    def add(self, name: str, text: str, value: float) -> None:
+    def add_gauge(self, name: str, text: str, value: float) -> None:
         """Add a gauge with one value."""
-        self.made.append(GaugeMetricFamily(name, text, value=value))
+        self.gauges.append(GaugeMetricFamily(name, text, value=value))
 
-    def by(self, name: str, text: str, labels: Iterable[str], values: Iterable[tuple[Iterable[str], float]]) -> None:
+    def add_labelled_gauge(
+        self, name: str, text: str, labels: Iterable[str], values: Iterable[tuple[Iterable[str], float]]
+    ) -> None:
         """Add a gauge with one value for each combination of label values."""
         family = GaugeMetricFamily(name, text, labels=list(labels))
-        for said, value in values:
-            family.add_metric(list(said), value)
-        self.made.append(family)
+        for label_values, value in values:
+            family.add_metric(list(label_values), value)
+        self.gauges.append(family)
 
 
-def collect() -> Iterator[Metric]:
+def collect_gauges() -> Iterator[Metric]:
     """Yield all gauges. If the database fails, yield only the build information and `cyborg_database_up` 0."""
-    into = Families()
-    into.by("cyborg_build_info", "Always 1; its label is the release.", ["release"], [([version("cyborgweb")], 1)])
+    gauges = GaugeList()
+    gauges.add_labelled_gauge(
+        "cyborg_build_info", "Always 1; its label is the release.", ["release"], [([version("cyborgweb")], 1)]
+    )
     try:
         # Before the transaction, because it may wait for other gateways.
-        loads = telemetry.last() if settings.KEYS.metrics_devices else None
+        loads = telemetry.get_last_loads() if settings.KEYS.metrics_devices else None
         with transaction.atomic():
             with connection.cursor() as cursor:
-                cursor.execute("SELECT set_config('statement_timeout', %s, true)", [str(PATIENCE_MS)])
-            found = Families()
-            _fleet(found)
-            _work(found)
+                cursor.execute("SELECT set_config('statement_timeout', %s, true)", [str(STATEMENT_TIMEOUT_MS)])
+            database_gauges = GaugeList()
+            _add_fleet(database_gauges)
+            _add_work(database_gauges)
             if loads is not None:
-                _loads(loads, found)
+                _add_loads(loads, database_gauges)
     except Error as error:
         log.warning("The database failed, so most metrics are missing: %s", type(error).__name__)
-        into.add("cyborg_database_up", "1 when the database answered all that was asked, else 0.", 0)
+        gauges.add_gauge("cyborg_database_up", "1 when the database answered all that was asked, else 0.", 0)
     else:
-        into.made += found.made
-        into.add("cyborg_database_up", "1 when the database answered all that was asked, else 0.", 1)
-    yield from into.made
+        gauges.gauges += database_gauges.gauges
+        gauges.add_gauge("cyborg_database_up", "1 when the database answered all that was asked, else 0.", 1)
+    yield from gauges.gauges
 
 
-def _fleet(into: Families) -> None:
+def _add_fleet(gauges: GaugeList) -> None:
     """Add the gauges of hosts, agents and devices."""
     enrolled = Q(agent__isnull=False)
-    barred = [word for word in liveness.WORDS if word not in liveness.LIVENESS]
+    barred = [word for word in liveness.AGENT_STATES if word not in liveness.LIVENESS_STATES]
     counts = {word: Count("pk", filter=enrolled & Q(agent__barred=word)) for word in barred}
-    for word in liveness.LIVENESS:
-        counts[word] = Count("pk", filter=enrolled & Q(agent__barred="") & liveness.where(word, "lease__seen_at"))
+    for word in liveness.LIVENESS_STATES:
+        counts[word] = Count(
+            "pk", filter=enrolled & Q(agent__barred="") & liveness.build_liveness_condition(word, "lease__seen_at")
+        )
     hosts = Host.objects.aggregate(all=Count("pk"), stale=Count("pk", filter=Q(stale_since__isnull=False)), **counts)
     live = hosts["all"] - hosts["stale"]
-    into.by("cyborg_hosts", "Hosts.", ["state"], [(["live"], live), (["stale"], hosts["stale"])])
-    into.by("cyborg_agents", "Agents by their liveness.", ["state"], [([word], hosts[word]) for word in liveness.WORDS])
+    gauges.add_labelled_gauge("cyborg_hosts", "Hosts.", ["state"], [(["live"], live), (["stale"], hosts["stale"])])
+    gauges.add_labelled_gauge(
+        "cyborg_agents",
+        "Agents by their liveness.",
+        ["state"],
+        [([word], hosts[word]) for word in liveness.AGENT_STATES],
+    )
     counted = Device.objects.order_by().values_list("state", "type", "status").annotate(n=Count("*"))
-    into.by(
+    gauges.add_labelled_gauge(
         "cyborg_devices",
         "Devices by state, type and the health that the hardware reports.",
         ["state", "type", "health"],
@@ -136,29 +147,29 @@ def _fleet(into: Families) -> None:
     )
 
 
-def _work(into: Families) -> None:
+def _add_work(gauges: GaugeList) -> None:
     """Add the gauges of unfinished work: queues, intents, binds, commands, attachments, rollouts and discrepancies."""
-    now, doing = datetime.now(UTC), backlog.now()
+    now, work = datetime.now(UTC), backlog.read_backlog()
     with connection.cursor() as cursor:
-        cursor.execute(COUNTED)
-        open_ = msgspec.json.decode(cursor.fetchone()[0], type=_Counted)
+        cursor.execute(SELECT_COUNTS)
+        open_counts = msgspec.json.decode(cursor.fetchone()[0], type=_StateCounts)
 
     def age(moment: datetime | None) -> float:
         return max(0.0, (now - moment).total_seconds()) if moment else 0.0
 
-    into.add("cyborg_spool_reports", "Reports that are acknowledged but not merged yet.", doing.spool)
-    into.add(
+    gauges.add_gauge("cyborg_spool_reports", "Reports that are acknowledged but not merged yet.", work.spool)
+    gauges.add_gauge(
         "cyborg_spool_oldest_seconds",
         "How long the oldest unmerged report has waited; 0: there is none.",
-        age(doing.spool_oldest),
+        age(work.spool_oldest),
     )
-    into.add("cyborg_tasks_queued", "Tasks that wait for a worker of the clusters.", doing.tasks)
-    into.add(
+    gauges.add_gauge("cyborg_tasks_queued", "Tasks that wait for a worker of the clusters.", work.tasks)
+    gauges.add_gauge(
         "cyborg_wakeup_oldest_seconds",
         "How long the oldest wake-up of a job has waited; 0: there is none.",
-        age(doing.tick_oldest),
+        age(work.tick_oldest),
     )
-    intents = [(kind, one) for kind, one in sorted(doing.intents.items()) if jobs.has_taker(kind)]
+    intents = [(kind, one) for kind, one in sorted(work.intents.items()) if jobs.has_handler(kind)]
     for name, text, value in (
         (
             "cyborg_intents",
@@ -172,55 +183,57 @@ def _work(into: Families) -> None:
             lambda one: age(one.oldest),
         ),
     ):
-        into.by(name, text, ["kind"], [([kind], value(one)) for kind, one in intents])
-    into.add("cyborg_binds_overdue", "Binds that are past their deadline.", doing.overdue)
-    into.add("cyborg_devices_draining", "Devices that drain.", doing.draining)
-    into.add("cyborg_devices_missing_held", "Devices that are missing while somebody holds them.", doing.missing_held)
-    into.add("cyborg_bulks_open", "Bulk actions under way.", doing.bulks)
-    into.add("cyborg_rollouts_open", "Rollouts of drivers under way.", open_.rollouts)
+        gauges.add_labelled_gauge(name, text, ["kind"], [([kind], value(one)) for kind, one in intents])
+    gauges.add_gauge("cyborg_binds_overdue", "Binds that are past their deadline.", work.overdue)
+    gauges.add_gauge("cyborg_devices_draining", "Devices that drain.", work.draining)
+    gauges.add_gauge(
+        "cyborg_devices_missing_held", "Devices that are missing while somebody holds them.", work.missing_held
+    )
+    gauges.add_gauge("cyborg_bulks_open", "Bulk actions under way.", work.bulks)
+    gauges.add_gauge("cyborg_rollouts_open", "Rollouts of drivers under way.", open_counts.rollouts)
     for name, text, label, counts in (
-        ("cyborg_requests", "Accelerator requests by state.", "state", open_.requests),
-        ("cyborg_commands_open", "Commands that have not ended, by state.", "state", open_.commands),
-        ("cyborg_attachments_open", "Attachments that have not ended, by state.", "state", open_.attachments),
+        ("cyborg_requests", "Accelerator requests by state.", "state", open_counts.requests),
+        ("cyborg_commands_open", "Commands that have not ended, by state.", "state", open_counts.commands),
+        ("cyborg_attachments_open", "Attachments that have not ended, by state.", "state", open_counts.attachments),
         (
             "cyborg_discrepancies",
             "Discrepancies with Placement, Nova or the hardware, by kind.",
             "kind",
-            open_.discrepancies,
+            open_counts.discrepancies,
         ),
-        ("cyborg_host_drivers", "Drivers on hosts, by state.", "state", open_.drivers),
+        ("cyborg_host_drivers", "Drivers on hosts, by state.", "state", open_counts.drivers),
     ):
-        into.by(name, text, [label], [([word], number) for word, number in (counts or {}).items()])
+        gauges.add_labelled_gauge(name, text, [label], [([word], number) for word, number in (counts or {}).items()])
 
 
-def _loads(loads: telemetry.Loads, into: Families) -> None:
+def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
     """Add the loads of devices from their hosts' last samples, which are not stored. Values that are too many, unknown
     by name or of an unknown device are counted and left out.
     """
-    since = time.time() - OLD_S
-    fresh = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}
+    since = time.time() - MAX_SAMPLE_AGE_S
+    fresh_loads = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}
     with connection.cursor() as cursor:
-        cursor.execute(NAMED, [list(fresh)])
+        cursor.execute(SELECT_DEVICE_NAMES, [list(fresh_loads)])
         names = {(host, key): (name, uuid, kind) for host, key, uuid, kind, name in cursor.fetchall()}
     series, left_out = [], 0
-    for host, devices in fresh.items():
-        most = min(MOST_SERIES, len(series) + MOST_OF_HOST)
-        for key, said in devices.items():
-            known = names.get((host, key))
-            for metric, value in said.items():
-                if known is None or len(series) >= most or not NAME.fullmatch(metric):
+    for host, devices in fresh_loads.items():
+        series_limit = min(MAX_SERIES, len(series) + MAX_SERIES_PER_HOST)
+        for key, values in devices.items():
+            device_labels = names.get((host, key))
+            for metric, value in values.items():
+                if device_labels is None or len(series) >= series_limit or not METRIC_NAME.fullmatch(metric):
                     left_out += 1
                 else:
-                    series.append(((*known, metric), value))
+                    series.append(((*device_labels, metric), value))
     labels = ["host", "device", "type", "metric"]
-    into.by(
+    gauges.add_labelled_gauge(
         "cyborg_device_load", "Load of a device; the label `metric` names the quantity with its unit.", labels, series
     )
-    into.add(
+    gauges.add_gauge(
         "cyborg_device_load_left_out",
         "Values that are not exported: too many, of an unknown device, or with an unknown name.",
         left_out,
     )
-    into.add(
+    gauges.add_gauge(
         "cyborg_gateways_silent", "Gateways that did not answer when they were asked for loads.", len(loads.silent)
     )

@@ -20,47 +20,55 @@ from unfold.decorators import display
 from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget
 
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.ui import badges
-from accelerators.ui.changelist import Listing, ReadOnly
+from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
 from accelerators.ui.refusals import RefusalAsMessage
 from cyborgweb.auth import policy
-from cyborgweb.auth.roles import caller_of
-from cyborgweb.models.event_types import MEANINGS, Kind, Progress, Scope, Standing, Way, sentence
+from cyborgweb.auth.roles import get_caller
+from cyborgweb.models.event_types import (
+    KIND_MEANINGS,
+    DeliveryProgress,
+    DeliveryWay,
+    NotificationKind,
+    SubscriptionScope,
+    SubscriptionStanding,
+    describe_event,
+)
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import subscriptions
 
-STANDINGS = {"active": "good", "off": "calm", "paused": "bad", "gone": "bad"}
-PROGRESS = {"waiting": "busy", "delivered": "good", "given up": "bad"}
-VERBS = ("test", "rotate")
-HIDDEN = ("target", "secret")
+STANDING_TONES = {"active": "good", "off": "calm", "paused": "bad", "gone": "bad"}
+PROGRESS_TONES = {"waiting": "busy", "delivered": "good", "given up": "bad"}
+SUBSCRIPTION_ACTIONS = ("test", "rotate")
+HIDDEN_FIELDS = ("target", "secret")
 """Fields by which no list can be filtered."""
-LATELY = 10
+MAX_RECENT_DELIVERIES = 10
 """Number of recent deliveries that a subscription's page shows."""
 
 
-def may(request: HttpRequest, rule: str) -> bool:
+def is_allowed(request: HttpRequest, rule: str) -> bool:
     """Return whether the policy rule allows this user."""
-    caller = caller_of(request)
-    return caller is not None and policy.allows(caller, f"cyborg:{rule}")
+    caller = get_caller(request)
+    return caller is not None and policy.is_allowed(caller, f"cyborg:{rule}")
 
 
-def visible(request: HttpRequest, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
+def filter_visible(request: HttpRequest, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
     """Return those of these subscriptions that this user may see; administrators see all."""
-    caller = caller_of(request)
+    caller = get_caller(request)
     if caller is None:
         return rows.none()
     if caller.is_admin:
         return rows
-    rows = rows.filter(subscriptions.of(caller))
-    return rows if may(request, "subscription:elevated") else rows.filter(scope=Scope.PROJECT)
+    rows = rows.filter(subscriptions.filter_for_caller(caller))
+    return rows if is_allowed(request, "subscription:elevated") else rows.filter(scope=SubscriptionScope.PROJECT)
 
 
 class SubscriptionForm(forms.ModelForm):
     """Form of a subscription. Values that do not fit together give one error above the form, worded as in the API."""
 
     kinds = forms.MultipleChoiceField(
-        choices=[(kind.value, f"{kind.value}: {MEANINGS[kind]}") for kind in Kind],
+        choices=[(kind.value, f"{kind.value}: {KIND_MEANINGS[kind]}") for kind in NotificationKind],
         widget=UnfoldAdminCheckboxSelectMultipleWidget,
         help_text="The kinds of messages that you want to get.",
     )
@@ -71,22 +79,22 @@ class SubscriptionForm(forms.ModelForm):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        words = [*subscriptions.BY_HAND, *([self.instance.standing] if self.instance.pk else [])]
+        standings = [*subscriptions.SETTABLE_STANDINGS, *([self.instance.standing] if self.instance.pk else [])]
         if "standing" in self.fields:
-            self.fields["standing"].choices = [(word, word) for word in dict.fromkeys(map(str, words))]
+            self.fields["standing"].choices = [(word, word) for word in dict.fromkeys(map(str, standings))]
 
     def clean(self) -> dict[str, Any]:
         data: dict[str, Any] = super().clean()
         if not self.errors:
             try:
-                known = {name: getattr(self.instance, name) for name in ("way", "scope")}
-                subscriptions.check(Subscription(**known | data))
+                current_values = {name: getattr(self.instance, name) for name in ("way", "scope")}
+                subscriptions.validate_subscription(Subscription(**current_values | data))
             except RefusedError as refused:
                 raise forms.ValidationError(refused.text) from None
         return data
 
 
-class SubscriptionAdmin(RefusalAsMessage, Listing):
+class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
     """List and page of subscriptions. A subscription created here belongs to its user personally."""
 
     form = SubscriptionForm
@@ -112,24 +120,24 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
 
     @display(description="Standing", ordering="standing")
     def shown_standing(self, row: Subscription) -> SafeString:
-        if row.failures and row.standing == Standing.ACTIVE:
-            return badges.mark("failing", "warn", row.last_error)
-        return badges.mark(row.standing, STANDINGS[row.standing], row.last_error)
+        if row.failures and row.standing == SubscriptionStanding.ACTIVE:
+            return badges.render_badge("failing", "warn", row.last_error)
+        return badges.render_badge(row.standing, STANDING_TONES[row.standing], row.last_error)
 
     @display(description="Delivered by", ordering="way")
     def shown_way(self, row: Subscription) -> SafeString | str:
-        where = "" if row.way == Way.INBOX else row.destination
-        return format_html('{} <span class="faint">{}</span>', row.way, where)
+        destination = "" if row.way == DeliveryWay.INBOX else row.destination
+        return format_html('{} <span class="faint">{}</span>', row.way, destination)
 
     @display(description="Messages")
     def shown_kinds(self, row: Subscription) -> str:
-        return "everything" if len(row.kinds) == len(Kind) else ", ".join(row.kinds)
+        return "everything" if len(row.kinds) == len(NotificationKind) else ", ".join(row.kinds)
 
     @display(description="Covers", ordering="scope")
     def shown_scope(self, row: Subscription) -> str:
-        whose = "the whole cloud" if row.scope == Scope.CLOUD else f"project {row.project_id}"
-        only = {name: getattr(row, name) for name in ("host", "type", "label")}
-        return ", ".join([whose, *(f"{name} {value}" for name, value in only.items() if value)])
+        scope_text = "the whole cloud" if row.scope == SubscriptionScope.CLOUD else f"project {row.project_id}"
+        filters = {name: getattr(row, name) for name in ("host", "type", "label")}
+        return ", ".join([scope_text, *(f"{name} {value}" for name, value in filters.items() if value)])
 
     @display(description="Belongs to", ordering="person")
     def shown_owner(self, row: Subscription) -> str:
@@ -139,63 +147,63 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
 
     @display(description="Created", ordering="-created_at")
     def since(self, row: Subscription) -> SafeString:
-        return badges.ago(row.created_at)
+        return badges.render_relative_time(row.created_at)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Subscription]:
-        return visible(request, super().get_queryset(request))
+        return filter_visible(request, super().get_queryset(request))
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         """Return False, to keep this model out of Django's own list of all apps, which no page shows."""
         return False
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return may(request, "subscription:get_all")
+        return is_allowed(request, "subscription:get_all")
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        return may(request, "subscription:create")
+        return is_allowed(request, "subscription:create")
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return may(request, "subscription:update")
+        return is_allowed(request, "subscription:update")
 
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return may(request, "subscription:delete")
+        return is_allowed(request, "subscription:delete")
 
     def get_readonly_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
-        scope = () if may(request, "subscription:elevated") else ("scope", "host")
+        scope = () if is_allowed(request, "subscription:elevated") else ("scope", "host")
         return (*(("way", "destination") if obj else ()), *scope)
 
     def get_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
-        every = SubscriptionForm.Meta.fields
+        field_names = SubscriptionForm.Meta.fields
         if obj and not self.has_change_permission(request, obj):
-            return tuple("destination" if name == "target" else name for name in every)
-        return every if obj else tuple(name for name in every if name != "standing")
+            return tuple("destination" if name == "target" else name for name in field_names)
+        return field_names if obj else tuple(name for name in field_names if name != "standing")
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """Refuse filters on `HIDDEN` fields: a URL may hold a token, which a filter would let people guess letter by
+        """Refuse filters on `HIDDEN_FIELDS` fields: a URL may hold a token, which a filter would let people guess letter by
         letter.
         """
-        return lookup.partition("__")[0] not in HIDDEN and super().lookup_allowed(lookup, value, request)
+        return lookup.partition("__")[0] not in HIDDEN_FIELDS and super().lookup_allowed(lookup, value, request)
 
     def save_model(self, request: HttpRequest, obj: Subscription, form: forms.ModelForm, change: bool) -> None:
-        caller = caller_of(request)
+        caller = get_caller(request)
         if caller is None:
             raise PermissionDenied
         values = {name: form.cleaned_data[name] for name in form.cleaned_data}
         if change:
-            if values.get("standing") not in subscriptions.BY_HAND:
+            if values.get("standing") not in subscriptions.SETTABLE_STANDINGS:
                 values.pop("standing", None)
-            subscriptions.edit(obj.pk, values, caller, Source.PERSON)
+            subscriptions.edit(obj.pk, values, caller, EventSource.PERSON)
             return
-        made, secret = subscriptions.create(values, caller, Source.PERSON, personal=True)
-        obj.pk = made.pk
+        subscription, secret = subscriptions.create(values, caller, EventSource.PERSON, personal=True)
+        obj.pk = subscription.pk
         if secret:
             messages.warning(request, f"The webhook's secret is {secret} – store it now: it is not shown again.")
 
     def delete_model(self, request: HttpRequest, obj: Subscription) -> None:
-        caller = caller_of(request)
+        caller = get_caller(request)
         if caller is None:
             raise PermissionDenied
-        subscriptions.delete(obj.pk, caller, Source.PERSON)
+        subscriptions.delete(obj.pk, caller, EventSource.PERSON)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Subscription]) -> None:
         for row in queryset:
@@ -204,21 +212,24 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
     def render_change_form(self, request: HttpRequest, context: dict[str, Any], **options: Any) -> Any:
         row = options.get("obj")
         if row is not None:
-            lately = row.deliveries.order_by("-id")[:LATELY]
+            recent_deliveries = row.deliveries.order_by("-id")[:MAX_RECENT_DELIVERIES]
             context["row"], context["standing"] = row, self.shown_standing(row)
-            context["failing"] = badges.ago(row.failing_since) if row.failing_since else ""
-            context["lately"] = [(progress(one), one.kind, badges.ago(one.at), one.last_error) for one in lately]
+            context["failing"] = badges.render_relative_time(row.failing_since) if row.failing_since else ""
+            context["lately"] = [
+                (render_progress(one), one.kind, badges.render_relative_time(one.at), one.last_error)
+                for one in recent_deliveries
+            ]
             context["may_change"] = self.has_change_permission(request, row)
         return super().render_change_form(request, context, **options)
 
     def get_urls(self) -> list[Any]:
-        act = self.admin_site.admin_view(self.act_view)
-        return [path("<int:pk>/do/<str:verb>/", act, name="cyborgweb_subscription_do"), *super().get_urls()]
+        action_view = self.admin_site.admin_view(self.perform_action)
+        return [path("<int:pk>/do/<str:verb>/", action_view, name="cyborgweb_subscription_do"), *super().get_urls()]
 
-    def act_view(self, request: HttpRequest, pk: int, verb: str) -> HttpResponseBase:
+    def perform_action(self, request: HttpRequest, pk: int, verb: str) -> HttpResponseBase:
         """On POST, send a test or rotate the secret; then redirect to the subscription's page with a message."""
-        row, caller = self.get_queryset(request).filter(pk=pk).first(), caller_of(request)
-        if row is None or verb not in VERBS:
+        row, caller = self.get_queryset(request).filter(pk=pk).first(), get_caller(request)
+        if row is None or verb not in SUBSCRIPTION_ACTIONS:
             return self._get_obj_does_not_exist_redirect(request, self.opts, str(pk))
         if request.method != "POST":
             return HttpResponseNotAllowed(["POST"])
@@ -226,10 +237,10 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
             raise PermissionDenied
         try:
             if verb == "test":
-                subscriptions.test(row.pk, caller, Source.PERSON)
+                subscriptions.queue_test_message(row.pk, caller, EventSource.PERSON)
                 messages.success(request, "A test message is being sent. Its outcome is shown below in a moment.")
             else:
-                _, secret = subscriptions.rotate(row.pk, caller, Source.PERSON)
+                _, secret = subscriptions.rotate_secret(row.pk, caller, EventSource.PERSON)
                 messages.warning(
                     request, f"The webhook's new secret is {secret} – store it now: it is not shown again."
                 )
@@ -238,7 +249,7 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
         return HttpResponseRedirect(reverse("admin:cyborgweb_subscription_change", args=[row.pk]))
 
 
-class DeliveryAdmin(ReadOnly):
+class DeliveryAdmin(ReadOnlyModelAdmin):
     """List and page of deliveries, successful or not. They are kept for 30 days."""
 
     list_display = ("when", "told", "shown_subscription", "shown_progress", "attempts", "next", "last_error")
@@ -263,11 +274,11 @@ class DeliveryAdmin(ReadOnly):
 
     @display(description="When", ordering="-at")
     def when(self, row: Delivery) -> SafeString:
-        return badges.ago(row.at)
+        return badges.render_relative_time(row.at)
 
     @display(description="Message", ordering="kind")
     def told(self, row: Delivery) -> str:
-        return sentence(row.kind, row.data)
+        return describe_event(row.kind, row.data)
 
     @display(description="Subscription", ordering="subscription__name")
     def shown_subscription(self, row: Delivery) -> SafeString:
@@ -276,39 +287,39 @@ class DeliveryAdmin(ReadOnly):
 
     @display(description="Progress", ordering="progress")
     def shown_progress(self, row: Delivery) -> SafeString:
-        return progress(row)
+        return render_progress(row)
 
     @display(description="Next attempt", ordering="next_at")
     def next(self, row: Delivery) -> SafeString:
-        return badges.ago(row.next_at) if row.progress == Progress.WAITING else badges.NOTHING
+        return badges.render_relative_time(row.next_at) if row.progress == DeliveryProgress.WAITING else badges.DASH
 
     @admin.action(description="Deliver again", permissions=["replay"])
     def replay(self, request: HttpRequest, queryset: QuerySet[Delivery]) -> None:
         """Deliver the selected messages again with the same ids; inbox messages are left out."""
-        caller = caller_of(request)
+        caller = get_caller(request)
         if caller is None:
             raise PermissionDenied
         try:
-            count = subscriptions.replay(queryset, caller, Source.PERSON)
+            count = subscriptions.replay_deliveries(queryset, caller, EventSource.PERSON)
             messages.success(request, f"{count} message{' is' if count == 1 else 's are'} delivered again.")
         except RefusedError as refused:
             messages.error(request, refused.text)
 
     def has_replay_permission(self, request: HttpRequest) -> bool:
-        return may(request, "delivery:update")
+        return is_allowed(request, "delivery:update")
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         """Return False, to keep this model out of Django's own list of all apps, which no page shows."""
         return False
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return may(request, "delivery:get_all")
+        return is_allowed(request, "delivery:get_all")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Delivery]:
         rows: QuerySet[Delivery] = super().get_queryset(request)
-        return rows.filter(subscription__in=visible(request, Subscription.objects.all()))
+        return rows.filter(subscription__in=filter_visible(request, Subscription.objects.all()))
 
 
-def progress(row: Delivery) -> SafeString:
+def render_progress(row: Delivery) -> SafeString:
     """Return the delivery's progress as a coloured word."""
-    return badges.mark(row.progress, PROGRESS[row.progress], row.last_error)
+    return badges.render_badge(row.progress, PROGRESS_TONES[row.progress], row.last_error)

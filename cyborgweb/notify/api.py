@@ -15,12 +15,19 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.fields import Chosen, Closed, Flag, Text, Url
-from accelerators.api.own.views import Collection
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.api.own.fields import ClosedSerializer, RowSerializer, StrictBooleanField, StrictTextField, UrlField
+from accelerators.api.own.views import CollectionView
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceType
 from cyborgweb.auth import policy
-from cyborgweb.models.event_types import Kind, Progress, Scope, Standing, Way, sentence
+from cyborgweb.models.event_types import (
+    DeliveryProgress,
+    DeliveryWay,
+    NotificationKind,
+    SubscriptionScope,
+    SubscriptionStanding,
+    describe_event,
+)
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import subscriptions
 
@@ -30,61 +37,61 @@ class SubscriptionReference(serializers.Serializer):
 
     uuid = serializers.UUIDField(read_only=True)
     name = serializers.CharField(read_only=True)
-    url = Url("subscriptions", source="uuid")
+    url = UrlField("subscriptions", source="uuid")
 
 
 class SubscriptionFilter(filters.FilterSet):
     """Filter by way, standing and project. The project matters only to callers that see more than one."""
 
-    way = filters.ChoiceFilter(choices=[(word.value, word.value) for word in Way])
-    standing = filters.ChoiceFilter(choices=[(word.value, word.value) for word in Standing])
+    way = filters.ChoiceFilter(choices=[(word.value, word.value) for word in DeliveryWay])
+    standing = filters.ChoiceFilter(choices=[(word.value, word.value) for word in SubscriptionStanding])
     project = filters.CharFilter(field_name="project_id")
 
 
-class SubscriptionSerializer(Chosen):
+class SubscriptionSerializer(RowSerializer):
     """What a subscription delivers, and how."""
 
-    url = Url("subscriptions", source="uuid")
-    name = Text(max_length=64, help_text="Your own name for it.")
+    url = UrlField("subscriptions", source="uuid")
+    name = StrictTextField(max_length=64, help_text="Your own name for it.")
     project = serializers.CharField(source="project_id", read_only=True)
-    personal = Flag(required=False, help_text="Whether it belongs to you alone. An inbox always does.")
+    personal = StrictBooleanField(required=False, help_text="Whether it belongs to you alone. An inbox always does.")
     scope = serializers.ChoiceField(
-        [word.value for word in Scope],
+        [word.value for word in SubscriptionScope],
         required=False,
         help_text="It covers the project's own requests and the devices that they hold, or the whole cloud.",
     )
     kinds = serializers.ListField(
-        child=serializers.ChoiceField([word.value for word in Kind]),
+        child=serializers.ChoiceField([word.value for word in NotificationKind]),
         allow_empty=False,
         min_length=1,
-        max_length=len(Kind),
+        max_length=len(NotificationKind),
         help_text="The kinds of messages that you want to get.",
     )
-    host = Text(
+    host = StrictTextField(
         max_length=255,
         allow_blank=True,
         required=False,
         help_text="Only messages about this host; needs the scope cloud.",
     )
     type = serializers.ChoiceField(["", *(word.value for word in DeviceType)], required=False)
-    label = Text(
+    label = StrictTextField(
         max_length=255, allow_blank=True, required=False, help_text="Only messages about requests with this label."
     )
-    way = serializers.ChoiceField([word.value for word in Way], help_text="How messages reach you.")
-    target = Text(
+    way = serializers.ChoiceField([word.value for word in DeliveryWay], help_text="How messages reach you.")
+    target = StrictTextField(
         max_length=2000,
         allow_blank=True,
         required=False,
         help_text="The webhook's URL, or the e-mail address. Callers who may not change it see only where it leads.",
     )
     standing = serializers.ChoiceField(
-        [word.value for word in Standing],
+        [word.value for word in SubscriptionStanding],
         required=False,
         help_text="You can set active or off. It is paused after failing for days, and gone after an answer 410.",
     )
 
-    combinations: ClassVar[Mapping[str, Any]] = {
-        "properties": {"standing": {"enum": [word.value for word in subscriptions.BY_HAND]}}
+    field_conditions: ClassVar[Mapping[str, Any]] = {
+        "properties": {"standing": {"enum": [word.value for word in subscriptions.SETTABLE_STANDINGS]}}
     }
 
     class Meta:
@@ -110,13 +117,13 @@ class SubscriptionSerializer(Chosen):
         )
         read_only_fields = ("uuid", "last_error", "failing_since", "created_at", "updated_at")
 
-    def validate_standing(self, word: str) -> str:
+    def validate_standing(self, standing: str) -> str:
         """Accept only the standings that a person may set."""
-        if word not in subscriptions.BY_HAND:
+        if standing not in subscriptions.SETTABLE_STANDINGS:
             raise serializers.ValidationError(
-                f"Set it to {' or '.join(subscriptions.BY_HAND)}; the others are set by the service."
+                f"Set it to {' or '.join(subscriptions.SETTABLE_STANDINGS)}; the others are set by the service."
             )
-        return word
+        return standing
 
     def to_representation(self, instance: Subscription) -> dict[str, Any]:
         """Return the fields. A webhook's URL may hold a token, so it is shown in full only to callers that may change
@@ -139,7 +146,7 @@ class SecretSerializer(SubscriptionSerializer):
         fields = (*SubscriptionSerializer.Meta.fields, "secret")
 
 
-class Nothing(Closed):
+class EmptySerializer(ClosedSerializer):
     """An empty request body."""
 
 
@@ -148,14 +155,14 @@ class DeliveryFilter(filters.FilterSet):
 
     subscription = filters.UUIDFilter(field_name="subscription__uuid")
     kind = filters.CharFilter(help_text="For example request.bound.")
-    progress = filters.ChoiceFilter(choices=[(word.value, word.value) for word in Progress])
+    progress = filters.ChoiceFilter(choices=[(word.value, word.value) for word in DeliveryProgress])
 
 
-class DeliverySerializer(Chosen):
+class DeliverySerializer(RowSerializer):
     """One message for one subscription, with the progress of its delivery."""
 
     uuid = serializers.UUIDField(source="message", read_only=True, help_text="The header webhook-id has it after msg_.")
-    url = Url("deliveries", source="message")
+    url = UrlField("deliveries", source="message")
     subscription = SubscriptionReference(read_only=True)
     data = serializers.JSONField(read_only=True)
 
@@ -178,11 +185,11 @@ class DeliverySerializer(Chosen):
         read_only_fields = fields
 
 
-class MessageSerializer(Chosen):
+class MessageSerializer(RowSerializer):
     """One message in the inbox."""
 
     uuid = serializers.UUIDField(source="message", read_only=True)
-    url = Url("inbox", source="message")
+    url = UrlField("inbox", source="message")
     subscription = SubscriptionReference(read_only=True)
     text = serializers.SerializerMethodField()
     data = serializers.JSONField(read_only=True)
@@ -194,7 +201,7 @@ class MessageSerializer(Chosen):
 
     def get_text(self, row: Delivery) -> str:
         """The message as one readable sentence."""
-        return sentence(row.kind, row.data)
+        return describe_event(row.kind, row.data)
 
 
 class ReadSerializer(serializers.Serializer):
@@ -203,7 +210,7 @@ class ReadSerializer(serializers.Serializer):
     read = serializers.IntegerField(read_only=True, help_text="How many messages were unread before.")
 
 
-class SubscriptionView(Collection):
+class SubscriptionView(CollectionView):
     """Subscriptions: what you are notified of, and how. A webhook's secret is shown only once, when it is created and
     after `rotate`.
     """
@@ -211,9 +218,9 @@ class SubscriptionView(Collection):
     policy = "subscription"
     serializer_class = SubscriptionSerializer
     filterset_class = SubscriptionFilter
-    verbs = {"test": Nothing, "rotate": Nothing}
-    dangerous = ("rotate",)
-    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+    member_actions = {"test": EmptySerializer, "rotate": EmptySerializer}
+    actions_to_confirm = ("rotate",)
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
         "create": (201, SecretSerializer),
         "partial_update": (200, SubscriptionSerializer),
         "test": (202, DeliverySerializer),
@@ -223,35 +230,37 @@ class SubscriptionView(Collection):
 
     def get_queryset(self) -> QuerySet[Subscription]:
         """Return the subscriptions that the caller may see."""
-        return visible(self, super().get_queryset())
+        return filter_visible(self, super().get_queryset())
 
     def get_serializer_context(self) -> dict[str, Any]:
         """Add `whole`: whether webhook URLs are shown in full."""
-        whole = bool(self.request) and self.allowed("cyborg:subscription:update")
+        whole = bool(self.request) and self.is_rule_satisfied("cyborg:subscription:update")
         return super().get_serializer_context() | {"whole": whole}
 
     def create(self, request: Request) -> Response:
         """Create a subscription. 409: you already have the largest number allowed, fifty."""
-        values = self._values(request)
+        values = self._validate_request(request)
         personal = values.pop("personal", False)
-        if values.get("scope") == Scope.CLOUD:
-            self.require("cyborg:subscription:elevated")
-        made, secret = subscriptions.create(values, self.caller, personal=personal)
-        shown = self._with(made, secret)
-        return Response(shown, 201, headers={"Location": shown["url"]})
+        if values.get("scope") == SubscriptionScope.CLOUD:
+            self.require_rule("cyborg:subscription:elevated")
+        subscription, secret = subscriptions.create(values, self.caller, personal=personal)
+        representation = self._serialize_with_secret(subscription, secret)
+        return Response(representation, 201, headers={"Location": representation["url"]})
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Change a subscription. A paused one resumes when its standing is set to active.
 
         409: `way` and `personal` cannot change.
         """
-        found = self.get_object()
-        values = self._values(request, found)
-        if values.pop("personal", found.personal) != found.personal:
-            raise RefusedError(Reason.CONFLICT, "A subscription cannot change its owner: create another subscription.")
-        if values.get("scope") == Scope.CLOUD:
-            self.require("cyborg:subscription:elevated")
-        return Response(self.get_serializer(subscriptions.edit(found.pk, values, self.caller)).data)
+        subscription = self.get_object()
+        values = self._validate_request(request, subscription)
+        if values.pop("personal", subscription.personal) != subscription.personal:
+            raise RefusedError(
+                RefusalReason.CONFLICT, "A subscription cannot change its owner: create another subscription."
+            )
+        if values.get("scope") == SubscriptionScope.CLOUD:
+            self.require_rule("cyborg:subscription:elevated")
+        return Response(self.get_serializer(subscriptions.edit(subscription.pk, values, self.caller)).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a subscription and its deliveries."""
@@ -263,73 +272,79 @@ class SubscriptionView(Collection):
 
         409: the subscription is not active, or a test of it is already waiting.
         """
-        self.said(request)
-        made = subscriptions.test(self.get_object().pk, self.caller)
-        shown = DeliverySerializer(made, context=super().get_serializer_context() | {"fields": ()}).data
-        return Response(shown, 202, headers={"Location": shown["url"]})
+        self.validate_member_action_body(request)
+        delivery = subscriptions.queue_test_message(self.get_object().pk, self.caller)
+        representation = DeliverySerializer(delivery, context=super().get_serializer_context() | {"fields": ()}).data
+        return Response(representation, 202, headers={"Location": representation["url"]})
 
     def rotate(self, request: Request, **kwargs: str) -> Response:
         """Replace the webhook's secret. The new one is used from the next attempt on and is shown only this once. 409:
         the subscription is not a webhook.
         """
-        self.said(request)
-        return Response(self._with(*subscriptions.rotate(self.get_object().pk, self.caller)))
+        self.validate_member_action_body(request)
+        return Response(self._serialize_with_secret(*subscriptions.rotate_secret(self.get_object().pk, self.caller)))
 
-    def _with(self, row: Subscription, secret: str) -> dict[str, Any]:
+    def _serialize_with_secret(self, row: Subscription, secret: str) -> dict[str, Any]:
         return {**self.get_serializer(row).data, "secret": secret}
 
-    def _values(self, request: Request, found: Subscription | None = None) -> dict[str, Any]:
-        serializer = self.get_serializer(found, data=request.data, partial=found is not None)
+    def _validate_request(self, request: Request, subscription: Subscription | None = None) -> dict[str, Any]:
+        serializer = self.get_serializer(subscription, data=request.data, partial=subscription is not None)
         serializer.is_valid(raise_exception=True)
         return dict(serializer.validated_data)
 
 
-class DeliveryView(Collection):
+class DeliveryView(CollectionView):
     """Deliveries to subscriptions, newest first, kept for 30 days. `replay` sends a message again with the same id."""
 
     policy = "delivery"
-    default_order = "-created"
+    default_ordering = "-created"
     lookup_field = "message"
     lookup_url_kwarg = "uuid"
     serializer_class = DeliverySerializer
     filterset_class = DeliveryFilter
-    verbs = {"replay": Nothing}
-    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {"replay": (202, DeliverySerializer)}
+    member_actions = {"replay": EmptySerializer}
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+        "replay": (202, DeliverySerializer)
+    }
     queryset = Delivery.objects.select_related("subscription")
 
     def get_queryset(self) -> QuerySet[Delivery]:
         """Return the deliveries of the subscriptions that the caller may see."""
         rows = super().get_queryset()
-        return rows if self.sees_all() else rows.filter(subscription__in=visible(self, Subscription.objects.all()))
+        return (
+            rows
+            if self.can_see_all_projects()
+            else rows.filter(subscription__in=filter_visible(self, Subscription.objects.all()))
+        )
 
     def replay(self, request: Request, **kwargs: str) -> Response:
         """Deliver the message again with the same id. A delivery that is still waiting is left as it is.
 
         409: its subscription is not active.
         """
-        self.said(request)
-        subscriptions.replay(Delivery.objects.filter(pk=self.get_object().pk), self.caller)
+        self.validate_member_action_body(request)
+        subscriptions.replay_deliveries(Delivery.objects.filter(pk=self.get_object().pk), self.caller)
         return Response(self.get_serializer(self.get_object()).data, 202)
 
-    def offered(self, data: Mapping[str, Any]) -> tuple[str, ...]:
+    def get_offered_actions(self, data: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the verbs that are possible: `replay`, except while the delivery is waiting."""
-        return () if data.get("progress") == Progress.WAITING else ("replay",)
+        return () if data.get("progress") == DeliveryProgress.WAITING else ("replay",)
 
 
-class InboxView(Collection):
+class InboxView(CollectionView):
     """Your own inbox messages, newest first."""
 
     policy = "inbox"
     only_reads = True
     """Marking messages as read is allowed in read-only mode, because it changes only the reader's own notes."""
-    default_order = "-created"
+    default_ordering = "-created"
     lookup_field = "message"
     lookup_url_kwarg = "uuid"
     serializer_class = MessageSerializer
-    verbs = {"read": Nothing}
-    words: ClassVar[Mapping[str, str]] = {"read_all": "read_all"}
-    bodies: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"read_all": Nothing}
-    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+    member_actions = {"read": EmptySerializer}
+    collection_actions: ClassVar[Mapping[str, str]] = {"read_all": "read_all"}
+    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"read_all": EmptySerializer}
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
         "read": (200, MessageSerializer),
         "read_all": (200, ReadSerializer),
     }
@@ -337,28 +352,30 @@ class InboxView(Collection):
 
     def get_queryset(self) -> QuerySet[Delivery]:
         """Return the caller's inbox messages in the caller's project."""
-        elevated = policy.allows(self.caller, "cyborg:subscription:elevated")
+        elevated = policy.is_allowed(self.caller, "cyborg:subscription:elevated")
         return subscriptions.inbox_in_project(self.caller, elevated).select_related("subscription")
 
-    def sees_all(self) -> bool:
+    def can_see_all_projects(self) -> bool:
         """Return False: nobody sees the inboxes of others."""
         return False
 
     def read(self, request: Request, **kwargs: str) -> Response:
         """Mark the message as read."""
-        self.said(request)
-        subscriptions.read(self.get_queryset(), [self.get_object().message])
+        self.validate_member_action_body(request)
+        subscriptions.mark_as_read(self.get_queryset(), [self.get_object().message])
         return Response(self.get_serializer(self.get_object()).data)
 
     def read_all(self, request: Request) -> Response:
         """Mark all messages in your inbox as read, and return how many were unread."""
-        self.body()
-        return Response({"read": subscriptions.read(self.get_queryset())})
+        self.validate_body()
+        return Response({"read": subscriptions.mark_as_read(self.get_queryset())})
 
 
-def visible(view: Collection, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
+def filter_visible(view: CollectionView, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
     """Return those of these subscriptions that the view's caller may see."""
-    if view.sees_all():
+    if view.can_see_all_projects():
         return rows
-    rows = rows.filter(subscriptions.of(view.caller))
-    return rows if view.allowed("cyborg:subscription:elevated") else rows.filter(scope=Scope.PROJECT)
+    rows = rows.filter(subscriptions.filter_for_caller(view.caller))
+    return (
+        rows if view.is_rule_satisfied("cyborg:subscription:elevated") else rows.filter(scope=SubscriptionScope.PROJECT)
+    )

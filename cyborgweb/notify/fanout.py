@@ -13,19 +13,21 @@ from functools import partial
 from django.db import connection, transaction
 
 from accelerators.runtime import jobs
-from cyborgweb.models.event_types import JOBS
+from cyborgweb.models.event_types import JOB_BY_WAY
 from cyborgweb.models.notify import Reader
 
-JOB = "messages"
-BATCH = 1000
+JOB_NAME = "messages"
+MAX_EVENTS = 1000
 """Events per statement. If a hundred subscriptions want all of them, a batch writes a hundred thousand rows."""
 
-UNDER_WAY = "SELECT coalesce(min(xact_start), now()) FROM pg_stat_activity WHERE datname = current_database()"
+SELECT_OLDEST_TRANSACTION = (
+    "SELECT coalesce(min(xact_start), now()) FROM pg_stat_activity WHERE datname = current_database()"
+)
 """Start of the oldest running transaction. No event that is not yet visible can be older. Must be queried before the
 snapshot that sets the horizon is taken.
 """
 
-_KINDS = """array_remove(ARRAY[
+_KINDS_OF_EVENT = """array_remove(ARRAY[
   CASE WHEN e.action = 'request.bound' THEN 'request.bound' WHEN e.action = 'request.bind_failed' THEN 'request.failed'
     WHEN e.action = 'request.unbound' OR e.action = 'request.deleted' AND e.changes -> 'state' ->> 0 = 'Bound'
     THEN 'request.unbound' END,
@@ -34,7 +36,7 @@ _KINDS = """array_remove(ARRAY[
   CASE WHEN e.subject_type = 'device' AND e.changes -> 'status' ->> 0 <> e.changes -> 'status' ->> 1
     THEN 'device.health' END], NULL)"""
 
-_NEW = f"""
+_NEW_EVENTS = f"""
 moment AS (
   SELECT pg_snapshot_xmin(s)::text::bigint AS horizon, pg_snapshot_xmax(s)::text::bigint AS next
   FROM pg_current_snapshot() s
@@ -42,13 +44,13 @@ moment AS (
   SELECT x.transaction, e.id, e.at, e.action, e.subject, e.subject_name, e.host, e.changes, e.reason, k.kinds
   FROM accelerators_event e CROSS JOIN moment m
   CROSS JOIN LATERAL (SELECT m.next - (m.next - e.xmin::text::bigint) %% 4294967296 AS transaction) x
-  CROSS JOIN LATERAL (SELECT {_KINDS} AS kinds) k
+  CROSS JOIN LATERAL (SELECT {_KINDS_OF_EVENT} AS kinds) k
   WHERE e.at >= %(since)s AND e.subject_type IN ('request', 'device') AND k.kinds <> ARRAY[]::text[]
     AND x.transaction < m.horizon AND (%(transaction)s > m.next OR (x.transaction, e.id) > (%(transaction)s, %(event)s))
   ORDER BY x.transaction, e.id LIMIT %(batch)s
 )"""
 
-_ABOUT = """
+_MESSAGE_DATA = """
 requests AS MATERIALIZED (
   -- A request that was deleted is known by what its events say of its project: found by subject, not from the newest.
   SELECT n.*, coalesce(q.project_id, (
@@ -88,7 +90,7 @@ requests AS MATERIALIZED (
   FROM devices v
 )"""
 
-_PUT = """
+_INSERT_DELIVERIES = """
 put AS (
   INSERT INTO cyborgweb_delivery (message, subscription_id, event, kind, at, data, progress, reader, delivered_at)
   SELECT gen_random_uuid(), s.id, z.id, k.kind, z.at, z.data,
@@ -112,7 +114,7 @@ put AS (
   LEFT JOIN LATERAL (SELECT transaction, id FROM new ORDER BY transaction DESC, id DESC LIMIT 1) l ON true
   RETURNING c.many
 )"""
-SPREAD = f"""WITH {_NEW}, {_ABOUT}, {_PUT} SELECT coalesce(bool_or(many), false),
+FAN_OUT_EVENTS = f"""WITH {_NEW_EVENTS}, {_MESSAGE_DATA}, {_INSERT_DELIVERIES} SELECT coalesce(bool_or(many), false),
   ARRAY(SELECT DISTINCT way FROM cyborgweb_subscription WHERE id IN (SELECT subscription_id FROM put)) FROM moved"""
 """Reads one batch of events, decides what each project and the operators may see of them, writes the deliveries and
 moves the reader, all in one statement. Returns whether there may be more events, and the delivery ways that now have
@@ -121,21 +123,21 @@ work.
 
 
 def run() -> None:
-    """Run the job `messages`: process batches with `step`."""
-    jobs.run(JOB, step)
+    """Run the job `messages`: process batches with `fan_out_batch`."""
+    jobs.run_steps(JOB_NAME, fan_out_batch)
 
 
-def step() -> bool:
+def fan_out_batch() -> bool:
     """Process one batch of events, and wake the delivery jobs that have work after the commit. Return True if there may
     be more events.
     """
     reader, _ = Reader.objects.get_or_create(pk=1)
-    place = {"transaction": reader.transaction, "event": reader.event, "since": reader.since}
+    position = {"transaction": reader.transaction, "event": reader.event, "since": reader.since}
     with connection.cursor() as cursor:
-        cursor.execute(UNDER_WAY)
+        cursor.execute(SELECT_OLDEST_TRANSACTION)
         (under_way,) = cursor.fetchone()
-        cursor.execute(SPREAD, place | {"batch": BATCH, "under_way": under_way})
-        many, ways = cursor.fetchone()
-    for way in JOBS.keys() & set(ways):
-        transaction.on_commit(partial(jobs.kick, JOBS[way]), robust=True)
-    return bool(many)
+        cursor.execute(FAN_OUT_EVENTS, position | {"batch": MAX_EVENTS, "under_way": under_way})
+        may_be_more, ways = cursor.fetchone()
+    for way in JOB_BY_WAY.keys() & set(ways):
+        transaction.on_commit(partial(jobs.enqueue_job, JOB_BY_WAY[way]), robust=True)
+    return bool(may_be_more)

@@ -16,19 +16,19 @@ class DecryptionError(Exception):
     """The stored secret was encrypted with another key; the subscription's secret must be rotated."""
 
 
-def lock(secret: str) -> str:
+def encrypt_secret(secret: str) -> str:
     """Return the secret encrypted, as it is stored in the database."""
-    return _fernet().encrypt(secret.encode()).decode()
+    return _create_fernet().encrypt(secret.encode()).decode()
 
 
-def unlock(stored: str) -> str:
+def decrypt_secret(encrypted: str) -> str:
     """Return the decrypted secret. Raises DecryptionError if it was encrypted with another key."""
     try:
-        return _fernet().decrypt(stored.encode()).decode()
+        return _create_fernet().decrypt(encrypted.encode()).decode()
     except InvalidToken:
         raise DecryptionError("The webhook's secret was encrypted with another key: rotate it.") from None
 
 
-def _fernet() -> Fernet:
+def _create_fernet() -> Fernet:
     key = hashlib.blake2b(settings.SECRET_KEY.encode(), digest_size=32, person=b"webhook-secrets").digest()
     return Fernet(base64.urlsafe_b64encode(key))

@@ -21,62 +21,76 @@ from django.db.models import Q, QuerySet
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource
 from accelerators.runtime import jobs
-from cyborgweb.models.event_types import JOBS, TEST, Kind, Progress, Scope, Standing, Way
+from cyborgweb.models.event_types import (
+    JOB_BY_WAY,
+    TEST_KIND,
+    DeliveryProgress,
+    DeliveryWay,
+    NotificationKind,
+    SubscriptionScope,
+    SubscriptionStanding,
+)
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import keyring, webhook
 
-MOST = 50
+MAX_SUBSCRIPTIONS = 50
 """Subscriptions that one person may have in a project, or one project for itself."""
-MOST_REPLAYED = 1000
-FIELDS = ("name", "scope", "kinds", "host", "type", "label", "way", "target", "standing")
-BY_HAND = (Standing.ACTIVE, Standing.OFF)
+MAX_REPLAYED = 1000
+RECORDED_FIELDS = ("name", "scope", "kinds", "host", "type", "label", "way", "target", "standing")
+SETTABLE_STANDINGS = (SubscriptionStanding.ACTIVE, SubscriptionStanding.OFF)
 """The standings that a person may set."""
-HOST = re.compile(r"[A-Za-z0-9._*?-]*")
-_LOCK = 0x73756273
+HOST_GLOB = re.compile(r"[A-Za-z0-9._*?-]*")
+_CREATE_LOCK_ID = 0x73756273
 
 
-def allowed() -> webhook.Allowed:
+def allowed_destinations() -> webhook.AllowedDestinations:
     """Return which destinations the configuration allows for webhooks."""
     keys = settings.KEYS
-    return webhook.Allowed(keys.webhook_allow_http, webhook.networks(keys.webhook_networks))
+    return webhook.AllowedDestinations(keys.webhook_allow_http, webhook.parse_networks(keys.webhook_networks))
 
 
-def of(caller: Caller) -> Q:
+def filter_for_caller(caller: Caller) -> Q:
     """Return a filter for the subscriptions in the caller's project that belong to the project or to the caller."""
     return Q(project_id=caller.project_id) & (Q(person="") | Q(person=caller.user_id))
 
 
 def create(
-    values: Mapping[str, Any], caller: Caller, source: Source = Source.API, personal: bool = False
+    values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API, personal: bool = False
 ) -> tuple[Subscription, str]:
     """Create a subscription and record an event. Return it with the webhook's secret in plain text ('' for other ways),
     which cannot be read again later.
 
     An inbox subscription always belongs to the caller alone. Raises RefusedError INVALID for values that do not fit
-    together, CONFLICT if there are `MOST` already.
+    together, CONFLICT if there are `MAX_SUBSCRIPTIONS` already.
     """
-    person = caller.user_id if personal or values["way"] == Way.INBOX else ""
-    made = Subscription(**values, project_id=caller.project_id, person=person, user=_user(caller))
-    check(made)
-    secret = webhook.new_secret() if made.way == Way.WEBHOOK else ""
-    made.secret = keyring.lock(secret) if secret else ""
+    person = caller.user_id if personal or values["way"] == DeliveryWay.INBOX else ""
+    subscription = Subscription(**values, project_id=caller.project_id, person=person, user=_owning_user(caller))
+    validate_subscription(subscription)
+    secret = webhook.generate_secret() if subscription.way == DeliveryWay.WEBHOOK else ""
+    subscription.secret = keyring.encrypt_secret(secret) if secret else ""
     with conductor.writing():
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
-        if Subscription.objects.filter(project_id=made.project_id, person=person).count() >= MOST:
+            cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_CREATE_LOCK_ID])
+        if Subscription.objects.filter(project_id=subscription.project_id, person=person).count() >= MAX_SUBSCRIPTIONS:
             raise RefusedError(
-                Reason.CONFLICT,
-                f"There are already {MOST} subscriptions, the largest number allowed: delete one first.",
+                RefusalReason.CONFLICT,
+                f"There are already {MAX_SUBSCRIPTIONS} subscriptions, the largest number allowed: delete one first.",
             )
-        made.save()
-        _record("created", made, {name: [None, value] for name, value in _shown(made).items() if value}, caller, source)
-    return made, secret
+        subscription.save()
+        _record_event(
+            "created",
+            subscription,
+            {name: [None, value] for name, value in _recorded_values(subscription).items() if value},
+            caller,
+            source,
+        )
+    return subscription, secret
 
 
-def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: Source = Source.API) -> Subscription:
+def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API) -> Subscription:
     """Change a subscription, record an event, wake its delivery job and return it.
 
     A change also resets its failures and back-off, so a paused subscription that is made active starts afresh. Raises
@@ -84,107 +98,121 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: Source = So
     together.
     """
     with conductor.writing():
-        row = _locked(pk)
+        row = _lock_subscription(pk)
         if "way" in values and values["way"] != row.way:
             raise RefusedError(
-                Reason.CONFLICT, "A subscription cannot change how it delivers messages: create another subscription."
+                RefusalReason.CONFLICT,
+                "A subscription cannot change how it delivers messages: create another subscription.",
             )
-        before = _shown(row)
+        before = _recorded_values(row)
         for name, value in values.items():
             setattr(row, name, value)
-        check(row)
-        changes = {name: [before[name], value] for name, value in _shown(row).items() if before[name] != value}
-        if changes or before != _shown(row) or "target" in values:
+        validate_subscription(row)
+        changes = {
+            name: [before[name], value] for name, value in _recorded_values(row).items() if before[name] != value
+        }
+        if changes or before != _recorded_values(row) or "target" in values:
             row.failures, row.failing_since, row.last_error, row.retry_at = 0, None, "", datetime.now(UTC)
             row.updated_at = datetime.now(UTC)
             row.save()
-            _record("changed", row, changes, caller, source)
-    _wake(row.way)
+            _record_event("changed", row, changes, caller, source)
+    _enqueue_delivery_jobs(row.way)
     return row
 
 
-def delete(pk: int, caller: Caller, source: Source = Source.API) -> None:
+def delete(pk: int, caller: Caller, source: EventSource = EventSource.API) -> None:
     """Delete the subscription with its deliveries and record an event. Raises RefusedError UNKNOWN if it does not
     exist.
     """
     with conductor.writing():
-        row = _locked(pk)
-        _record("deleted", row, {name: [value, None] for name, value in _shown(row).items() if value}, caller, source)
+        row = _lock_subscription(pk)
+        _record_event(
+            "deleted",
+            row,
+            {name: [value, None] for name, value in _recorded_values(row).items() if value},
+            caller,
+            source,
+        )
         row.delete()
 
 
-def rotate(pk: int, caller: Caller, source: Source = Source.API) -> tuple[Subscription, str]:
+def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API) -> tuple[Subscription, str]:
     """Give a webhook a new secret, valid from the next attempt on. Return the subscription and the secret in plain
     text.
 
     Raises RefusedError UNKNOWN if it does not exist, STATE if it is no webhook.
     """
     with conductor.writing():
-        row = _locked(pk)
-        if row.way != Way.WEBHOOK:
-            raise RefusedError(Reason.STATE, "Only webhooks have a secret.")
-        secret = webhook.new_secret()
-        row.secret, row.updated_at = keyring.lock(secret), datetime.now(UTC)
+        row = _lock_subscription(pk)
+        if row.way != DeliveryWay.WEBHOOK:
+            raise RefusedError(RefusalReason.STATE, "Only webhooks have a secret.")
+        secret = webhook.generate_secret()
+        row.secret, row.updated_at = keyring.encrypt_secret(secret), datetime.now(UTC)
         row.save(update_fields=["secret", "updated_at"])
-        _record("rotated", row, {}, caller, source)
+        _record_event("rotated", row, {}, caller, source)
     return row, secret
 
 
-def test(pk: int, caller: Caller, source: Source = Source.API) -> Delivery:
+def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSource.API) -> Delivery:
     """Queue a test message for the subscription and return its delivery, which will show the outcome.
 
     Raises RefusedError UNKNOWN if the subscription does not exist, STATE if it is not active, CONFLICT if a test is
     already waiting.
     """
     with conductor.writing():
-        row = _locked(pk)
-        if row.standing != Standing.ACTIVE:
-            raise RefusedError(Reason.STATE, f"This subscription is {row.standing}: make it active first.")
-        waiting = row.deliveries.filter(kind=TEST, progress=Progress.WAITING)
+        row = _lock_subscription(pk)
+        if row.standing != SubscriptionStanding.ACTIVE:
+            raise RefusedError(RefusalReason.STATE, f"This subscription is {row.standing}: make it active first.")
+        waiting = row.deliveries.filter(kind=TEST_KIND, progress=DeliveryProgress.WAITING)
         if waiting.exists():
             raise RefusedError(
-                Reason.CONFLICT, "A test message is already under way: look at the subscription's deliveries."
+                RefusalReason.CONFLICT, "A test message is already under way: look at the subscription's deliveries."
             )
-        told = {"subscription": str(row.uuid), "name": row.name, "by": caller.name}
-        inbox = row.way == Way.INBOX
-        made = row.deliveries.create(
-            kind=TEST,
-            data=told,
-            reader=row.person if inbox else "",
-            progress=Progress.DELIVERED if inbox else Progress.WAITING,
-            delivered_at=datetime.now(UTC) if inbox else None,
+        message_data = {"subscription": str(row.uuid), "name": row.name, "by": caller.name}
+        is_inbox = row.way == DeliveryWay.INBOX
+        delivery = row.deliveries.create(
+            kind=TEST_KIND,
+            data=message_data,
+            reader=row.person if is_inbox else "",
+            progress=DeliveryProgress.DELIVERED if is_inbox else DeliveryProgress.WAITING,
+            delivered_at=datetime.now(UTC) if is_inbox else None,
         )
         Subscription.objects.filter(pk=pk).update(retry_at=datetime.now(UTC))
-        _record("tested", row, {}, caller, source)
-    _wake(row.way)
-    return Delivery.objects.select_related("subscription").get(pk=made.pk)
+        _record_event("tested", row, {}, caller, source)
+    _enqueue_delivery_jobs(row.way)
+    return Delivery.objects.select_related("subscription").get(pk=delivery.pk)
 
 
-def replay(wanted: QuerySet[Delivery], caller: Caller, source: Source = Source.API) -> int:
-    """Deliver these messages again with the same ids; return how many were queued, at most `MOST_REPLAYED`.
+def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: EventSource = EventSource.API) -> int:
+    """Deliver these messages again with the same ids; return how many were queued, at most `MAX_REPLAYED`.
 
     Inbox messages and deliveries that are still waiting are left out. Raises RefusedError STATE if a subscription of
     these is not active; then nothing is queued.
     """
     with conductor.writing():
-        ids = list(wanted.exclude(subscription__way=Way.INBOX).values_list("pk", flat=True)[:MOST_REPLAYED])
-        again = Delivery.objects.filter(pk__in=ids, reader="").exclude(progress=Progress.WAITING)
-        rows = list(again.select_related("subscription").select_for_update(of=("self",)).order_by("id"))
-        off = next((row.subscription for row in rows if row.subscription.standing != Standing.ACTIVE), None)
-        if off is not None:
-            raise RefusedError(Reason.STATE, f"The subscription {off.name} is {off.standing}: make it active first.")
+        ids = list(deliveries.exclude(subscription__way=DeliveryWay.INBOX).values_list("pk", flat=True)[:MAX_REPLAYED])
+        replayable = Delivery.objects.filter(pk__in=ids, reader="").exclude(progress=DeliveryProgress.WAITING)
+        rows = list(replayable.select_related("subscription").select_for_update(of=("self",)).order_by("id"))
+        inactive_subscription = next(
+            (row.subscription for row in rows if row.subscription.standing != SubscriptionStanding.ACTIVE), None
+        )
+        if inactive_subscription is not None:
+            raise RefusedError(
+                RefusalReason.STATE,
+                f"The subscription {inactive_subscription.name} is {inactive_subscription.standing}: make it active first.",
+            )
         now = datetime.now(UTC)
         Delivery.objects.filter(pk__in=[row.pk for row in rows]).update(
-            progress=Progress.WAITING, attempts=0, next_at=now, created_at=now, last_error=""
+            progress=DeliveryProgress.WAITING, attempts=0, next_at=now, created_at=now, last_error=""
         )
         for subscription in {row.subscription for row in rows}:
             changes = {"replayed": [None, sum(row.subscription == subscription for row in rows)]}
-            _record("replayed", subscription, changes, caller, source)
-    _wake(*{row.subscription.way for row in rows})
+            _record_event("replayed", subscription, changes, caller, source)
+    _enqueue_delivery_jobs(*{row.subscription.way for row in rows})
     return len(rows)
 
 
-def inbox(person: str) -> QuerySet[Delivery]:
+def inbox_of_person(person: str) -> QuerySet[Delivery]:
     """Return the deliveries in this person's inbox, of all projects."""
     return Delivery.objects.filter(reader=person).exclude(reader="")
 
@@ -194,11 +222,11 @@ def inbox_in_project(caller: Caller, elevated: bool) -> QuerySet[Delivery]:
     Messages of subscriptions to the whole cloud are included only if `elevated`, which is the rule
     `cyborg:subscription:elevated`.
     """
-    rows = inbox(caller.user_id).filter(subscription__project_id=caller.project_id)
-    return rows if elevated else rows.filter(subscription__scope=Scope.PROJECT)
+    rows = inbox_of_person(caller.user_id).filter(subscription__project_id=caller.project_id)
+    return rows if elevated else rows.filter(subscription__scope=SubscriptionScope.PROJECT)
 
 
-def read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None) -> int:
+def mark_as_read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None) -> int:
     """Mark these messages of an inbox as read, or all of them if `messages` is None. Return how many were unread."""
     rows = rows.filter(read_at__isnull=True)
     if messages is not None:
@@ -206,54 +234,55 @@ def read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None) -> int
     return rows.update(read_at=datetime.now(UTC))
 
 
-def check(row: Subscription) -> None:
+def validate_subscription(row: Subscription) -> None:
     """Check that the fields of a subscription fit together. Raises RefusedError INVALID with the reason."""
-    if not row.kinds or set(row.kinds) - set(Kind):
+    if not row.kinds or set(row.kinds) - set(NotificationKind):
         raise RefusedError(
-            Reason.INVALID, f"Select the kinds of messages that you want: one or more of {', '.join(Kind)}."
+            RefusalReason.INVALID,
+            f"Select the kinds of messages that you want: one or more of {', '.join(NotificationKind)}.",
         )
-    if row.host and (row.scope != Scope.CLOUD or not HOST.fullmatch(row.host)):
+    if row.host and (row.scope != SubscriptionScope.CLOUD or not HOST_GLOB.fullmatch(row.host)):
         raise RefusedError(
-            Reason.INVALID, "A host is a name, in which * and ? are wildcards, and needs the scope cloud."
+            RefusalReason.INVALID, "A host is a name, in which * and ? are wildcards, and needs the scope cloud."
         )
-    if row.way == Way.INBOX and row.target:
-        raise RefusedError(Reason.INVALID, "The inbox takes no target.")
-    if row.way == Way.WEBHOOK:
+    if row.way == DeliveryWay.INBOX and row.target:
+        raise RefusedError(RefusalReason.INVALID, "The inbox takes no target.")
+    if row.way == DeliveryWay.WEBHOOK:
         try:
-            webhook.where(row.target, allowed())
+            webhook.parse_webhook_url(row.target, allowed_destinations())
         except webhook.WebhookUrlError as refused:
-            raise RefusedError(Reason.INVALID, str(refused)) from None
-    if row.way == Way.EMAIL:
-        _check_address(row.target)
+            raise RefusedError(RefusalReason.INVALID, str(refused)) from None
+    if row.way == DeliveryWay.EMAIL:
+        _validate_mail_address(row.target)
 
 
-def _check_address(address: str) -> None:
+def _validate_mail_address(address: str) -> None:
     keys = settings.KEYS
     if not keys.mail_host:
-        raise RefusedError(Reason.INVALID, "This installation sends no mail: CYBORG_MAIL_HOST is not set.")
+        raise RefusedError(RefusalReason.INVALID, "This installation sends no mail: CYBORG_MAIL_HOST is not set.")
     try:
         validate_email(address)
     except ValidationError:
-        raise RefusedError(Reason.INVALID, "The target is no e-mail address: write NAME@DOMAIN.") from None
+        raise RefusedError(RefusalReason.INVALID, "The target is no e-mail address: write NAME@DOMAIN.") from None
     domains = keys.mail_domains or (keys.mail_from.rpartition("@")[2],)
     if "*" not in domains and address.rpartition("@")[2].lower() not in {domain.lower() for domain in domains}:
-        raise RefusedError(Reason.INVALID, f"Mail can be sent to addresses at {', '.join(domains)} only.")
+        raise RefusedError(RefusalReason.INVALID, f"Mail can be sent to addresses at {', '.join(domains)} only.")
 
 
-def _shown(row: Subscription) -> dict[str, Any]:
+def _recorded_values(row: Subscription) -> dict[str, Any]:
     """Return the fields as events record them. A URL may hold a token, so only its destination is included."""
-    told = {name: getattr(row, name) for name in FIELDS} | {"kinds": ", ".join(row.kinds)}
-    return told | {"target": row.destination if row.way != Way.INBOX else ""}
+    values = {name: getattr(row, name) for name in RECORDED_FIELDS} | {"kinds": ", ".join(row.kinds)}
+    return values | {"target": row.destination if row.way != DeliveryWay.INBOX else ""}
 
 
-def _locked(pk: int) -> Subscription:
-    found = Subscription.objects.select_for_update().filter(pk=pk).first()
-    if found is None:
-        raise RefusedError(Reason.UNKNOWN, "The subscription does not exist any more.")
-    return found
+def _lock_subscription(pk: int) -> Subscription:
+    subscription = Subscription.objects.select_for_update().filter(pk=pk).first()
+    if subscription is None:
+        raise RefusedError(RefusalReason.UNKNOWN, "The subscription does not exist any more.")
+    return subscription
 
 
-def _user(caller: Caller) -> User | None:
+def _owning_user(caller: Caller) -> User | None:
     """Return the Django user whose deletion deletes the subscription too, or None for a caller that is known to
     Keystone alone.
     """
@@ -262,11 +291,11 @@ def _user(caller: Caller) -> User | None:
     return User.objects.filter(pk=int(caller.user_id)).first() if caller.user_id.isdecimal() else None
 
 
-def _record(what: str, row: Subscription, changes: dict[str, Any], caller: Caller, source: Source) -> None:
-    about = (row.uuid, row.name)
-    conductor.record(f"subscription.{what}", source, caller.name, subject=about, changes=changes)
+def _record_event(action: str, row: Subscription, changes: dict[str, Any], caller: Caller, source: EventSource) -> None:
+    subject = (row.uuid, row.name)
+    conductor.record_event(f"subscription.{action}", source, caller.name, subject=subject, changes=changes)
 
 
-def _wake(*ways: str) -> None:
-    for job in [JOBS[way] for way in ways if way in JOBS]:
-        transaction.on_commit(partial(jobs.kick, job), robust=True)
+def _enqueue_delivery_jobs(*ways: str) -> None:
+    for job in [JOB_BY_WAY[way] for way in ways if way in JOB_BY_WAY]:
+        transaction.on_commit(partial(jobs.enqueue_job, job), robust=True)

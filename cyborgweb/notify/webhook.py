@@ -23,19 +23,19 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
-CONNECT_S, WHOLE_S = 3.0, 10.0
-MOST_ANSWER = 1024
+CONNECT_TIMEOUT_S, ATTEMPT_TIMEOUT_S = 3.0, 10.0
+MAX_ANSWER_SIZE = 1024
 """Bytes of an answer that are read at most to find its status."""
 MAX_URL = 2000
-PREFIX = "whsec_"
+SECRET_PREFIX = "whsec_"
 NAT64 = IPv6Network("64:ff9b::/96")
-STATUS = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r?\n")
-HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\.?")
+STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r?\n")
+HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\.?")
 
-Address = IPv4Address | IPv6Address
-Lookup = Callable[[str, int], Sequence[str]]
+IpAddress = IPv4Address | IPv6Address
+LookupFunction = Callable[[str, int], Sequence[str]]
 """Function that returns the addresses of a host name and port. Raises OSError."""
-_lookups = ThreadPoolExecutor(64, thread_name_prefix="webhook-names")
+_lookup_threads = ThreadPoolExecutor(64, thread_name_prefix="webhook-names")
 """One thread per simultaneous attempt, so that a DNS server that hangs for one name delays no other."""
 
 
@@ -44,66 +44,66 @@ class WebhookUrlError(ValueError):
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AllowedDestinations:
     """What the configuration allows for webhooks, in addition to public addresses over HTTPS."""
 
-    http: bool = False
+    allow_http: bool = False
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
 
-    def takes(self, address: Address) -> bool:
+    def allows_address(self, address: IpAddress) -> bool:
         """Return whether a connection to this address is allowed: it is public unicast, or in one of the listed
         networks. An IPv4 address inside an IPv6 address must be allowed as well.
         """
         if any(address.version == network.version and address in network for network in self.networks):
             return True
         if isinstance(address, IPv6Address):
-            inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-            inner += [IPv4Address(int(address) & 0xFFFFFFFF)] if address in NAT64 else []
+            embedded_addresses = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+            embedded_addresses += [IPv4Address(int(address) & 0xFFFFFFFF)] if address in NAT64 else []
             if address.ipv4_mapped:
-                return self.takes(address.ipv4_mapped)
-            if address.is_site_local or not all(self.takes(one) for one in inner if one):
+                return self.allows_address(address.ipv4_mapped)
+            if address.is_site_local or not all(self.allows_address(one) for one in embedded_addresses if one):
                 return False
         return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 @dataclass(frozen=True)
-class Where:
+class WebhookUrl:
     """The parsed parts of a webhook URL."""
 
-    secure: bool
+    is_https: bool
     host: str
     port: int
     path: str
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Result of one attempt. `error` is '' on success; `gone` means that the receiver answered 410 and wants no more
+class AttemptOutcome:
+    """Result of one attempt. `error` is '' on success; `is_gone` means that the receiver answered 410 and wants no more
     messages.
     """
 
     error: str = ""
-    gone: bool = False
+    is_gone: bool = False
 
 
-def networks(words: Sequence[str]) -> tuple[IPv4Network | IPv6Network, ...]:
+def parse_networks(words: Sequence[str]) -> tuple[IPv4Network | IPv6Network, ...]:
     """Parse the networks in the configuration. Raises ValueError for a word that is no network."""
     return tuple(ip_network(word) for word in words)
 
 
-def new_secret() -> str:
+def generate_secret() -> str:
     """Return a new random secret: `whsec_` and 32 random bytes in base64."""
-    return PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
+    return SECRET_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
-def signature(secret: str, message: str, timestamp: int, body: bytes) -> str:
+def sign_message(secret: str, message: str, timestamp: int, body: bytes) -> str:
     """Return the value of the header `webhook-signature` for this message id, time and body."""
-    key = base64.b64decode(secret.removeprefix(PREFIX))
-    signed = hmac.new(key, f"{message}.{timestamp}.".encode() + body, hashlib.sha256).digest()
-    return f"v1,{base64.b64encode(signed).decode()}"
+    key = base64.b64decode(secret.removeprefix(SECRET_PREFIX))
+    digest = hmac.new(key, f"{message}.{timestamp}.".encode() + body, hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(digest).decode()}"
 
 
-def where(url: str, allowed: Allowed) -> Where:
+def parse_webhook_url(url: str, allowed: AllowedDestinations) -> WebhookUrl:
     """Parse a webhook URL and check everything that needs no DNS lookup. Raises WebhookUrlError with the reason if it
     cannot be used.
     """
@@ -118,125 +118,138 @@ def where(url: str, allowed: Allowed) -> Where:
         raise WebhookUrlError("This is no URL: write https://HOST/PATH.") from None
     if parts.scheme not in ("https", "http") or not host:
         raise WebhookUrlError("A webhook's URL begins with https:// and the name of a host.")
-    if parts.scheme == "http" and not allowed.http:
+    if parts.scheme == "http" and not allowed.allow_http:
         raise WebhookUrlError(
             "A webhook's URL begins with https://, because this installation sends nothing unencrypted."
         )
     if parts.username is not None or parts.password is not None or parts.fragment:
         raise WebhookUrlError("A webhook's URL has no name, password or fragment: messages are signed instead.")
-    if (literal := _literal(host)) is not None:
-        _check([literal], host, allowed)
-    elif not HOST.fullmatch(host):
+    if (literal_address := _parse_literal_address(host)) is not None:
+        _check_addresses([literal_address], host, allowed)
+    elif not HOST_NAME.fullmatch(host):
         raise WebhookUrlError("The host in this URL is no name that DNS can resolve.")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     secure = parts.scheme == "https"
-    return Where(secure, host, port or (443 if secure else 80), path)
+    return WebhookUrl(secure, host, port or (443 if secure else 80), path)
 
 
-def look_up(host: str, port: int) -> Sequence[str]:
+def resolve_host(host: str, port: int) -> Sequence[str]:
     """Resolve a host name with the system's resolver. Raises OSError."""
     return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
-def post(url: str, headers: dict[str, str], body: bytes, allowed: Allowed, lookup: Lookup = look_up) -> Outcome:
-    """Make one attempt to post the message and return its outcome. Ends within about `WHOLE_S`; errors of the URL, the
+def post_message(
+    url: str, headers: dict[str, str], body: bytes, allowed: AllowedDestinations, lookup: LookupFunction = resolve_host
+) -> AttemptOutcome:
+    """Make one attempt to post the message and return its outcome. Ends within about `ATTEMPT_TIMEOUT_S`; errors of the URL, the
     network and TLS are returned, not raised.
     """
-    end = time.monotonic() + WHOLE_S
+    end = time.monotonic() + ATTEMPT_TIMEOUT_S
     try:
-        to = where(url, allowed)
-        with _connected(to, allowed, lookup) as connection:
-            connection.settimeout(_left(end))
-            connection.sendall(_request(to, headers, body))
-            status = _status(connection, end)
+        destination = parse_webhook_url(url, allowed)
+        with _open_connection(destination, allowed, lookup) as connection:
+            connection.settimeout(_remaining_seconds(end))
+            connection.sendall(_build_request(destination, headers, body))
+            status = _read_status(connection, end)
     except WebhookUrlError as refused:
-        return Outcome(str(refused))
+        return AttemptOutcome(str(refused))
     except TimeoutError:
-        return Outcome("The receiver did not answer in time.")
+        return AttemptOutcome("The receiver did not answer in time.")
     except ssl.SSLCertVerificationError as error:
-        return Outcome(f"The receiver's certificate is not accepted: {error.verify_message}.")
+        return AttemptOutcome(f"The receiver's certificate is not accepted: {error.verify_message}.")
     except OSError as error:
-        return Outcome(f"The receiver cannot be reached: {error.strerror or type(error).__name__}.")
-    return _judged(status)
+        return AttemptOutcome(f"The receiver cannot be reached: {error.strerror or type(error).__name__}.")
+    return _outcome_of_status(status)
 
 
-def _judged(status: int) -> Outcome:
+def _outcome_of_status(status: int) -> AttemptOutcome:
     if 200 <= status < 300:
-        return Outcome()
+        return AttemptOutcome()
     if 300 <= status < 400:
-        return Outcome(f"The receiver answered {status}: redirects are not followed. Subscribe with the final address.")
-    return Outcome(f"The receiver answered {status}.", gone=status == 410)
+        return AttemptOutcome(
+            f"The receiver answered {status}: redirects are not followed. Subscribe with the final address."
+        )
+    return AttemptOutcome(f"The receiver answered {status}.", is_gone=status == 410)
 
 
-def _literal(host: str) -> Address | None:
+def _parse_literal_address(host: str) -> IpAddress | None:
     try:
         return ip_address(host)
     except ValueError:
         return None
 
 
-def _check(addresses: Sequence[Address], host: str, allowed: Allowed) -> None:
+def _check_addresses(addresses: Sequence[IpAddress], host: str, allowed: AllowedDestinations) -> None:
     if not addresses:
         raise WebhookUrlError(f"{host} has no address.")
-    if not all(allowed.takes(address) for address in addresses):
+    if not all(allowed.allows_address(address) for address in addresses):
         # The message does not name the address: it comes from our internal DNS, which the subscriber may not see.
         raise WebhookUrlError(f"{host} has an address that is not public: webhooks are not sent there.")
 
 
-def _connected(to: Where, allowed: Allowed, lookup: Lookup) -> socket.socket:
+def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, lookup: LookupFunction) -> socket.socket:
     """Open a connection, with TLS if the URL asks for it, to one of the name's current addresses, after checking all of
     them. Raises WebhookUrlError if one is not allowed, OSError if the connection fails.
     """
     try:
-        found = _lookups.submit(lookup, to.host, to.port).result(CONNECT_S)
+        address_texts = _lookup_threads.submit(lookup, destination.host, destination.port).result(CONNECT_TIMEOUT_S)
     except TimeoutError:
-        raise OSError(0, f"the name {to.host} was not resolved in time") from None
+        raise OSError(0, f"the name {destination.host} was not resolved in time") from None
     except (socket.gaierror, UnicodeError):
-        raise OSError(0, f"the name {to.host} cannot be resolved") from None
-    addresses = [ip_address(text.partition("%")[0]) for text in dict.fromkeys(found)]
-    _check(addresses, to.host, allowed)
-    connection = _first([str(address) for address in addresses], to.port)
+        raise OSError(0, f"the name {destination.host} cannot be resolved") from None
+    addresses = [ip_address(text.partition("%")[0]) for text in dict.fromkeys(address_texts)]
+    _check_addresses(addresses, destination.host, allowed)
+    connection = _connect_to_first([str(address) for address in addresses], destination.port)
     try:
-        return _tls().wrap_socket(connection, server_hostname=to.host) if to.secure else connection
+        return (
+            _tls_context().wrap_socket(connection, server_hostname=destination.host)
+            if destination.is_https
+            else connection
+        )
     except BaseException:
         connection.close()
         raise
 
 
-def _first(addresses: Sequence[str], port: int) -> socket.socket:
-    """Connect to the first address that answers, within `CONNECT_S` for all. Raises the last failure if none does."""
-    end = time.monotonic() + CONNECT_S
+def _connect_to_first(addresses: Sequence[str], port: int) -> socket.socket:
+    """Connect to the first address that answers, within `CONNECT_TIMEOUT_S` for all. Raises the last failure if none does."""
+    end = time.monotonic() + CONNECT_TIMEOUT_S
     for address in addresses[:-1]:
         try:
-            return socket.create_connection((address, port), _left(end))
+            return socket.create_connection((address, port), _remaining_seconds(end))
         except OSError:
             continue  # another address may be reachable, for example if this host has no IPv6
-    return socket.create_connection((addresses[-1], port), _left(end))
+    return socket.create_connection((addresses[-1], port), _remaining_seconds(end))
 
 
 @lru_cache(maxsize=1)
-def _tls() -> ssl.SSLContext:
+def _tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _request(to: Where, headers: dict[str, str], body: bytes) -> bytes:
-    name = f"[{to.host}]" if ":" in to.host else to.host
-    port = "" if to.port == (443 if to.secure else 80) else f":{to.port}"
-    lines = [f"POST {to.path} HTTP/1.1", f"Host: {name}{port}", f"Content-Length: {len(body)}", "Connection: close"]
+def _build_request(destination: WebhookUrl, headers: dict[str, str], body: bytes) -> bytes:
+    host_header = f"[{destination.host}]" if ":" in destination.host else destination.host
+    port = "" if destination.port == (443 if destination.is_https else 80) else f":{destination.port}"
+    lines = [
+        f"POST {destination.path} HTTP/1.1",
+        f"Host: {host_header}{port}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    ]
     lines += [f"{key}: {value}" for key, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("ascii") + body
 
 
-def _status(connection: socket.socket, end: float) -> int:
+def _read_status(connection: socket.socket, end: float) -> int:
     """Read the answer up to its status line and return the status. Raises WebhookUrlError if there is no HTTP status,
     TimeoutError at `end`.
     """
     answer = b""
-    while len(answer) < MOST_ANSWER:
-        connection.settimeout(_left(end))
-        more = connection.recv(MOST_ANSWER - len(answer))
+    while len(answer) < MAX_ANSWER_SIZE:
+        connection.settimeout(_remaining_seconds(end))
+        more = connection.recv(MAX_ANSWER_SIZE - len(answer))
         answer += more
-        if found := STATUS.match(answer):
+        if found := STATUS_LINE.match(answer):
             return int(found[1])
         if not more or b"\n" in answer:
             break
@@ -247,8 +260,8 @@ def _status(connection: socket.socket, end: float) -> int:
     )
 
 
-def _left(end: float) -> float:
-    left = end - time.monotonic()
-    if left <= 0:
+def _remaining_seconds(end: float) -> float:
+    remaining = end - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError
-    return left
+    return remaining

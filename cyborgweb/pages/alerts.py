@@ -13,136 +13,160 @@ from urllib.parse import urlencode
 from django.urls import reverse
 
 from accelerators.runtime import jobs
-from accelerators.ui.badges import lasted
-from cyborgweb.monitoring.backlog import NEAR_S, Work
-from cyborgweb.pages.capacity import Capacity
+from accelerators.ui.badges import format_duration
+from cyborgweb.monitoring.backlog import NEAR_DEADLINE_S, Backlog
+from cyborgweb.pages.capacity import RenderableCapacity
 
-LATE = timedelta(seconds=60)
+MAX_CLOUD_DELAY = timedelta(seconds=60)
 """How far Placement and Nova may be behind before it is shown."""
-SLOW = timedelta(seconds=15)
+MAX_WORKER_DELAY = timedelta(seconds=15)
 """How long reports and wake-ups may wait for our own workers before it is shown."""
-ERROR = 160
+MAX_ERROR_LENGTH = 160
 
 
 @dataclass(frozen=True)
-class Need:
-    """One line of the list: its tone (of `badges.mark`), a word for it, the text of the link (`what`), the rest of
-    the sentence (`then`), and the link's address.
+class Alert:
+    """One line of the list: its tone (of `badges.render_badge`), a label, the text of the link (`link_text`), the rest of
+    the sentence (`explanation`), and the link's address.
     """
 
     tone: str
-    word: str
-    what: str
-    then: str
+    label: str
+    link_text: str
+    explanation: str
     url: str
 
 
 @dataclass(frozen=True)
-class House:
-    """Everything that the list is made from. `devices`: number of devices by state."""
+class SystemState:
+    """Everything that the list is made from. `devices_by_state`: number of devices by state."""
 
-    hosts: Mapping[str, int]
-    devices: Counter[str]
-    work: Work
-    classes: Sequence[Capacity]
-    failing: int
-    faults: int
+    agents_by_state: Mapping[str, int]
+    devices_by_state: Counter[str]
+    backlog: Backlog
+    resource_classes: Sequence[RenderableCapacity]
+    failing_drivers: int
+    skipped_hardware: int
     now: datetime
 
 
-def needs(house: House) -> list[Need]:
+def list_alerts(system_state: SystemState) -> list[Alert]:
     """Return what needs an operator: first what is bad, then warnings, then what only waits for a decision."""
-    found = [*_hardware(house), *_hosts(house), *_told(house), *_work(house), *_capacity(house)]
-    return sorted(found, key=lambda need: ("bad", "warn", "calm").index(need.tone))
+    alerts = [
+        *_device_alerts(system_state),
+        *_host_alerts(system_state),
+        *_cloud_alerts(system_state),
+        *_worker_alerts(system_state),
+        *_capacity_alerts(system_state),
+    ]
+    return sorted(alerts, key=lambda need: ("bad", "warn", "calm").index(need.tone))
 
 
-def _hardware(house: House) -> Iterator[Need]:
-    work, of = house.work, house.devices
+def _device_alerts(system_state: SystemState) -> Iterator[Alert]:
+    work, by_state = system_state.backlog, system_state.devices_by_state
     if n := work.missing_held:
         lost = "still held by instances: repair the host first, then the instances."
-        yield Need("bad", "missing", some(n, "device"), lost, listed("device", state__exact="missing"))
+        yield Alert("bad", "missing", count_noun(n, "device"), lost, list_url("device", state__exact="missing"))
     if n := work.discrepancies:
         says = "between this service, Placement and Nova; each of them says what to do."
         url = reverse("admin:placement_sync_discrepancy_changelist")
-        yield Need("bad", "differs", some(n, "contradiction"), says, url)
-    if n := of["failed"]:
+        yield Alert("bad", "differs", count_noun(n, "contradiction"), says, url)
+    if n := by_state["failed"]:
         why = "failed: read the reason, then enable or retire."
-        yield Need("bad", "failed", some(n, "device"), why, listed("device", state__exact="failed"))
+        yield Alert("bad", "failed", count_noun(n, "device"), why, list_url("device", state__exact="failed"))
     if n := work.broken:
         broken = "with broken hardware, as the driver reports: drain, then replace."
-        yield Need("bad", "broken", some(n, "device"), broken, listed("device", status__exact="failed"))
+        yield Alert("bad", "broken", count_noun(n, "device"), broken, list_url("device", status__exact="failed"))
     if n := work.degraded:
         degraded = "degraded, as the driver reports: plan an inspection."
-        yield Need("warn", "degraded", some(n, "device"), degraded, listed("device", status__exact="degraded"))
-    if n := of["missing"] - work.missing_held:
+        yield Alert("warn", "degraded", count_noun(n, "device"), degraded, list_url("device", status__exact="degraded"))
+    if n := by_state["missing"] - work.missing_held:
         gone = "no longer reported by the driver: put back, or retire."
-        yield Need("warn", "missing", some(n, "device"), gone, listed("device", state__exact="missing"))
-    if n := of["inactive"]:
+        yield Alert("warn", "missing", count_noun(n, "device"), gone, list_url("device", state__exact="missing"))
+    if n := by_state["inactive"]:
         decide = "waiting for a decision: enable, or write an admission rule."
-        yield Need("calm", "new", some(n, "device"), decide, listed("device", state__exact="inactive"))
+        yield Alert("calm", "new", count_noun(n, "device"), decide, list_url("device", state__exact="inactive"))
 
 
-def _hosts(house: House) -> Iterator[Need]:
-    if n := house.hosts["down"]:
+def _host_alerts(system_state: SystemState) -> Iterator[Alert]:
+    if n := system_state.agents_by_state["down"]:
         silent = "down, so the data shown of the host is old: start cyborg-agent there."
-        yield Need("bad", "down", some(n, "agent"), silent, f"{reverse('admin:agents_agent_changelist')}?is=down")
-    if n := house.failing:
+        yield Alert(
+            "bad", "down", count_noun(n, "agent"), silent, f"{reverse('admin:agents_agent_changelist')}?is=down"
+        )
+    if n := system_state.failing_drivers:
         answer = "failing: the reasons are listed below."
-        yield Need("bad", "failing", some(n, "driver"), answer, "#failing")
-    if n := house.faults:
+        yield Alert("bad", "failing", count_noun(n, "driver"), answer, "#failing")
+    if n := system_state.skipped_hardware:
         taken = "skipped by drivers: the reasons are listed below."
-        yield Need("warn", "faults", some(n, "piece of hardware", "pieces of hardware"), taken, "#faults")
+        yield Alert("warn", "faults", count_noun(n, "piece of hardware", "pieces of hardware"), taken, "#faults")
 
 
-def _told(house: House) -> Iterator[Need]:
-    work = house.work
-    if n := work.stuck:
+def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
+    work = system_state.backlog
+    if n := work.stuck_intents:
         error = next((one.error for one in work.intents.values() if one.stuck and one.error), "")
-        failed = _so("failed ten times or more", error)
-        yield Need("bad", "stuck", some(n, "intent"), failed, listed("intent", stuck="yes"))
-    trees, notices = reverse("admin:placement_sync_tree_changelist") + "?is=behind", listed("intent", kind="notice")
-    for name, kind, told, url in (
-        ("Placement", "provider", work.placement, trees),
-        ("Nova", "notice", work.nova, notices),
+        failed = _append_error("failed ten times or more", error)
+        yield Alert("bad", "stuck", count_noun(n, "intent"), failed, list_url("intent", stuck="yes"))
+    trees_url, notices_url = (
+        reverse("admin:placement_sync_tree_changelist") + "?is=behind",
+        list_url("intent", kind="notice"),
+    )
+    for name, kind, backlog_of_service, url in (
+        ("Placement", "provider", work.placement_intents, trees_url),
+        ("Nova", "notice", work.nova_intents, notices_url),
     ):
-        if jobs.has_taker(kind) and not told.stuck and told.oldest and house.now - told.oldest > LATE:
-            behind = f"is behind by {lasted(told.oldest, house.now)}, {some(told.number, 'change')} waiting"
-            yield Need("warn", "behind", name, _so(behind, told.error), url)
+        if (
+            jobs.has_handler(kind)
+            and not backlog_of_service.stuck
+            and backlog_of_service.oldest
+            and system_state.now - backlog_of_service.oldest > MAX_CLOUD_DELAY
+        ):
+            behind = f"is behind by {format_duration(backlog_of_service.oldest, system_state.now)}, {count_noun(backlog_of_service.number, 'change')} waiting"
+            yield Alert("warn", "behind", name, _append_error(behind, backlog_of_service.error), url)
 
 
-def _work(house: House) -> Iterator[Need]:
-    work, binding = house.work, listed("acceleratorrequest", state__exact="BindStarted")
+def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
+    work, binding_url = system_state.backlog, list_url("acceleratorrequest", state__exact="BindStarted")
     if n := work.overdue:
         late = "past the deadline of the bind, and still not ended: check whether the workers run."
-        yield Need("bad", "stuck", some(n, "request"), late, binding)
+        yield Alert("bad", "stuck", count_noun(n, "request"), late, binding_url)
     if n := work.near - work.overdue:
-        soon = f"less than {NEAR_S} s before the deadline of the bind: the host answers slowly."
-        yield Need("warn", "late", some(n, "request"), soon, binding)
-    if work.spool_oldest and house.now - work.spool_oldest > SLOW:
-        waits = f"not merged, the oldest for {lasted(work.spool_oldest, house.now)}: check the cluster “ingest”."
-        yield Need("bad", "waiting", some(work.spool, "report"), waits, listed("host"))
-    if work.tick_oldest and house.now - work.tick_oldest > SLOW:
-        asleep = f"have started no job for {lasted(work.tick_oldest, house.now)}: start the clusters again."
-        yield Need("bad", "asleep", "The workers", asleep, listed("intent"))
+        soon = f"less than {NEAR_DEADLINE_S} s before the deadline of the bind: the host answers slowly."
+        yield Alert("warn", "late", count_noun(n, "request"), soon, binding_url)
+    if work.spool_oldest and system_state.now - work.spool_oldest > MAX_WORKER_DELAY:
+        waits = f"not merged, the oldest for {format_duration(work.spool_oldest, system_state.now)}: check the cluster “ingest”."
+        yield Alert("bad", "waiting", count_noun(work.spool, "report"), waits, list_url("host"))
+    if work.tick_oldest and system_state.now - work.tick_oldest > MAX_WORKER_DELAY:
+        asleep = (
+            f"have started no job for {format_duration(work.tick_oldest, system_state.now)}: start the clusters again."
+        )
+        yield Alert("bad", "asleep", "The workers", asleep, list_url("intent"))
 
 
-def _capacity(house: House) -> Iterator[Need]:
-    for one in house.classes:
-        if one.name and not one.free and one.held:
-            out = f"{one.held} held, {one.reserved} not offered"
-            yield Need("warn", "full", one.name, f"has no free unit: {out}.", listed("device", state__exact="ready"))
+def _capacity_alerts(system_state: SystemState) -> Iterator[Alert]:
+    for resource_class in system_state.resource_classes:
+        if resource_class.name and not resource_class.free and resource_class.held:
+            out = f"{resource_class.held} held, {resource_class.reserved} not offered"
+            yield Alert(
+                "warn",
+                "full",
+                resource_class.name,
+                f"has no free unit: {out}.",
+                list_url("device", state__exact="ready"),
+            )
 
 
-def listed(model: str, **asked: str) -> str:
-    """Return the address of a list of the `accelerators` app, filtered by `asked`."""
+def list_url(model: str, **filters: str) -> str:
+    """Return the address of a list of the `accelerators` app, filtered by `filters`."""
     url = reverse(f"admin:accelerators_{model}_changelist")
-    return f"{url}?{urlencode(asked)}" if asked else url
+    return f"{url}?{urlencode(filters)}" if filters else url
 
 
-def some(number: int, one: str, many: str = "") -> str:
+def count_noun(number: int, singular: str, plural: str = "") -> str:
     """Return the number with the noun in its singular or plural: `1 device`, `2 devices`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
-def _so(text: str, error: str) -> str:
-    return f"{text}: {error[:ERROR]}{'…' if len(error) > ERROR else ''}" if error else f"{text}."
+def _append_error(text: str, error: str) -> str:
+    return f"{text}: {error[:MAX_ERROR_LENGTH]}{'…' if len(error) > MAX_ERROR_LENGTH else ''}" if error else f"{text}."

@@ -9,22 +9,22 @@ from dataclasses import fields
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from accelerators.requests.capacity import Asked, Group, Load
-from agents.telemetry import Loads
+from accelerators.requests.capacity import CapacityGroup, CapacityQuery, LoadSummary
+from agents.telemetry import LoadSnapshot
 from cyborgweb.telemetry import usage_with_load
 
-MOST = 30
+MAX_RESOURCE_CLASSES = 30
 """Resource classes that are shown, the largest first."""
-PROJECTS = 10
+MAX_PROJECTS = 10
 
 
-class Capacity(Group):
+class RenderableCapacity(CapacityGroup):
     """A group that can render itself."""
 
     @classmethod
-    def of(cls, group: Group) -> Capacity:
-        """Return this group as a Capacity."""
-        return cls(*(getattr(group, field.name) for field in fields(Group)))
+    def from_group(cls, group: CapacityGroup) -> RenderableCapacity:
+        """Return this group as a RenderableCapacity."""
+        return cls(*(getattr(group, field.name) for field in fields(CapacityGroup)))
 
     @property
     def bar(self) -> SafeString:
@@ -42,37 +42,37 @@ class Capacity(Group):
         )
 
     @property
-    def busy(self) -> SafeString | str:
-        """The bar of the group's load; see the function `busy`."""
-        return busy(self.load)
+    def load_bar(self) -> SafeString | str:
+        """The bar of the group's load; see the function `render_load_bar`."""
+        return render_load_bar(self.load)
 
     @property
     def memory(self) -> str:
-        """The memory of the group's devices; see the function `memory`."""
-        return memory(self.load)
+        """The memory of the group's devices; see the function `format_memory`."""
+        return format_memory(self.load)
 
     @property
     def watts(self) -> str:
-        """The power of the group's devices; see the function `watts`."""
-        return watts(self.load)
+        """The power of the group's devices; see the function `format_power`."""
+        return format_power(self.load)
 
 
-def busy(load: Load) -> SafeString | str:
+def render_load_bar(load: LoadSummary) -> SafeString | str:
     """Return the mean utilisation as a bar with a line at the busiest device; '' if no device reports it."""
-    return "" if load.mean is None else level(load.mean, load.highest)
+    return "" if load.mean is None else render_level_bar(load.mean, load.highest)
 
 
-def memory(load: Load) -> str:
+def format_memory(load: LoadSummary) -> str:
     """Return the used memory and the total as text; '' if they are unknown."""
-    return f"{amount(load.used)} of {amount(load.size)}" if load.used is not None and load.size else ""
+    return f"{format_bytes(load.used)} of {format_bytes(load.size)}" if load.used is not None and load.size else ""
 
 
-def watts(load: Load) -> str:
+def format_power(load: LoadSummary) -> str:
     """Return the total power as text; '' if it is unknown."""
     return "" if load.power is None else f"{load.power:,.0f} W"
 
 
-def level(percent: float, mark: float | None = None) -> SafeString:
+def render_level_bar(percent: float, mark: float | None = None) -> SafeString:
     """Return a bar filled to `percent`, with a line at `mark`. The template shows the numbers beside it."""
     line = (
         ""
@@ -87,7 +87,7 @@ def level(percent: float, mark: float | None = None) -> SafeString:
     )
 
 
-def amount(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Return a number of bytes in a readable unit, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1024 or unit == "TiB":
@@ -96,15 +96,18 @@ def amount(number: float) -> str:
     return f"{number:.0f} {unit}" if number >= 100 or unit == "B" else f"{number:.1f} {unit}"
 
 
-CLASSES = Asked(["resource_class"], order="largest", limit=MOST)
-HOLDERS = Asked(["project"], order="largest", limit=PROJECTS)
+BY_RESOURCE_CLASS = CapacityQuery(["resource_class"], order="largest", limit=MAX_RESOURCE_CLASSES)
+BY_PROJECT = CapacityQuery(["project"], order="largest", limit=MAX_PROJECTS)
 
 
-def classes(loads: Loads | None = None) -> list[Capacity]:
+def list_resource_classes(loads: LoadSnapshot | None = None) -> list[RenderableCapacity]:
     """Return the capacity of resource classes, the largest first. One statement."""
-    return drawn(loads, CLASSES)[0]
+    return query_capacity(loads, BY_RESOURCE_CLASS)[0]
 
 
-def drawn(loads: Loads | None, *asked: Asked) -> list[list[Capacity]]:
-    """Return the groups of each question as Capacity objects. One statement for all questions."""
-    return [[Capacity.of(group) for group in groups] for groups in usage_with_load.groups(loads, *asked)]
+def query_capacity(loads: LoadSnapshot | None, *queries: CapacityQuery) -> list[list[RenderableCapacity]]:
+    """Return the groups of each question as RenderableCapacity objects. One statement for all questions."""
+    return [
+        [RenderableCapacity.from_group(group) for group in groups]
+        for groups in usage_with_load.count_groups_with_load(loads, *queries)
+    ]

@@ -13,69 +13,80 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import DeviceProfile
 from accelerators.ui import badges
 from cyborgweb.pages import capacity
 from cyborgweb.telemetry import census
 
-PROFILES = 500
+MAX_PROFILE_NAMES = 500
 """Profile names that the form suggests; others can be typed."""
-ROWS = 200
-LONGEST = 100_000
+MAX_ROWS = 200
+MAX_HOSTS_LENGTH = 100_000
 """Longest list of hosts that is accepted, in characters."""
 
 
-def page(request: HttpRequest) -> HttpResponse:
+def show_census(request: HttpRequest) -> HttpResponse:
     """Show the form and, after a POST, what the hosts answered or why the question was refused."""
     if not request.user.has_perm("accelerators.view_device"):
         raise PermissionDenied
-    said = {name: request.POST.get(name, "").strip() for name in ("profile", "count", "hosts")}
+    form_values = {name: request.POST.get(name, "").strip() for name in ("profile", "count", "hosts")}
     context = admin.site.each_context(request) | {
         "title": "Load census",
-        "said": {**said, "count": said["count"] or "1"},
-        "most": census.MOST,
-        "profiles": DeviceProfile.objects.order_by("name").values_list("name", flat=True)[:PROFILES],
+        "said": {**form_values, "count": form_values["count"] or "1"},
+        "most": census.MAX_REQUEST_COUNT,
+        "profiles": DeviceProfile.objects.order_by("name").values_list("name", flat=True)[:MAX_PROFILE_NAMES],
     }
     if request.method == "POST":
         try:
-            context |= _answer(census.take(_question(said)))
+            context |= _build_result_context(census.take_census(_build_question(form_values)))
         except RefusedError as refused:
             context["refused"] = refused.text
     return TemplateResponse(request, "console/census.html", context)
 
 
-def _question(said: dict[str, str]) -> census.Question:
+def _build_question(form_values: dict[str, str]) -> census.CensusQuestion:
     """Build the question from the form. Raises RefusedError INVALID for values that cannot be used."""
-    count = said["count"] or "1"
-    if not (count.isascii() and count.isdecimal() and len(count) <= 3 and 1 <= int(count) <= census.MOST):
-        raise RefusedError(Reason.INVALID, f"Give the number of further requests that must fit: 1 to {census.MOST}.")
-    names = tuple(dict.fromkeys(said["hosts"].replace(",", " ").split())) if len(said["hosts"]) <= LONGEST else ()
-    if len(said["hosts"]) > LONGEST or len(names) > census.MOST_NAMED or any("\0" in text for text in said.values()):
-        raise RefusedError(Reason.INVALID, f"Name at most {census.MOST_NAMED} hosts, or none to ask all.")
-    if said["hosts"] and not names:
-        raise RefusedError(Reason.INVALID, "Name a host, or leave the field empty to ask all.")
-    return census.Question(names or None, said["profile"], int(count))
+    count = form_values["count"] or "1"
+    if not (count.isascii() and count.isdecimal() and len(count) <= 3 and 1 <= int(count) <= census.MAX_REQUEST_COUNT):
+        raise RefusedError(
+            RefusalReason.INVALID,
+            f"Give the number of further requests that must fit: 1 to {census.MAX_REQUEST_COUNT}.",
+        )
+    names = (
+        tuple(dict.fromkeys(form_values["hosts"].replace(",", " ").split()))
+        if len(form_values["hosts"]) <= MAX_HOSTS_LENGTH
+        else ()
+    )
+    if (
+        len(form_values["hosts"]) > MAX_HOSTS_LENGTH
+        or len(names) > census.MAX_NAMED_HOSTS
+        or any("\0" in text for text in form_values.values())
+    ):
+        raise RefusedError(RefusalReason.INVALID, f"Name at most {census.MAX_NAMED_HOSTS} hosts, or none to ask all.")
+    if form_values["hosts"] and not names:
+        raise RefusedError(RefusalReason.INVALID, "Name a host, or leave the field empty to ask all.")
+    return census.CensusQuestion(names or None, form_values["profile"], int(count))
 
 
-def _answer(taken: census.Census) -> dict[str, Any]:
+def _build_result_context(result: census.Census) -> dict[str, Any]:
     rows = [
         {
-            "host": badges.link("host", row.host.pk, row.host.name),
+            "host": badges.render_page_link("host", row.host.pk, row.host.name),
             "row": row,
-            "mark": badges.mark("fits", "good") if row.fits else badges.mark("does not fit", "calm"),
-            "bar": capacity.busy(row.load) if row.load else "",
-            "memory": capacity.memory(row.load) if row.load else "",
-            "watts": capacity.watts(row.load) if row.load else "",
+            "mark": badges.render_badge("fits", "good") if row.fits else badges.render_badge("does not fit", "calm"),
+            "bar": capacity.render_load_bar(row.load) if row.load else "",
+            "memory": capacity.format_memory(row.load) if row.load else "",
+            "watts": capacity.format_power(row.load) if row.load else "",
         }
-        for row in taken.rows[:ROWS]
+        for row in result.rows[:MAX_ROWS]
     ]
-    missing = [(badges.link("host", host.pk, host.name), why) for host, why in taken.missing[:ROWS]]
+    missing = [(badges.render_page_link("host", host.pk, host.name), why) for host, why in result.missing[:MAX_ROWS]]
     return {
-        "taken": taken,
-        "asked": len(taken.rows),
+        "taken": result,
+        "asked": len(result.rows),
         "rows": rows,
         "missing": missing,
-        "hidden": max(0, len(taken.rows) - ROWS),
-        "silent_hidden": max(0, len(taken.missing) - ROWS),
+        "hidden": max(0, len(result.rows) - MAX_ROWS),
+        "silent_hidden": max(0, len(result.missing) - MAX_ROWS),
     }

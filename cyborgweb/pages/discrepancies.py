@@ -6,9 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from accelerators.ui import badges
-from placement_sync.jobs.discrepancies import Found
+from placement_sync.jobs.discrepancies import DiscrepancySummary
 
 
-def shown(found: Iterable[Found]) -> list[dict[str, Any]]:
+def render_discrepancies(discrepancies: Iterable[DiscrepancySummary]) -> list[dict[str, Any]]:
     """Return the discrepancies as the template `accelerators/faults.html` needs them."""
-    return [{"kind": badges.mark(one.kind, "bad"), "since": badges.ago(one.since), "said": one.said} for one in found]
+    return [
+        {
+            "kind": badges.render_badge(one.kind, "bad"),
+            "since": badges.render_relative_time(one.since),
+            "said": one.explanation,
+        }
+        for one in discrepancies
+    ]

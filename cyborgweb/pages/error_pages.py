@@ -16,7 +16,7 @@ from django.views import defaults
 
 from cyborgweb.auth.read_only import RETRY_S
 
-WORDS = {
+TITLES_AND_SENTENCES = {
     400: ("Not understood", "The address or the form has a part that this page does not know. Go back and try again."),
     403: ("Not allowed", "Your account may not see this. An administrator can put it into a group that may."),
     404: ("Not found", "There is nothing at this address, or no longer."),
@@ -24,41 +24,41 @@ WORDS = {
 }
 
 
-def nowhere(request: HttpRequest) -> HttpResponse:
+def raise_not_found(request: HttpRequest) -> HttpResponse:
     """Raise Http404. Used for addresses with a NUL, which PostgreSQL text cannot contain, so they name no row."""
     raise Http404
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     """Answer 400."""
-    return _shown(request, exception, 400) or defaults.bad_request(request, exception)
+    return _render_in_console(request, exception, 400) or defaults.bad_request(request, exception)
 
 
 def permission_denied(request: HttpRequest, exception: Exception) -> HttpResponse:
     """Answer 403."""
-    return _shown(request, exception, 403) or defaults.permission_denied(request, exception)
+    return _render_in_console(request, exception, 403) or defaults.permission_denied(request, exception)
 
 
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     """Answer 404."""
-    return _shown(request, exception, 404) or defaults.page_not_found(request, exception)
+    return _render_in_console(request, exception, 404) or defaults.page_not_found(request, exception)
 
 
-def read_only(request: HttpRequest, sentence: str) -> HttpResponse:
+def show_read_only(request: HttpRequest, sentence: str) -> HttpResponse:
     """Answer 503 with Retry-After, because the control plane is read-only now. `sentence` is the reason."""
-    answer = _shown(request, PermissionDenied(sentence), 503) or HttpResponse(sentence, status=503)
-    answer["Retry-After"] = str(RETRY_S)
-    return answer
+    response = _render_in_console(request, PermissionDenied(sentence), 503) or HttpResponse(sentence, status=503)
+    response["Retry-After"] = str(RETRY_S)
+    return response
 
 
-def _shown(request: HttpRequest, exception: Exception, status: int) -> HttpResponse | None:
+def _render_in_console(request: HttpRequest, exception: Exception, status: int) -> HttpResponse | None:
     """Render the error in the console's frame, with the exception's own sentence if it has one. Return None outside
     `/admin/` and for users who may not enter the console.
     """
     user: Any = getattr(request, "user", None)
     if user is None or not request.path.startswith("/admin/") or not admin.site.has_permission(request):
         return None
-    title, sentence = WORDS[status]
+    title, sentence = TITLES_AND_SENTENCES[status]
     if isinstance(exception, BadRequest | PermissionDenied | Http404) and exception.args:
         sentence = exception.args[0] if isinstance(exception.args[0], str) else sentence
     page = admin.site.each_context(request) | {"title": title, "sentence": sentence}

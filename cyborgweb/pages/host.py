@@ -15,10 +15,10 @@ from unfold.decorators import display
 from accelerators.admin.hosts import HostAdmin
 from accelerators.models import Host
 from accelerators.ui import badges
-from agents.admin import liveness, seen_at
+from agents.admin import get_last_heard, render_liveness_badge
 from agents.models import Agent
 from cyborgweb.pages import discrepancies, load
-from placement_sync.jobs.discrepancies import at
+from placement_sync.jobs.discrepancies import list_discrepancies_of_host
 
 
 class HostPage(HostAdmin):
@@ -27,17 +27,17 @@ class HostPage(HostAdmin):
     list_display = ("name", "shown_live", "shown_agent", "shown_drivers", "shown_devices", "shown_node", "reported")
 
     def get_urls(self) -> list[Any]:
-        view = self.admin_site.admin_view(self.load_view)
+        view = self.admin_site.admin_view(self.show_load)
         return [path("<path:object_id>/load/", view, name="accelerators_host_load"), *super().get_urls()]
 
-    def load_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+    def show_load(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Show only the loads of the host's devices; the page fetches this part again and again."""
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if not self.has_view_permission(request, host):
             raise PermissionDenied
-        return TemplateResponse(request, "console/host_load.html", {"load": load.of_host(host)})
+        return TemplateResponse(request, "console/host_load.html", {"load": load.build_host_load(host)})
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
         return super().get_queryset(request).select_related("agent", "lease")
@@ -45,17 +45,21 @@ class HostPage(HostAdmin):
     @display(description="Agent", ordering="lease__seen_at")
     def shown_agent(self, host: Host) -> SafeString:
         agent = getattr(host, "agent", None)
-        return liveness(agent) if agent else badges.mark("not enrolled", "calm")
+        return render_liveness_badge(agent) if agent else badges.render_badge("not enrolled", "calm")
 
-    def beside(self, host: Host) -> dict[str, Any]:
+    def get_extra_context(self, host: Host) -> dict[str, Any]:
         agent: Agent | None = getattr(host, "agent", None)
-        found = {"agent": agent, "faults": discrepancies.shown(at(host.pk)), "load": load.of_host(host)}
+        context = {
+            "agent": agent,
+            "faults": discrepancies.render_discrepancies(list_discrepancies_of_host(host.pk)),
+            "load": load.build_host_load(host),
+        }
         if agent is None:
-            return found
-        return found | {
-            "agent_liveness": liveness(agent),
-            "agent_heard": badges.ago(seen_at(agent)),
-            "agent_connected": badges.ago(agent.connected_at),
-            "agent_enrolled": badges.ago(agent.enrolled_at),
-            "agent_key_since": badges.ago(agent.key_since),
+            return context
+        return context | {
+            "agent_liveness": render_liveness_badge(agent),
+            "agent_heard": badges.render_relative_time(get_last_heard(agent)),
+            "agent_connected": badges.render_relative_time(agent.connected_at),
+            "agent_enrolled": badges.render_relative_time(agent.enrolled_at),
+            "agent_key_since": badges.render_relative_time(agent.key_since),
         }

@@ -14,95 +14,103 @@ from typing import Any
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
-from accelerators.admin.hosts import DEVICE_ROWS
+from accelerators.admin.hosts import MAX_DEVICE_ROWS
 from accelerators.models import Device, Host
 from accelerators.ui import badges
 from agents import telemetry
-from agents.liveness import word_of
+from agents.liveness import get_agent_state
 from agents.models import Agent
-from agents.telemetry import HostLoad, Loads
-from cyborgweb.pages.capacity import amount, level
+from agents.telemetry import HostLoad, LoadSnapshot
+from cyborgweb.pages.capacity import format_bytes, render_level_bar
 
-EVERY_S, FOR_S = 1.0, 10.0
+SAMPLE_INTERVAL_S, SAMPLE_REQUEST_S = 1.0, 10.0
 """While somebody looks at a host, its agent sends samples at this interval, in seconds; it stops this many seconds
 after the last look.
 """
-NAME = re.compile(r"(.*?)_(percent|bytes|celsius|watts|total)(?:_(\d+))?")
-UNITS = {"percent": " %", "celsius": " °C", "watts": " W"}
+METRIC_NAME = re.compile(r"(.*?)_(percent|bytes|celsius|watts|total)(?:_(\d+))?")
+UNIT_SUFFIXES = {"percent": " %", "celsius": " °C", "watts": " W"}
 
 
-def of_device(device: Device) -> dict[str, Any]:
+def build_device_load(device: Device) -> dict[str, Any]:
     """Return the device's last values for its page, and the text to show if there are none."""
-    loads = telemetry.last({device.host_id})
-    said = loads.hosts.get(device.host_id)
-    values = said.devices.get(device.key, {}) if said else {}
+    loads = telemetry.get_last_loads({device.host_id})
+    host_load = loads.hosts.get(device.host_id)
+    values = host_load.devices.get(device.key, {}) if host_load else {}
     agent = Agent.objects.filter(host=device.host_id).select_related("host__lease").first()
     return {
         "address": f"/api/devices/{device.uuid}/usage/",
-        "at": badges.ago(datetime.fromtimestamp(said.at, UTC)) if said and values else "",
-        "values": [(name_of(metric), shown(metric, value)) for metric, value in sorted(values.items())],
-        "none": none(agent, loads, said, device.driver),
+        "at": badges.render_relative_time(datetime.fromtimestamp(host_load.at, UTC)) if host_load and values else "",
+        "values": [(metric_label(metric), format_metric(metric, value)) for metric, value in sorted(values.items())],
+        "none": explain_missing_samples(agent, loads, host_load, device.driver),
     }
 
 
-def of_host(host: Host) -> dict[str, Any]:
-    """Return a row for each device of the host with its last sample, at most `DEVICE_ROWS`, and ask its agent to
-    send samples every `EVERY_S` for the next `FOR_S` seconds.
+def build_host_load(host: Host) -> dict[str, Any]:
+    """Return a row for each device of the host with its last sample, at most `MAX_DEVICE_ROWS`, and ask its agent to
+    send samples every `SAMPLE_INTERVAL_S` for the next `SAMPLE_REQUEST_S` seconds.
     """
-    loads = telemetry.watch({host.pk}, EVERY_S, FOR_S)
-    said = loads.hosts.get(host.pk)
-    devices = host.devices.exclude(state="retired").order_by("numa_node", "address", "key")[:DEVICE_ROWS]
+    loads = telemetry.request_periodic_loads({host.pk}, SAMPLE_INTERVAL_S, SAMPLE_REQUEST_S)
+    host_load = loads.hosts.get(host.pk)
+    devices = host.devices.exclude(state="retired").order_by("numa_node", "address", "key")[:MAX_DEVICE_ROWS]
     return {
         "address": reverse("admin:accelerators_host_load", args=[host.pk]),
-        "at": badges.ago(datetime.fromtimestamp(said.at, UTC)) if said else "",
-        "rows": [_row(device, said.devices.get(device.key, {})) for device in devices] if said else [],
-        "none": none(getattr(host, "agent", None), loads, said, ""),
+        "at": badges.render_relative_time(datetime.fromtimestamp(host_load.at, UTC)) if host_load else "",
+        "rows": [_build_device_row(device, host_load.devices.get(device.key, {})) for device in devices]
+        if host_load
+        else [],
+        "none": explain_missing_samples(getattr(host, "agent", None), loads, host_load, ""),
     }
 
 
-def none(agent: Agent | None, loads: Loads, said: HostLoad | None, driver: str) -> str:
+def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load: HostLoad | None, driver: str) -> str:
     """Return the reason why there are no samples, as far as it is known."""
     if agent is None:
         return "no samples: no agent has joined for this host"
     if agent.barred:
         return f"no samples: its agent may not connect ({agent.barred})"
-    if word_of(agent) == "down":
+    if get_agent_state(agent) == "down":
         return "no samples: its agent is down"
-    if said is not None:
+    if host_load is not None:
         return f"no samples: {driver or 'its driver'} reports no load"
     if loads.silent:
         return f"no samples: {', '.join(loads.silent)} may have them, and does not answer"
     return "no samples yet: its agent has just connected, or its release sends none"
 
 
-def name_of(metric: str) -> str:
+def metric_label(metric: str) -> str:
     """Return the metric's name without its unit, in words."""
-    found = NAME.fullmatch(metric)
-    parts = (found[1].replace("_", " "), found[3]) if found else (metric.replace("_", " "), None)
+    match = METRIC_NAME.fullmatch(metric)
+    parts = (match[1].replace("_", " "), match[3]) if match else (metric.replace("_", " "), None)
     return " ".join(filter(None, parts))
 
 
-def shown(metric: str, value: float) -> str:
+def format_metric(metric: str, value: float) -> str:
     """Return the value with the unit that the metric's name has."""
-    found = NAME.fullmatch(metric)
-    unit = found[2] if found else ""
+    match = METRIC_NAME.fullmatch(metric)
+    unit = match[2] if match else ""
     if unit == "bytes":
-        return amount(value)
-    return f"{value:,.0f}" if unit == "total" else f"{value:,.4g}{UNITS.get(unit, '')}"
+        return format_bytes(value)
+    return f"{value:,.0f}" if unit == "total" else f"{value:,.4g}{UNIT_SUFFIXES.get(unit, '')}"
 
 
-def _row(device: Device, values: Mapping[str, float]) -> dict[str, Any]:
-    busy, used, size = (values.get(name) for name in ("utilization_percent", "memory_used_bytes", "memory_total_bytes"))
-    heat, power = values.get("temperature_celsius"), values.get("power_watts")
+def _build_device_row(device: Device, values: Mapping[str, float]) -> dict[str, Any]:
+    utilization, used, size = (
+        values.get(name) for name in ("utilization_percent", "memory_used_bytes", "memory_total_bytes")
+    )
+    temperature, power = values.get("temperature_celsius"), values.get("power_watts")
     return {
         "device": device,
-        "busy": _bar(busy, 100.0, f"{busy:.0f} %" if busy is not None else ""),
-        "memory": _bar(used, size, f"{amount(used)} of {amount(size)}" if used is not None and size else ""),
-        "heat": _bar(heat, 110.0, f"{heat:.0f} °C" if heat is not None else ""),
+        "busy": _render_bar(utilization, 100.0, f"{utilization:.0f} %" if utilization is not None else ""),
+        "memory": _render_bar(
+            used, size, f"{format_bytes(used)} of {format_bytes(size)}" if used is not None and size else ""
+        ),
+        "heat": _render_bar(temperature, 110.0, f"{temperature:.0f} °C" if temperature is not None else ""),
         "power": f"{power:,.0f} W" if power is not None else "",
     }
 
 
-def _bar(value: float | None, whole: float | None, text: str) -> tuple[SafeString, str] | None:
+def _render_bar(value: float | None, maximum: float | None, text: str) -> tuple[SafeString, str] | None:
     """Return a bar and its text; None if the value or the maximum is unknown."""
-    return (level(min(100.0, max(0.0, 100 * value / whole))), text) if value is not None and whole else None
+    return (
+        (render_level_bar(min(100.0, max(0.0, 100 * value / maximum))), text) if value is not None and maximum else None
+    )

@@ -7,7 +7,7 @@ from typing import Any
 from django.http import HttpRequest
 from django.urls import reverse
 
-GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
+SIDEBAR_GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
         "Inventory",
         (
@@ -57,37 +57,46 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ),
 )
 """Heading and entries; each entry is its title, its icon, and the model it lists."""
-PAGES = (("Usage", "monitoring", "usage"), ("Load census", "troubleshoot", "census"))
+PAGES_WITHOUT_MODEL = (("Usage", "monitoring", "usage"), ("Load census", "troubleshoot", "census"))
 """Pages that list no model, for users who may view devices: title, icon, URL name."""
 
 
-def groups(request: HttpRequest) -> list[dict[str, Any]]:
+def build_sidebar(request: HttpRequest) -> list[dict[str, Any]]:
     """Return the sidebar for this user in the form that unfold's SIDEBAR setting expects."""
     overview = {"title": "Overview", "icon": "dashboard", "link": reverse("admin:index")}
-    shown = [{"items": [overview]}]
-    if _may_view(request, "accelerators.device"):
-        shown[0]["items"] += [{"title": word, "icon": icon, "link": reverse(name)} for word, icon, name in PAGES]
-    for title, entries in GROUPS:
-        if items := [_item(*entry) for entry in entries if _may_view(request, entry[2])]:
-            shown.append({"title": title, "items": items})
-    own = ("Inbox", "inbox", "inbox"), ("Subscriptions", "notifications", "admin:cyborgweb_subscription_changelist")
-    own += (("Deliveries", "outbox", "admin:cyborgweb_delivery_changelist"),)
-    messages = [{"title": title, "icon": icon, "link": reverse(name)} for title, icon, name in own]
-    shown.append({"title": "Messages", "items": messages})
-    shown.append({"items": [{"title": "Manual", "icon": "help", "link": reverse("help")}]})
-    return shown
+    sidebar = [{"items": [overview]}]
+    if _can_view(request, "accelerators.device"):
+        sidebar[0]["items"] += [
+            {"title": word, "icon": icon, "link": reverse(name)} for word, icon, name in PAGES_WITHOUT_MODEL
+        ]
+    for title, entries in SIDEBAR_GROUPS:
+        if items := [_build_item(*entry) for entry in entries if _can_view(request, entry[2])]:
+            sidebar.append({"title": title, "items": items})
+    message_pages = (
+        ("Inbox", "inbox", "inbox"),
+        ("Subscriptions", "notifications", "admin:cyborgweb_subscription_changelist"),
+    )
+    message_pages += (("Deliveries", "outbox", "admin:cyborgweb_delivery_changelist"),)
+    messages = [{"title": title, "icon": icon, "link": reverse(name)} for title, icon, name in message_pages]
+    sidebar.append({"title": "Messages", "items": messages})
+    sidebar.append({"items": [{"title": "Manual", "icon": "help", "link": reverse("help")}]})
+    return sidebar
 
 
-def word_of(link: str) -> str:
+def sidebar_title(link: str) -> str:
     """Return the sidebar's title for the list at this address, '' if the sidebar does not have it."""
-    words = {item["link"]: item["title"] for _, entries in GROUPS for item in (_item(*entry) for entry in entries)}
-    return words.get(link, "")
+    title_by_link = {
+        item["link"]: item["title"]
+        for _, entries in SIDEBAR_GROUPS
+        for item in (_build_item(*entry) for entry in entries)
+    }
+    return title_by_link.get(link, "")
 
 
-def _item(title: str, icon: str, model: str) -> dict[str, Any]:
+def _build_item(title: str, icon: str, model: str) -> dict[str, Any]:
     return {"title": title, "icon": icon, "link": reverse(f"admin:{model.replace('.', '_')}_changelist")}
 
 
-def _may_view(request: HttpRequest, model: str) -> bool:
+def _can_view(request: HttpRequest, model: str) -> bool:
     app, name = model.split(".")
     return bool(request.user.has_perm(f"{app}.view_{name}"))

@@ -21,16 +21,16 @@ from accelerators.models import Event
 from accelerators.runtime import jobs
 from accelerators.ui import badges, timeline
 from agents import telemetry
-from agents.admin import TONES
-from agents.liveness import limits
+from agents.admin import LIVENESS_TONES
+from agents.liveness import compute_thresholds
 from cyborgweb.monitoring import backlog
 from cyborgweb.pages import alerts, capacity
 
-EVENTS = 20
-TROUBLES = 50
+MAX_EVENTS = 20
+MAX_TROUBLES = 50
 """Failing drivers and faults that are listed; their number is always counted in full."""
 
-HOSTS_AND_FAILING = """
+SELECT_HOSTS_AND_FAILING = """
 WITH hosts AS (
   SELECT count(*) AS total, count(h.stale_since) AS stale, count(a.host_id) AS agents,
     count(a.host_id) FILTER (WHERE l.seen_at >= %(up)s) AS up,
@@ -57,7 +57,7 @@ gateways is read (promise P3).
 
 
 @dataclass(frozen=True)
-class Cell:
+class LinkedCount:
     """A number of devices with a link to their list."""
 
     number: int
@@ -65,26 +65,26 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class DeviceStateRow:
     """One row of the table: the devices in one state, by type and in total."""
 
-    word: str
+    device_state: str
     state: SafeString
-    cells: list[Cell]
-    total: Cell
+    cells: list[LinkedCount]
+    total: LinkedCount
 
 
-def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
+def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
     """Add to the index page's context. A user who may not view devices sees only the navigation and a sentence."""
     context |= {"title": "Overview", "may_view": request.user.has_perm("accelerators.view_device")}
     if context["may_view"]:
-        now, doing, (hosts, troubles) = datetime.now(UTC), backlog.now(), _hosts_and_troubles()
-        devices, loads = _devices(doing.devices), telemetry.last()
-        classes, projects = capacity.drawn(loads, capacity.CLASSES, capacity.HOLDERS)
-        house = alerts.House(
+        now, current_backlog, (hosts, troubles) = datetime.now(UTC), backlog.read_backlog(), _load_hosts_and_troubles()
+        devices, loads = _build_device_table(current_backlog.devices), telemetry.get_last_loads()
+        classes, projects = capacity.query_capacity(loads, capacity.BY_RESOURCE_CLASS, capacity.BY_PROJECT)
+        system_state = alerts.SystemState(
             hosts,
             Counter({line.word: line.total.number for line in devices["lines"]}),
-            doing,
+            current_backlog,
             classes,
             troubles["failing_n"],
             troubles["faults_n"],
@@ -93,75 +93,101 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
         context |= {
             "as_of": now,
             "hosts": hosts,
-            "agents": [(badges.mark(word, tone), word, hosts[word]) for word, tone in TONES.items()],
+            "agents": [(badges.render_badge(word, tone), word, hosts[word]) for word, tone in LIVENESS_TONES.items()],
             "devices": devices,
             "classes": classes,
             "projects": projects,
             "silent": loads.silent,
-            "needs": [(badges.mark(need.word, need.tone), need) for need in alerts.needs(house)],
+            "needs": [(badges.render_badge(need.label, need.tone), need) for need in alerts.list_alerts(system_state)],
             "troubles": troubles,
-            "waiting": doing,
+            "waiting": current_backlog,
             "told": [
-                _told("Placement", "provider", doing.placement, reverse("admin:placement_sync_tree_changelist"), now),
-                _told("Nova", "notice", doing.nova, alerts.listed("intent", kind="notice"), now),
+                _describe_delay(
+                    "Placement",
+                    "provider",
+                    current_backlog.placement_intents,
+                    reverse("admin:placement_sync_tree_changelist"),
+                    now,
+                ),
+                _describe_delay(
+                    "Nova", "notice", current_backlog.nova_intents, alerts.list_url("intent", kind="notice"), now
+                ),
             ],
-            "events": timeline.rows(Event.objects.all()[:EVENTS]),
+            "events": timeline.render_events(Event.objects.all()[:MAX_EVENTS]),
         }
         context["calm"] = not any(need.tone in ("bad", "warn") for _, need in context["needs"])
     return context
 
 
-def _told(name: str, kind: str, told: backlog.Telling, url: str, now: datetime) -> dict[str, Any]:
+def _describe_delay(
+    name: str, kind: str, backlog_of_service: backlog.IntentBacklog, url: str, now: datetime
+) -> dict[str, Any]:
     """Describe how far Placement or Nova is behind."""
-    late = told.oldest is not None and now - told.oldest > alerts.LATE
-    tone, word = ("bad", "stuck") if told.stuck else ("warn", "behind") if late else ("busy", "sending")
-    mark = badges.mark(word, tone, told.error) if told.number else badges.mark("in step", "good")
+    is_late = backlog_of_service.oldest is not None and now - backlog_of_service.oldest > alerts.MAX_CLOUD_DELAY
+    tone, word = (
+        ("bad", "stuck") if backlog_of_service.stuck else ("warn", "behind") if is_late else ("busy", "sending")
+    )
+    badge = (
+        badges.render_badge(word, tone, backlog_of_service.error)
+        if backlog_of_service.number
+        else badges.render_badge("in step", "good")
+    )
     return {
         "name": name,
         "url": url,
-        "number": told.number,
-        "mark": mark
-        if jobs.has_taker(kind)
-        else badges.mark("no cloud", "calm", "No cloud is configured, so nothing is sent."),
-        "oldest": badges.ago(told.oldest) if told.oldest else "",
+        "number": backlog_of_service.number,
+        "mark": badge
+        if jobs.has_handler(kind)
+        else badges.render_badge("no cloud", "calm", "No cloud is configured, so nothing is sent."),
+        "oldest": badges.render_relative_time(backlog_of_service.oldest) if backlog_of_service.oldest else "",
     }
 
 
-def _devices(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
+def _build_device_table(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
     """Return the table of devices, state by type, with only the types and states that occur."""
     counts = {(state, kind): number for state, kind, number in counted}
     kinds = [kind.value for kind in DeviceType if any(key[1] == kind for key in counts)]
     states = [state.value for state in DeviceState if any(key[0] == state for key in counts)]
 
-    def cell(state: str = "", kind: str = "") -> Cell:
-        asked = {"state__exact": state, "type__exact": kind}
+    def build_cell(state: str = "", kind: str = "") -> LinkedCount:
+        filters = {"state__exact": state, "type__exact": kind}
         number = sum(n for (s, k), n in counts.items() if state in ("", s) and kind in ("", k))
-        return Cell(number, alerts.listed("device", **{name: word for name, word in asked.items() if word}))
+        return LinkedCount(number, alerts.list_url("device", **{name: word for name, word in filters.items() if word}))
 
-    lines = [Line(state, badges.state(state), [cell(state, kind) for kind in kinds], cell(state)) for state in states]
-    totals = [cell(kind=kind) for kind in kinds]
-    return {"kinds": kinds, "lines": lines, "totals": totals, "total": cell()}
+    lines = [
+        DeviceStateRow(
+            state, badges.render_device_state(state), [build_cell(state, kind) for kind in kinds], build_cell(state)
+        )
+        for state in states
+    ]
+    totals = [build_cell(kind=kind) for kind in kinds]
+    return {"kinds": kinds, "lines": lines, "totals": totals, "total": build_cell()}
 
 
-def _hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
+def _load_hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
     """Count hosts and agents by state; list the drivers that fail now, and the hardware that drivers skipped, with
     the reason.
     """
-    up, down = limits()
+    up, down = compute_thresholds()
     with connection.cursor() as cursor:
-        cursor.execute(HOSTS_AND_FAILING, {"up": up, "down": down, "most": TROUBLES})
-        found = cursor.fetchall()
-    rows = [row[1:] for row in found if row[1] is not None]
+        cursor.execute(SELECT_HOSTS_AND_FAILING, {"up": up, "down": down, "most": MAX_TROUBLES})
+        records = cursor.fetchall()
+    rows = [row[1:] for row in records if row[1] is not None]
     failing = [
-        {"host": badges.link("host", host, host), "driver": driver, "error": error, "since": badges.ago(since)}
+        {
+            "host": badges.render_page_link("host", host, host),
+            "driver": driver,
+            "error": error,
+            "since": badges.render_relative_time(since),
+        }
         for host, driver, error, since, *_ in rows
         if error
     ]
     faults = [
-        {"host": badges.link("host", host, host), "driver": driver, "subject": subject, "reason": reason}
+        {"host": badges.render_page_link("host", host, host), "driver": driver, "subject": subject, "reason": reason}
         for host, driver, _, _, said, *_ in rows
         for subject, reason in (json.loads(said) if isinstance(said, str) else said or [])
     ]
     failing_n, faults_n = (int(rows[0][5]), int(rows[0][6] or 0)) if rows else (0, 0)
-    troubles = {"failing": failing, "failing_n": failing_n, "faults": faults[:TROUBLES], "faults_n": faults_n}
-    return json.loads(found[0][0]), troubles
+    troubles = {"failing": failing, "failing_n": failing_n, "faults": faults[:MAX_TROUBLES], "faults_n": faults_n}
+    return json.loads(records[0][0]), troubles

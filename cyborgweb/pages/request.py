@@ -7,14 +7,18 @@ from typing import Any
 from accelerators.admin.requests import AcceleratorRequestAdmin
 from accelerators.models import AcceleratorRequest
 from cyborgweb.pages import discrepancies
-from placement_sync.jobs.discrepancies import of
+from placement_sync.jobs.discrepancies import list_discrepancies_of_devices
 
 
 class RequestPage(AcceleratorRequestAdmin):
     """Registered in place of the `accelerators` app's own admin."""
 
-    def beside(self, request: AcceleratorRequest) -> dict[str, Any]:
+    def get_extra_context(self, request: AcceleratorRequest) -> dict[str, Any]:
         if request.instance_uuid is None or request.deployable is None:
             return {}
-        found = of([request.deployable.device_id])
-        return {"faults": discrepancies.shown(one for one in found if one.instance == str(request.instance_uuid))}
+        device_discrepancies = list_discrepancies_of_devices([request.deployable.device_id])
+        return {
+            "faults": discrepancies.render_discrepancies(
+                one for one in device_discrepancies if one.instance == str(request.instance_uuid)
+            )
+        }

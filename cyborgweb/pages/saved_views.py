@@ -1,7 +1,7 @@
 """What users save for the console's lists: named views, private or shared, and the columns they want to see.
 
 `accelerators.ui.changelist` reads them through the setting LIST_MEMORY; the forms in `console/chips.html` post to
-`keep`.
+`store_list_memory`.
 """
 
 from __future__ import annotations
@@ -18,124 +18,126 @@ from django.db.models import Q
 from django.http import Http404, HttpRequest, HttpResponseBase, HttpResponseNotAllowed, HttpResponseRedirect
 from django.urls import reverse
 
-from accelerators.ui.changelist import COLUMNS, Listing, public
-from cyborgweb.auth.roles import project_of
+from accelerators.ui.changelist import COLUMNS_PARAM, ConsoleModelAdmin, column_url_name
+from cyborgweb.auth.roles import get_only_project
 from cyborgweb.models import SavedView
 
-MOST = 50
+MAX_VIEWS = 50
 """Views that one user may save for one list. As many are shown, the user's own first."""
 
 
 @dataclass(frozen=True)
-class View:
+class ListedView:
     """A saved view, with what its chip shows."""
 
     key: int
     name: str
     query: str
-    mine: bool
-    by: str
-    shared: bool
+    is_own: bool
+    owner_name: str
+    is_shared: bool
 
 
 @dataclass(frozen=True)
-class Remembered:
+class ListMemory:
     """The columns and views that one user has for one list."""
 
     columns: tuple[str, ...]
-    views: tuple[View, ...]
+    views: tuple[ListedView, ...]
 
 
-def remembered(user: Any, model: str) -> Remembered:
+def load_list_memory(user: Any, model: str) -> ListMemory:
     """Return the user's columns and views for a list. One statement.
 
     Users of one project do not see the shared views of others, because names and searches reveal things about other
     projects.
     """
-    others = Q() if project_of(user) else Q(shared=True)
-    kept = SavedView.objects.filter(Q(user_id=user.pk) | others, of=model).select_related("user")
-    rows = list(kept.order_by("name", "id")[: 20 * MOST])
+    visible_of_others = Q() if get_only_project(user) else Q(shared=True)
+    saved = SavedView.objects.filter(Q(user_id=user.pk) | visible_of_others, of=model).select_related("user")
+    rows = list(saved.order_by("name", "id")[: 20 * MAX_VIEWS])
     columns = next((row.columns for row in rows if not row.name and row.user_id == user.pk), [])
     views = [
-        View(row.pk, row.name, row.query, row.user_id == user.pk, row.user.get_username(), row.shared)
+        ListedView(row.pk, row.name, row.query, row.user_id == user.pk, row.user.get_username(), row.shared)
         for row in rows
         if row.name
     ]
-    return Remembered(tuple(columns), tuple(sorted(views, key=lambda view: not view.mine)[:MOST]))
+    return ListMemory(tuple(columns), tuple(sorted(views, key=lambda view: not view.is_own)[:MAX_VIEWS]))
 
 
-def keep(request: HttpRequest, model: str) -> HttpResponseBase:
+def store_list_memory(request: HttpRequest, model: str) -> HttpResponseBase:
     """On POST, save the view `name`, delete the view `delete`, or store the `columns` for this list; then redirect
     to the list.
     """
-    listing = _listing(model)
+    listing = _find_list(model)
     if not listing.has_view_permission(request):
         raise PermissionDenied
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
     query = request.POST.get("query", "")[:2000]
     if "delete" in request.POST:
-        _delete(request, model, request.POST["delete"])
+        _delete_view(request, model, request.POST["delete"])
     elif "name" in request.POST:
-        _save(request, model, query)
+        _save_view(request, model, query)
     else:
-        query = _choose(request, listing, query)
+        query = _store_columns(request, listing, query)
     url = reverse(f"admin:{model.replace('.', '_')}_changelist")
     return HttpResponseRedirect(f"{url}?{query}" if query else url)
 
 
-def _listing(model: str) -> Listing:
-    found = next((one for of, one in admin.site._registry.items() if of._meta.label_lower == model), None)
-    if not isinstance(found, Listing):
+def _find_list(model: str) -> ConsoleModelAdmin:
+    model_admin = next((one for of, one in admin.site._registry.items() if of._meta.label_lower == model), None)
+    if not isinstance(model_admin, ConsoleModelAdmin):
         raise Http404(f"There is no list of {model!r}.")
-    return found
+    return model_admin
 
 
-def _save(request: HttpRequest, model: str, query: str) -> None:
-    name, user = " ".join(request.POST["name"].split()), _user(request)
+def _save_view(request: HttpRequest, model: str, query: str) -> None:
+    name, user = " ".join(request.POST["name"].split()), _require_user(request)
     if not 1 <= len(name) <= 64 or not name.isprintable():
         messages.error(request, "Give the view a name of at most 64 letters.")
         return
-    own = SavedView.objects.filter(user=user, of=model).exclude(name="")
-    if not own.filter(name=name).exists() and own.count() >= MOST:
-        messages.error(request, f"You have already saved {MOST} views of this list: delete one first.")
+    own_views = SavedView.objects.filter(user=user, of=model).exclude(name="")
+    if not own_views.filter(name=name).exists() and own_views.count() >= MAX_VIEWS:
+        messages.error(request, f"You have already saved {MAX_VIEWS} views of this list: delete one first.")
         return
     values = {"query": query.replace("\0", ""), "shared": "shared" in request.POST}
     SavedView.objects.update_or_create(user=user, of=model, name=name, defaults=values)
     messages.success(request, f"This view is saved as “{name}”{', for everybody' if values['shared'] else ''}.")
 
 
-def _delete(request: HttpRequest, model: str, key: str) -> None:
+def _delete_view(request: HttpRequest, model: str, key: str) -> None:
     """Delete one of the user's own views; a superuser may also delete views that others share."""
-    user = _user(request)
+    user = _require_user(request)
     views = SavedView.objects.filter(Q(user=user) | Q(shared=user.is_superuser), of=model).exclude(name="")
-    gone, _ = views.filter(pk=int(key)).delete() if key.isdecimal() and len(key) < 19 else (0, {})
-    if gone:
+    deleted_count, _ = views.filter(pk=int(key)).delete() if key.isdecimal() and len(key) < 19 else (0, {})
+    if deleted_count:
         messages.success(request, "The view is deleted.")
     else:
         messages.error(request, "The view does not exist any more, or you may not delete it.")
 
 
-def _choose(request: HttpRequest, listing: Listing, query: str) -> str:
+def _store_columns(request: HttpRequest, listing: ConsoleModelAdmin, query: str) -> str:
     """Store the chosen columns. Return the query without its own columns and without the order, which refers to
     columns by position. Raises BadRequest for columns that the list does not have.
     """
-    every = [public(str(name)) for name in listing.list_display]
-    chosen = request.POST.getlist(COLUMNS)
+    known_columns = [column_url_name(str(name)) for name in listing.list_display]
+    chosen = request.POST.getlist(COLUMNS_PARAM)
     if "reset" in request.POST:
         chosen = []
-    elif not chosen or any(name not in every for name in chosen):
-        raise BadRequest(f"Choose one or more columns of: {', '.join(every)}.")
+    elif not chosen or any(name not in known_columns for name in chosen):
+        raise BadRequest(f"Choose one or more columns of: {', '.join(known_columns)}.")
     defaults = {"columns": list(dict.fromkeys(chosen))}
-    SavedView.objects.update_or_create(user=_user(request), of=listing.opts.label_lower, name="", defaults=defaults)
-    return urlencode(_without(parse_qsl(query, keep_blank_values=True), COLUMNS, "o"))
+    SavedView.objects.update_or_create(
+        user=_require_user(request), of=listing.opts.label_lower, name="", defaults=defaults
+    )
+    return urlencode(_drop_parameters(parse_qsl(query, keep_blank_values=True), COLUMNS_PARAM, "o"))
 
 
-def _without(pairs: Iterable[tuple[str, str]], *names: str) -> list[tuple[str, str]]:
+def _drop_parameters(pairs: Iterable[tuple[str, str]], *names: str) -> list[tuple[str, str]]:
     return [pair for pair in pairs if pair[0] not in names]
 
 
-def _user(request: HttpRequest) -> User:
+def _require_user(request: HttpRequest) -> User:
     if not isinstance(request.user, User):
         raise PermissionDenied
     return request.user

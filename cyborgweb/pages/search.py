@@ -28,25 +28,25 @@ from django.urls import reverse
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile, Host
 from accelerators.ui import badges
 
-EACH = 20
+MAX_HITS_PER_KIND = 20
 """Results that are listed for each kind."""
-LONGEST = 255
-LEAST_HEX = 4
+MAX_TERM_LENGTH = 255
+MIN_HEX_DIGITS = 4
 """Fewest hexadecimal digits for which uuids are searched."""
-ADDRESS = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7])?)?", re.IGNORECASE)
+PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7])?)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What can be found: `uuids` and `names` are fields that are searched by prefix; `shown` is the result's text,
-    `beside` the text next to it.
+class SearchableKind:
+    """What can be found: `uuid_fields` and `name_fields` are fields that are searched by prefix; `result_text` is the result's text,
+    `side_text` the text next to it.
     """
 
     model: type[Any]
-    uuids: tuple[str, ...]
-    names: tuple[str, ...]
-    shown: Any
-    beside: Any
+    uuid_fields: tuple[str, ...]
+    name_fields: tuple[str, ...]
+    result_text: Any
+    side_text: Any
 
     @property
     def name(self) -> str:
@@ -54,89 +54,94 @@ class Kind:
         return str(self.model._meta.model_name)
 
 
-KINDS = (
-    Kind(Host, ("uuid",), ("name",), F("name"), F("node")),
-    Kind(Device, ("uuid",), ("address", "key"), Concat("model", Value(" "), "key"), F("host__name")),
-    Kind(Deployable, ("uuid", "rp_uuid"), (), F("name"), F("device__host__name")),
-    Kind(AttachHandle, ("uuid",), ("attach_info",), F("attach_info"), F("deployable__device__host__name")),
-    Kind(AcceleratorRequest, ("uuid", "instance_uuid"), (), F("uuid"), F("state")),
-    Kind(DeviceProfile, ("uuid",), ("name",), F("name"), Value("")),
-    Kind(Command, ("uuid",), (), Concat("op", Value(" "), "device_name"), F("host__name")),
+SEARCHABLE_KINDS = (
+    SearchableKind(Host, ("uuid",), ("name",), F("name"), F("node")),
+    SearchableKind(Device, ("uuid",), ("address", "key"), Concat("model", Value(" "), "key"), F("host__name")),
+    SearchableKind(Deployable, ("uuid", "rp_uuid"), (), F("name"), F("device__host__name")),
+    SearchableKind(AttachHandle, ("uuid",), ("attach_info",), F("attach_info"), F("deployable__device__host__name")),
+    SearchableKind(AcceleratorRequest, ("uuid", "instance_uuid"), (), F("uuid"), F("state")),
+    SearchableKind(DeviceProfile, ("uuid",), ("name",), F("name"), Value("")),
+    SearchableKind(Command, ("uuid",), (), Concat("op", Value(" "), "device_name"), F("host__name")),
 )
 
 
-def find(request: HttpRequest) -> HttpResponse:
+def show_search(request: HttpRequest) -> HttpResponse:
     """Redirect to the page of the only result, or of the only exact one; otherwise show the results by kind."""
-    term = request.GET.get("q", "").strip().replace("\0", "")[:LONGEST]
-    hits = list(_hits(request, term)) if term else []
-    exact = [hit for hit in hits if hit["exact"]]
-    if len(exact) == 1 or len(hits) == 1:
-        return HttpResponseRedirect((exact or hits)[0]["url"])
+    term = request.GET.get("q", "").strip().replace("\0", "")[:MAX_TERM_LENGTH]
+    hits = list(_iterate_hits(request, term)) if term else []
+    exact_hits = [hit for hit in hits if hit["exact"]]
+    if len(exact_hits) == 1 or len(hits) == 1:
+        return HttpResponseRedirect((exact_hits or hits)[0]["url"])
     groups = [(title, list(found)) for title, found in groupby(hits, key=lambda hit: hit["title"])]
     context = admin.site.each_context(request) | {
         "title": f"Search for “{term}”" if term else "Search",
         "term": term,
         "groups": [
-            {"title": title, "hits": found[:EACH], "more": len(found) > EACH, "all": found[0]["all"]}
+            {
+                "title": title,
+                "hits": found[:MAX_HITS_PER_KIND],
+                "more": len(found) > MAX_HITS_PER_KIND,
+                "all": found[0]["all"],
+            }
             for title, found in groups
         ],
     }
     return TemplateResponse(request, "console/find.html", context)
 
 
-def _hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
-    """Yield the results of all kinds, in the order of `KINDS`, exact ones first. One statement."""
-    asked = [
+def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
+    """Yield the results of all kinds, in the order of `SEARCHABLE_KINDS`, exact ones first. One statement."""
+    queries = [
         (kind, rows)
-        for kind in KINDS
+        for kind in SEARCHABLE_KINDS
         if request.user.has_perm(f"accelerators.view_{kind.name}")
-        and (rows := _rows(kind, term, admin.site._registry[kind.model].get_queryset(request))) is not None
+        and (rows := _build_query(kind, term, admin.site._registry[kind.model].get_queryset(request))) is not None
     ]
-    if not asked:
+    if not queries:
         return
-    (_, first), *others = asked
+    (_, first), *others = queries
     rows = first.union(*(rows for _, rows in others), all=True) if others else first
-    kinds = {kind.name: kind for kind, _ in asked}
+    kinds = {kind.name: kind for kind, _ in queries}
     for name, key, shown, beside, exact in sorted(
         rows, key=lambda row: (list(kinds).index(row[0]), not row[4], row[2])
     ):
-        listed = reverse(f"admin:accelerators_{name}_changelist")
+        list_url = reverse(f"admin:accelerators_{name}_changelist")
         yield {
             "title": str(kinds[name].model._meta.verbose_name_plural),
             "url": reverse(f"admin:accelerators_{name}_change", args=[quote(str(key))]),
-            "shown": badges.handle(shown) if name == "attachhandle" else shown,
+            "shown": badges.describe_handle(shown) if name == "attachhandle" else shown,
             "beside": beside,
             "exact": exact,
-            "all": f"{listed}?{urlencode({'q': term})}",
+            "all": f"{list_url}?{urlencode({'q': term})}",
         }
 
 
-def _rows(kind: Kind, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
-    """Return the query for the rows that match, at most `EACH` and one more; None if the term cannot match this
+def _build_query(kind: SearchableKind, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
+    """Return the query for the rows that match, at most `MAX_HITS_PER_KIND` and one more; None if the term cannot match this
     kind.
     """
-    exact, begins = [], []
+    exact_conditions, prefix_conditions = [], []
     if bounds := uuid_bounds(term):
-        begins += [Q(**{f"{field}__range": bounds}) for field in kind.uuids]
-        exact += [Q(**{field: bounds[0]}) for field in kind.uuids if bounds[0] == bounds[1]]
-    for field in kind.names:
-        for word in _words(field, term):
-            begins.append(Q(**{f"{field}__startswith": word}))
-            exact.append(Q(**{field: word}))
-    if not begins:
+        prefix_conditions += [Q(**{f"{field}__range": bounds}) for field in kind.uuid_fields]
+        exact_conditions += [Q(**{field: bounds[0]}) for field in kind.uuid_fields if bounds[0] == bounds[1]]
+    for field in kind.name_fields:
+        for word in _search_prefixes(field, term):
+            prefix_conditions.append(Q(**{f"{field}__startswith": word}))
+            exact_conditions.append(Q(**{field: word}))
+    if not prefix_conditions:
         return None
-    whole = Case(When(reduce(or_, exact), then=True), default=False) if exact else Value(False)
+    is_exact = Case(When(reduce(or_, exact_conditions), then=True), default=False) if exact_conditions else Value(False)
     text = CharField()
     return (
-        rows.filter(reduce(or_, begins))
+        rows.filter(reduce(or_, prefix_conditions))
         .order_by()
         .values_list(
             Value(kind.name, text),
             "pk",
-            Cast(kind.shown, text),
-            Cast(kind.beside, text),
-            Cast(whole, BooleanField()),
-        )[: EACH + 1]
+            Cast(kind.result_text, text),
+            Cast(kind.side_text, text),
+            Cast(is_exact, BooleanField()),
+        )[: MAX_HITS_PER_KIND + 1]
     )
 
 
@@ -145,18 +150,18 @@ def uuid_bounds(term: str) -> tuple[UUID, UUID] | None:
     it cannot be a uuid.
     """
     digits = term.lower().replace("-", "")
-    if not LEAST_HEX <= len(digits) <= 32 or not re.fullmatch("[0-9a-f]+", digits):
+    if not MIN_HEX_DIGITS <= len(digits) <= 32 or not re.fullmatch("[0-9a-f]+", digits):
         return None
     return UUID(digits.ljust(32, "0")), UUID(digits.ljust(32, "f"))
 
 
-def _words(field: str, term: str) -> list[str]:
+def _search_prefixes(field: str, term: str) -> list[str]:
     """Return the prefixes to search for in this field; PCI addresses and serial numbers in the form in which they
     are stored.
     """
-    address = ADDRESS.fullmatch(term)
+    address = PCI_ADDRESS.fullmatch(term)
     if field == "address":
-        return [_address(address)] if address else []
+        return [_format_pci_address(address)] if address else []
     if field == "attach_info":
         domain, bus, device, function = address.groups() if address else (None,) * 4
         names = {"bus": bus, "device": device, "domain": domain or "0000", "function": function}
@@ -167,7 +172,7 @@ def _words(field: str, term: str) -> list[str]:
     return [term]
 
 
-def _address(found: re.Match[str]) -> str:
-    domain, bus, device, function = found.groups()
+def _format_pci_address(match: re.Match[str]) -> str:
+    domain, bus, device, function = match.groups()
     end = f".{function}" if function else ""
     return f"{domain or '0000'}:{bus}:{device}{end}".lower()

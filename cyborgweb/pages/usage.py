@@ -8,34 +8,41 @@ from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
 from accelerators.domain.states import DeviceType
-from accelerators.requests.capacity import COLUMNS, Asked
+from accelerators.requests.capacity import GROUP_COLUMNS, CapacityQuery
 from agents import telemetry
 from cyborgweb.pages import capacity
 
-MOST = 200
+MAX_GROUPS_SHOWN = 200
 """Groups that are shown, the largest first; the API returns all of them."""
-LONGEST = 255
+MAX_PARAMETER_LENGTH = 255
 
 
-def page(request: HttpRequest) -> HttpResponse:
+def show_usage_page(request: HttpRequest) -> HttpResponse:
     """Show the groups that the form asks for, as bars."""
     if not request.user.has_perm("accelerators.view_device"):
         raise PermissionDenied
-    said = {name: request.GET.get(name, "").replace("\0", "")[:LONGEST] for name in ("by", "then", *COLUMNS)}
-    by = list(dict.fromkeys(name for name in (said["by"], said["then"]) if name in COLUMNS)) or ["resource_class"]
-    loads = telemetry.last()
-    host, kind, resource_class = (said[name] or None for name in ("host", "type", "resource_class"))
-    found = capacity.drawn(loads, Asked(by, host, kind, resource_class, order="largest", limit=MOST + 1))[0]
+    form_values = {
+        name: request.GET.get(name, "").replace("\0", "")[:MAX_PARAMETER_LENGTH]
+        for name in ("by", "then", *GROUP_COLUMNS)
+    }
+    by = list(dict.fromkeys(name for name in (form_values["by"], form_values["then"]) if name in GROUP_COLUMNS)) or [
+        "resource_class"
+    ]
+    loads = telemetry.get_last_loads()
+    host, kind, resource_class = (form_values[name] or None for name in ("host", "type", "resource_class"))
+    capacity_groups = capacity.query_capacity(
+        loads, CapacityQuery(by, host, kind, resource_class, order="largest", limit=MAX_GROUPS_SHOWN + 1)
+    )[0]
     context = admin.site.each_context(request) | {
         "title": "Usage",
         "by": by,
-        "words": [(name, name.replace("_", " ")) for name in COLUMNS],
+        "words": [(name, name.replace("_", " ")) for name in GROUP_COLUMNS],
         "heads": [name.replace("_", " ").capitalize() for name in by],
         "types": [kind.value for kind in DeviceType],
-        "said": said,
-        "groups": found[:MOST],
-        "more": len(found) > MOST,
-        "most": MOST,
+        "said": form_values,
+        "groups": capacity_groups[:MAX_GROUPS_SHOWN],
+        "more": len(capacity_groups) > MAX_GROUPS_SHOWN,
+        "most": MAX_GROUPS_SHOWN,
         "silent": loads.silent,
     }
     return TemplateResponse(request, "console/usage.html", context)

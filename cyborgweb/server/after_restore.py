@@ -1,6 +1,6 @@
 """Prepares a restored database for use: hosts, OpenStack and callers have a later state than the database.
 
-It must run after `backup.load`, and also after a restore by other means.
+It must run after `backup.restore_dump`, and also after a restore by other means.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from django.db import connection
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from cyborgweb.auth import read_only
 
-AHEAD = 1_000_000
+SEQUENCE_SKIP = 1_000_000
 """How many numbers each sequence skips: agents and callers may still name rows that were numbered after the backup."""
-LATER = 2**40
+GENERATION_SKIP = 2**40
 """Added to every generation, so that no ETag from before the restore is valid after it."""
-NUMBERS = """
+ADVANCE_SEQUENCES = """
 SELECT setval(format('%%I.%%I', schemaname, sequencename)::regclass, coalesce(last_value, 0) + %s)
 FROM pg_sequences WHERE schemaname = current_schema() AND data_type = 'bigint'::regtype
 """
-PATIENCE = "1 day"
-ASKED_AGAIN = f"""
-UPDATE accelerators_command SET start_by = now() + interval '{PATIENCE}', end_by = now() + interval '{PATIENCE}',
+EXTENSION = "1 day"
+EXTEND_COMMANDS = f"""
+UPDATE accelerators_command SET start_by = now() + interval '{EXTENSION}', end_by = now() + interval '{EXTENSION}',
   updated_at = now()
 WHERE ended_at IS NULL AND answered_at IS NULL AND op IN ('attach', 'detach')
 """
 """Extends the time limits of unfinished attach and detach commands. Such a command has long ended on its host. The
 agent knows the command, does not run it twice, and reports its result. If the command had timed out here before,
 an instance would lose the accelerator that it got in the meantime."""
-WAITS = f"""
-UPDATE accelerators_acceleratorrequest SET deadline = now() + interval '{PATIENCE} 1 minute' WHERE state = 'BindStarted'
+EXTEND_BINDS = f"""
+UPDATE accelerators_acceleratorrequest SET deadline = now() + interval '{EXTENSION} 1 minute' WHERE state = 'BindStarted'
 """
 """Extends the deadline of unfinished binds. It is later than the limit of the bind's command, because the command's
 result gives the reason if it fails."""
 
 
-def settle(by: Caller, reason: str) -> None:
+def prepare_restored_database(caller: Caller, reason: str) -> None:
     """Make the restored database safe to start on: migrate it, then change it in one transaction.
 
     Numbers and generations continue above all that were ever given out, unfinished binds wait for their agents, all
@@ -48,12 +48,12 @@ def settle(by: Caller, reason: str) -> None:
     call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
     with conductor.writing():
         with connection.cursor() as cursor:
-            cursor.execute(NUMBERS, [AHEAD])
-            cursor.execute("UPDATE generation SET value = value + %s", [LATER])
-            cursor.execute(ASKED_AGAIN)
-            cursor.execute(WAITS)
-            again = cursor.rowcount
+            cursor.execute(ADVANCE_SEQUENCES, [SEQUENCE_SKIP])
+            cursor.execute("UPDATE generation SET value = value + %s", [GENERATION_SKIP])
+            cursor.execute(EXTEND_COMMANDS)
+            cursor.execute(EXTEND_BINDS)
+            extended_binds = cursor.rowcount
         Session.objects.all().delete()
-        changes = {"binds waiting for their agents": [None, again]} if again else {}
-        conductor.record("database.restored", Source.SYSTEM, by.name, changes=changes, reason=reason)
-    read_only.switch(True, by, reason, Source.SYSTEM)
+        changes = {"binds waiting for their agents": [None, extended_binds]} if extended_binds else {}
+        conductor.record_event("database.restored", EventSource.SYSTEM, caller.name, changes=changes, reason=reason)
+    read_only.switch_read_only(True, caller, reason, EventSource.SYSTEM)

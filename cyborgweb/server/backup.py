@@ -1,7 +1,7 @@
 """Makes and restores backups.
 
 A backup is a folder with a `pg_dump` of the database, the files that cannot be made again, and `backup.json`, which
-describes both. It is taken while everything runs, and restored while nothing runs. After `load`,
+describes both. It is taken while everything runs, and restored while nothing runs. After `restore_dump`,
 `cyborgweb.server.after_restore` must prepare the database before anybody uses it.
 """
 
@@ -23,21 +23,21 @@ from django.db.migrations.recorder import MigrationRecorder
 from psycopg.conninfo import make_conninfo
 
 from cyborgweb.database import libpq
-from cyborgweb.database.postgres import Postgres, program
+from cyborgweb.database.postgres import Postgres, find_client_program
 from cyborgweb.server import tls
-from cyborgweb.settings.keys import keys
+from cyborgweb.settings.keys import get_keys
 from drivers.files import sync_directory, write_private
 
-DUMP, ABOUT = "database.dump", "backup.json"
-SECRET = "secret-key"
-KEPT = (SECRET, tls.FILE, "policy.yaml", "drivers.toml")
+DUMP_FILE, DESCRIPTION_FILE = "database.dump", "backup.json"
+SECRET_KEY_FILE = "secret-key"
+STATE_FILES = (SECRET_KEY_FILE, tls.CERTIFICATE_FILE, "policy.yaml", "drivers.toml")
 """Files of the state directory that are part of a backup if they exist."""
-LOOK_S = 0.2
+PROGRESS_INTERVAL_S = 0.2
 """Seconds between two calls of `progress`."""
-Progress = Callable[[int], None]
-TABLES = """SELECT count(*) FROM pg_class
+ProgressCallback = Callable[[int], None]
+COUNT_TABLES = """SELECT count(*) FROM pg_class
 WHERE relkind IN ('r', 'p') AND relnamespace = current_schema()::regnamespace"""
-OTHERS = """SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
+COUNT_OTHER_CONNECTIONS = """SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
   AND coalesce(backend_type, 'client backend') = 'client backend'"""
 
 
@@ -45,7 +45,7 @@ class BackupError(RuntimeError):
     """The backup or restore is not possible. The message says why and what to do, in one sentence."""
 
 
-class About(msgspec.Struct, frozen=True):
+class BackupDescription(msgspec.Struct, frozen=True):
     """The content of `backup.json`. `migrations` are the applied ones, which show the database's release.
 
     `postgresql` is the server's major version.
@@ -57,107 +57,107 @@ class About(msgspec.Struct, frozen=True):
     files: tuple[str, ...]
 
 
-def take(folder: Path, progress: Progress) -> About:
+def create_backup(folder: Path, progress: ProgressCallback) -> BackupDescription:
     """Write a backup to the new folder, completely or not at all, and return its description.
 
     `progress` is called with the size of the dump in bytes while it grows. Raises BackupError, PostgresError.
     """
     if folder.exists():
         raise BackupError(f"{folder} exists already: name a new folder for the backup")
-    made = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(made, ignore_errors=True)  # left by an interrupted backup
+    unfinished = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by an interrupted backup
     try:
-        made.mkdir(mode=0o700, parents=True)
-        at, state = datetime.now(UTC), keys().state
-        (made / DUMP).touch(mode=0o600)
-        words = ["--format=custom", "--no-owner", "--no-privileges", "--file", str(made / DUMP)]
-        _run("pg_dump", words, made / DUMP, progress)
-        files = tuple(name for name in KEPT if (state / name).exists())
+        unfinished.mkdir(mode=0o700, parents=True)
+        taken_at, state = datetime.now(UTC), get_keys().state_path
+        (unfinished / DUMP_FILE).touch(mode=0o600)
+        options = ["--format=custom", "--no-owner", "--no-privileges", "--file", str(unfinished / DUMP_FILE)]
+        _run_client_program("pg_dump", options, unfinished / DUMP_FILE, progress)
+        files = tuple(name for name in STATE_FILES if (state / name).exists())
         for name in files:
-            write_private(made / name, (state / name).read_bytes())
+            write_private(unfinished / name, (state / name).read_bytes())
         applied = sorted(".".join(one) for one in MigrationRecorder(connection).applied_migrations())
-        about = About(at, _server(), tuple(applied), files)
-        write_private(made / ABOUT, msgspec.json.format(msgspec.json.encode(about)))
-        made.rename(folder)
+        description = BackupDescription(taken_at, _get_server_major(), tuple(applied), files)
+        write_private(unfinished / DESCRIPTION_FILE, msgspec.json.format(msgspec.json.encode(description)))
+        unfinished.rename(folder)
         sync_directory(folder.parent)
     except OSError as error:
-        raise BackupError(f"{made} cannot be written: {error.strerror}") from None
-    return about
+        raise BackupError(f"{unfinished} cannot be written: {error.strerror}") from None
+    return description
 
 
-def read(folder: Path) -> About:
+def read_description(folder: Path) -> BackupDescription:
     """Return the description of the backup in the folder. Raises BackupError, also if it is of a later release."""
     try:
-        about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
+        description = msgspec.json.decode((folder / DESCRIPTION_FILE).read_bytes(), type=BackupDescription)
     except OSError as error:
-        raise BackupError(f"{folder} is not a backup: {ABOUT} cannot be read ({error.strerror})") from None
+        raise BackupError(f"{folder} is not a backup: {DESCRIPTION_FILE} cannot be read ({error.strerror})") from None
     except msgspec.DecodeError as error:
-        raise BackupError(f"{folder} is not a backup of this release: {ABOUT}: {error}") from None
-    known = {".".join(one) for one in MigrationLoader(None).disk_migrations}
-    if later := sorted(set(about.migrations) - known):
+        raise BackupError(f"{folder} is not a backup of this release: {DESCRIPTION_FILE}: {error}") from None
+    known_migrations = {".".join(one) for one in MigrationLoader(None).disk_migrations}
+    if unknown_migrations := sorted(set(description.migrations) - known_migrations):
         raise BackupError(
-            f"{folder} was made by a later release, which has the migration {later[-1]}: restore it with that release"
+            f"{folder} was made by a later release, which has the migration {unknown_migrations[-1]}: restore it with that release"
         )
-    return about
+    return description
 
 
-def load(folder: Path, about: About) -> None:
+def restore_dump(folder: Path, description: BackupDescription) -> None:
     """Restore the dump into the empty database, all or nothing, and put back the files that are missing.
 
     The secret key is always replaced by the backup's, because the database's secrets are encrypted with that key.
     Raises BackupError, PostgresError.
     """
-    words = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges", str(folder / DUMP)]
-    _run("pg_restore", words)
+    options = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges", str(folder / DUMP_FILE)]
+    _run_client_program("pg_restore", options)
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE")
-    for name in set(about.files) & set(KEPT):
-        if name == SECRET or not (keys().state / name).exists():
-            write_private(keys().state / name, (folder / name).read_bytes())
+    for name in set(description.files) & set(STATE_FILES):
+        if name == SECRET_KEY_FILE or not (get_keys().state_path / name).exists():
+            write_private(get_keys().state_path / name, (folder / name).read_bytes())
 
 
-def nobody_else() -> None:
+def refuse_other_connections() -> None:
     """Raise BackupError if there are other client connections to the database."""
-    if others := _count(OTHERS):
+    if others := _query_count(COUNT_OTHER_CONNECTIONS):
         raise BackupError(
             f"the database has {others} other connection{'s' if others > 1 else ''}: stop every web process, cluster"
             " and supervisor first"
         )
 
 
-def has_tables(wanted: bool) -> None:
-    """Raise BackupError if the database is empty but `wanted` is True, or has tables but `wanted` is False."""
-    there = _count(TABLES) > 0
-    if wanted and not there:
+def require_tables(expected: bool) -> None:
+    """Raise BackupError if the database is empty but `expected` is True, or has tables but `expected` is False."""
+    has_any = _query_count(COUNT_TABLES) > 0
+    if expected and not has_any:
         raise BackupError("the database is empty: nothing has been restored yet")
-    if there and not wanted:
+    if has_any and not expected:
         raise BackupError(
             "the database is not empty, and a backup is never restored over another database: name an empty one in"
-            f" CYBORG_DATABASE_URL, or move the folder {keys().state / 'postgres'} away"
+            f" CYBORG_DATABASE_URL, or move the folder {get_keys().state_path / 'postgres'} away"
         )
 
 
 @contextmanager
-def database(alone: bool) -> Iterator[None]:
+def keep_database_running(exclusive: bool) -> Iterator[None]:
     """Make sure that the database runs inside the `with` block.
 
-    If the product does not run, the embedded database is started, and stopped at the end. With `alone`, raise
+    If the product does not run, the embedded database is started, and stopped at the end. With `exclusive`, raise
     BackupError if the product runs on this state directory; its lock is held during the block. Raises PostgresError
     when the embedded database cannot be started.
     """
-    settings = keys()
-    if settings.database_url and not alone:
+    settings = get_keys()
+    if settings.database_url and not exclusive:
         yield
         return
-    settings.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (settings.state / "lock").open("a") as lock:
-        runs = not _taken(lock.fileno())
-        if runs and alone:
-            raise BackupError(f"the product runs on {settings.state}: stop it first")
-        if runs or settings.database_url:
+    settings.state_path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (settings.state_path / "lock").open("a") as lock:
+        is_running = not _try_lock(lock.fileno())
+        if is_running and exclusive:
+            raise BackupError(f"the product runs on {settings.state_path}: stop it first")
+        if is_running or settings.database_url:
             yield
             return
-        postgres = Postgres(settings.state / "postgres", settings.pg_bin)
+        postgres = Postgres(settings.state_path / "postgres", settings.pg_bin)
         try:
             postgres.start()
             postgres.ensure_database("cyborg")
@@ -167,7 +167,7 @@ def database(alone: bool) -> Iterator[None]:
             postgres.stop()
 
 
-def _taken(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
     """Try to take the supervisor's lock of the state directory. Return whether it was free; does not wait."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,33 +176,40 @@ def _taken(lock: int) -> bool:
     return True
 
 
-def _run(name: str, words: list[str], written: Path | None = None, progress: Progress | None = None) -> None:
-    """Run `pg_dump` or `pg_restore` on our database, and call `progress` with the size of the file `written`.
+def _run_client_program(
+    name: str, options: list[str], output_file: Path | None = None, progress: ProgressCallback | None = None
+) -> None:
+    """Run `pg_dump` or `pg_restore` on our database, and call `progress` with the size of the file `output_file`.
 
     The password is passed in its environment, which other users cannot read. Raises BackupError if it fails.
     """
-    where = libpq.parameters()
-    environment = os.environ | {"PGPASSWORD": where.pop("password", "")}
-    command = [program(name, _server(), keys().pg_bin), "--dbname", make_conninfo("", **where), *words]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as running:
-        said = ""
-        while running.returncode is None:
+    parameters = libpq.get_connection_parameters()
+    environment = os.environ | {"PGPASSWORD": parameters.pop("password", "")}
+    command = [
+        find_client_program(name, _get_server_major(), get_keys().pg_bin),
+        "--dbname",
+        make_conninfo("", **parameters),
+        *options,
+    ]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        stderr = ""
+        while process.returncode is None:
             try:
-                _, said = running.communicate(timeout=LOOK_S)
+                _, stderr = process.communicate(timeout=PROGRESS_INTERVAL_S)
             except subprocess.TimeoutExpired:
-                if written and progress and written.exists():
-                    progress(written.stat().st_size)
-    if running.returncode:
-        raise BackupError(f"{name} failed: {said.strip()[-500:]}")
+                if output_file and progress and output_file.exists():
+                    progress(output_file.stat().st_size)
+    if process.returncode:
+        raise BackupError(f"{name} failed: {stderr.strip()[-500:]}")
 
 
-def _server() -> int:
+def _get_server_major() -> int:
     """Return the major version of the PostgreSQL server to which we are connected."""
     connection.ensure_connection()
     return int(connection.connection.info.server_version) // 10_000
 
 
-def _count(statement: str) -> int:
+def _query_count(statement: str) -> int:
     with connection.cursor() as cursor:
         cursor.execute(statement)
         return int(cursor.fetchone()[0])

@@ -13,19 +13,19 @@ from pathlib import Path
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds before the restart after the first, second, … death in a row; the last one holds for all later deaths."""
-STEADY_S = 30.0
+STABLE_AFTER_S = 30.0
 """If a process ran for more than this many seconds, its death counts as the first one again."""
 
 
-def say(who: str, text: str) -> None:
-    """Write one line to the readable log on stderr: the time, the process `who`, and the text."""
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {who:<8} | {text}\n")
+def log_line(process_name: str, text: str) -> None:
+    """Write one line to the readable log on stderr: the time, the process `process_name`, and the text."""
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {process_name:<8} | {text}\n")
     sys.stderr.flush()
 
 
 @dataclass
-class Child:
-    """A supervised process. Call `start` once, then `keep` in every round: it restarts a dead process."""
+class ChildProcess:
+    """A supervised process. Call `start` once, then `keep_running` in every round: it restarts a dead process."""
 
     name: str
     command: list[str]
@@ -35,13 +35,13 @@ class Child:
     cwd: Path
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
-    started: float = 0.0
-    next_start: float | None = None
-    unread: bytes = field(default=b"", repr=False)
+    started_at: float = 0.0
+    next_start_at: float | None = None
+    partial_line: bytes = field(default=b"", repr=False)
 
     def start(self) -> None:
         """Start the process now, in its own session, and register its output with the selector."""
-        self.started, self.next_start, self.unread = time.monotonic(), None, b""
+        self.started_at, self.next_start_at, self.partial_line = time.monotonic(), None, b""
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.DEVNULL,
@@ -56,11 +56,11 @@ class Child:
         os.set_blocking(self.process.stdout.fileno(), False)
         self.selector.register(self.process.stdout, selectors.EVENT_READ, self)
 
-    def running_for(self) -> float:
+    def get_uptime_s(self) -> float:
         """Return the seconds since the process was started; 0 while there is none."""
-        return time.monotonic() - self.started if self.process else 0.0
+        return time.monotonic() - self.started_at if self.process else 0.0
 
-    def read(self) -> None:
+    def forward_output(self) -> None:
         """Copy the process's new output to the log, line by line. Does not block; of an endless line it keeps 8 KB."""
         if self.process is None or self.process.stdout is None:
             return
@@ -72,23 +72,23 @@ class Child:
             self.selector.unregister(self.process.stdout)
             self.process.stdout.close()
             self.process.stdout = None
-        *lines, self.unread = (self.unread + data).split(b"\n")
-        self.unread = self.unread[-8192:]
+        *lines, self.partial_line = (self.partial_line + data).split(b"\n")
+        self.partial_line = self.partial_line[-8192:]
         for line in lines:
             if text := line.decode(errors="replace").rstrip():
-                say(self.name, text)
+                log_line(self.name, text)
 
-    def keep(self) -> None:
+    def keep_running(self) -> None:
         """If the process has died, kill the rest of its session and schedule a restart; restart it when that is due."""
         if self.process is not None and self.process.poll() is not None:
             code = self.process.returncode
             self.kill()  # the processes that are left in its session
-            self.deaths = 1 if self.running_for() > STEADY_S else self.deaths + 1
+            self.deaths = 1 if self.get_uptime_s() > STABLE_AFTER_S else self.deaths + 1
             pause = BACKOFF_S[min(self.deaths, len(BACKOFF_S)) - 1]
-            self._forget()
-            self.next_start = time.monotonic() + pause
-            say(self.name, f"ended with {code}; starting it again in {pause:g} s")
-        if self.next_start is not None and time.monotonic() >= self.next_start:
+            self._close_output()
+            self.next_start_at = time.monotonic() + pause
+            log_line(self.name, f"ended with {code}; starting it again in {pause:g} s")
+        if self.next_start_at is not None and time.monotonic() >= self.next_start_at:
             self.start()
 
     def kill(self) -> None:
@@ -96,24 +96,24 @@ class Child:
         if self.process is not None:
             _signal_group(self.process.pid, signal.SIGKILL)
 
-    def stop(self, patience: float) -> None:
-        """Send SIGTERM to the process, wait up to `patience` seconds, then send SIGKILL to its process group.
+    def stop(self, timeout_s: float) -> None:
+        """Send SIGTERM to the process, wait up to `timeout_s` seconds, then send SIGKILL to its process group.
 
         Returns when the process has ended.
         """
         if self.process is None:
             return
         self.process.terminate()
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < end:
-            self.read()
+            self.forward_output()
             time.sleep(0.02)
         self.kill()
         self.process.wait()
-        self.read()
-        self._forget()
+        self.forward_output()
+        self._close_output()
 
-    def _forget(self) -> None:
+    def _close_output(self) -> None:
         if self.process is not None and self.process.stdout is not None:
             self.selector.unregister(self.process.stdout)
             self.process.stdout.close()

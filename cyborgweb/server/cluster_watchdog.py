@@ -12,7 +12,7 @@ import time
 
 import psycopg
 
-STALLED = """
+FIND_STALLED_JOBS = """
 SELECT t.name FROM tick t
 WHERE t.at < clock_timestamp() - make_interval(secs => %s)
   AND NOT EXISTS (
@@ -22,46 +22,46 @@ WHERE t.at < clock_timestamp() - make_interval(secs => %s)
 """
 
 
-class TickWatch(threading.Thread):
-    """Checks every cluster once a second, and writes a byte to the file descriptor `wake` when one is stuck.
+class ClusterWatchdog(threading.Thread):
+    """Checks every cluster once a second, and writes a byte to the file descriptor `wake_fd` when one is stuck.
 
     `jobs` maps each job to (cluster, lock class, lock id). A tick row is old after `stall_s` seconds.
-    `seen` returns the results.
+    `take_results` returns the results.
     """
 
-    def __init__(self, jobs: dict[str, tuple[str, int, int]], dsn: str, stall_s: float, wake: int) -> None:
+    def __init__(self, jobs: dict[str, tuple[str, int, int]], dsn: str, stall_s: float, wake_fd: int) -> None:
         super().__init__(daemon=True, name="tickwatch")
-        self._jobs, self._dsn, self._stall_s, self._wake = jobs, dsn, stall_s, wake
-        self._found: dict[str, str | None] = {}
+        self._jobs, self._dsn, self._stall_s, self._wake_fd = jobs, dsn, stall_s, wake_fd
+        self._results: dict[str, str | None] = {}
         self._lock = threading.Lock()
 
-    def seen(self) -> list[tuple[str, str | None]]:
+    def take_results(self) -> list[tuple[str, str | None]]:
         """Return and clear the results since the last call: (cluster, a job that it does not take up).
 
         The job is None if the cluster takes up all of them. Clusters that were not checked since then are left out.
         """
         with self._lock:
-            found, self._found = list(self._found.items()), {}
-        return found
+            results, self._results = list(self._results.items()), {}
+        return results
 
     def run(self) -> None:
         while True:
             try:
                 with psycopg.connect(self._dsn, autocommit=True, connect_timeout=3) as connection:
                     while True:
-                        self._look(connection)
+                        self._check_clusters(connection)
                         time.sleep(1)
             except psycopg.Error:
                 time.sleep(1)  # the database is away: others restart it, and this thread connects again
 
-    def _look(self, connection: psycopg.Connection[tuple[str]]) -> None:
+    def _check_clusters(self, connection: psycopg.Connection[tuple[str]]) -> None:
         for cluster in {job[0] for job in self._jobs.values()}:
-            mine = {name: job for name, job in self._jobs.items() if job[0] == cluster}
-            lock_class = next(iter(mine.values()))[1]
-            ids = [job[2] for job in mine.values()]
-            rows = connection.execute(STALLED, (self._stall_s, lock_class, ids)).fetchall()
-            stuck = next((name for (name,) in rows if name in mine), None)
+            cluster_jobs = {name: job for name, job in self._jobs.items() if job[0] == cluster}
+            lock_class = next(iter(cluster_jobs.values()))[1]
+            ids = [job[2] for job in cluster_jobs.values()]
+            rows = connection.execute(FIND_STALLED_JOBS, (self._stall_s, lock_class, ids)).fetchall()
+            stuck = next((name for (name,) in rows if name in cluster_jobs), None)
             with self._lock:
-                self._found[cluster] = stuck
+                self._results[cluster] = stuck
             if stuck:
-                os.write(self._wake, b"t")
+                os.write(self._wake_fd, b"t")

@@ -20,7 +20,7 @@ ANY_NAME = Warning(
 
 
 @register(Tags.security, deploy=True)
-def exposed(app_configs: Any, **_: Any) -> list[CheckMessage]:
+def check_exposure(app_configs: Any, **_: Any) -> list[CheckMessage]:
     """Warn if no public URL is configured (people connect without TLS), and if any host name is accepted."""
     return [
         *([] if settings.KEYS.public_url else [NO_TLS]),

@@ -22,9 +22,9 @@ from typing import IO, Any
 
 from accelerators.runtime import metric_files
 from cyborgweb.database.postgres import Postgres, PostgresError
-from cyborgweb.server.child_process import Child, say
-from cyborgweb.server.cluster_watchdog import TickWatch
-from cyborgweb.settings.keys import Keys, keys, listen_address
+from cyborgweb.server.child_process import ChildProcess, log_line
+from cyborgweb.server.cluster_watchdog import ClusterWatchdog
+from cyborgweb.settings.keys import Keys, get_keys, parse_listen_address
 from drivers.configuration import ConfigurationError
 from drivers.isolation.process import die_with_parent
 
@@ -34,13 +34,13 @@ STOP_S = {"web": 2.5, "agent": 2.0, "work": 1.5, "ingest": 1.5}
 shutdown the stop is meant to take less than 10 s."""
 PREPARE_S = 3.0
 """Seconds that `manage.py prepare` may go on after the supervisor was told to stop; then it is killed."""
-TIMELY_S = 8.0
+STOP_DEADLINE_S = 8.0
 """Seconds within which all children are to be stopped."""
-COUNTS = "metrics"
+METRICS_FOLDER = "metrics"
 """Folder in the state directory where every process stores its metrics (`accelerators.runtime.metric_files`)."""
 
 
-SAMPLE_DRIVERS = """\
+SAMPLE_DRIVER_SETTINGS = """\
 # The driver settings of this machine's agent, one table for each driver. Written once; edit it as you like.
 
 [fake_driver]
@@ -63,15 +63,15 @@ class StartError(RuntimeError):
 class Supervisor:
     """Starts all processes, restarts those that end, and stops them in order. `agent=False` starts no agent."""
 
-    def __init__(self, settings: Keys, *, agent: bool = True) -> None:
-        self.settings, self.agent = settings, agent
+    def __init__(self, settings: Keys, *, with_agent: bool = True) -> None:
+        self.settings, self.with_agent = settings, with_agent
         self.selector = selectors.DefaultSelector()
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, ChildProcess] = {}
         self.postgres: Postgres | None = None
-        self.postgres_retry = 0.0
-        self.watch: TickWatch | None = None
-        self.stopping = False
-        self.gate = self.after = -1
+        self.next_postgres_start_at = 0.0
+        self.watchdog: ClusterWatchdog | None = None
+        self.is_stopping = False
+        self.start_gate_fd = self.wait_fd = -1
         self.wake_r, self.wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -80,27 +80,27 @@ class Supervisor:
         Raises StartError, ConfigurationError or PostgresError when the start fails; what was started is stopped first.
         """
         self._catch_signals()
-        lock = self._own_state_directory()
-        listener = _listener(self.settings.listen, "CYBORG_LISTEN")
-        agents = self._agents_listener()
-        metric_files.clear(self.settings.state / COUNTS)
+        lock = self._lock_state_directory()
+        listener = _open_listener(self.settings.listen, "CYBORG_LISTEN")
+        agent_listener = self._open_agent_listener()
+        metric_files.delete_files_of_dead_processes(self.settings.state_path / METRICS_FOLDER)
         try:
             self._start_database()
-            self._start_web(listener, agents)
-            facts = self._prepare(self._for_the_agent(listener) if self.agent else [])
-            if not self.stopping:
-                self._start_others(facts)
-                self._greet(listener, agents, facts)
-            while not self.stopping:
-                self._turn()
+            self._start_web(listener, agent_listener)
+            facts = self._prepare_database(self._make_agent_options(listener) if self.with_agent else [])
+            if not self.is_stopping:
+                self._start_clusters_and_agent(facts)
+                self._print_addresses(listener, agent_listener, facts)
+            while not self.is_stopping:
+                self._run_round()
         except PostgresError:
-            if not self.stopping:
+            if not self.is_stopping:
                 raise
         finally:
-            self._stop()
+            self._stop_everything()
             listener.close()
-            if agents:
-                agents.close()
+            if agent_listener:
+                agent_listener.close()
             lock.close()
 
     def _catch_signals(self) -> None:
@@ -111,12 +111,12 @@ class Supervisor:
         self.selector.register(self.wake_r, selectors.EVENT_READ)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        if not self.stopping:
-            say("serve", f"{signal.Signals(signum).name}: stopping")
-        self.stopping = True
+        if not self.is_stopping:
+            log_line("serve", f"{signal.Signals(signum).name}: stopping")
+        self.is_stopping = True
 
-    def _own_state_directory(self) -> IO[str]:
-        state = self.settings.state
+    def _lock_state_directory(self) -> IO[str]:
+        state = self.settings.state_path
         try:
             state.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (state / "lock").open("a")
@@ -132,7 +132,7 @@ class Supervisor:
             ) from None
         return lock
 
-    def _agents_listener(self) -> socket.socket | None:
+    def _open_agent_listener(self) -> socket.socket | None:
         """Open the TLS listener for agents, after checking that its certificate is usable.
 
         Returns None when CYBORG_AGENT_LISTEN is not set: agents then connect to CYBORG_LISTEN. Raises StartError,
@@ -142,173 +142,177 @@ class Supervisor:
             return None
         from cyborgweb.server import tls
 
-        tls.context(self.settings)
-        tls.fingerprint(self.settings)
-        return _listener(self.settings.agent_listen, "CYBORG_AGENT_LISTEN")
+        tls.make_ssl_context(self.settings)
+        tls.read_fingerprint(self.settings)
+        return _open_listener(self.settings.agent_listen, "CYBORG_AGENT_LISTEN")
 
     def _start_database(self) -> None:
         if self.settings.database_url:
             return
-        home = self.settings.state / "postgres"
-        self.postgres = Postgres(home, self.settings.pg_bin, give_up=lambda: self.stopping)
+        home = self.settings.state_path / "postgres"
+        self.postgres = Postgres(home, self.settings.pg_bin, should_give_up=lambda: self.is_stopping)
         self.postgres.start()
         self.postgres.ensure_database("cyborg")
-        say("postgres", f"accepting connections in {self.postgres.socket}")
+        log_line("postgres", f"accepting connections in {self.postgres.socket}")
 
-    def _for_the_agent(self, listener: socket.socket) -> list[str]:
+    def _make_agent_options(self, listener: socket.socket) -> list[str]:
         """Return the options of `manage.py prepare` for this machine's own agent.
 
         When the sample drivers are used, they include the admission rule that accepts the sample drivers' devices.
         """
         samples = [] if "CYBORG_ENABLED_DRIVERS" in os.environ else ["--sample-rules"]
-        return ["--address", _address(listener), *samples]
+        return ["--address", _make_url(listener), *samples]
 
-    def _prepare(self, more: list[str]) -> dict[str, Any]:
-        """Run `manage.py prepare` with the options `more` in its own process: migrations, the first login and more.
+    def _prepare_database(self, options: list[str]) -> dict[str, Any]:
+        """Run `manage.py prepare` with `options` in its own process: migrations, the first login and more.
 
         Returns the JSON object that it prints last; {} when the supervisor is to stop. In that case it has PREPARE_S
         to end, and is killed then: the uncommitted part of a migration is rolled back. Raises StartError if it fails.
         """
         preparing = subprocess.Popen(
-            [sys.executable, ROOT / "manage.py", "prepare", *more],
+            [sys.executable, ROOT / "manage.py", "prepare", *options],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=self._environment(),
+            env=self._make_environment(),
             start_new_session=True,
         )
-        said, left = "", PREPARE_S
+        output, remaining_s = "", PREPARE_S
         while preparing.returncode is None:
             try:
-                said, _ = preparing.communicate(timeout=0.2)
+                output, _ = preparing.communicate(timeout=0.2)
             except subprocess.TimeoutExpired:
-                left -= 0.2 if self.stopping else 0.0
-                if left <= 0:
+                remaining_s -= 0.2 if self.is_stopping else 0.0
+                if remaining_s <= 0:
                     os.killpg(preparing.pid, signal.SIGKILL)
-        if self.stopping:
+        if self.is_stopping:
             return {}
         if preparing.returncode:
             raise StartError("the database could not be prepared; the lines above give the reason")
-        facts: dict[str, Any] = json.loads(said.splitlines()[-1])
+        facts: dict[str, Any] = json.loads(output.splitlines()[-1])
         return facts
 
-    def _environment(self, **more: str) -> dict[str, str]:
-        state = {"CYBORG_STATE_DIR": str(self.settings.state), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
-        state[metric_files.VARIABLE] = str(self.settings.state / COUNTS)
-        return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | more
+    def _make_environment(self, **variables: str) -> dict[str, str]:
+        state = {"CYBORG_STATE_DIR": str(self.settings.state_path), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
+        state[metric_files.FOLDER_VARIABLE] = str(self.settings.state_path / METRICS_FOLDER)
+        return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | variables
 
-    def _start_web(self, listener: socket.socket, agents: socket.socket | None) -> None:
-        """Start the web process: it loads its code now, and serves when `self.gate` is closed.
+    def _start_web(self, listener: socket.socket, agent_listener: socket.socket | None) -> None:
+        """Start the web process: it loads its code now, and serves when `self.start_gate_fd` is closed.
 
         So it can start while the database is prepared. The listeners are inherited, so that a restarted web process
         goes on with the same sockets.
         """
-        after, self.gate = os.pipe()
-        self.after = after
+        after, self.start_gate_fd = os.pipe()
+        self.wait_fd = after
         command = [sys.executable, "-m", "cyborgweb.server.web", "--fd", str(listener.fileno()), "--after", str(after)]
         fds = [listener.fileno(), after]
-        if agents:
-            command += ["--agent-fd", str(agents.fileno())]
-            fds.append(agents.fileno())
-        self._start("web", command, self._environment(), tuple(fds))
+        if agent_listener:
+            command += ["--agent-fd", str(agent_listener.fileno())]
+            fds.append(agent_listener.fileno())
+        self._start_child("web", command, self._make_environment(), tuple(fds))
 
-    def _start_others(self, facts: dict[str, Any]) -> None:
-        os.close(self.gate)
+    def _start_clusters_and_agent(self, facts: dict[str, Any]) -> None:
+        os.close(self.start_gate_fd)
         manage, worker = str(ROOT / "manage.py"), "cyborgweb.settings.worker"
         for name in ("ingest", "work"):
-            environment = self._environment(DJANGO_SETTINGS_MODULE=worker, Q_CLUSTER_NAME=name)
-            self._start(name, [sys.executable, manage, "cluster", name], environment)
-        if self.agent:
-            environment = self._environment(CYBORG_JOIN_TOKEN=facts["join"], **self._agent_defaults())
-            self._start("agent", [sys.executable, "-m", "agents.host.main", "--die-with-parent"], environment)
-        self.watch = TickWatch(facts["jobs"], facts["dsn"], self.settings.tick_stall_s, self.wake_w)
-        self.watch.start()
+            environment = self._make_environment(DJANGO_SETTINGS_MODULE=worker, Q_CLUSTER_NAME=name)
+            self._start_child(name, [sys.executable, manage, "cluster", name], environment)
+        if self.with_agent:
+            environment = self._make_environment(CYBORG_JOIN_TOKEN=facts["join"], **self._make_agent_defaults())
+            self._start_child("agent", [sys.executable, "-m", "agents.host.main", "--die-with-parent"], environment)
+        self.watchdog = ClusterWatchdog(facts["jobs"], facts["dsn"], self.settings.tick_stall_s, self.wake_w)
+        self.watchdog.start()
 
-    def _start(self, name: str, command: list[str], environment: dict[str, str], fds: tuple[int, ...] = ()) -> None:
-        self.children[name] = Child(name, command, environment, fds, self.selector, ROOT)
+    def _start_child(
+        self, name: str, command: list[str], environment: dict[str, str], fds: tuple[int, ...] = ()
+    ) -> None:
+        self.children[name] = ChildProcess(name, command, environment, fds, self.selector, ROOT)
         self.children[name].start()
 
-    def _agent_defaults(self) -> dict[str, str]:
+    def _make_agent_defaults(self) -> dict[str, str]:
         """Return the agent's variables for a start with the sample drivers, without those that the operator has set."""
-        ours = {
-            "CYBORG_AGENT_STATE_DIR": str(self.settings.state / "agent"),
+        defaults = {
+            "CYBORG_AGENT_STATE_DIR": str(self.settings.state_path / "agent"),
             "CYBORG_ENABLED_DRIVERS": "fake_driver,pci_driver",
-            "CYBORG_DRIVER_SETTINGS": str(self._sample_drivers()),
+            "CYBORG_DRIVER_SETTINGS": str(self._ensure_driver_settings()),
         }
-        return {name: value for name, value in ours.items() if name not in os.environ}
+        return {name: value for name, value in defaults.items() if name not in os.environ}
 
-    def _sample_drivers(self) -> Path:
+    def _ensure_driver_settings(self) -> Path:
         """Return the path of the agent's driver settings. Write the sample if there is none; never overwrite it."""
-        path = self.settings.state / "drivers.toml"
+        path = self.settings.state_path / "drivers.toml"
         if not path.exists():
-            control = json.dumps(str(self.settings.state / "fake-driver.json"))  # a TOML string, too
-            path.write_text(SAMPLE_DRIVERS.format(control=control))
+            control = json.dumps(str(self.settings.state_path / "fake-driver.json"))  # a TOML string, too
+            path.write_text(SAMPLE_DRIVER_SETTINGS.format(control=control))
         return path
 
-    def _greet(self, listener: socket.socket, agents: socket.socket | None, facts: dict[str, Any]) -> None:
-        if agents:
+    def _print_addresses(
+        self, listener: socket.socket, agent_listener: socket.socket | None, facts: dict[str, Any]
+    ) -> None:
+        if agent_listener:
             from cyborgweb.server import tls
 
-            secure = _address(agents).replace("http:", "https:")
-            say("serve", f"agents: {secure} (certificate sha256:{tls.fingerprint(self.settings)})")
-        say("serve", f"console: {_address(listener)}/admin/")
-        kept = f" (kept in {facts['login_file']})" if facts["login_file"] else ""
-        say("serve", f"first login: {facts['login']}{kept}")
+            agents_url = _make_url(agent_listener).replace("http:", "https:")
+            log_line("serve", f"agents: {agents_url} (certificate sha256:{tls.read_fingerprint(self.settings)})")
+        log_line("serve", f"console: {_make_url(listener)}/admin/")
+        file_note = f" (kept in {facts['login_file']})" if facts["login_file"] else ""
+        log_line("serve", f"first login: {facts['login']}{file_note}")
 
-    def _turn(self) -> None:
+    def _run_round(self) -> None:
         """Run one round of the loop, of 0.5 s at most: forward output, restart ended processes and stuck clusters."""
         for ready, _ in self.selector.select(timeout=0.5):
             if ready.fd == self.wake_r:
-                _drain(self.wake_r)
-            elif isinstance(ready.data, Child):
-                ready.data.read()
-        if self.stopping:
+                _drain_pipe(self.wake_r)
+            elif isinstance(ready.data, ChildProcess):
+                ready.data.forward_output()
+        if self.is_stopping:
             return
-        self._keep_database()
+        self._restart_dead_database()
         for child in self.children.values():
-            child.keep()
-        for name, job in self.watch.seen() if self.watch else ():
-            self._judge(self.children[name], job)
+            child.keep_running()
+        for name, job in self.watchdog.take_results() if self.watchdog else ():
+            self._replace_stuck_cluster(self.children[name], job)
 
-    def _judge(self, cluster: Child, stuck: str | None) -> None:
-        """Kill a cluster that does not take up the job `stuck`, unless it may still be starting.
+    def _replace_stuck_cluster(self, cluster: ChildProcess, stuck_job: str | None) -> None:
+        """Kill a cluster that does not take up the job `stuck_job`, unless it may still be starting.
 
         The dead cluster is restarted in the next round. The time allowed for starting doubles with each quick death (16
         times at most); otherwise a busy machine would replace it before it has started. When the cluster takes up its
-        jobs (`stuck` is None) and has run for that time, its deaths are reset to 0.
+        jobs (`stuck_job` is None) and has run for that time, its deaths are reset to 0.
         """
-        patience = self.settings.tick_stall_s + 3
-        if stuck is None:
-            cluster.deaths = 0 if cluster.running_for() > patience else cluster.deaths
-        elif cluster.running_for() > patience * 2 ** min(cluster.deaths, 4):
-            say("serve", f"cluster {cluster.name} does not take up job {stuck}: replacing it")
+        start_allowance_s = self.settings.tick_stall_s + 3
+        if stuck_job is None:
+            cluster.deaths = 0 if cluster.get_uptime_s() > start_allowance_s else cluster.deaths
+        elif cluster.get_uptime_s() > start_allowance_s * 2 ** min(cluster.deaths, 4):
+            log_line("serve", f"cluster {cluster.name} does not take up job {stuck_job}: replacing it")
             cluster.kill()
 
-    def _keep_database(self) -> None:
+    def _restart_dead_database(self) -> None:
         if self.postgres is None or self.postgres.process is None or self.postgres.process.poll() is None:
             return
-        if time.monotonic() < self.postgres_retry:
+        if time.monotonic() < self.next_postgres_start_at:
             return
-        say("postgres", f"ended with {self.postgres.process.returncode}: starting it again")
+        log_line("postgres", f"ended with {self.postgres.process.returncode}: starting it again")
         try:
             self.postgres.start()
         except PostgresError as error:
-            if not self.stopping:
-                say("postgres", str(error))
-            self.postgres_retry = time.monotonic() + 5
+            if not self.is_stopping:
+                log_line("postgres", str(error))
+            self.next_postgres_start_at = time.monotonic() + 5
 
-    def _stop(self) -> None:
-        end = time.monotonic() + TIMELY_S
+    def _stop_everything(self) -> None:
+        end = time.monotonic() + STOP_DEADLINE_S
         for name, patience in STOP_S.items():
             if child := self.children.get(name):
                 child.stop(min(patience, max(0.2, end - time.monotonic())))
         if self.postgres:
             self.postgres.stop(timeout=max(1.0, end - time.monotonic()))
-        say("serve", "stopped")
+        log_line("serve", "stopped")
 
 
-def _listener(listen: str, key: str) -> socket.socket:
-    host, port = listen_address(listen, key)
+def _open_listener(listen: str, key: str) -> socket.socket:
+    host, port = parse_listen_address(listen, key)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -322,12 +326,12 @@ def _listener(listen: str, key: str) -> socket.socket:
     return listener
 
 
-def _address(listener: socket.socket) -> str:
+def _make_url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _drain(fd: int) -> None:
+def _drain_pipe(fd: int) -> None:
     try:
         while os.read(fd, 4096):
             pass
@@ -353,7 +357,7 @@ def main() -> None:
     if arguments.leash:
         die_with_parent(signal.SIGTERM)
     try:
-        Supervisor(keys(), agent=arguments.agent).run()
+        Supervisor(get_keys(), with_agent=arguments.agent).run()
     except (StartError, ConfigurationError, PostgresError) as error:
         print(f"cyborgweb: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from cyborgweb.settings.keys import keys
+from cyborgweb.settings.keys import get_keys
 from drivers.isolation.process import die_with_parent
 
 HANDSHAKE_S = 10.0
-OTHER_FILES = 500
+RESERVED_FILES = 500
 """Open files that are reserved for everything but agents: HTTP connections, the database, code."""
 
 
@@ -41,24 +41,26 @@ def main() -> None:
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # INFO logs every agent's connect and disconnect
-    _open_files(keys().agent_connections)
+    _raise_file_limit(get_keys().agent_connections)
     from cyborgweb import asgi
 
     listener = socket.socket(fileno=arguments.fd)
-    server = Server(configured(asgi.application), asgi.end)
+    server = TwoListenerServer(make_config(asgi.application), asgi.end_usage_streams)
     if arguments.agent_fd is not None:
         from cyborgweb.server import tls
 
-        agents = configured(asgi.AgentsOnly(asgi.gateway, tls.fingerprint(keys())))
-        server.beside(socket.socket(fileno=arguments.agent_fd), agents, tls.context(keys()))
-    _settle_memory()
+        agent_config = make_config(asgi.AgentApplication(asgi.gateway, tls.read_fingerprint(get_keys())))
+        server.add_tls_listener(
+            socket.socket(fileno=arguments.agent_fd), agent_config, tls.make_ssl_context(get_keys())
+        )
+    _tune_garbage_collection()
     if arguments.after is not None:
         os.read(arguments.after, 1)
-    asgi.begin(reached_at(listener, keys().database_url))
+    asgi.set_gateway_url(find_own_url(listener, get_keys().database_url))
     server.run(sockets=[listener])
 
 
-def reached_at(listener: socket.socket, database_url: str = "") -> str:
+def find_own_url(listener: socket.socket, database_url: str = "") -> str:
     """Return the URL at which our other processes reach this web process.
 
     If it listens on all addresses, this is the machine's address on the route to the database, because the other
@@ -66,11 +68,11 @@ def reached_at(listener: socket.socket, database_url: str = "") -> str:
     """
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
-        host = _facing(urlsplit(database_url).hostname or "") or {"::": "::1"}.get(host, "127.0.0.1")
+        host = _find_address_towards(urlsplit(database_url).hostname or "") or {"::": "::1"}.get(host, "127.0.0.1")
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _facing(database: str) -> str:
+def _find_address_towards(database: str) -> str:
     """Return this machine's address on the route to the host `database`.
 
     Returns '' for the embedded database, and when the address cannot be found (logged). It connects a UDP socket,
@@ -92,7 +94,7 @@ def _facing(database: str) -> str:
         return ""
 
 
-def websocket_settings(max_message_bytes: int) -> dict[str, Any]:
+def make_websocket_settings(max_message_bytes: int) -> dict[str, Any]:
     """Return uvicorn's settings for WebSockets. The tests' server uses them, too."""
     from cyborgweb.server.websocket_protocol import WebSocketProtocol
 
@@ -105,11 +107,11 @@ def websocket_settings(max_message_bytes: int) -> dict[str, Any]:
     }
 
 
-def configured(application: Any) -> uvicorn.Config:
+def make_config(application: Any) -> uvicorn.Config:
     """Return the uvicorn settings that both listeners share, for this ASGI application."""
     return uvicorn.Config(
         application,
-        **websocket_settings(keys().max_message_bytes),
+        **make_websocket_settings(get_keys().max_message_bytes),
         loop="uvloop",
         http="httptools",
         lifespan="off",
@@ -121,65 +123,65 @@ def configured(application: Any) -> uvicorn.Config:
     )
 
 
-class Server(uvicorn.Server):
+class TwoListenerServer(uvicorn.Server):
     """A uvicorn server with an optional second listener, which is started and stopped with the first.
 
-    Both share one set of connections, so a shutdown waits for the connections of both. `ending` is called at the
+    Both share one set of connections, so a shutdown waits for the connections of both. `on_shutdown` is called at the
     beginning of the shutdown, before uvicorn waits for open connections.
     """
 
-    _beside: tuple[socket.socket, uvicorn.Config, ssl.SSLContext] | None = None
+    _second_listener: tuple[socket.socket, uvicorn.Config, ssl.SSLContext] | None = None
 
-    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_shutdown: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ending = ending
+        self._on_shutdown = on_shutdown
 
-    def beside(self, listener: socket.socket, config: uvicorn.Config, context: ssl.SSLContext) -> None:
+    def add_tls_listener(self, listener: socket.socket, config: uvicorn.Config, context: ssl.SSLContext) -> None:
         """Also serve `config`'s application on `listener`, over TLS. Must be called before `run`."""
-        self._beside = listener, config, context
+        self._second_listener = listener, config, context
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams that never end by themselves (`ending`), then shut down as uvicorn does."""
-        self._ending()
+        """End the streams that never end by themselves (`on_shutdown`), then shut down as uvicorn does."""
+        self._on_shutdown()
         await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open both listeners."""
         await super().startup(sockets)
-        if self._beside is None:
+        if self._second_listener is None:
             return
-        listener, config, context = self._beside
+        listener, config, context = self._second_listener
         config.load()
 
-        def protocol() -> asyncio.Protocol:
+        def make_protocol() -> asyncio.Protocol:
             made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
                 config=config, server_state=self.server_state, app_state=self.lifespan.state
             )
             return made
 
         loop = asyncio.get_running_loop()
-        opened = await loop.create_server(
-            protocol, sock=listener, ssl=context, backlog=config.backlog, ssl_handshake_timeout=HANDSHAKE_S
+        server = await loop.create_server(
+            make_protocol, sock=listener, ssl=context, backlog=config.backlog, ssl_handshake_timeout=HANDSHAKE_S
         )
-        self.servers.append(opened)
+        self.servers.append(server)
 
 
-def _open_files(agents: int) -> None:
+def _raise_file_limit(agents: int) -> None:
     """Raise the limit of open files to the hard limit; log a warning if that is too low for `agents` agents.
 
     Every agent's connection is an open file, and the usual soft limit of 1 024 is meant for a shell.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard != resource.RLIM_INFINITY and hard < agents + OTHER_FILES:
+    if hard != resource.RLIM_INFINITY and hard < agents + RESERVED_FILES:
         logging.getLogger(__name__).warning(
             "only %d open files are allowed: about %d agents can be connected, not %d (CYBORG_AGENT_CONNECTIONS);"
             " raise LimitNOFILE of the service, or `ulimit -Hn`",
-            *(hard, max(0, hard - OTHER_FILES), agents),
+            *(hard, max(0, hard - RESERVED_FILES), agents),
         )
 
 
-def _settle_memory() -> None:
+def _tune_garbage_collection() -> None:
     """Freeze the loaded objects and make garbage collection rarer, because a burst of connections creates no garbage.
 
     This makes a burst of connections a fifth faster (measured). Only a full collection finds what ended connections

@@ -6,7 +6,7 @@ from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from agents.wire import MESSAGE_ERROR
+from agents.wire import MESSAGE_ERROR_KEY
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
@@ -18,7 +18,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         The code of the disconnect event is no proof: it is the same when the peer closes with that code.
         """
         if self.handshake_initiated and self.conn.close_sent is not None:
-            self.scope["state"][MESSAGE_ERROR] = (int(self.conn.close_sent.code), self.conn.close_sent.reason)
+            self.scope["state"][MESSAGE_ERROR_KEY] = (int(self.conn.close_sent.code), self.conn.close_sent.reason)
         super().handle_parser_exception()
 
     async def send(self, message: Any) -> None:

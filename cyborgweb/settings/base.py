@@ -9,34 +9,34 @@ from urllib.parse import unquote, urlsplit
 from accelerators.domain import states
 from cyborgweb.database.postgres import Postgres
 from cyborgweb.settings import over_tls
-from cyborgweb.settings.keys import Keys, keys
+from cyborgweb.settings.keys import Keys, get_keys
 
-KEYS = keys()
+KEYS = get_keys()
 BASE_DIR = Path(__file__).resolve().parents[2]
 
 
-def _secret(settings: Keys) -> str:
+def _load_secret_key(settings: Keys) -> str:
     """Return Django's secret key from the state directory. Create it if there is none, readable only by its owner."""
-    path = settings.state / "secret-key"
+    path = settings.state_path / "secret-key"
     try:
         return path.read_text().strip()
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600, exist_ok=True)
-    made = secrets.token_urlsafe(48)
+    new_key = secrets.token_urlsafe(48)
     with path.open("r+") as file:
         if stored := file.read().strip():
             return stored
-        file.write(made)
-    return made
+        file.write(new_key)
+    return new_key
 
 
-PLANNED_ONCE: dict[str, object] = {"prepare_threshold": 5}
+STATEMENT_OPTIONS: dict[str, object] = {"prepare_threshold": 5}
 """A connection prepares a statement when it has run it five times. Django switches this off by default. It saves half
 of the database's CPU time."""
 
 
-SEEN_DEAD: dict[str, object] = {
+KEEPALIVE_OPTIONS: dict[str, object] = {
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
@@ -48,7 +48,7 @@ SEEN_DEAD: dict[str, object] = {
 default this takes two hours, and PostgreSQL would keep the locks of a vanished client for that time."""
 
 
-def _database(settings: Keys) -> dict[str, object]:
+def _make_database_settings(settings: Keys) -> dict[str, object]:
     common = {
         "ENGINE": "django.db.backends.postgresql",
         "CONN_MAX_AGE": 300,
@@ -59,8 +59,8 @@ def _database(settings: Keys) -> dict[str, object]:
         return common | {
             "NAME": "cyborg",
             "USER": "postgres",
-            "HOST": str(Postgres(settings.state / "postgres").socket),
-            "OPTIONS": PLANNED_ONCE,
+            "HOST": str(Postgres(settings.state_path / "postgres").socket),
+            "OPTIONS": STATEMENT_OPTIONS,
         }
     url = urlsplit(settings.database_url)
     options = dict(pair.split("=", 1) for pair in url.query.split("&") if "=" in pair)
@@ -70,14 +70,14 @@ def _database(settings: Keys) -> dict[str, object]:
         "PASSWORD": unquote(url.password or ""),
         "HOST": options.pop("host", None) or url.hostname or "",
         "PORT": str(url.port or ""),
-        "OPTIONS": PLANNED_ONCE | SEEN_DEAD | options,
+        "OPTIONS": STATEMENT_OPTIONS | KEEPALIVE_OPTIONS | options,
     }
 
 
-SECRET_KEY = _secret(KEYS)
+SECRET_KEY = _load_secret_key(KEYS)
 DEBUG = KEYS.debug
 ALLOWED_HOSTS = list(KEYS.allowed_hosts)
-DATABASES = {"default": _database(KEYS)}
+DATABASES = {"default": _make_database_settings(KEYS)}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 INSTALLED_APPS = [
@@ -97,7 +97,7 @@ INSTALLED_APPS = [
     "cyborgweb",
 ]
 MIDDLEWARE = [
-    "cyborgweb.monitoring.served.ServedMiddleware",
+    "cyborgweb.monitoring.served.RequestMetricsMiddleware",
     "cyborgweb.middleware.headers.HeadersMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
@@ -145,7 +145,7 @@ AUTH_PASSWORD_VALIDATORS = [
 ]
 SECURE_REFERRER_POLICY = "same-origin"
 X_FRAME_OPTIONS = "DENY"
-globals().update(over_tls.settings(KEYS.public_url))
+globals().update(over_tls.make_tls_settings(KEYS.public_url))
 DATA_UPLOAD_MAX_MEMORY_SIZE = 1_048_576
 EMAIL_HOST, EMAIL_PORT, DEFAULT_FROM_EMAIL = KEYS.mail_host, KEYS.mail_port, KEYS.mail_from
 EMAIL_USE_TLS, EMAIL_USE_SSL = KEYS.mail_tls == "starttls", KEYS.mail_tls == "tls"
@@ -158,7 +158,7 @@ REST_FRAMEWORK = {
     "DEFAULT_PERMISSION_CLASSES": ["cyborgweb.auth.policy.RulePermission"],
     "UNAUTHENTICATED_USER": None,
     "URL_FORMAT_OVERRIDE": None,
-    "DEFAULT_SCHEMA_CLASS": "cyborgweb.api.openapi.Schema",
+    "DEFAULT_SCHEMA_CLASS": "cyborgweb.api.openapi.ViewSchema",
 }
 SPECTACULAR_SETTINGS = {
     "TITLE": "Accelerators",
@@ -172,29 +172,29 @@ SPECTACULAR_SETTINGS = {
         "DeviceType": list(states.DeviceType),
         "Health": list(states.Health),
         "RequestState": list(states.RequestState),
-        "EventSource": list(states.Source),
+        "EventSource": list(states.EventSource),
         "DriverState": list(states.DriverState),
         "RolloutOp": list(states.RolloutOp),
         "RolloutState": list(states.RolloutState),
-        "RolloutStepState": list(states.StepState),
+        "RolloutStepState": list(states.RolloutStepState),
         "AgentState": ["up", "late", "down", "revoked", "clone"],
     },
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",
-        "cyborgweb.api.openapi.complete",
+        "cyborgweb.api.openapi.complete_document",
     ],
 }
 SERVICE_SESSION = "cyborgweb.auth.keystone.service_session"
 """Function that makes the keystoneauth1 session with which other packages send requests to the cloud."""
-CONSOLE_WHY_NOT = "cyborgweb.auth.roles.why_not"
+CONSOLE_WHY_NOT = "cyborgweb.auth.roles.explain_refusal"
 """Function that returns why a person may not do something in the console; '' if they may."""
-CONSOLE_PROJECT = "cyborgweb.auth.roles.project_of"
+CONSOLE_PROJECT = "cyborgweb.auth.roles.get_only_project"
 """Function that returns the only project whose requests a person sees in the console; '' means all projects."""
-LIST_MEMORY = "cyborgweb.pages.saved_views.remembered"
+LIST_MEMORY = "cyborgweb.pages.saved_views.load_list_memory"
 """Function that returns the columns a person has chosen for a list of the console, and the saved views."""
-FIELD_SENTENCE = "cyborgweb.manual.fields.sentence"
+FIELD_SENTENCE = "cyborgweb.manual.fields.field_sentence"
 """Function that returns a field's description, which a form shows when the field's model has no help text."""
-AGENTS_DOOR = "cyborgweb.server.tls.door"
+AGENTS_DOOR = "cyborgweb.server.tls.choose_agent_address"
 """Function that returns the address at which agents reach us, and the certificate fingerprint that they must pin."""
 
 Q_CLUSTER = {
@@ -235,6 +235,6 @@ UNFOLD = {
     "SHOW_HISTORY": False,
     "SHOW_VIEW_ON_SITE": False,
     "STYLES": [f"{STATIC_URL}console/console.css"],
-    "SIDEBAR": {"navigation": "cyborgweb.pages.navigation.groups"},
-    "DASHBOARD_CALLBACK": "cyborgweb.pages.overview.context",
+    "SIDEBAR": {"navigation": "cyborgweb.pages.navigation.build_sidebar"},
+    "DASHBOARD_CALLBACK": "cyborgweb.pages.overview.build_overview_context",
 }

@@ -12,211 +12,217 @@ from functools import lru_cache
 from ipaddress import ip_network
 from pathlib import Path
 
-from drivers.configuration import ConfigurationError, key, load
+from drivers.configuration import ConfigurationError, declare_key, load_configuration
 
 
 @dataclass(frozen=True)
 class Keys:
     """The configuration: one field for each key. See `docs/configuration.md`."""
 
-    state_dir: str = key(
+    state_dir: str = declare_key(
         "CYBORG_STATE_DIR", "./var", "Embedded database, secrets, and the agent's state in one-command mode."
     )
-    database_url: str = key(
+    database_url: str = declare_key(
         "CYBORG_DATABASE_URL",
         "",
         "`postgresql://user:password@host:port/name`, PostgreSQL 15 or later.",
         "*(absent: embedded PostgreSQL)*",
     )
-    pg_bin: str = key(
+    pg_bin: str = declare_key(
         "CYBORG_PG_BIN", "", "Folder with `postgres` and `initdb` for the embedded database.", "*(found)*"
     )
-    listen: str = key(
+    listen: str = declare_key(
         "CYBORG_LISTEN", "127.0.0.1:8000", "Web, API and sockets in one-command mode; port 0 takes a free one."
     )
-    agent_listen: str = key(
+    agent_listen: str = declare_key(
         "CYBORG_AGENT_LISTEN",
         "",
         "ADDRESS:PORT of a separate TLS listener for agents; they can still connect to `CYBORG_LISTEN`, too.",
         "*(absent: `CYBORG_LISTEN` only)*",
     )
-    agent_cert: str = key(
+    agent_cert: str = declare_key(
         "CYBORG_AGENT_CERT",
         "",
         "That listener's certificate in PEM, then its issuers'. Join tokens pin it: after a change, make new tokens.",
         "*(self-made, in the state directory)*",
     )
-    agent_key: str = key("CYBORG_AGENT_KEY", "", "The certificate's key in PEM.", "*(in `CYBORG_AGENT_CERT`)*")
-    gateway_url: str = key(
+    agent_key: str = declare_key("CYBORG_AGENT_KEY", "", "The certificate's key in PEM.", "*(in `CYBORG_AGENT_CERT`)*")
+    gateway_url: str = declare_key(
         "CYBORG_GATEWAY_URL",
         "",
         "The URL at which our other processes reach the web process that holds agents' connections, for example"
         " `http://10.0.0.5:8000`; needed if our processes run on several machines.",
         "*(`CYBORG_LISTEN`; if that is all addresses, the address on the route to the database)*",
     )
-    request_threads: int = key(
+    request_threads: int = declare_key(
         "CYBORG_REQUEST_THREADS",
         4,
         "How many HTTP requests one web process handles at once; higher values make agents wait.",
     )
-    request_queue: int = key(
+    request_queue: int = declare_key(
         "CYBORG_REQUEST_QUEUE",
         64,
         "How many HTTP requests may wait for a thread; further ones are answered 503 with Retry-After.",
     )
-    flush_interval_ms: float = key(
+    flush_interval_ms: float = declare_key(
         "CYBORG_FLUSH_INTERVAL_MS", 5.0, "How long a gateway collects reports before one commit."
     )
-    flush_max_rows: int = key("CYBORG_FLUSH_MAX_ROWS", 500, "The maximum number of reports in one commit.")
-    lease_flush_s: float = key("CYBORG_LEASE_FLUSH_S", 5.0, "How often a gateway writes the leases that were renewed.")
-    beat_s: float = key(
+    flush_max_rows: int = declare_key("CYBORG_FLUSH_MAX_ROWS", 500, "The maximum number of reports in one commit.")
+    lease_flush_s: float = declare_key(
+        "CYBORG_LEASE_FLUSH_S", 5.0, "How often a gateway writes the leases that were renewed."
+    )
+    beat_s: float = declare_key(
         "CYBORG_BEAT_S", 8.0, "How often an agent renews its lease; an agent that misses two renewals is down."
     )
-    max_message_bytes: int = key("CYBORG_MAX_MESSAGE_BYTES", 1_048_576, "The maximum size of a message from an agent.")
-    handshakes: int = key(
+    max_message_bytes: int = declare_key(
+        "CYBORG_MAX_MESSAGE_BYTES", 1_048_576, "The maximum size of a message from an agent."
+    )
+    handshakes: int = declare_key(
         "CYBORG_HANDSHAKES",
         512,
         "How many agents one web process lets connect at a time; further ones are answered 503 with Retry-After.",
     )
-    agent_connections: int = key(
+    agent_connections: int = declare_key(
         "CYBORG_AGENT_CONNECTIONS",
         20_000,
         "How many agents can be connected to one web process, each with one open file and 30 KB; further ones get 503.",
     )
-    pending_report_bytes: int = key(
+    pending_report_bytes: int = declare_key(
         "CYBORG_PENDING_REPORT_BYTES",
         268_435_456,
         "The size of the reports that wait in one web process for their commit; beyond it, agents must retry later.",
     )
-    tick_stall_s: float = key(
+    tick_stall_s: float = declare_key(
         "CYBORG_TICK_STALL_S",
         5.0,
         "If a job is not started for this time, its cluster counts as stuck and is replaced.",
     )
-    placement_endpoint: str = key(
+    placement_endpoint: str = declare_key(
         "CYBORG_PLACEMENT_ENDPOINT", "", "The URL of Placement; `off`: nothing is written to it.", "*(catalogue)*"
     )
-    nova_endpoint: str = key(
+    nova_endpoint: str = declare_key(
         "CYBORG_NOVA_ENDPOINT",
         "",
         "The URL of the compute API; `off`: instances' states stay unknown.",
         "*(catalogue)*",
     )
-    glance_endpoint: str = key(
+    glance_endpoint: str = declare_key(
         "CYBORG_GLANCE_ENDPOINT",
         "",
         "The URL of the image API; `off`: devices are programmed with uploaded images only.",
         "*(catalogue)*",
     )
-    image_max_bytes: int = key(
+    image_max_bytes: int = declare_key(
         "CYBORG_IMAGE_MAX_BYTES",
         1_073_741_824,
         "The maximum size of an image, uploaded or from Glance, that a device is programmed with.",
     )
-    bind_timeout_s: int = key(
+    bind_timeout_s: int = declare_key(
         "CYBORG_BIND_TIMEOUT_S",
         60,
         "A bind that needs its host fails after this time; keep it below Nova's `arq_binding_timeout`.",
     )
-    program_timeout_s: int = key("CYBORG_PROGRAM_TIMEOUT_S", 240, "The same for a bind that programs its device first.")
-    program_wait_s: int = key(
+    program_timeout_s: int = declare_key(
+        "CYBORG_PROGRAM_TIMEOUT_S", 240, "The same for a bind that programs its device first."
+    )
+    program_wait_s: int = declare_key(
         "CYBORG_PROGRAM_WAIT_S",
         60,
         "How long `PATCH /v2/deployables/{uuid}/program` waits for its command; the command goes on afterwards.",
     )
-    missing_retention_s: int = key(
+    missing_retention_s: int = declare_key(
         "CYBORG_MISSING_RETENTION_S", 86_400, "How long a missing, free device is kept before it is removed."
     )
-    event_retention_months: int = key(
+    event_retention_months: int = declare_key(
         "CYBORG_EVENT_RETENTION_MONTHS",
         0,
         "How many whole months of events are kept before the present one; older ones are dropped. 0: all are kept.",
     )
-    join_token_hours: int = key("CYBORG_JOIN_TOKEN_HOURS", 24, "How long a join token is valid.")
-    auth: str = key(
+    join_token_hours: int = declare_key("CYBORG_JOIN_TOKEN_HOURS", 24, "How long a join token is valid.")
+    auth: str = declare_key(
         "CYBORG_AUTH",
         "local",
         "What authenticates callers: `local` (Django's users, API tokens in `X-Auth-Token`) or `keystone`.",
     )
-    cloud: str = key(
+    cloud: str = declare_key(
         "CYBORG_CLOUD",
         "",
         "The cloud in `clouds.yaml` that the service user logs in to; without it, the `OS_…` variables.",
         "*(absent: `OS_…`)*",
     )
-    www_authenticate_uri: str = key(
+    www_authenticate_uri: str = declare_key(
         "CYBORG_WWW_AUTHENTICATE_URI",
         "",
         "The URL to which a 401 sends clients for a token, if it is not the service user's own auth URL.",
         "*(auth URL)*",
     )
-    service_token_roles: tuple[str, ...] = key(
+    service_token_roles: tuple[str, ...] = declare_key(
         "CYBORG_SERVICE_TOKEN_ROLES",
         ("service",),
         "A service token (`X-Service-Token`) must have one of these roles.",
         "`service`",
     )
-    policy_file: str = key(
+    policy_file: str = declare_key(
         "CYBORG_POLICY_FILE",
         "",
         "File with overrides of policy rules, read again when it changes; `manage.py policy_sample` prints all rules.",
         "*(`policy.yaml` in the state directory)*",
     )
-    enforce_new_defaults: bool = key(
+    enforce_new_defaults: bool = declare_key(
         "CYBORG_ENFORCE_NEW_DEFAULTS",
         False,
         "Switch off the legacy rules, which allow every token of a project to read devices and use requests.",
         "`off`",
     )
-    console_session_h: float = key(
+    console_session_h: float = declare_key(
         "CYBORG_CONSOLE_SESSION_H",
         8.0,
         "With Keystone: how long a login to the console lasts; the next login reads the user's roles again.",
     )
-    console_viewer_roles: tuple[str, ...] = key(
+    console_viewer_roles: tuple[str, ...] = declare_key(
         "CYBORG_CONSOLE_VIEWER_ROLES",
         ("manager",),
         "With Keystone: roles that may view the console and every project's requests in it; `admin` may also act.",
         "`manager`",
     )
-    console_tenant_roles: tuple[str, ...] = key(
+    console_tenant_roles: tuple[str, ...] = declare_key(
         "CYBORG_CONSOLE_TENANT_ROLES",
         (),
         "With Keystone: roles that may see their own project's requests in the console, and nothing else.",
         "*(none)*",
     )
-    environment: str = key(
+    environment: str = declare_key(
         "CYBORG_ENVIRONMENT",
         "",
         "The name of this cloud, for example `prod` or `staging`; a strip on every page of the console shows it.",
         "*(absent: no strip)*",
     )
-    webhook_allow_http: bool = key(
+    webhook_allow_http: bool = declare_key(
         "CYBORG_WEBHOOK_ALLOW_HTTP", False, "Also send messages to webhooks over http, without encryption.", "`off`"
     )
-    webhook_networks: tuple[str, ...] = key(
+    webhook_networks: tuple[str, ...] = declare_key(
         "CYBORG_WEBHOOK_NETWORKS",
         (),
         "Networks (`10.1.0.0/16`) in which webhooks are allowed in addition to public addresses, separated by commas.",
         "*(none)*",
     )
-    mail_host: str = key("CYBORG_MAIL_HOST", "", "The SMTP server that sends our mail.", "*(absent: no mail)*")
-    mail_port: int = key("CYBORG_MAIL_PORT", 25, "The port of the SMTP server.")
-    mail_tls: str = key(
+    mail_host: str = declare_key("CYBORG_MAIL_HOST", "", "The SMTP server that sends our mail.", "*(absent: no mail)*")
+    mail_port: int = declare_key("CYBORG_MAIL_PORT", 25, "The port of the SMTP server.")
+    mail_tls: str = declare_key(
         "CYBORG_MAIL_TLS", "off", "The encryption of the connection to the SMTP server: `off`, `starttls` or `tls`."
     )
-    mail_from: str = key("CYBORG_MAIL_FROM", "accelerators@localhost", "The sender address of our mail.")
-    mail_domains: tuple[str, ...] = key(
+    mail_from: str = declare_key("CYBORG_MAIL_FROM", "accelerators@localhost", "The sender address of our mail.")
+    mail_domains: tuple[str, ...] = declare_key(
         "CYBORG_MAIL_DOMAINS",
         (),
         "Domains of mail addresses that may be subscribed, separated by commas; `*` allows any.",
         "*(that of `CYBORG_MAIL_FROM`)*",
     )
-    mail_user: str = key("CYBORG_MAIL_USER", "", "The user name for the SMTP server.", "*(absent: no login)*")
-    mail_password_file: str = key(
+    mail_user: str = declare_key("CYBORG_MAIL_USER", "", "The user name for the SMTP server.", "*(absent: no login)*")
+    mail_password_file: str = declare_key(
         "CYBORG_MAIL_PASSWORD_FILE", "", "The file with the password for the SMTP server.", "*(absent)*"
     )
-    public_url: str = key(
+    public_url: str = declare_key(
         "CYBORG_PUBLIC_URL",
         "",
         "The URL at which people reach the console: `https://NAME`, through a proxy that does TLS and sets"
@@ -224,25 +230,25 @@ class Keys:
         " this URL.",
         "*(absent: http, for one's own machine)*",
     )
-    allowed_hosts: tuple[str, ...] = key(
+    allowed_hosts: tuple[str, ...] = declare_key(
         "CYBORG_ALLOWED_HOSTS", ("*",), "Host names that the web process accepts, separated by commas.", "`*`"
     )
-    metrics_token: str = key(
+    metrics_token: str = declare_key(
         "CYBORG_METRICS_TOKEN",
         "",
         "The token with which other machines read `/metrics` (`Authorization: Bearer …`); at least 16 characters.",
         "*(absent: this machine only)*",
     )
-    metrics_devices: bool = key(
+    metrics_devices: bool = declare_key(
         "CYBORG_METRICS_DEVICES",
         False,
         "Show the load of each device in `/metrics`, in at most 50 000 series.",
         "`off`",
     )
-    debug: bool = key("CYBORG_DEBUG", False, "Django's debug pages. Never in production.", "`off`")
+    debug: bool = declare_key("CYBORG_DEBUG", False, "Django's debug pages. Never in production.", "`off`")
 
     @property
-    def state(self) -> Path:
+    def state_path(self) -> Path:
         """The absolute path of the state directory."""
         return Path(self.state_dir).absolute()
 
@@ -263,60 +269,60 @@ class Keys:
             raise ConfigurationError(f"CYBORG_MAIL_PASSWORD_FILE cannot be read: {error.strerror}") from None
 
     @property
-    def policies(self) -> Path:
+    def policy_path(self) -> Path:
         """The path of the file with overrides of policy rules. The file does not have to exist."""
-        return Path(self.policy_file).absolute() if self.policy_file else self.state / "policy.yaml"
+        return Path(self.policy_file).absolute() if self.policy_file else self.state_path / "policy.yaml"
 
 
 @lru_cache(maxsize=1)
-def keys() -> Keys:
+def get_keys() -> Keys:
     """Return this process's configuration. It is read and checked once.
 
     Raises ConfigurationError with one clear sentence.
     """
-    read = load(Keys, os.environ)
-    if read.auth not in ("local", "keystone"):
-        raise ConfigurationError(f"CYBORG_AUTH={read.auth!r} is not usable: write local or keystone")
-    if read.console_session_h <= 0:
+    loaded = load_configuration(Keys, os.environ)
+    if loaded.auth not in ("local", "keystone"):
+        raise ConfigurationError(f"CYBORG_AUTH={loaded.auth!r} is not usable: write local or keystone")
+    if loaded.console_session_h <= 0:
         raise ConfigurationError(
-            f"CYBORG_CONSOLE_SESSION_H={read.console_session_h} is not usable: write a number of hours above 0"
+            f"CYBORG_CONSOLE_SESSION_H={loaded.console_session_h} is not usable: write a number of hours above 0"
         )
-    _check_agents(read)
-    _check_outside(read)
-    if len(read.environment) > 40 or not read.environment.isprintable():
+    _check_agent_keys(loaded)
+    _check_public_keys(loaded)
+    if len(loaded.environment) > 40 or not loaded.environment.isprintable():
         raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write at most 40 printable characters")
-    return read
+    return loaded
 
 
-def _check_agents(read: Keys) -> None:
+def _check_agent_keys(loaded: Keys) -> None:
     """Check the keys of agents and gateways; raise ConfigurationError for an unusable value."""
-    for name, value in (("HANDSHAKES", read.handshakes), ("AGENT_CONNECTIONS", read.agent_connections)):
+    for name, value in (("HANDSHAKES", loaded.handshakes), ("AGENT_CONNECTIONS", loaded.agent_connections)):
         if value < 1:
             raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
-    if read.pending_report_bytes < read.max_message_bytes:
+    if loaded.pending_report_bytes < loaded.max_message_bytes:
         raise ConfigurationError(
-            f"CYBORG_PENDING_REPORT_BYTES={read.pending_report_bytes} is not usable: write at least"
-            f" CYBORG_MAX_MESSAGE_BYTES ({read.max_message_bytes}), so that every report fits"
+            f"CYBORG_PENDING_REPORT_BYTES={loaded.pending_report_bytes} is not usable: write at least"
+            f" CYBORG_MAX_MESSAGE_BYTES ({loaded.max_message_bytes}), so that every report fits"
         )
-    if read.gateway_url and not re.fullmatch(r"https?://[^/?#@\s]{1,200}", read.gateway_url):
+    if loaded.gateway_url and not re.fullmatch(r"https?://[^/?#@\s]{1,200}", loaded.gateway_url):
         raise ConfigurationError("CYBORG_GATEWAY_URL is not usable: write http://ADDRESS:PORT, without a path")
 
 
-def _check_outside(read: Keys) -> None:
+def _check_public_keys(loaded: Keys) -> None:
     """Check the keys of metrics, the public URL, mail and webhooks; raise ConfigurationError for an unusable value."""
-    if read.metrics_token and not re.fullmatch(r"[!-~]{16,}", read.metrics_token):
+    if loaded.metrics_token and not re.fullmatch(r"[!-~]{16,}", loaded.metrics_token):
         raise ConfigurationError("CYBORG_METRICS_TOKEN is not usable: write 16 characters or more, without blanks")
-    if read.public_url and not re.fullmatch(r"https://[^/?#@\s]{1,200}", read.public_url):
+    if loaded.public_url and not re.fullmatch(r"https://[^/?#@\s]{1,200}", loaded.public_url):
         raise ConfigurationError("CYBORG_PUBLIC_URL is not usable: write https://NAME, without a path")
-    if read.mail_tls not in ("off", "starttls", "tls"):
-        raise ConfigurationError(f"CYBORG_MAIL_TLS={read.mail_tls!r} is not usable: write off, starttls or tls")
+    if loaded.mail_tls not in ("off", "starttls", "tls"):
+        raise ConfigurationError(f"CYBORG_MAIL_TLS={loaded.mail_tls!r} is not usable: write off, starttls or tls")
     try:
-        [ip_network(word) for word in read.webhook_networks]
+        [ip_network(word) for word in loaded.webhook_networks]
     except ValueError as error:
         raise ConfigurationError(f"CYBORG_WEBHOOK_NETWORKS is not usable: {error}") from None
 
 
-def listen_address(listen: str, name: str = "CYBORG_LISTEN") -> tuple[str, int]:
+def parse_listen_address(listen: str, name: str = "CYBORG_LISTEN") -> tuple[str, int]:
     """Return host and port of an ADDRESS:PORT value, such as that of `CYBORG_LISTEN`. IPv6 addresses are in brackets.
 
     `name` is the key for the error message. Raises ConfigurationError.

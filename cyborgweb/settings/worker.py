@@ -4,4 +4,4 @@ end when its parent ends."""
 from cyborgweb.settings.base import *  # noqa: F403
 from drivers.isolation.process import die_with_parent
 
-die_with_parent(forks_too=True)
+die_with_parent(include_forks=True)

@@ -14,17 +14,17 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.utils.urls import replace_query_param
 
-from accelerators.api.own.fields import Closed, HostReference, Number, Text
-from accelerators.api.own.paging import Cursor, Pages
-from accelerators.api.own.views import Collection
+from accelerators.api.own.fields import ClosedSerializer, HostReference, StrictIntegerField, StrictTextField
+from accelerators.api.own.paging import PageCursor, RowPagination
+from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import DeviceType
 from accelerators.models import Device
 from accelerators.requests import capacity
-from accelerators.requests.capacity import Asked, Group
+from accelerators.requests.capacity import CapacityGroup, CapacityQuery
 from agents import telemetry
 from cyborgweb.telemetry import census, usage_with_load
 
-OF_PROJECTS = ("project", "type", "resource_class")
+PROJECT_COLUMNS = ("project", "type", "resource_class")
 """Columns by which callers that see one project alone may group; hosts are shown to operators only."""
 
 
@@ -66,7 +66,7 @@ class UsageFilter(filters.FilterSet):
     """Choose the grouping, and which units are counted."""
 
     by = filters.CharFilter(
-        help_text=f"One or two of {', '.join(capacity.COLUMNS)}, separated by a comma. The default is resource_class, "
+        help_text=f"One or two of {', '.join(capacity.GROUP_COLUMNS)}, separated by a comma. The default is resource_class, "
         "or project for callers that see one project only."
     )
     host = filters.CharFilter(help_text="Only of this host.")
@@ -80,10 +80,10 @@ class UsageFilter(filters.FilterSet):
         return queryset
 
 
-class Groups(Pages):
+class UsageGroupPaginator(RowPagination):
     """Forward-only pages of groups: each begins after the last group of the page before."""
 
-    def after(self) -> tuple[str, ...] | None:
+    def parse_cursor(self) -> tuple[str, ...] | None:
         """Return the group after which this page begins, or None for the first page.
 
         Raises NotFound for a cursor that names no group.
@@ -95,25 +95,25 @@ class Groups(Pages):
         except msgspec.MsgspecError as error:
             raise NotFound("cursor: it names no group; leave it out to start at the first page.") from error
 
-    def page(self, rows: list[Group]) -> tuple[list[Group], str | None]:
+    def split_page(self, rows: list[CapacityGroup]) -> tuple[list[CapacityGroup], str | None]:
         """Split `size` + 1 rows into the rows of this page and the URL of the next page, None if there is none."""
         if len(rows) <= self.size:
             return rows, None
         value = msgspec.json.encode((*rows[self.size - 1].names, "")[:2]).decode()
-        cursor = Cursor(self.order, False, value, 0)
-        return rows[: self.size], replace_query_param(self.base_url, self.cursor_query_param, cursor.text())
+        cursor = PageCursor(self.order, False, value, 0)
+        return rows[: self.size], replace_query_param(self.base_url, self.cursor_query_param, cursor.encode())
 
 
-class UsageView(Collection):
+class UsageView(CollectionView):
     """How many units there are, and how many are held, free and out of offer, by host, type, resource class or
     project; and how busy their devices are. A project sees only what it holds itself.
     """
 
     policy = "usage"
     http_method_names = ["get", "head"]
-    pagination_class = Groups
-    orders = {"group": "group"}
-    default_order = "group"
+    pagination_class = UsageGroupPaginator
+    sort_fields = {"group": "group"}
+    default_ordering = "group"
     serializer_class = GroupSerializer
     filterset_class = UsageFilter
     queryset = Device.objects.none()
@@ -123,51 +123,51 @@ class UsageView(Collection):
         """Return the one rule that applies to reading."""
         return dict.fromkeys(("GET", "HEAD"), "cyborg:usage:get")
 
-    def sees_all(self) -> bool:
+    def can_see_all_projects(self) -> bool:
         """Return whether the caller sees all projects: administrators, and callers that the policy elevates."""
-        return self.caller.is_admin or self.allowed("cyborg:usage:elevated")
+        return self.caller.is_admin or self.is_rule_satisfied("cyborg:usage:elevated")
 
     def list(self, request: Request) -> Response:
         """Return a page of groups. The parameters are validated before anything is counted."""
         self.filter_queryset(self.get_queryset())
-        self.paginator.read(request, self)
-        elevated = self.sees_all()
-        asked = self._asked(request, elevated)
-        return self._tagged(request, lambda: self._groups(asked, elevated))
+        self.paginator.parse_request(request, self)
+        elevated = self.can_see_all_projects()
+        query = self._parse_query(request, elevated)
+        return self._respond_with_etag(request, lambda: self._list_groups(query, elevated))
 
-    def _asked(self, request: Request, elevated: bool) -> Asked:
-        said = request.query_params
-        by = tuple((said.get("by") or ("resource_class" if elevated else "project")).split(","))
-        if not 1 <= len(set(by)) == len(by) <= 2 or not set(by) <= capacity.COLUMNS.keys():
-            raise ParseError(f"by: say one or two of {', '.join(capacity.COLUMNS)}.")
-        if not elevated and ("project" not in by or not set(by) <= set(OF_PROJECTS) or said.get("host")):
-            self.require("cyborg:usage:elevated")
-        return Asked(
+    def _parse_query(self, request: Request, elevated: bool) -> CapacityQuery:
+        parameters = request.query_params
+        by = tuple((parameters.get("by") or ("resource_class" if elevated else "project")).split(","))
+        if not 1 <= len(set(by)) == len(by) <= 2 or not set(by) <= capacity.GROUP_COLUMNS.keys():
+            raise ParseError(f"by: say one or two of {', '.join(capacity.GROUP_COLUMNS)}.")
+        if not elevated and ("project" not in by or not set(by) <= set(PROJECT_COLUMNS) or parameters.get("host")):
+            self.require_rule("cyborg:usage:elevated")
+        return CapacityQuery(
             by,
-            host=said.get("host") or None,
-            type=said.get("type") or None,
-            resource_class=said.get("resource_class") or None,
+            host=parameters.get("host") or None,
+            type=parameters.get("type") or None,
+            resource_class=parameters.get("resource_class") or None,
             project=None if elevated else self.caller.project_id,
             order=self.paginator.order,
             after=self.paginator.after(),
             limit=self.paginator.size + 1,
         )
 
-    def _groups(self, asked: Asked, elevated: bool) -> dict[str, Any]:
-        loads = telemetry.last() if elevated else None
-        rows, onwards = self.paginator.page(usage_with_load.groups(loads, asked)[0])
-        shown = [
+    def _list_groups(self, query: CapacityQuery, elevated: bool) -> dict[str, Any]:
+        loads = telemetry.get_last_loads() if elevated else None
+        rows, next_url = self.paginator.page(usage_with_load.count_groups_with_load(loads, query)[0])
+        results = [
             {
-                "group": dict(zip(asked.by, row.names, strict=True)),
+                "group": dict(zip(query.by, row.names, strict=True)),
                 **{name: getattr(row, name) for name in ("total", "held", "free", "reserved")},
                 "load": row.load if loads else None,
             }
             for row in rows
         ]
-        return {"next": onwards, "previous": None, "results": self.get_serializer(shown, many=True).data}
+        return {"next": next_url, "previous": None, "results": self.get_serializer(results, many=True).data}
 
 
-class Seconds(serializers.FloatField):
+class SecondsField(serializers.FloatField):
     """A number of seconds; text is refused."""
 
     def to_internal_value(self, data: Any) -> float:
@@ -177,25 +177,30 @@ class Seconds(serializers.FloatField):
         return float(super().to_internal_value(data))
 
 
-class QuestionSerializer(Closed):
+class QuestionSerializer(ClosedSerializer):
     """What to ask the hosts."""
 
     hosts = serializers.ListField(
-        child=Text(max_length=255),
+        child=StrictTextField(max_length=255),
         required=False,
         min_length=1,
-        max_length=census.MOST_NAMED,
+        max_length=census.MAX_NAMED_HOSTS,
         help_text="Names; all hosts if absent.",
     )
-    profile = Text(max_length=255, required=False, help_text="Name of a device profile; any unit will do if absent.")
-    count = Number(
-        min_value=1, max_value=census.MOST, required=False, help_text="How many more requests of it; 1 if absent."
+    profile = StrictTextField(
+        max_length=255, required=False, help_text="Name of a device profile; any unit will do if absent."
     )
-    within_s = Seconds(
-        min_value=0.1,
-        max_value=census.LONGEST_S,
+    count = StrictIntegerField(
+        min_value=1,
+        max_value=census.MAX_REQUEST_COUNT,
         required=False,
-        help_text=f"Seconds to wait for answers; {census.WITHIN_S:g} if absent.",
+        help_text="How many more requests of it; 1 if absent.",
+    )
+    within_s = SecondsField(
+        min_value=0.1,
+        max_value=census.MAX_WAIT_S,
+        required=False,
+        help_text=f"Seconds to wait for answers; {census.DEFAULT_WAIT_S:g} if absent.",
     )
 
 
@@ -232,7 +237,7 @@ class CensusSerializer(serializers.Serializer):
     hosts = CandidateSerializer(many=True, read_only=True)
 
 
-class CensusView(Collection):
+class CensusView(CollectionView):
     """Load census: ask hosts how busy they are."""
 
     policy = "census"
@@ -240,8 +245,10 @@ class CensusView(Collection):
     """A census changes nothing, although it is a POST."""
     http_method_names = ["post"]
     serializer_class = CensusSerializer
-    bodies: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"create": QuestionSerializer}
-    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {"create": (200, CensusSerializer)}
+    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"create": QuestionSerializer}
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+        "create": (200, CensusSerializer)
+    }
     queryset = Device.objects.none()
 
     def create(self, request: Request) -> Response:
@@ -249,10 +256,10 @@ class CensusView(Collection):
 
         Nothing is reserved for the caller: Placement and the bind decide again.
         """
-        said = self.body()
-        hosts = tuple(said.pop("hosts")) if "hosts" in said else None
-        taken = census.take(census.Question(hosts, **said))
-        missing = [{"host": host.name, "why": why} for host, why in taken.missing]
-        numbers = {name: getattr(taken, name) for name in ("came", "fitting", "took_s", "left_out")}
-        shown = {**numbers, "missing": missing, "hosts": taken.rows}
-        return Response(CensusSerializer(shown, context=self.get_serializer_context()).data)
+        body = self.validate_body()
+        hosts = tuple(body.pop("hosts")) if "hosts" in body else None
+        result = census.take_census(census.CensusQuestion(hosts, **body))
+        missing = [{"host": host.name, "why": why} for host, why in result.missing]
+        numbers = {name: getattr(result, name) for name in ("came", "fitting", "took_s", "left_out")}
+        answer = {**numbers, "missing": missing, "hosts": result.rows}
+        return Response(CensusSerializer(answer, context=self.get_serializer_context()).data)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator, Mapping
 
 from accelerators.requests import capacity
-from accelerators.requests.capacity import Asked, Group, Load, Said
-from agents.telemetry import HostLoad, Loads
+from accelerators.requests.capacity import CapacityGroup, CapacityQuery, LastSample, LoadSummary
+from agents.telemetry import HostLoad, LoadSnapshot
 
-FRESH_S = 180.0
+MAX_SAMPLE_AGE_S = 180.0
 """Seconds after which a sample is too old to count: agents that nobody watches send one a minute."""
-MOST: Mapping[str, float] = {
+MAX_VALUES: Mapping[str, float] = {
     "utilization_percent": 100.0,
     "memory_used_bytes": 2.0**44,
     "memory_total_bytes": 2.0**44,
@@ -22,29 +22,33 @@ finite whatever hosts send.
 """
 
 
-def groups(loads: Loads | None, *asked: Asked) -> list[list[Group]]:
+def count_groups_with_load(loads: LoadSnapshot | None, *queries: CapacityQuery) -> list[list[CapacityGroup]]:
     """Return the groups of each question; one statement for all. Without `loads` the groups have no load."""
-    return capacity.groups(asked, [*said(loads)] if loads else ())
+    return capacity.query_groups(queries, [*iterate_fresh_samples(loads)] if loads else ())
 
 
-def of_hosts(loads: Loads) -> dict[int, Load]:
+def compute_host_loads(loads: LoadSnapshot) -> dict[int, LoadSummary]:
     """Return the load of each host in `loads` that has devices. One statement, or none if `loads` has no hosts."""
-    return capacity.of_hosts(loads.hosts, [*said(loads)]) if loads.hosts else {}
+    return capacity.query_load_by_host(loads.hosts, [*iterate_fresh_samples(loads)]) if loads.hosts else {}
 
 
-def said(loads: Loads) -> Iterator[Said]:
+def iterate_fresh_samples(loads: LoadSnapshot) -> Iterator[LastSample]:
     """Yield the samples that count: fresh ones, without implausible values."""
-    oldest = time.time() - FRESH_S
+    oldest = time.time() - MAX_SAMPLE_AGE_S
     for host in loads.hosts.values():
         if host.at >= oldest:
-            yield from _devices(host)
+            yield from _iterate_device_samples(host)
 
 
-def _devices(host: HostLoad) -> Iterator[Said]:
+def _iterate_device_samples(host: HostLoad) -> Iterator[LastSample]:
     for key, values in host.devices.items():
         if "\0" not in key:
-            yield Said(host.host_id, key, *(_possible(values.get(name), most) for name, most in MOST.items()))
+            yield LastSample(
+                host.host_id,
+                key,
+                *(_drop_implausible(values.get(name), max_value) for name, max_value in MAX_VALUES.items()),
+            )
 
 
-def _possible(value: float | None, most: float) -> float | None:
-    return value if value is not None and 0 <= value <= most else None
+def _drop_implausible(value: float | None, max_value: float) -> float | None:
+    return value if value is not None and 0 <= value <= max_value else None

@@ -13,9 +13,9 @@ register = template.Library()
 
 
 @register.simple_tag(takes_context=True)
-def csp_allow(context: Context, **more: str) -> str:
+def csp_allow(context: Context, **sources: str) -> str:
     """For each argument `NAME`, add its value to the directive `NAME-src`. Renders nothing. A second call replaces the
     first.
     """
-    context["request"].csp_allowed = tuple((f"{name}-src", source) for name, source in more.items())
+    context["request"].csp_allowed = tuple((f"{name}-src", source) for name, source in sources.items())
     return ""

@@ -17,14 +17,21 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 
 from cyborgweb.auth import read_only as maintenance
-from cyborgweb.manual.places import place
-from cyborgweb.manual.site import SERVED
-from cyborgweb.pages.navigation import word_of
-from cyborgweb.settings.keys import keys
+from cyborgweb.manual.places import find_manual_place
+from cyborgweb.manual.site import SERVED_EDITION
+from cyborgweb.pages.navigation import sidebar_title
+from cyborgweb.settings.keys import get_keys
 
 register = template.Library()
 
-TONES = {"prod": "bad", "production": "bad", "live": "bad", "staging": "warn", "preprod": "warn", "test": "busy"}
+TONE_BY_ENVIRONMENT = {
+    "prod": "bad",
+    "production": "bad",
+    "live": "bad",
+    "staging": "warn",
+    "preprod": "warn",
+    "test": "busy",
+}
 """Colour of each environment's strip: production is red, because mistakes there affect people. Any other word is calm.
 """
 
@@ -32,20 +39,22 @@ TONES = {"prod": "bad", "production": "bad", "live": "bad", "staging": "warn", "
 @register.simple_tag
 def environment() -> SafeString | str:
     """Return the strip with the environment's name, '' if none is configured. The colour only repeats the name."""
-    word = keys().environment
-    if not word:
+    name = get_keys().environment
+    if not name:
         return ""
-    tone = TONES.get(word.lower(), "calm")
-    return format_html('<p class="environment {}" role="note"><span class="sr">Environment: </span>{}</p>', tone, word)
+    tone = TONE_BY_ENVIRONMENT.get(name.lower(), "calm")
+    return format_html('<p class="environment {}" role="note"><span class="sr">Environment: </span>{}</p>', tone, name)
 
 
 @register.simple_tag
 def read_only() -> SafeString | str:
     """Return a strip that says since when nothing can be changed, and why; '' if the control plane is not read-only."""
-    now = maintenance.current()
+    active = maintenance.get_maintenance()
     return (
-        format_html('<p class="environment warn sentence" role="status">{}</p>', maintenance.sentence(now))
-        if now
+        format_html(
+            '<p class="environment warn sentence" role="status">{}</p>', maintenance.describe_maintenance(active)
+        )
+        if active
         else ""
     )
 
@@ -53,7 +62,7 @@ def read_only() -> SafeString | str:
 @register.simple_tag(takes_context=True)
 def manual(context: Context) -> SafeString:
     """Return a link to the part of the manual about this page."""
-    url = SERVED.address(place(context["request"]))
+    url = SERVED_EDITION.docs_url(find_manual_place(context["request"]))
     title = "Read about this page in the manual"
     return format_html(
         '<a class="manual-link" href="{}" title="{}" aria-label="{}"><span aria-hidden="true">?</span></a>',
@@ -73,4 +82,4 @@ def crumb(part: dict[str, Any], place: dict[str, Any]) -> str:
         return str(title)
     if place["first"] and not place["last"]:
         return ""
-    return word_of(str(part.get("link") or "")) or capfirst(str(title))
+    return sidebar_title(str(part.get("link") or "")) or capfirst(str(title))

@@ -13,7 +13,7 @@ import msgspec
 from drivers.errors import KINDS, Invalid
 from drivers.fake.driver import Script, read_script
 
-LESSON = """\
+EXAMPLES = """\
 The driver reads its control file at every call, and searches for devices again as soon as it changes. Things to try:
 
   count 3                               three devices
@@ -34,20 +34,20 @@ The driver reads its control file at every call, and searches for devices again 
 
 def main() -> None:
     """Change the control file as the command line states. Exits with a message if that is not possible."""
-    arguments = _parser().parse_args()
+    arguments = _build_parser().parse_args()
     try:
-        script = Script() if arguments.verb == "reset" else _changed(read_script(arguments.control), arguments)
-        _write(Path(arguments.control), script)
+        script = Script() if arguments.verb == "reset" else _apply_change(read_script(arguments.control), arguments)
+        _write_script(Path(arguments.control), script)
     except (Invalid, OSError, msgspec.MsgspecError) as error:
         sys.exit(f"drivers.fake: {error}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     state = os.environ.get("CYBORG_STATE_DIR", "./var")
     parser = argparse.ArgumentParser(
         prog="drivers.fake",
         description="Change what the fake driver of this machine shows and does.",
-        epilog=LESSON.format(kinds=", ".join(KINDS)),
+        epilog=EXAMPLES.format(kinds=", ".join(KINDS)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--control", default=f"{state}/fake-driver.json", help="control file (default: %(default)s)")
@@ -55,26 +55,26 @@ def _parser() -> argparse.ArgumentParser:
     for verb, text in (("unplug", "remove device N"), ("plug", "put device N back")):
         verbs.add_parser(verb, help=text).add_argument("n", type=int)
     for verb, text in (("fail", "device N fails"), ("degrade", "device N is degraded")):
-        parts = verbs.add_parser(verb, help=text)
-        parts.add_argument("n", type=int)
-        parts.add_argument("reason")
+        subparser = verbs.add_parser(verb, help=text)
+        subparser.add_argument("n", type=int)
+        subparser.add_argument("reason")
     verbs.add_parser("count", help="have N devices").add_argument("n", type=int)
-    refuse = verbs.add_parser("refuse", help="make the driver refuse an act")
-    refuse.add_argument("act")
-    refuse.add_argument("kind", choices=[*KINDS])
-    refuse.add_argument("reason")
-    misbehave = verbs.add_parser("misbehave", help="make the driver itself fail")
-    misbehave.add_argument("how", choices=["raise", "fail", "hang", "flood", "rubbish", "die"])
-    anything = verbs.add_parser("set", help="set a key of the control file to a JSON value")
-    anything.add_argument(
+    refuse_parser = verbs.add_parser("refuse", help="make the driver refuse an act")
+    refuse_parser.add_argument("act")
+    refuse_parser.add_argument("kind", choices=[*KINDS])
+    refuse_parser.add_argument("reason")
+    misbehave_parser = verbs.add_parser("misbehave", help="make the driver itself fail")
+    misbehave_parser.add_argument("how", choices=["raise", "fail", "hang", "flood", "rubbish", "die"])
+    set_parser = verbs.add_parser("set", help="set a key of the control file to a JSON value")
+    set_parser.add_argument(
         "key", choices=Script.__struct_fields__, metavar="KEY", help=", ".join(Script.__struct_fields__)
     )
-    anything.add_argument("json", metavar="JSON")
+    set_parser.add_argument("json", metavar="JSON")
     verbs.add_parser("reset", help="go back to one healthy device")
     return parser
 
 
-def _changed(script: Script, arguments: argparse.Namespace) -> Script:
+def _apply_change(script: Script, arguments: argparse.Namespace) -> Script:
     if arguments.verb == "misbehave":
         script.misbehave = arguments.how
     elif arguments.verb == "count":
@@ -94,7 +94,7 @@ def _changed(script: Script, arguments: argparse.Namespace) -> Script:
     return msgspec.convert(msgspec.to_builtins(script), Script)
 
 
-def _write(path: Path, script: Script) -> None:
+def _write_script(path: Path, script: Script) -> None:
     """Write the control file atomically, so that the driver never reads an incomplete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

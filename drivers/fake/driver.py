@@ -25,17 +25,17 @@ from drivers.inventory import AttachHandle, Attribute, Deployable, Device, Sampl
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Check, Plan, Signal, Step, Vitals, Write
 
-HANDLES, MAX_HANDLES = 16, 128
-MEMORY = 16 * 2**30
+DEFAULT_HANDLES, MAX_HANDLES = 16, 128
+MEMORY_BYTES = 16 * 2**30
 """The memory of each device in bytes."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-MADE = re.compile(r"[a-z0-9_-]+")
-MDEV = "mdev-"
+FILE_NAME = re.compile(r"[a-z0-9_-]+")
+MDEV_PREFIX = "mdev-"
 
-Kind = Literal["Invalid", "Unsupported", "Busy", "Denied", "Gone", "Failed", "Timeout"]
-Setup = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,32}$")]
-Seconds = Annotated[float, Meta(ge=0, le=3600)]
+ErrorKind = Literal["Invalid", "Unsupported", "Busy", "Denied", "Gone", "Failed", "Timeout"]
+InstallName = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,32}$")]
+DelaySeconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class Script(Struct, forbid_unknown_fields=True):
@@ -46,21 +46,21 @@ class Script(Struct, forbid_unknown_fields=True):
     `install`: names, each of which takes one step to install. `handle_type`: MDEV handles must be attached. `refuse`:
     act → kind and text of the error it raises. `wrong`: acts that get a last step whose check never succeeds. `slow_s`:
     act or `stats` → seconds that it sleeps. `busy`: numbers of devices that another program uses. `signals`: the
-    readings of `health`. `stats`: the load of every device; if it is None, it changes by itself (`moving`).
+    readings of `health`. `stats`: the load of every device; if it is None, it changes by itself (`simulate_load`).
     """
 
     count: Annotated[int, Meta(ge=0, le=4096)] = 1
-    handles: Annotated[int, Meta(ge=1, le=MAX_HANDLES)] = HANDLES
+    handles: Annotated[int, Meta(ge=1, le=MAX_HANDLES)] = DEFAULT_HANDLES
     unplugged: list[int] = []
     failing: dict[str, str] = {}
     degraded: dict[str, str] = {}
     delay_s: Annotated[float, Meta(ge=0)] = 0.0
     misbehave: str = ""
-    install: list[Setup] = []
+    install: list[InstallName] = []
     handle_type: Literal["TEST_PCI", "MDEV"] = "TEST_PCI"
-    refuse: dict[Act, tuple[Kind, str]] = {}
+    refuse: dict[Act, tuple[ErrorKind, str]] = {}
     wrong: dict[Act, bool] = {}
-    slow_s: dict[Act | Literal["stats"], Seconds] = {}
+    slow_s: dict[Act | Literal["stats"], DelaySeconds] = {}
     busy: list[int] = []
     signals: tuple[Signal, ...] = (Signal("temperature", "40", "°C", "90"),)
     stats: dict[Word, float] | None = None
@@ -76,89 +76,95 @@ class FakeDriver(Driver):
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
         """Return the devices of the Script. Raises Invalid for an unusable control file."""
-        script = _script(settings)
+        script = _load_script(settings)
         time.sleep(script.delay_s)
         _misbehave(script.misbehave)
-        home = _home(machine)
-        return Findings(tuple(FakeDevice(machine, script, n, home).shown() for n in _numbers(script)))
+        home = _get_state_folder(machine)
+        return Findings(
+            tuple(FakeDevice(machine, script, n, home).build_device() for n in _list_device_numbers(script))
+        )
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
         """Return the health and signals of the Script. Raises Gone."""
-        device = _device(machine, _script(settings), ask)
-        return Vitals(*device.status(), signals=device.script.signals)
+        device = _find_device(machine, _load_script(settings), ask)
+        return Vitals(*device.get_status(), signals=device.script.signals)
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
         """Return the load of the Script or, if it has none, the simulated load of this moment."""
-        script = _script(settings)
+        script = _load_script(settings)
         time.sleep(script.slow_s.get("stats", 0))
-        load = moving(ask.key, time.time()) if script.stats is None else script.stats
+        load = simulate_load(ask.key, time.time()) if script.stats is None else script.stats
         return tuple(Sample(ask.key, metric, value) for metric, value in load.items())
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan a step for each missing name of the Script's `install`, and the division that `ask.layout` wants."""
-        device = _begin("install", machine, settings, ask)
-        return device.plan("install", [*device.to_install(), *device.to_divide(ask.layout)])
+        device = _prepare_act("install", machine, settings, ask)
+        return device.make_plan("install", [*device.plan_install(), *device.plan_partition(ask.layout)])
 
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan to restore the first values of all written files, or to remove the files.
 
         Raises Busy if a handle is attached.
         """
-        device = _begin("uninstall", machine, settings, ask)
+        device = _prepare_act("uninstall", machine, settings, ask)
         device.refuse_if_attached()
-        first = {name: ask.first.get(device.path(name), "") for name in device.made}
-        steps = [device.set(name, value) for name, value in first.items() if device.made[name] != value]
-        return device.plan("uninstall", steps)
+        first_values = {name: ask.first.get(device.get_path(name), "") for name in device.files}
+        steps = [
+            device.make_set_step(name, value) for name, value in first_values.items() if device.files[name] != value
+        ]
+        return device.make_plan("uninstall", steps)
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan to create an MDEV handle for its consumer under the handle's uuid; TEST_PCI handles need no steps."""
-        device = _begin("attach", machine, settings, ask)
-        return device.plan("attach", device.to_attach(ask) if _is_mdev(ask) else [])
+        device = _prepare_act("attach", machine, settings, ask)
+        return device.make_plan("attach", device.plan_attach(ask) if _is_mdev(ask) else [])
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan to remove what `attach` created for this consumer; a handle of another consumer stays."""
-        device = _begin("detach", machine, settings, ask)
-        holder = device.made.get(MDEV + ask.uuid, "")
-        mine = holder and ask.consumer in ("", holder)
-        return device.plan("detach", [device.set(MDEV + ask.uuid, "")] if mine else [])
+        device = _prepare_act("detach", machine, settings, ask)
+        holder = device.files.get(MDEV_PREFIX + ask.uuid, "")
+        is_attached = holder and ask.consumer in ("", holder)
+        return device.make_plan("detach", [device.make_set_step(MDEV_PREFIX + ask.uuid, "")] if is_attached else [])
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan to copy the image to a file and its checksum to a second file, which shows what is loaded.
 
         Raises Invalid without an image or for an image of other hardware, and Busy if a handle is attached.
         """
-        device = _begin("program", machine, settings, ask)
+        device = _prepare_act("program", machine, settings, ask)
         if ask.image is None:
             raise Invalid("there is no image to program")
-        wanted = ask.image.properties.get("accel:device", "fake")
-        if wanted != "fake":
-            raise Invalid(f"the image {ask.image.name} is made for the device {wanted}, but this device is fake")
+        wanted_device = ask.image.properties.get("accel:device", "fake")
+        if wanted_device != "fake":
+            raise Invalid(f"the image {ask.image.name} is made for the device {wanted_device}, but this device is fake")
         device.refuse_if_attached()
-        if device.made.get("loaded") == ask.image.sha256:
-            return device.plan("program", [])
-        path = device.path("image")
-        copy = Step(f"copy {ask.image.size} bytes", Write(path, ""), "copy", undo=(Write(path, ""),), timeout_s=60)
-        forget = [device.set("loaded", "")] if "loaded" in device.made else []
-        return device.plan("program", [*forget, copy, device.set("loaded", ask.image.sha256, now="")])
+        if device.files.get("loaded") == ask.image.sha256:
+            return device.make_plan("program", [])
+        path = device.get_path("image")
+        copy_step = Step(f"copy {ask.image.size} bytes", Write(path, ""), "copy", undo=(Write(path, ""),), timeout_s=60)
+        clear_steps = [device.make_set_step("loaded", "")] if "loaded" in device.files else []
+        return device.make_plan(
+            "program", [*clear_steps, copy_step, device.make_set_step("loaded", ask.image.sha256, expected="")]
+        )
 
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan to give the device as many handles as `parts` of the layout states.
 
         Raises Invalid for an unusable layout, and Busy if a handle is attached.
         """
-        device = _begin("partition", machine, settings, ask)
+        device = _prepare_act("partition", machine, settings, ask)
         if not ask.layout:
             raise Invalid('the layout does not state a number of parts, like {"parts": "4"}')
         device.refuse_if_attached()
-        return device.plan("partition", device.to_divide(ask.layout))
+        return device.make_plan("partition", device.plan_partition(ask.layout))
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan to remove the loaded image and to increment the file `resets`. Raises Busy if a handle is attached."""
-        device = _begin("reset", machine, settings, ask)
+        device = _prepare_act("reset", machine, settings, ask)
         device.refuse_if_attached()
-        count = device.made.get("resets", "0")
-        loaded = [device.set(name, "") for name in ("loaded", "image") if name in device.made]
-        return device.plan("reset", [*loaded, device.set("resets", str(int(count) + 1))])
+        count = device.files.get("resets", "0")
+        clear_steps = [device.make_set_step(name, "") for name in ("loaded", "image") if name in device.files]
+        return device.make_plan("reset", [*clear_steps, device.make_set_step("resets", str(int(count) + 1))])
 
 
 class FakeDevice:
@@ -169,29 +175,29 @@ class FakeDevice:
 
     def __init__(self, machine: Machine, script: Script, n: int, home: str) -> None:
         self.n, self.script, self._node = n, script, machine.node
-        self.address = _address(n)
+        self.address = _make_address(n)
         domain, bus, _ = self.address.split(":")
-        self.place = {"bus": bus, "device": "00", "domain": domain, "function": "0"}
+        self.pci_location = {"bus": bus, "device": "00", "domain": domain, "function": "0"}
         self.key = f"fake_driver:{self.address}"
         self._folder = f"{home}/{n}"
-        names = filter(MADE.fullmatch, machine.names(self._folder))
-        self.made = {name: "…" if name == "image" else machine.text(self.path(name)) for name in names}
+        names = filter(FILE_NAME.fullmatch, machine.names(self._folder))
+        self.files = {name: "…" if name == "image" else machine.text(self.get_path(name)) for name in names}
 
-    def path(self, name: str) -> str:
+    def get_path(self, name: str) -> str:
         """Return the path of one of the device's files."""
         return f"{self._folder}/{name}"
 
-    def status(self) -> tuple[Literal["ok", "degraded", "failed"], str]:
+    def get_status(self) -> tuple[Literal["ok", "degraded", "failed"], str]:
         """Return the health of the Script and its reason."""
         failed, degraded = (reasons.get(str(self.n), "") for reasons in (self.script.failing, self.script.degraded))
         return "failed" if failed else "degraded" if degraded else "ok", failed or degraded
 
-    def shown(self) -> Device:
+    def build_device(self) -> Device:
         """Return the device as it is reported."""
         name = re.sub(r"[^a-zA-Z0-9_-]", "_", f"{self._node}_FakeDevice" + (f"_{self.n}" if self.n else ""))
         attributes = (Attribute("traits1", "CUSTOM_FAKE_DEVICE"), Attribute("rc", "FPGA"))
-        handles = self._handles()
-        status, reason = self.status()
+        handles = self._list_handles()
+        status, reason = self.get_status()
         return Device(
             key=self.key,
             type="FPGA",
@@ -203,41 +209,45 @@ class FakeDevice:
             status=status,
             status_reason=reason,
             deployables=(Deployable(name, len(handles), attributes, handles, "fake"),),
-            to_install="\n".join(step.does for step in self.to_install()),
+            to_install="\n".join(step.does for step in self.plan_install()),
             acts=" ".join(sorted((*FakeDriver.acts, "health"))),
             changeable="parts",
             sized_by="parts",
         )
 
-    def set(self, name: str, value: str, now: str | None = None) -> Step:
+    def make_set_step(self, name: str, value: str, expected: str | None = None) -> Step:
         """Return a step that sets one of the device's files to `value`; '' removes it.
 
-        `now` is the value that the step expects before the write; None stands for the value read at creation.
+        `expected` is the value that the step expects before the write; None stands for the value read at creation.
         """
-        path = self.path(name)
-        before = self.made.get(name, "") if now is None else now
-        does = f"set {name} of device {self.n} to {value}" if value else f"remove {name} of device {self.n}"
+        path = self.get_path(name)
+        before = self.files.get(name, "") if expected is None else expected
+        description = f"set {name} of device {self.n} to {value}" if value else f"remove {name} of device {self.n}"
         if name == "image":
-            return Step(does, Write(path, ""))
+            return Step(description, Write(path, ""))
         checks = (Check(path, before),), (Check(path, value),)
-        return Step(does, Write(path, value), expect=checks[0], seen=checks[1], undo=(Write(path, before),))
+        return Step(description, Write(path, value), expect=checks[0], seen=checks[1], undo=(Write(path, before),))
 
-    def plan(self, act: Act, steps: list[Step]) -> Plan:
+    def make_plan(self, act: Act, steps: list[Step]) -> Plan:
         """Return a plan of the steps.
 
         If the Script's `wrong` is true for the act, a step whose check never succeeds is appended.
         """
         if self.script.wrong.get(act):
-            path = self.path("wrong")
-            never = (Check(self.path("never"), "so"),)
+            path = self.get_path("wrong")
+            never = (Check(self.get_path("never"), "so"),)
             steps.append(Step("do it wrong", Write(path, "on"), seen=never, undo=(Write(path, ""),), timeout_s=0.2))
         return Plan(tuple(steps), "; ".join(step.does for step in steps)[:4096])
 
-    def to_install(self) -> list[Step]:
+    def plan_install(self) -> list[Step]:
         """Return a step for each name of the Script's `install` that is not set."""
-        return [self.set(word, "on") for word in dict.fromkeys(self.script.install) if self.made.get(word) != "on"]
+        return [
+            self.make_set_step(word, "on")
+            for word in dict.fromkeys(self.script.install)
+            if self.files.get(word) != "on"
+        ]
 
-    def to_divide(self, layout: dict[str, str]) -> list[Step]:
+    def plan_partition(self, layout: dict[str, str]) -> list[Step]:
         """Return the steps to as many handles as `parts` states; none for an empty layout.
 
         Raises Invalid for any other layout, and Busy if a handle is attached.
@@ -247,12 +257,12 @@ class FakeDevice:
             raise Invalid(
                 f'the layout {json.dumps(layout)} is not like {{"parts": "4"}}, with 1 to {MAX_HANDLES} parts'
             )
-        if not layout or self.made.get("parts") == parts:
+        if not layout or self.files.get("parts") == parts:
             return []
         self.refuse_if_attached()
-        return [self.set("parts", parts)]
+        return [self.make_set_step("parts", parts)]
 
-    def to_attach(self, ask: Ask) -> list[Step]:
+    def plan_attach(self, ask: Ask) -> list[Step]:
         """Return the steps that attach an MDEV handle; none if it is attached to this consumer.
 
         Raises Busy if it is attached to another consumer, Gone if there is no such handle, and Invalid without a valid
@@ -260,70 +270,72 @@ class FakeDevice:
         """
         if not UUID.fullmatch(ask.uuid) or not ask.consumer:
             raise Invalid(f"an MDEV handle needs a uuid and a consumer, not {ask.uuid!r} and {ask.consumer!r}")
-        if ask.handle not in self._handles():
+        if ask.handle not in self._list_handles():
             raise Gone(f"device {self.n} has no such handle (any more)")
-        holder = self.made.get(MDEV + ask.uuid, "")
+        holder = self.files.get(MDEV_PREFIX + ask.uuid, "")
         if holder == ask.consumer:
             return []
         if holder:
             raise Busy(f"handle {ask.uuid} is attached to {holder}")
-        return [self.set(MDEV + ask.uuid, ask.consumer)]
+        return [self.make_set_step(MDEV_PREFIX + ask.uuid, ask.consumer)]
 
     def refuse_if_attached(self) -> None:
         """Raise Busy if an MDEV handle of the device is attached."""
-        for name, holder in self.made.items():
-            if name.startswith(MDEV):
-                raise Busy(f"handle {name.removeprefix(MDEV)} is attached to {holder}: detach it first")
+        for name, holder in self.files.items():
+            if name.startswith(MDEV_PREFIX):
+                raise Busy(f"handle {name.removeprefix(MDEV_PREFIX)} is attached to {holder}: detach it first")
 
-    def _handles(self) -> tuple[AttachHandle, ...]:
-        count = int(self.made.get("parts", self.script.handles))
+    def _list_handles(self) -> tuple[AttachHandle, ...]:
+        count = int(self.files.get("parts", self.script.handles))
         if self.script.handle_type == "TEST_PCI":
-            places = ({**self.place, "device": f"{k // 8:x}", "function": f"{k % 8:x}"} for k in range(1, count + 1))
+            places = (
+                {**self.pci_location, "device": f"{k // 8:x}", "function": f"{k % 8:x}"} for k in range(1, count + 1)
+            )
             return tuple(AttachHandle("TEST_PCI", json.dumps(place)) for place in places)
-        marks = ({"asked_type": "fake-1", **self.place, "vgpu_mark": f"fake-1_{k}"} for k in range(count))
+        marks = ({"asked_type": "fake-1", **self.pci_location, "vgpu_mark": f"fake-1_{k}"} for k in range(count))
         return tuple(AttachHandle("MDEV", json.dumps(mark)) for mark in marks)
 
 
-def moving(key: str, at: float) -> dict[str, float]:
+def simulate_load(key: str, unix_time: float) -> dict[str, float]:
     """Return the simulated load of a device at a Unix time: metric → value.
 
     Utilization changes over minutes, with smaller changes over seconds, at a different pace for each key. Memory
     follows the slow change; temperature and power follow utilization.
     """
-    own = zlib.crc32(key.encode()) / 2**32
-    job = 0.5 + 0.5 * math.sin(math.tau * (at / (400 + 400 * own) + own))
-    busy = min(100.0, max(0.0, 90 * job + 8 * math.sin(math.tau * (at / 23 + 7 * own))))
+    offset = zlib.crc32(key.encode()) / 2**32
+    slow_wave = 0.5 + 0.5 * math.sin(math.tau * (unix_time / (400 + 400 * offset) + offset))
+    utilization = min(100.0, max(0.0, 90 * slow_wave + 8 * math.sin(math.tau * (unix_time / 23 + 7 * offset))))
     return {
-        "utilization_percent": round(busy, 1),
-        "memory_used_bytes": float(int(MEMORY * (0.05 + 0.85 * job))),
-        "memory_total_bytes": float(MEMORY),
-        "temperature_celsius": round(36 + 0.42 * busy, 1),
-        "power_watts": round(25 + 1.75 * busy, 1),
+        "utilization_percent": round(utilization, 1),
+        "memory_used_bytes": float(int(MEMORY_BYTES * (0.05 + 0.85 * slow_wave))),
+        "memory_total_bytes": float(MEMORY_BYTES),
+        "temperature_celsius": round(36 + 0.42 * utilization, 1),
+        "power_watts": round(25 + 1.75 * utilization, 1),
         **dict.fromkeys(("errors_correctable_total", "errors_nonfatal_total", "errors_fatal_total"), 0.0),
     }
 
 
-def _begin(act: Act, machine: Machine, settings: Settings, ask: Ask) -> FakeDevice:
+def _prepare_act(act: Act, machine: Machine, settings: Settings, ask: Ask) -> FakeDevice:
     """Return the device of an act, after the delays and failures that the Script defines for it.
 
     Raises the error of `refuse`, Gone for an unknown device, and Busy for a device in `busy`.
     """
-    script = _script(settings)
+    script = _load_script(settings)
     _misbehave(script.misbehave)
     time.sleep(script.slow_s.get(act, 0))
     if act in script.refuse:
         kind, text = script.refuse[act]
         raise KINDS[kind](text)
-    device = _device(machine, script, ask)
+    device = _find_device(machine, script, ask)
     if device.n in script.busy:
         raise Busy(f"device {device.n} is in use by another program of this host")
     return device
 
 
-def _device(machine: Machine, script: Script, ask: Ask) -> FakeDevice:
-    for n in _numbers(script):
-        if ask.key == f"fake_driver:{_address(n)}":
-            return FakeDevice(machine, script, n, _home(machine))
+def _find_device(machine: Machine, script: Script, ask: Ask) -> FakeDevice:
+    for n in _list_device_numbers(script):
+        if ask.key == f"fake_driver:{_make_address(n)}":
+            return FakeDevice(machine, script, n, _get_state_folder(machine))
     raise Gone(f"there is no device {ask.key} (any more)")
 
 
@@ -331,15 +343,15 @@ def _is_mdev(ask: Ask) -> bool:
     return ask.handle is not None and ask.handle.attach_type == "MDEV"
 
 
-def _home(machine: Machine) -> str:
+def _get_state_folder(machine: Machine) -> str:
     return f"/state/{machine.text(BOOT_ID, 'unknown')}"
 
 
-def _numbers(script: Script) -> list[int]:
+def _list_device_numbers(script: Script) -> list[int]:
     return [n for n in range(script.count) if n not in script.unplugged]
 
 
-def _address(n: int) -> str:
+def _make_address(n: int) -> str:
     return f"{(0x0C + n) // 256:04x}:{(0x0C + n) % 256:02x}:00.0"
 
 
@@ -367,7 +379,7 @@ def _misbehave(how: str) -> None:
         raise Invalid(f"misbehave={how!r} is not usable: write raise, fail, hang, flood, rubbish or die")
 
 
-def _script(settings: Settings) -> Script:
+def _load_script(settings: Settings) -> Script:
     return read_script(str(settings.get("control_file") or ""))
 
 

@@ -15,48 +15,51 @@ from msgspec import Struct
 
 from drivers.base import Findings
 from drivers.errors import Gone
-from drivers.generic.backend import service
-from drivers.generic.pci_backend import Matched, readings
+from drivers.generic.backend import make_service
+from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
 from drivers.inventory import AttachHandle, BackendKind, Deployable, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import functions
 from drivers.plan import Act, Ask, Plan
 
-CLASS = "/sys/class/accel"
+ACCEL_CLASS_FOLDER = "/sys/class/accel"
 
 
-class Desired(Struct, frozen=True, forbid_unknown_fields=True):
+class DesiredNode(Struct, frozen=True, forbid_unknown_fields=True):
     """The permissions that a consumer gets on the node: read, write, or both."""
 
     permissions: Literal["r", "w", "rw"] = "rw"
 
 
-class Accel(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="accel-class"):
+class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="accel-class"):
     """Offers one handle for each function: its device node."""
 
     kind: ClassVar[BackendKind] = "accel-class"
 
-    desired: Desired = Desired()
+    desired: DesiredNode = DesiredNode()
 
     def discover(self, machine: Machine) -> Findings:
         """Return the functions that have a device node; those without one become faults."""
-        found = self.functions(machine)
-        nodes = {device.key: node_of(machine, device.address or "") for device in found.devices}
-        bare = [device for device in found.devices if not nodes[device.key]]
+        findings = self.find_functions(machine)
+        nodes = {device.key: find_device_node(machine, device.address or "") for device in findings.devices}
+        devices_without_node = [device for device in findings.devices if not nodes[device.key]]
         faults = [
-            Fault(device.address or device.key, "it has no node in /dev/accel: is its driver bound?") for device in bare
+            Fault(device.address or device.key, "it has no node in /dev/accel: is its driver bound?")
+            for device in devices_without_node
         ]
-        devices = (self._offered(device, nodes[device.key]) for device in found.devices if nodes[device.key])
-        return Findings(tuple(devices), (*found.faults, *faults))
+        devices = (
+            self._make_offered_device(device, nodes[device.key]) for device in findings.devices if nodes[device.key]
+        )
+        return Findings(tuple(devices), (*findings.faults, *faults))
 
-    def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
+    def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
         """Return health and stats, and `passthrough` as unavailable with the reason why Nova cannot use the devices."""
         return (
-            service(
+            make_service(
                 "passthrough",
                 "it hands out device nodes (DEV), which Nova cannot give to a guest: it is not offered to Nova",
             ),
-            *readings(machine, devices),
+            *make_reading_services(machine, devices),
         )
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
@@ -65,25 +68,25 @@ class Accel(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         For attach, raises Gone if the handle's node does not exist. Raises Unsupported for all other acts.
         """
         if act == "attach":
-            address = functions.find(machine, ask.key)
-            if ask.handle is None or ask.handle != self._handle(node_of(machine, address)):
+            address = functions.find_address(machine, ask.key)
+            if ask.handle is None or ask.handle != self._make_handle(find_device_node(machine, address)):
                 raise Gone(f"{address} has no such node (any more)")
         return super().plan(act, machine, ask)
 
-    def _offered(self, device: Device, node: str) -> Device:
+    def _make_offered_device(self, device: Device, node: str) -> Device:
         (part,) = device.deployables
         traits = tuple(attribute for attribute in part.attributes if attribute.key != "rc")
-        part = Deployable(part.name, 1, traits, (self._handle(node),), part.driver_name)
+        part = Deployable(part.name, 1, traits, (self._make_handle(node),), part.driver_name)
         acts = "attach detach health"
         return msgspec.structs.replace(device, deployables=(part,), acts=acts, changeable="", sized_by="")
 
-    def _handle(self, node: str) -> AttachHandle:
+    def _make_handle(self, node: str) -> AttachHandle:
         return AttachHandle("DEV", json.dumps({"path": node, "permissions": self.desired.permissions}, sort_keys=True))
 
 
-def node_of(machine: Machine, address: str) -> str:
+def find_device_node(machine: Machine, address: str) -> str:
     """Return the device node of a function, such as `/dev/accel/accel0`; '' if it has none."""
     for name in machine.names(f"{PCI_DEVICES}/{address}/accel"):
-        if machine.exists(f"{CLASS}/{name}") and machine.exists(f"/dev/accel/{name}"):
+        if machine.exists(f"{ACCEL_CLASS_FOLDER}/{name}") and machine.exists(f"/dev/accel/{name}"):
             return f"/dev/accel/{name}"
     return ""

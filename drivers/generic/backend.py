@@ -18,14 +18,14 @@ from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
 
-class Limits(Struct, frozen=True, forbid_unknown_fields=True):
+class BackendLimits(Struct, frozen=True, forbid_unknown_fields=True):
     """The maximum of devices that a backend offers, and of attach handles of all its devices; None means no limit."""
 
     max_devices: Annotated[int, Meta(ge=0, le=4096)] | None = None
     max_handles: Annotated[int, Meta(ge=0, le=65_535)] | None = None
 
 
-class Kind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+class BackendBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     """Base class of all backends; a subclass is one kind.
 
     All methods read the present state of the machine and change nothing. They raise the errors of `drivers.errors`; an
@@ -36,10 +36,10 @@ class Kind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_fi
     writes: ClassVar[tuple[str, ...]] = ()
     """Globs that cover every path its steps may write."""
 
-    limits: Limits = Limits()
+    limits: BackendLimits = BackendLimits()
     labels: Annotated[dict[Word, Annotated[str, Meta(max_length=255)]], Meta(max_length=64)] = {}
 
-    def problem(self) -> str:
+    def describe_problem(self) -> str:
         """Return why these settings, each of which is valid by itself, are invalid together; '' if they are valid."""
         return ""
 
@@ -51,7 +51,7 @@ class Kind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_fi
         """Return the complete list of its devices, and a fault for each thing that cannot be used as one."""
         raise NotImplementedError
 
-    def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
+    def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
         """Return the services that the backend has for these devices, available or not."""
         raise NotImplementedError
 
@@ -73,10 +73,10 @@ class Kind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_fi
         raise Unsupported(f"a backend of kind {self.kind} cannot {act} a device")
 
 
-def service(name: ServiceName, missing: str = "", limits: Mapping[str, str] | None = None) -> Service:
+def make_service(name: ServiceName, missing: str = "", limits: Mapping[str, str] | None = None) -> Service:
     """Return a service that is ready or, if `missing` is not empty, unavailable for that reason.
 
     Texts are shortened to the sizes that a report allows.
     """
-    said = {word: value[:255] for word, value in (limits or {}).items()}
-    return Service(name, state="unavailable" if missing else "ready", reason=missing[:1024], limits=said)
+    shortened_limits = {word: value[:255] for word, value in (limits or {}).items()}
+    return Service(name, state="unavailable" if missing else "ready", reason=missing[:1024], limits=shortened_limits)

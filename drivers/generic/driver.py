@@ -15,41 +15,41 @@ import msgspec
 
 from drivers.base import Driver, Findings, Settings, at_most
 from drivers.errors import DriverError, Gone
-from drivers.generic import settings as words
-from drivers.generic.backend import Kind
+from drivers.generic import settings as generic_settings
+from drivers.generic.backend import BackendBase
 from drivers.inventory import Backend, Deployable, Device, Fault, Sample, Service
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
-FOR_LOOKS = 0.6
+DISCOVERY_SHARE = 0.6
 """The part of a call's deadline that all looks together may take; the rest is for starting and for the answer."""
-LEAST_S = 0.5
+MIN_BACKEND_S = 0.5
 """The minimum time of a backend in seconds, unless the remaining time of all backends is shorter."""
-SLOW = "it did not answer within its share of CYBORG_DRIVER_DEADLINE_S: is a device stuck?"
+SLOW_REASON = "it did not answer within its share of CYBORG_DRIVER_DEADLINE_S: is a device stuck?"
 
 
-class Look(threading.Thread):
+class BackendDiscovery(threading.Thread):
     """One `discover` of one backend, in a thread: its devices, faults and services, or its error.
 
     `error` is SLOW until the thread has ended, and then '' or the reason of the failure.
     """
 
-    def __init__(self, kind: Kind, machine: Machine, before: Look | None = None) -> None:
+    def __init__(self, backend: BackendBase, machine: Machine, previous: BackendDiscovery | None = None) -> None:
         super().__init__(daemon=True)
-        self._kind, self._machine = kind, machine
-        self.keys: frozenset[str] = before.keys if before else frozenset()
+        self._backend, self._machine = backend, machine
+        self.keys: frozenset[str] = previous.keys if previous else frozenset()
         """The keys of the devices that it found; those of the previous look until this one succeeds."""
         self.findings = Findings()
         self.services: tuple[Service, ...] = ()
-        self.error = SLOW
+        self.error = SLOW_REASON
 
     def run(self) -> None:
         """Call the backend and store its results or its error. threading calls it."""
         try:
-            findings = self._kind.discover(self._machine)
-            devices, faults = within(self._kind, findings.devices, self.keys)
+            findings = self._backend.discover(self._machine)
+            devices, faults = apply_limits(self._backend, findings.devices, self.keys)
             self.keys = frozenset(device.key for device in devices)
-            self.services = services_of(self._kind, self._machine, devices)
+            self.services = list_backend_services(self._backend, self._machine, devices)
             self.findings, self.error = Findings(devices, (*findings.faults, *faults)), ""
         except DriverError as error:
             self.error = str(error) or "it gave no reason"
@@ -62,16 +62,18 @@ class GenericDriver(Driver):
 
     name: ClassVar[str] = "generic_driver"
     subsystems: ClassVar[tuple[str, ...]] = ("pci", "mdev", "accel", "firmware")
-    writes: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(path for kind in words.KINDS for path in kind.writes))
+    writes: ClassVar[tuple[str, ...]] = tuple(
+        dict.fromkeys(path for kind in generic_settings.BACKEND_CLASSES for path in kind.writes)
+    )
     acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "attach", "detach", "program", "partition", "reset")
 
     def __init__(self) -> None:
-        self._looks: dict[str, Look] = {}
+        self._discoveries: dict[str, BackendDiscovery] = {}
         """The last look of each backend by name; a new one is started only after it has ended."""
 
     def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
         """Return what each backend lacks on this host, at most 64 reasons. Raises Invalid for unusable settings."""
-        backends = words.read(settings).items()
+        backends = generic_settings.parse_backends(settings).items()
         return tuple(f"{name}: {reason}" for name, backend in backends for reason in backend.probe(machine))[:64]
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
@@ -80,130 +82,134 @@ class GenericDriver(Driver):
         A device that several backends find is reported for each of them; the agent decides which one owns it
         (`drivers.pci.ownership`). Raises Invalid for unusable settings.
         """
-        backends = words.read(settings)
-        end = time.monotonic() + FOR_LOOKS * machine.deadline_s
+        backends = generic_settings.parse_backends(settings)
+        end = time.monotonic() + DISCOVERY_SHARE * machine.deadline_s
         devices: list[Device] = []
         faults: list[Fault] = []
-        answers: list[Backend] = []
-        for place, (name, kind) in enumerate(backends.items()):
-            left = end - time.monotonic()
-            look = self._look(name, kind, machine, min(left, max(LEAST_S, left / (len(backends) - place))))
-            error = SLOW if look.is_alive() else look.error[:4096]
-            answers.append(Backend(name, kind.kind, kind.labels, error, () if error else look.services))
+        backend_reports: list[Backend] = []
+        for position, (name, backend) in enumerate(backends.items()):
+            remaining_s = end - time.monotonic()
+            discovery = self._discover_backend(
+                name, backend, machine, min(remaining_s, max(MIN_BACKEND_S, remaining_s / (len(backends) - position)))
+            )
+            error = SLOW_REASON if discovery.is_alive() else discovery.error[:4096]
+            backend_reports.append(
+                Backend(name, backend.kind, backend.labels, error, () if error else discovery.services)
+            )
             if error:
                 continue
-            faults += look.findings.faults
-            devices += (msgspec.structs.replace(device, backend=name) for device in look.findings.devices)
+            faults += discovery.findings.faults
+            devices += (msgspec.structs.replace(device, backend=name) for device in discovery.findings.devices)
         if not backends:
             faults.append(Fault("backends", "none is configured: describe in `backends` what this host offers"))
-        return Findings(tuple(devices), at_most(faults), tuple(answers))
+        return Findings(tuple(devices), at_most(faults), tuple(backend_reports))
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
         """Return the health of the device as its backend reads it. Raises Gone if no backend has it."""
-        return self._backend(machine, settings, ask).health(machine, ask)
+        return self._find_backend(machine, settings, ask).health(machine, ask)
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
         """Return the load of the device as its backend reads it. Raises Gone if no backend has it."""
-        return self._backend(machine, settings, ask).stats(machine, ask)
+        return self._find_backend(machine, settings, ask).stats(machine, ask)
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to bring the device into the state of the backend's `desired`; the layout overrides it."""
-        return self._backend(machine, settings, ask).plan("install", machine, ask)
+        return self._find_backend(machine, settings, ask).plan("install", machine, ask)
 
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to restore the state that the device had before it was first changed."""
-        return self._backend(machine, settings, ask).plan("uninstall", machine, ask)
+        return self._find_backend(machine, settings, ask).plan("uninstall", machine, ask)
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan what the handle needs on the host for its consumer."""
-        return self._backend(machine, settings, ask).plan("attach", machine, ask)
+        return self._find_backend(machine, settings, ask).plan("attach", machine, ask)
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to remove what `attach` created."""
-        return self._backend(machine, settings, ask).plan("detach", machine, ask)
+        return self._find_backend(machine, settings, ask).plan("detach", machine, ask)
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to load the image through the kernel's firmware upload class."""
-        return self._backend(machine, settings, ask).plan("program", machine, ask)
+        return self._find_backend(machine, settings, ask).plan("program", machine, ask)
 
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to divide the device as the layout describes."""
-        return self._backend(machine, settings, ask).plan("partition", machine, ask)
+        return self._find_backend(machine, settings, ask).plan("partition", machine, ask)
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan a reset by the kernel's own method."""
-        return self._backend(machine, settings, ask).plan("reset", machine, ask)
+        return self._find_backend(machine, settings, ask).plan("reset", machine, ask)
 
-    def _backend(self, machine: Machine, settings: Settings, ask: Ask) -> Kind:
+    def _find_backend(self, machine: Machine, settings: Settings, ask: Ask) -> BackendBase:
         """Return the backend `ask.backend`, or else the first one that found the device.
 
         If no backend has found the device yet, all backends are called (`discover`) once. Raises Gone, and Invalid for
         unusable settings.
         """
-        backends = words.read(settings)
+        backends = generic_settings.parse_backends(settings)
         if ask.backend in backends:
             return backends[ask.backend]
         for first in (True, False):
-            for name, kind in backends.items():
-                if name in self._looks and ask.key in self._looks[name].keys:
-                    return kind
+            for name, backend in backends.items():
+                if name in self._discoveries and ask.key in self._discoveries[name].keys:
+                    return backend
             if first:
                 self.discover(machine, settings)
         raise Gone(f"no backend of generic_driver has {ask.key} (any more)")
 
-    def _look(self, name: str, kind: Kind, machine: Machine, wait_s: float) -> Look:
+    def _discover_backend(self, name: str, backend: BackendBase, machine: Machine, wait_s: float) -> BackendDiscovery:
         """Start a look of a backend and wait for it at most `wait_s` seconds; return it, ended or not.
 
         If the last look of this backend has not ended, it is returned at once.
         """
-        look = self._looks.get(name)
-        if look is None or not look.is_alive():
-            look = self._looks[name] = Look(kind, machine, look)
-            look.start()
-            look.join(max(0.0, wait_s))
-        return look
+        discovery = self._discoveries.get(name)
+        if discovery is None or not discovery.is_alive():
+            discovery = self._discoveries[name] = BackendDiscovery(backend, machine, discovery)
+            discovery.start()
+            discovery.join(max(0.0, wait_s))
+        return discovery
 
 
-def services_of(kind: Kind, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
+def list_backend_services(backend: BackendBase, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
     """Return the backend's services; if it has no devices, all of them are unavailable."""
-    services = kind.services(machine, devices)
+    services = backend.list_services(machine, devices)
     if devices:
         return services
     reason = "no device of this host matches"
     return tuple(Service(one.name, one.version, "unavailable", reason) for one in services)
 
 
-def within(
-    kind: Kind, devices: tuple[Device, ...], known: frozenset[str]
+def apply_limits(
+    backend: BackendBase, devices: tuple[Device, ...], known_keys: frozenset[str]
 ) -> tuple[tuple[Device, ...], tuple[Fault, ...]]:
     """Return the devices and handles that the backend's limits allow, and a fault for everything that is left out.
 
-    Devices whose keys are `known` come first, so that a new device does not displace them.
+    Devices whose keys are in `known_keys` come first, so that a new device does not displace them.
     Within both groups the order is by address.
     """
-    most_devices, most_handles = kind.limits.max_devices, kind.limits.max_handles
-    ordered = sorted(devices, key=lambda device: (device.key not in known, device.address or "", device.key))
-    kept = ordered[:most_devices]
+    max_devices, max_handles = backend.limits.max_devices, backend.limits.max_handles
+    ordered = sorted(devices, key=lambda device: (device.key not in known_keys, device.address or "", device.key))
+    kept_devices = ordered[:max_devices]
     faults = [
-        Fault(device.address or device.key, f"left out: limits.max_devices of its backend is {most_devices}")
-        for device in ordered[len(kept) :]
+        Fault(device.address or device.key, f"left out: limits.max_devices of its backend is {max_devices}")
+        for device in ordered[len(kept_devices) :]
     ]
-    if most_handles is None:
-        return tuple(kept), tuple(faults)
-    left, cut = most_handles, []
-    for device in kept:
+    if max_handles is None:
+        return tuple(kept_devices), tuple(faults)
+    remaining_handles, limited_devices = max_handles, []
+    for device in kept_devices:
         parts = []
         for part in device.deployables:
-            parts.append(_first(part, left))
-            left -= len(parts[-1].handles)
-            if over := len(part.handles) - len(parts[-1].handles):
-                reason = f"{over} of its handles are left out: limits.max_handles of its backend is {most_handles}"
+            parts.append(_keep_first_handles(part, remaining_handles))
+            remaining_handles -= len(parts[-1].handles)
+            if excess := len(part.handles) - len(parts[-1].handles):
+                reason = f"{excess} of its handles are left out: limits.max_handles of its backend is {max_handles}"
                 faults.append(Fault(part.name, reason))
-        cut.append(msgspec.structs.replace(device, deployables=tuple(parts)))
-    return tuple(cut), tuple(faults)
+        limited_devices.append(msgspec.structs.replace(device, deployables=tuple(parts)))
+    return tuple(limited_devices), tuple(faults)
 
 
-def _first(part: Deployable, count: int) -> Deployable:
+def _keep_first_handles(part: Deployable, count: int) -> Deployable:
     """Return the deployable with at most `count` handles, its first ones."""
     if len(part.handles) <= count:
         return part

@@ -13,102 +13,112 @@ import msgspec
 
 from drivers.base import Findings
 from drivers.errors import Failed, Unsupported
-from drivers.generic.backend import service
-from drivers.generic.pci_backend import Matched, readings
+from drivers.generic.backend import make_service
+from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
 from drivers.inventory import BackendKind, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import binding, functions, sriov
-from drivers.pci.host_usage import used_by_host
+from drivers.pci.host_usage import find_functions_used_by_host
 from drivers.plan import Act, Ask, Check, Plan, Step, Write
 
-CLASS = "/sys/class/firmware"
-DEPTHS = 8
-WRITES = tuple(f"{PCI_DEVICES}/*:*:*.*/{'*/' * depth}firmware/*" for depth in range(DEPTHS))
+FIRMWARE_CLASS_FOLDER = "/sys/class/firmware"
+MAX_DEPTH = 8
+WRITTEN_PATHS = tuple(f"{PCI_DEVICES}/*:*:*.*/{'*/' * depth}firmware/*" for depth in range(MAX_DEPTH))
 UPLOAD_S = 600.0
 NO_LOADER = "its kernel driver cannot load firmware: it has no directory in /sys/class/firmware"
 
 
-class Firmware(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="firmware"):
+class FirmwareBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="firmware"):
     """Offers functions that can be programmed; they have no handles."""
 
     kind: ClassVar[BackendKind] = "firmware"
-    writes: ClassVar[tuple[str, ...]] = WRITES
+    writes: ClassVar[tuple[str, ...]] = WRITTEN_PATHS
 
     def discover(self, machine: Machine) -> Findings:
         """Return the functions that have an upload directory; those without one become faults."""
-        found = self.functions(machine)
-        devices = [programmable(machine, device) for device in found.devices]
-        faults = [Fault(device.address or device.key, NO_LOADER) for device in devices if not _takes(device)]
-        return Findings(tuple(map(_unattachable, filter(_takes, devices))), (*found.faults, *faults))
+        findings = self.find_functions(machine)
+        devices = [add_program_act(machine, device) for device in findings.devices]
+        faults = [Fault(device.address or device.key, NO_LOADER) for device in devices if not _is_programmable(device)]
+        return Findings(tuple(map(_remove_handles, filter(_is_programmable, devices))), (*findings.faults, *faults))
 
-    def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
+    def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
         """Return program and firmware, and health and stats."""
-        return (*services(machine, devices), *readings(machine, devices))
+        return (*make_program_services(machine, devices), *make_reading_services(machine, devices))
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
         """Return the upload for program, and a plan without steps for install, attach and detach.
 
-        Raises Unsupported for other acts; for program, raises the errors of the function `plan` of this module.
+        Raises Unsupported for other acts; for program, raises the errors of the function `plan_upload` of this module.
         """
-        return plan(machine, ask) if act == "program" else super().plan(act, machine, ask)
+        return plan_upload(machine, ask) if act == "program" else super().plan(act, machine, ask)
 
 
-def loaders(machine: Machine, address: str) -> list[str]:
+def list_upload_folders(machine: Machine, address: str) -> list[str]:
     """Return the upload directories of a function, as paths below the function in PCI_DEVICES."""
-    home = f"{PCI_DEVICES}/{address}"
-    top = machine.resolve(home) + "/"
-    real = (machine.resolve(f"{CLASS}/{name}") for name in machine.names(CLASS))
-    return [f"{home}/{path.removeprefix(top)}" for path in real if path.startswith(top)]
+    function_folder = f"{PCI_DEVICES}/{address}"
+    resolved_prefix = machine.resolve(function_folder) + "/"
+    resolved_paths = (
+        machine.resolve(f"{FIRMWARE_CLASS_FOLDER}/{name}") for name in machine.names(FIRMWARE_CLASS_FOLDER)
+    )
+    return [
+        f"{function_folder}/{path.removeprefix(resolved_prefix)}"
+        for path in resolved_paths
+        if path.startswith(resolved_prefix)
+    ]
 
 
-def programmable(machine: Machine, device: Device) -> Device:
+def add_program_act(machine: Machine, device: Device) -> Device:
     """Return the device; `program` is added to its acts if it has an upload directory."""
-    if not device.address or not loaders(machine, device.address):
+    if not device.address or not list_upload_folders(machine, device.address):
         return device
     return msgspec.structs.replace(device, acts=" ".join(sorted({*device.acts.split(), "program"})))
 
 
-def services(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Service]:
+def make_program_services(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Service]:
     """Return the services program and firmware, unavailable if none of the devices has an upload directory."""
-    names = sorted(path.rpartition("/")[2] for device in devices for path in loaders(machine, device.address or ""))
+    names = sorted(
+        path.rpartition("/")[2] for device in devices for path in list_upload_folders(machine, device.address or "")
+    )
     missing = "" if names else NO_LOADER
     limits = {"loaders": " ".join(names)} if names else {}
-    return service("program", missing), service("firmware", missing, limits)
+    return make_service("program", missing), make_service("firmware", missing, limits)
 
 
-def plan(machine: Machine, ask: Ask) -> Plan:
+def plan_upload(machine: Machine, ask: Ask) -> Plan:
     """Return the plan that uploads the image to the function.
 
     Raises Gone, Busy if the host or a guest uses the function or one of its virtual functions, Unsupported if it has no
     upload directory, and Failed if it has several.
     """
-    address = functions.find(machine, ask.key)
-    found = loaders(machine, address)
-    if not found:
+    address = functions.find_address(machine, ask.key)
+    upload_folders = list_upload_folders(machine, address)
+    if not upload_folders:
         raise Unsupported(f"{address} cannot be programmed: {NO_LOADER}")
-    if len(found) > 1:
-        names = ", ".join(path.rpartition("/")[2] for path in found)
+    if len(upload_folders) > 1:
+        names = ", ".join(path.rpartition("/")[2] for path in upload_folders)
         raise Failed(
             f"{address} has several directories in /sys/class/firmware ({names}), and this driver cannot choose one"
         )
-    parts = [address, *sriov.virtual(machine, address)]
-    binding.Look(machine, used_by_host(machine), acting=True).refuse(parts)
+    parts = [address, *sriov.list_virtual_functions(machine, address)]
+    binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True).refuse_if_used(parts)
     name = ask.image.name if ask.image else "the image"
     step = Step(
         does=f"load {name or 'the image'} into {address}",
-        write=Write(found[0], ""),
+        write=Write(upload_folders[0], ""),
         image="firmware",
-        expect=(Check(f"{found[0]}/status", "idle"),),
-        idle=binding.nodes(machine, parts),
+        expect=(Check(f"{upload_folders[0]}/status", "idle"),),
+        idle=binding.list_guest_nodes(machine, parts),
         timeout_s=UPLOAD_S,
     )
     return Plan((step,), step.does)
 
 
-def _takes(device: Device) -> bool:
+def _is_programmable(device: Device) -> bool:
     return "program" in device.acts.split()
 
 
-def _unattachable(device: Device) -> Device:
-    bare = (msgspec.structs.replace(one, num_accelerators=0, handles=()) for one in device.deployables)
-    return msgspec.structs.replace(device, deployables=tuple(bare), acts="health program", changeable="", sized_by="")
+def _remove_handles(device: Device) -> Device:
+    deployables = (msgspec.structs.replace(one, num_accelerators=0, handles=()) for one in device.deployables)
+    return msgspec.structs.replace(
+        device, deployables=tuple(deployables), acts="health program", changeable="", sized_by=""
+    )

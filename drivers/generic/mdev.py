@@ -16,56 +16,56 @@ from msgspec import Meta, Struct
 
 from drivers.base import Findings
 from drivers.errors import Busy, Gone, Invalid
-from drivers.generic.backend import service
-from drivers.generic.pci_backend import Matched, readings
+from drivers.generic.backend import make_service
+from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
 from drivers.inventory import AttachHandle, Attribute, BackendKind, Deployable, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import functions
 from drivers.plan import Act, Ask, Check, Plan, Step, Write
 
-NOTES = "/state/mdev"
+NOTES_FOLDER = "/state/mdev"
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-MAKE_S = 30.0
+CREATE_S = 30.0
 
 
-class Desired(Struct, frozen=True, forbid_unknown_fields=True):
+class DesiredMdev(Struct, frozen=True, forbid_unknown_fields=True):
     """The wanted type of mediated devices, as the kernel names it, such as `nvidia-223`."""
 
     mdev_type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 
 
-class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mdev"):
+class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mdev"):
     """Offers a handle for each mediated device of the wanted type that can be created or that this agent created."""
 
     kind: ClassVar[BackendKind] = "mdev"
     writes: ClassVar[tuple[str, ...]] = (
         f"{PCI_DEVICES}/*:*:*.*/mdev_supported_types/*/create",
         f"{PCI_DEVICES}/*:*:*.*/*-*-*-*-*/remove",
-        f"{NOTES}/*",
+        f"{NOTES_FOLDER}/*",
     )
 
-    desired: Desired
+    desired: DesiredMdev
 
     def discover(self, machine: Machine) -> Findings:
         """Return the functions that support the wanted type; those that do not become faults."""
-        found = self.functions(machine)
-        devices, faults = [], list(found.faults)
-        for device in found.devices:
+        findings = self.find_functions(machine)
+        devices, faults = [], list(findings.faults)
+        for device in findings.devices:
             address = device.address or ""
-            types = types_of(machine, address)
+            types = list_mdev_types(machine, address)
             if self.desired.mdev_type in types:
-                devices.append(self._offered(machine, device, address))
+                devices.append(self._make_offered_device(machine, device, address))
             else:
-                has = f"it has {', '.join(types)[:1000]}" if types else "it has none: is its driver bound?"
-                faults.append(Fault(address, f"it has no mdev type {self.desired.mdev_type}; {has}"))
+                available_types = f"it has {', '.join(types)[:1000]}" if types else "it has none: is its driver bound?"
+                faults.append(Fault(address, f"it has no mdev type {self.desired.mdev_type}; {available_types}"))
         return Findings(tuple(devices), tuple(faults))
 
-    def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
+    def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
         """Return `mdev`, with the number of devices that can still be created in its limits, and health and stats."""
-        left = sum(self._left(machine, device.address or "") for device in devices)
-        types = sorted({name for device in devices for name in types_of(machine, device.address or "")})
-        limits = {"type": self.desired.mdev_type, "types": " ".join(types), "available": str(left)}
-        return service("mdev", limits=limits), *readings(machine, devices)
+        available = sum(self._read_available_count(machine, device.address or "") for device in devices)
+        types = sorted({name for device in devices for name in list_mdev_types(machine, device.address or "")})
+        limits = {"type": self.desired.mdev_type, "types": " ".join(types), "available": str(available)}
+        return make_service("mdev", limits=limits), *make_reading_services(machine, devices)
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
         """Plan to create the mediated device at attach and to remove it at detach; install has no steps.
@@ -76,57 +76,59 @@ class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
             return super().plan(act, machine, ask)
         if not UUID.fullmatch(ask.uuid) or (act == "attach" and not UUID.fullmatch(ask.consumer)):
             raise Invalid(f"an MDEV handle needs a uuid and a consumer, not {ask.uuid!r} and {ask.consumer!r}")
-        address = functions.find(machine, ask.key)
-        return Plan(tuple(self._attach(machine, address, ask) if act == "attach" else _detach(machine, address, ask)))
+        address = functions.find_address(machine, ask.key)
+        return Plan(
+            tuple(self._plan_attach(machine, address, ask) if act == "attach" else _plan_detach(machine, address, ask))
+        )
 
-    def _left(self, machine: Machine, address: str) -> int:
-        path = f"{_types(address)}/{self.desired.mdev_type}"
+    def _read_available_count(self, machine: Machine, address: str) -> int:
+        path = f"{_types_folder(address)}/{self.desired.mdev_type}"
         return max(0, machine.read_int(f"{path}/available_instances", 0))
 
-    def _handles(self, machine: Machine, address: str) -> tuple[AttachHandle, ...]:
+    def _list_handles(self, machine: Machine, address: str) -> tuple[AttachHandle, ...]:
         """Return the handles of a function: as many as can be created plus those that this agent created.
 
         Mediated devices that others created, for example with mdevctl, are not counted: they are not ours to offer.
         """
         name = self.desired.mdev_type
-        ours = {*machine.names(f"{_types(address)}/{name}/devices")} & {*machine.names(NOTES)}
-        count = min(1024, self._left(machine, address) + len(ours))
+        own_uuids = {*machine.names(f"{_types_folder(address)}/{name}/devices")} & {*machine.names(NOTES_FOLDER)}
+        count = min(1024, self._read_available_count(machine, address) + len(own_uuids))
         domain, bus, device, function = re.split("[:.]", address)
         place = {"asked_type": name, "bus": bus, "device": device, "domain": domain, "function": function}
         marks = (json.dumps({**place, "vgpu_mark": f"{name}_{number}"}) for number in range(count))
         return tuple(AttachHandle("MDEV", mark) for mark in marks)
 
-    def _offered(self, machine: Machine, device: Device, address: str) -> Device:
+    def _make_offered_device(self, machine: Machine, device: Device, address: str) -> Device:
         (part,) = device.deployables
         trait = "CUSTOM_MDEV_" + re.sub("[^A-Z0-9_]", "_", self.desired.mdev_type.upper())
-        others = [attribute for attribute in part.attributes if attribute.key != "rc"]
+        other_attributes = [attribute for attribute in part.attributes if attribute.key != "rc"]
         rc = Attribute("rc", "VGPU" if device.type == "GPU" else "CUSTOM_MDEV")
-        handles = self._handles(machine, address)
+        handles = self._list_handles(machine, address)
         part = Deployable(
             part.name,
             len(handles),
-            (rc, *others, Attribute(f"trait{len(others)}", trait)),
+            (rc, *other_attributes, Attribute(f"trait{len(other_attributes)}", trait)),
             handles,
             part.driver_name,
         )
         acts = "attach detach health"
         return msgspec.structs.replace(device, deployables=(part,), acts=acts, changeable="", sized_by="")
 
-    def _attach(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
+    def _plan_attach(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
         """Return the steps that create the mediated device; none if it exists for this consumer.
 
         Raises Busy if it belongs to another consumer or no more can be created, and Gone for an unknown handle.
         """
-        name, holder = self.desired.mdev_type, machine.text(f"{NOTES}/{ask.uuid}")
-        if _made(machine, address, ask.uuid):
+        name, holder = self.desired.mdev_type, machine.text(f"{NOTES_FOLDER}/{ask.uuid}")
+        if _is_created(machine, address, ask.uuid):
             if holder == ask.consumer:
                 return []
             raise Busy(f"the mediated device {ask.uuid} belongs to {holder or 'an unknown consumer'}: detach it first")
-        if ask.handle not in self._handles(machine, address):
+        if ask.handle not in self._list_handles(machine, address):
             raise Gone(f"{address} has no such handle (any more)")
-        if not self._left(machine, address):
+        if not self._read_available_count(machine, address):
             raise Busy(f"{address} has no room for another mediated device of type {name}")
-        note, device = f"{NOTES}/{ask.uuid}", f"{PCI_DEVICES}/{address}/{ask.uuid}"
+        note, device = f"{NOTES_FOLDER}/{ask.uuid}", f"{PCI_DEVICES}/{address}/{ask.uuid}"
         return [
             Step(
                 does=f"note that {ask.uuid} is for {ask.consumer}",
@@ -136,46 +138,48 @@ class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
             ),
             Step(
                 does=f"make a mediated device of type {name} on {address}",
-                write=Write(f"{_types(address)}/{name}/create", ask.uuid),
+                write=Write(f"{_types_folder(address)}/{name}/create", ask.uuid),
                 expect=(Check(f"{device}/mdev_type", "", link=True),),
                 seen=(Check(f"{device}/mdev_type", name, link=True),),
                 undo=(Write(f"{device}/remove", "1"),),
-                timeout_s=MAKE_S,
+                timeout_s=CREATE_S,
             ),
         ]
 
 
-def types_of(machine: Machine, address: str) -> list[str]:
+def list_mdev_types(machine: Machine, address: str) -> list[str]:
     """Return the types of mediated devices that a function supports."""
-    return machine.names(_types(address))
+    return machine.names(_types_folder(address))
 
 
-def _types(address: str) -> str:
+def _types_folder(address: str) -> str:
     return f"{PCI_DEVICES}/{address}/mdev_supported_types"
 
 
-def _made(machine: Machine, address: str, uuid: str) -> bool:
+def _is_created(machine: Machine, address: str, uuid: str) -> bool:
     return bool(machine.link(f"{PCI_DEVICES}/{address}/{uuid}/mdev_type"))
 
 
-def _detach(machine: Machine, address: str, ask: Ask) -> list[Step]:
+def _plan_detach(machine: Machine, address: str, ask: Ask) -> list[Step]:
     """Return the steps that remove the mediated device and its note; none if it belongs to another consumer.
 
     Raises Busy while a guest has it open, because the kernel would wait until the guest ends.
     """
-    device, note = f"{PCI_DEVICES}/{address}/{ask.uuid}", f"{NOTES}/{ask.uuid}"
+    device, note = f"{PCI_DEVICES}/{address}/{ask.uuid}", f"{NOTES_FOLDER}/{ask.uuid}"
     holder = machine.text(note)
     if holder and ask.consumer not in ("", holder):
         return []
     steps = []
-    if _made(machine, address, ask.uuid):
+    if _is_created(machine, address, ask.uuid):
         group = machine.link(f"{device}/iommu_group")
         nodes = (f"/dev/vfio/{group}",) if group else ()
         for node in filter(machine.is_open, nodes):
             raise Busy(f"the mediated device {ask.uuid} cannot be removed: a guest uses it ({node} is open)")
-        gone = (Check(f"{device}/mdev_type", "", link=True),)
+        removed_check = (Check(f"{device}/mdev_type", "", link=True),)
         write = Write(f"{device}/remove", "1")
-        steps.append(Step(f"remove the mediated device {ask.uuid}", write, idle=nodes, seen=gone, timeout_s=MAKE_S))
+        steps.append(
+            Step(f"remove the mediated device {ask.uuid}", write, idle=nodes, seen=removed_check, timeout_s=CREATE_S)
+        )
     if holder:
         steps.append(Step(f"remove the note of who has {ask.uuid}", Write(note, ""), seen=(Check(note, ""),)))
     return steps

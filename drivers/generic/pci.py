@@ -10,39 +10,41 @@ from msgspec import Struct
 from drivers.base import Findings, Settings
 from drivers.errors import Invalid
 from drivers.generic import firmware
-from drivers.generic.backend import service
-from drivers.generic.pci_backend import Matched, readings
+from drivers.generic.backend import make_service
+from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
 from drivers.inventory import BackendKind, Device, Service
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import functions
 from drivers.plan import Act, Ask, Plan
 
 
-class Desired(Struct, frozen=True, forbid_unknown_fields=True):
+class DesiredFunction(Struct, frozen=True, forbid_unknown_fields=True):
     """The wanted state of each function: number of virtual functions and kernel driver; None leaves it unchanged."""
 
-    vfs: functions.Vfs | None = None
-    bind: functions.Bind | None = None
+    vfs: functions.VfCount | None = None
+    bind: functions.KernelDriverName | None = None
 
 
-class Pci(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pci"):
+class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pci"):
     """Offers functions for passthrough and SR-IOV; those with a firmware upload directory can also be programmed."""
 
     kind: ClassVar[BackendKind] = "pci"
-    writes: ClassVar[tuple[str, ...]] = (*functions.PciDriver.writes, *firmware.WRITES)
+    writes: ClassVar[tuple[str, ...]] = (*functions.PciDriver.writes, *firmware.WRITTEN_PATHS)
 
-    desired: Desired = Desired()
+    desired: DesiredFunction = DesiredFunction()
 
     def probe(self, machine: Machine) -> tuple[str, ...]:
         """Return what is missing: privileges, a writable /sys, an IOMMU, the kernel driver of `desired.bind`."""
-        return functions.PciDriver().probe(machine, self._settings())
+        return functions.PciDriver().probe(machine, self._make_driver_settings())
 
     def discover(self, machine: Machine) -> Findings:
         """Return the functions with their handles; programmable ones have `program` among their acts."""
-        found = self.functions(machine)
-        return found._replace(devices=tuple(firmware.programmable(machine, device) for device in found.devices))
+        findings = self.find_functions(machine)
+        return findings._replace(
+            devices=tuple(firmware.add_program_act(machine, device) for device in findings.devices)
+        )
 
-    def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
+    def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
         """Return passthrough, sriov, reset, program, firmware, health and stats; some may be unavailable."""
         paths = [f"{PCI_DEVICES}/{device.address}" for device in devices]
         groups = machine.names("/sys/kernel/iommu_groups")
@@ -50,19 +52,19 @@ class Pci(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="p
         methods = {word for path in paths for word in machine.text(f"{path}/reset_method").split()}
         resets = methods or any(machine.exists(f"{path}/reset") for path in paths)
         return (
-            service(
+            make_service(
                 "passthrough", "" if groups else "no IOMMU: switch it on in firmware and on the kernel's command line"
             ),
-            service(
+            make_service(
                 "sriov", "" if total else "none of its devices can have virtual functions", {"total_vfs": str(total)}
             ),
-            service(
+            make_service(
                 "reset",
                 "" if resets else "the kernel knows no method to reset its devices",
                 {"methods": " ".join(sorted(methods))} if methods else {},
             ),
-            *firmware.services(machine, devices),
-            *readings(machine, devices),
+            *firmware.make_program_services(machine, devices),
+            *make_reading_services(machine, devices),
         )
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
@@ -71,16 +73,18 @@ class Pci(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="p
         Raises Invalid if the layout wants more virtual functions than `limits.max_handles`.
         """
         if act == "program":
-            return firmware.plan(machine, ask)
-        wanted, most = ask.layout.get("vfs", ""), self.limits.max_handles
-        if most is not None and wanted.isdecimal() and int(wanted) > most:
-            raise Invalid(f"this backend hands out at most {most} handles (its limits.max_handles), not {wanted}")
-        plan: Plan = getattr(functions.PciDriver(), act)(machine, self._settings(), ask)
+            return firmware.plan_upload(machine, ask)
+        wanted_vfs, max_handles = ask.layout.get("vfs", ""), self.limits.max_handles
+        if max_handles is not None and wanted_vfs.isdecimal() and int(wanted_vfs) > max_handles:
+            raise Invalid(
+                f"this backend hands out at most {max_handles} handles (its limits.max_handles), not {wanted_vfs}"
+            )
+        plan: Plan = getattr(functions.PciDriver(), act)(machine, self._make_driver_settings(), ask)
         return plan
 
-    def _settings(self) -> Settings:
-        return {"rules": [msgspec.to_builtins(self._rule(match)) for match in self.match]}
+    def _make_driver_settings(self) -> Settings:
+        return {"rules": [msgspec.to_builtins(self._make_rule(match)) for match in self.match]}
 
-    def _rule(self, match: functions.Match) -> functions.Rule:
-        rule = super()._rule(match)
+    def _make_rule(self, match: functions.PciMatch) -> functions.PciRule:
+        rule = super()._make_rule(match)
         return msgspec.structs.replace(rule, vfs=self.desired.vfs, bind=self.desired.bind)

@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from drivers.base import Findings
-from drivers.generic.backend import Kind, service
+from drivers.generic.backend import BackendBase, make_service
 from drivers.inventory import Device, DeviceType, Sample, Service
 from drivers.machine import Machine
 from drivers.pci import functions as pci
@@ -18,24 +18,24 @@ from drivers.pci import pci_health
 from drivers.plan import Ask, Vitals
 
 
-class Matched(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PciFunctionBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Selects the functions that one of `match` matches.
 
     `type` is their device type; it is needed if their PCI class does not tell it.
     """
 
-    match: Annotated[list[pci.Match], Meta(min_length=1, max_length=64)]
+    match: Annotated[list[pci.PciMatch], Meta(min_length=1, max_length=64)]
     type: DeviceType | None = None
 
-    def problem(self) -> str:
+    def describe_problem(self) -> str:
         """Return a reason if a match selects every function, which is a mistake; '' otherwise."""
-        if pci.Match() in self.match:
+        if pci.PciMatch() in self.match:
             return "one entry of `match` selects every function: state vendor, product, class or address"
         return ""
 
-    def functions(self, machine: Machine) -> Findings:
+    def find_functions(self, machine: Machine) -> Findings:
         """Return the devices and faults that `drivers.pci.functions` finds for the matches."""
-        return pci.take(machine, [self._rule(match) for match in self.match])
+        return pci.discover_devices(machine, [self._make_rule(match) for match in self.match])
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
         """Return the health of a function, with its link, errors, power state and temperatures. Raises Gone."""
@@ -45,11 +45,13 @@ class Matched(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the load that sysfs shows: utilization, memory, temperatures, power, errors. Raises Gone."""
         return pci.PciDriver().stats(machine, {}, ask)
 
-    def _rule(self, match: pci.Match) -> pci.Rule:
-        return pci.Rule(match.vendor, match.product, match.pci_class, match.address, self.type)
+    def _make_rule(self, match: pci.PciMatch) -> pci.PciRule:
+        return pci.PciRule(match.vendor, match.product, match.pci_class, match.address, self.type)
 
 
-def readings(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Service]:
+def make_reading_services(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Service]:
     """Return the services health and stats; stats is unavailable if none of the devices has samples."""
-    measured = any(device.address and pci_health.samples(machine, "", device.address) for device in devices)
-    return service("health"), service("stats", "" if measured else "its devices have no sensor and count no errors")
+    measured = any(device.address and pci_health.read_samples(machine, "", device.address) for device in devices)
+    return make_service("health"), make_service(
+        "stats", "" if measured else "its devices have no sensor and count no errors"
+    )

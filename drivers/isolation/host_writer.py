@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 
 from drivers.errors import Busy, Denied, DriverError, Failed, Timeout, Unsupported, from_os
-from drivers.isolation.pipe import Pipe, PipeError
-from drivers.isolation.runner import PASSED_ON
+from drivers.isolation.pipe import ChildPipe, PipeError
+from drivers.isolation.runner import INHERITED_VARIABLES
 from drivers.plan import Image
 
-MAX_ANSWER = 64 * 1024
+MAX_ANSWER_BYTES = 64 * 1024
 START_S = 30.0
 """How many seconds a worker may take to start; they do not count as time of the write."""
-WORKER = (sys.executable, "-I", "-m", "drivers.isolation.write_worker")
+WORKER_COMMAND = (sys.executable, "-I", "-m", "drivers.isolation.write_worker")
 
 
 class HostWriter:
@@ -34,10 +34,10 @@ class HostWriter:
     after the last write.
     """
 
-    def __init__(self, roots: Mapping[str, str], command: tuple[str, ...] = WORKER) -> None:
+    def __init__(self, roots: Mapping[str, str], command: tuple[str, ...] = WORKER_COMMAND) -> None:
         self._roots = {name: root.rstrip("/") for name, root in roots.items()}
         self._command = command
-        self._pipe: Pipe | None = None
+        self._pipe: ChildPipe | None = None
 
     @property
     def stuck(self) -> bool:
@@ -49,8 +49,10 @@ class HostWriter:
 
         Raises Timeout if the write takes longer than `timeout_s` or the worker dies, Denied for a path outside `roots`.
         """
-        do = "own" if path.startswith("/state/") else "attribute"
-        await self._ask({"do": do, "path": self._real(path), "value": value}, path, timeout_s, lambda _: None)
+        order_kind = "own" if path.startswith("/state/") else "attribute"
+        await self._execute_order(
+            {"do": order_kind, "path": self._resolve_path(path), "value": value}, path, timeout_s, lambda _: None
+        )
 
     async def upload(
         self, path: str, kind: str, image: Image, timeout_s: float, progress: Callable[[int], None]
@@ -59,27 +61,29 @@ class HostWriter:
 
         `progress` is called with the percentage during a firmware upload. Raises the same errors as `write`.
         """
-        order = {"do": kind, "path": self._real(path), "image": image.path}
-        await self._ask(order, path, timeout_s, progress)
+        order = {"do": kind, "path": self._resolve_path(path), "image": image.path}
+        await self._execute_order(order, path, timeout_s, progress)
 
     async def close(self) -> None:
         """Kill the worker. A stuck worker is left behind; it ends by itself when its write returns in the kernel."""
         if self._pipe and await self._pipe.kill():
             self._pipe = None
 
-    def _real(self, path: str) -> str:
-        top = "/" + path.split("/", 2)[1]
-        if top not in self._roots:
+    def _resolve_path(self, path: str) -> str:
+        root_name = "/" + path.split("/", 2)[1]
+        if root_name not in self._roots:
             raise Denied(f"{path} is outside the directories that this agent may write")
-        return self._roots[top] + path[len(top) :]
+        return self._roots[root_name] + path[len(root_name) :]
 
-    async def _ask(self, order: dict[str, Any], path: str, timeout_s: float, progress: Callable[[int], None]) -> None:
+    async def _execute_order(
+        self, order: dict[str, Any], path: str, timeout_s: float, progress: Callable[[int], None]
+    ) -> None:
         if self.stuck:
             raise Timeout(f"{path}: an earlier write still hangs in the kernel")
         try:
-            pipe = await self._running()
+            pipe = await self._ensure_worker()
             async with asyncio.timeout(timeout_s):
-                answer = await _talk(pipe, order, progress)
+                answer = await _exchange_order(pipe, order, progress)
         except TimeoutError:
             await self.close()
             raise Timeout(f"{path}: the kernel did not answer within {timeout_s:g} s; the outcome is unknown") from None
@@ -91,38 +95,38 @@ class HostWriter:
         except BaseException:  # cancelled, or the worker did not start: nobody waits for an answer any more
             await self.close()
             raise
-        if problem := _problem(answer, path):
-            raise problem
+        if error_answer := _make_error(answer, path):
+            raise error_answer
 
-    async def _running(self) -> Pipe:
+    async def _ensure_worker(self) -> ChildPipe:
         """Return a ready worker, started if needed. Raises Failed if it cannot be started; nothing is written then."""
         if self._pipe is not None and not self._pipe.exited.is_set():
             return self._pipe
-        environment = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
+        environment = {key: os.environ[key] for key in INHERITED_VARIABLES if key in os.environ}
         try:
             async with asyncio.timeout(START_S):
                 _, self._pipe = await asyncio.get_running_loop().subprocess_exec(
-                    lambda: Pipe(MAX_ANSWER), *self._command, env=environment, start_new_session=True
+                    lambda: ChildPipe(MAX_ANSWER_BYTES), *self._command, env=environment, start_new_session=True
                 )
-                await self._pipe.line()
+                await self._pipe.read_line()
         except (OSError, PipeError) as error:
             raise Failed(f"the process that writes to the host does not start: {str(error) or 'no answer'}") from None
         return self._pipe
 
 
-async def _talk(pipe: Pipe, order: dict[str, Any], progress: Callable[[int], None]) -> dict[str, Any]:
-    pipe.begin()
-    pipe.send(msgspec.json.encode(order))
-    while "percent" in (answer := msgspec.json.decode(await pipe.line(), type=dict[str, Any])):
+async def _exchange_order(pipe: ChildPipe, order: dict[str, Any], progress: Callable[[int], None]) -> dict[str, Any]:
+    pipe.begin_request()
+    pipe.send_line(msgspec.json.encode(order))
+    while "percent" in (answer := msgspec.json.decode(await pipe.read_line(), type=dict[str, Any])):
         progress(int(answer["percent"]))
     return answer
 
 
-def _problem(answer: Mapping[str, Any], path: str) -> DriverError | None:
+def _make_error(answer: Mapping[str, Any], path: str) -> DriverError | None:
     """Return the error that the worker's answer describes, or None if the write succeeded."""
-    for kind, word in ((Busy, "busy"), (Failed, "failed")):
+    for error_class, word in ((Busy, "busy"), (Failed, "failed")):
         if word in answer:
-            return kind(str(answer[word]))
+            return error_class(str(answer[word]))
     code = int(answer.get("errno", 0))
     if not code:
         return None

@@ -14,37 +14,37 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 
-_parent = 0
+_parent_pid = 0
 
 
-def die_with_parent(sig: int = signal.SIGKILL, *, forks_too: bool = False) -> None:
+def die_with_parent(sig: int = signal.SIGKILL, *, include_forks: bool = False) -> None:
     """Make the kernel send `sig` to this process when the thread of the parent that started it ends.
 
-    With `forks_too`, every later fork of this process does the same for itself, because the kernel clears
+    With `include_forks`, every later fork of this process does the same for itself, because the kernel clears
     PR_SET_PDEATHSIG in a child of os.fork() (django-q2 uses it). The parent may put its process id into
     `CYBORG_PARENT`, which is removed from the environment; then this process also signals itself if the parent ended
     before this call.
     """
     if sys.platform != "linux":
         return
-    _ask(sig)
+    _set_death_signal(sig)
     parent = os.environ.pop("CYBORG_PARENT", None)
     if parent is not None and os.getppid() != int(parent):
         os.kill(os.getpid(), sig)
-    if forks_too:
-        os.register_at_fork(before=_remember, after_in_child=lambda: _again(sig))
+    if include_forks:
+        os.register_at_fork(before=_remember_parent, after_in_child=lambda: _set_death_signal_after_fork(sig))
 
 
-def _ask(sig: int) -> None:
+def _set_death_signal(sig: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sig, 0, 0, 0)
 
 
-def _remember() -> None:
-    global _parent
-    _parent = os.getpid()
+def _remember_parent() -> None:
+    global _parent_pid
+    _parent_pid = os.getpid()
 
 
-def _again(sig: int) -> None:
-    _ask(sig)
-    if os.getppid() != _parent:  # the parent ended before prctl was called
+def _set_death_signal_after_fork(sig: int) -> None:
+    _set_death_signal(sig)
+    if os.getppid() != _parent_pid:  # the parent ended before prctl was called
         os.kill(os.getpid(), sig)

@@ -21,17 +21,17 @@ import msgspec
 from drivers.base import API
 from drivers.errors import KINDS, Denied, DriverError, Failed
 from drivers.inventory import DriverReport, Sample
-from drivers.isolation.driver_main import Answer, Call, Ready
-from drivers.isolation.pipe import Pipe, PipeError
+from drivers.isolation.driver_main import CallName, DriverAnswer, Manifest
+from drivers.isolation.pipe import ChildPipe, PipeError
 from drivers.plan import Act, Ask, Load, Plan, Vitals, stray
 
 log = logging.getLogger("cyborg.driver")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 """The back-off before a broken driver is started again: it doubles from the first to the longest pause."""
-BREAKS, WITHIN_S = 5, 600.0
-"""A driver that failed BREAKS times within WITHIN_S seconds is quarantined: only `release` ends that."""
-PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "UMOCKDEV_DIR")
+MAX_FAILURES, FAILURE_WINDOW_S = 5, 600.0
+"""A driver that failed MAX_FAILURES times within FAILURE_WINDOW_S seconds is quarantined: only `release` ends that."""
+INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "UMOCKDEV_DIR")
 """Environment variables that a driver's process inherits; none of the agent's secrets are among them.
 
 LD_PRELOAD and UMOCKDEV_DIR allow a simulated /sys.
@@ -40,10 +40,10 @@ SAMPLES_S = 2.0
 """The deadline of one round of samples, in seconds."""
 CATCH_UP_S = 4.0
 """How long a later call waits for the answer to a round of samples that timed out, in seconds."""
-ANSWERS: Mapping[str, str] = {"discover": "report", "probe": "reasons", "health": "vitals", "samples": "load"}
+RESULT_FIELDS: Mapping[str, str] = {"discover": "report", "probe": "reasons", "health": "vitals", "samples": "load"}
 """The field of Answer that holds the result of each call; all other calls are answered by `plan`."""
 
-_warned: set[str] = set()
+_logged_restrictions: set[str] = set()
 
 
 class DriverProcess:
@@ -68,22 +68,22 @@ class DriverProcess:
         command: list[str] | None = None,
     ) -> None:
         self.name = name
-        self.manifest = Ready()
+        self.manifest = Manifest()
         self._settings = dict(settings)
-        self._request = {"node": node, "state": state, "settings": self._settings}
+        self._common_fields = {"node": node, "state": state, "settings": self._settings}
         self._deadline_s = deadline_s
         self._max_answer = max_answer
         self._command = command or [sys.executable, "-I", "-m", "drivers.isolation.driver_main", name]
-        self._one_at_a_time = asyncio.Lock()
-        self._pipe: Pipe | None = None
-        self._calls = 0
-        self._pause_s = FIRST_PAUSE_S
-        self._not_before = 0.0
-        self._broken = ""
-        self._breaks: deque[float] = deque(maxlen=BREAKS)
-        self._given_up = False
+        self._call_lock = asyncio.Lock()
+        self._pipe: ChildPipe | None = None
+        self._last_call_id = 0
+        self._backoff_s = FIRST_BACKOFF_S
+        self._next_start_at = 0.0
+        self._failure_reason = ""
+        self._failure_times: deque[float] = deque(maxlen=MAX_FAILURES)
+        self._is_samples_answer_due = False
         """Whether the last request was for samples and its answer has not arrived yet."""
-        self._unread: dict[str, str] = {}
+        self._unread_loads: dict[str, str] = {}
         """The last known reasons why the load of devices could not be read, by device key; new reasons are logged."""
 
     @property
@@ -92,9 +92,9 @@ class DriverProcess:
         return self._pipe.pid if self._pipe and not self._pipe.exited.is_set() else None
 
     @property
-    def quarantined(self) -> bool:
+    def is_quarantined(self) -> bool:
         """Whether the process is not started again until `release`: it broke too often, or `close` was called."""
-        return self._not_before == float("inf")
+        return self._next_start_at == float("inf")
 
     @property
     def subsystems(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class DriverProcess:
     async def discover(self) -> DriverReport:
         """Return the driver's report. If the driver fails in any way, the report has only `error`; nothing raises."""
         try:
-            return cast(DriverReport, (await self._asked("discover")).report)
+            return cast(DriverReport, (await self._call_driver("discover")).report)
         except DriverError as error:
             return DriverReport(self.name, error=str(error))
 
@@ -119,11 +119,11 @@ class DriverProcess:
 
         Raises DriverError.
         """
-        return cast("tuple[str, ...]", (await self._asked("probe")).reasons)
+        return cast("tuple[str, ...]", (await self._call_driver("probe")).reasons)
 
     async def health(self, ask: Ask) -> Vitals:
         """Return the health of the device `ask.key`; its load is in the samples. Raises DriverError."""
-        return cast(Vitals, (await self._asked("health", ask)).vitals)
+        return cast(Vitals, (await self._call_driver("health", ask)).vitals)
 
     async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
         """Return the load of these devices, as far as it can be read within SAMPLES_S.
@@ -135,23 +135,23 @@ class DriverProcess:
         machine itself may be slow. A process that breaks is stopped and started again by the next call. Neither counts
         towards quarantine, so a driver never loses its devices because of its samples.
         """
-        if self._one_at_a_time.locked() or self.pid is None:
+        if self._call_lock.locked() or self.pid is None:
             return ()
-        async with self._one_at_a_time:
+        async with self._call_lock:
             try:
                 async with asyncio.timeout(SAMPLES_S):
-                    answer = await self._ask("samples", SAMPLES_S, asks=asks)
+                    answer = await self._send_request("samples", SAMPLES_S, asks=asks)
             except TimeoutError:
-                raise self._error(Failed, f"it did not return its load within {SAMPLES_S:g} s") from None
+                raise self._make_error(Failed, f"it did not return its load within {SAMPLES_S:g} s") from None
             except PipeError as error:
-                await self._stop()
-                raise self._error(Failed, f"it failed while its load was read: {error}") from None
+                await self._stop_process()
+                raise self._make_error(Failed, f"it failed while its load was read: {error}") from None
         if answer.error:
-            raise self._error(Failed, answer.error)
+            raise self._make_error(Failed, answer.error)
         load = cast(Load, answer.load)
-        before, self._unread = self._unread, {fault.subject: fault.reason for fault in load.unread}
-        for subject, reason in self._unread.items():
-            if before.get(subject) != reason:
+        previous, self._unread_loads = self._unread_loads, {fault.subject: fault.reason for fault in load.unread}
+        for subject, reason in self._unread_loads.items():
+            if previous.get(subject) != reason:
                 log.warning("driver %s: the load of device %s cannot be read: %s", self.name, subject, reason)
         return load.samples
 
@@ -161,162 +161,162 @@ class DriverProcess:
         Raises Denied if the plan would write a path that is not in the driver's manifest, Failed if the driver broke,
         or the DriverError that the driver raised.
         """
-        plan = cast(Plan, (await self._asked(act, ask)).plan)
+        plan = cast(Plan, (await self._call_driver(act, ask)).plan)
         if path := stray(plan, self.manifest.writes):
             raise Denied(f"{self.name}: it wants to write {path}, which is not among the paths that it declares")
         return plan
 
     def release(self) -> None:
         """End quarantine and back-off: the next call may start the process again at once."""
-        self._breaks.clear()
-        self._pause_s, self._not_before = FIRST_PAUSE_S, 0.0
+        self._failure_times.clear()
+        self._backoff_s, self._next_start_at = FIRST_BACKOFF_S, 0.0
 
     async def close(self) -> None:
         """Kill the process and all processes it started; calls made after this one fail.
 
         It first waits for the running call and for calls that already wait. It may be called more than once.
         """
-        async with self._one_at_a_time:
-            await self._stop()
-            self._not_before, self._broken = float("inf"), "it was stopped"
+        async with self._call_lock:
+            await self._stop_process()
+            self._next_start_at, self._failure_reason = float("inf"), "it was stopped"
 
-    async def _asked(self, call: Call, ask: Ask | None = None) -> Answer:
+    async def _call_driver(self, call: CallName, ask: Ask | None = None) -> DriverAnswer:
         """Wait for the turn of this call, send the request and return the answer. Raises DriverError.
 
         If the process breaks or does not answer in time, it is killed, and back-off or quarantine begins.
         """
-        async with self._one_at_a_time:
-            if time.monotonic() < self._not_before:
-                raise self._error(Failed, self._broken)
+        async with self._call_lock:
+            if time.monotonic() < self._next_start_at:
+                raise self._make_error(Failed, self._failure_reason)
             try:
                 async with asyncio.timeout(self._deadline_s):
-                    answer = await self._ask(call, self._deadline_s, ask=ask)
+                    answer = await self._send_request(call, self._deadline_s, ask=ask)
             except (PipeError, TimeoutError) as error:
-                late = f"it did not answer within {self._deadline_s:g} s and was killed"
-                await self._give_up(str(error) or late)
-                raise self._error(Failed, self._broken) from None
+                timeout_text = f"it did not answer within {self._deadline_s:g} s and was killed"
+                await self._record_failure(str(error) or timeout_text)
+                raise self._make_error(Failed, self._failure_reason) from None
             except BaseException:  # cancelled: a late answer must not be taken for the answer to the next request
-                await self._stop()
+                await self._stop_process()
                 raise
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff_s = FIRST_BACKOFF_S
         if answer.error:
-            raise self._error(KINDS.get(answer.kind, Failed), answer.error)
+            raise self._make_error(KINDS.get(answer.kind, Failed), answer.error)
         return answer
 
-    async def _ask(self, call: Call, deadline_s: float, **about: object) -> Answer:
+    async def _send_request(self, call: CallName, deadline_s: float, **fields: object) -> DriverAnswer:
         """Send one request to a running process, started if needed, and return its answer. Raises PipeError."""
-        if self._given_up:
-            await self._catch_up()
-        pipe = await self._running()
-        self._calls += 1
-        self._given_up = call == "samples"  # until the answer is here
-        question = {"id": self._calls, "call": call, "deadline_s": deadline_s, **about, **self._request}
-        pipe.send(msgspec.json.encode(question))
-        answer = await self._answer(pipe, ANSWERS.get(call, "plan"))
-        self._given_up = False
+        if self._is_samples_answer_due:
+            await self._drop_late_answer()
+        pipe = await self._ensure_process()
+        self._last_call_id += 1
+        self._is_samples_answer_due = call == "samples"  # until the answer is here
+        request = {"id": self._last_call_id, "call": call, "deadline_s": deadline_s, **fields, **self._common_fields}
+        pipe.send_line(msgspec.json.encode(request))
+        answer = await self._receive_answer(pipe, RESULT_FIELDS.get(call, "plan"))
+        self._is_samples_answer_due = False
         return answer
 
-    async def _catch_up(self) -> None:
+    async def _drop_late_answer(self) -> None:
         """Wait for the late answer to a timed-out round of samples and drop it; if none comes, stop the process."""
         if self._pipe and self.pid is not None:
             try:
                 async with asyncio.timeout(CATCH_UP_S):
-                    await self._answer(self._pipe, "load")
+                    await self._receive_answer(self._pipe, "load")
             except (TimeoutError, PipeError):
-                await self._stop()
-        self._given_up = False
+                await self._stop_process()
+        self._is_samples_answer_due = False
 
-    async def _running(self) -> Pipe:
+    async def _ensure_process(self) -> ChildPipe:
         if self._pipe and self._pipe.killed and not self._pipe.exited.is_set():
             raise PipeError("its process hangs in the kernel and cannot be killed")
         if self._pipe is None or self._pipe.exited.is_set():
-            self._pipe = await self._start()
-        self._pipe.begin()
+            self._pipe = await self._start_process()
+        self._pipe.begin_request()
         return self._pipe
 
-    async def _start(self) -> Pipe:
-        environment = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
+    async def _start_process(self) -> ChildPipe:
+        environment = {key: os.environ[key] for key in INHERITED_VARIABLES if key in os.environ}
         try:
             _, pipe = await asyncio.get_running_loop().subprocess_exec(
-                lambda: Pipe(self._max_answer), *self._command, env=environment, start_new_session=True
+                lambda: ChildPipe(self._max_answer), *self._command, env=environment, start_new_session=True
             )
         except OSError as error:
             raise PipeError(f"it cannot be started: {error}") from None
         return pipe
 
-    async def _answer(self, pipe: Pipe, wanted: str) -> Answer:
-        """Return the next answer: it must be for the last request, with the field `wanted` or an error.
+    async def _receive_answer(self, pipe: ChildPipe, required_field: str) -> DriverAnswer:
+        """Return the next answer: it must be for the last request, with the field `required_field` or an error.
 
         Raises PipeError for any other line; a manifest before it is stored.
         """
         while True:
-            answer = _decoded(await pipe.line())
+            answer = _decode_answer(await pipe.read_line())
             if answer.ready is not None:
-                self._learn(pipe, answer.ready)
+                self._store_manifest(pipe, answer.ready)
             elif answer.error and not answer.id:
                 raise PipeError(answer.error)
-            elif answer.id != self._calls:
-                raise PipeError(f"its answer is invalid: it is for request {answer.id}, not for {self._calls}")
+            elif answer.id != self._last_call_id:
+                raise PipeError(f"its answer is invalid: it is for request {answer.id}, not for {self._last_call_id}")
             elif answer.report and answer.report.driver != self.name:
                 raise PipeError(f"its answer is invalid: it names the driver {answer.report.driver!r}")
-            elif not answer.error and getattr(answer, wanted) is None:
-                raise PipeError(f"its answer is invalid: it has neither a {wanted} nor an error")
+            elif not answer.error and getattr(answer, required_field) is None:
+                raise PipeError(f"its answer is invalid: it has neither a {required_field} nor an error")
             else:
                 return answer
 
-    def _learn(self, pipe: Pipe, ready: Ready) -> None:
+    def _store_manifest(self, pipe: ChildPipe, ready: Manifest) -> None:
         """Store the manifest that a process sends before its first answer.
 
         Raises PipeError for a second manifest (the paths that a driver may write do not change while it runs), a wrong
         name or another protocol version. Logs each missing sandbox restriction once.
         """
-        if pipe.introduced:
+        if pipe.has_manifest:
             raise PipeError("its answer is invalid: it is a second manifest")
         if (ready.name, ready.api) != (self.name, API):
             raise PipeError(
                 f"its manifest names the driver {ready.name!r} and version {ready.api} of the drivers' protocol, not"
                 f" {self.name!r} and {API}"
             )
-        pipe.introduced = True
+        pipe.has_manifest = True
         self.manifest = ready
-        for reason in {*ready.unconfined} - _warned:
+        for reason in {*ready.unconfined} - _logged_restrictions:
             log.warning("driver %s: %s", self.name, reason)
-        _warned.update(ready.unconfined)
+        _logged_restrictions.update(ready.unconfined)
 
-    async def _give_up(self, reason: str) -> None:
+    async def _record_failure(self, reason: str) -> None:
         """Stop the process and set the back-off. After too many failures, quarantine the driver instead.
 
         The stored reason stays the same until the next start, because a changed error text would cause a new report.
         """
-        tail = self._pipe.complaint() if self._pipe else ""
-        await self._stop()
+        last_message = self._pipe.get_last_stderr_line() if self._pipe else ""
+        await self._stop_process()
         now = time.monotonic()
-        self._breaks.append(now)
-        said = f" (its last message: {tail})" if tail else ""
-        if len(self._breaks) == BREAKS and now - self._breaks[0] <= WITHIN_S:
-            self._not_before = float("inf")
-            self._broken = (
-                f"it failed {BREAKS} times within {WITHIN_S / 60:g} minutes and is not started again; the last failure:"
-                f" {reason}{said}; fix the cause, then have this host rescan with {self.name}, or restart the agent"
+        self._failure_times.append(now)
+        stderr_note = f" (its last message: {last_message})" if last_message else ""
+        if len(self._failure_times) == MAX_FAILURES and now - self._failure_times[0] <= FAILURE_WINDOW_S:
+            self._next_start_at = float("inf")
+            self._failure_reason = (
+                f"it failed {MAX_FAILURES} times within {FAILURE_WINDOW_S / 60:g} minutes and is not started again; the last failure:"
+                f" {reason}{stderr_note}; fix the cause, then have this host rescan with {self.name}, or restart the agent"
             )
             return
-        self._not_before = now + self._pause_s
-        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
-        self._broken = f"{reason}{said}; it is started again after a pause"
+        self._next_start_at = now + self._backoff_s
+        self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
+        self._failure_reason = f"{reason}{stderr_note}; it is started again after a pause"
 
-    async def _stop(self) -> None:
+    async def _stop_process(self) -> None:
         if self._pipe and await self._pipe.kill():
             self._pipe = None
 
-    def _error(self, kind: type[DriverError], reason: str) -> DriverError:
+    def _make_error(self, kind: type[DriverError], reason: str) -> DriverError:
         return kind(f"{self.name}: {reason}"[:4096])
 
 
-def _decoded(line: bytes) -> Answer:
+def _decode_answer(line: bytes) -> DriverAnswer:
     if rb"\u0000" in line:
         raise PipeError("its answer is invalid: it contains a NUL character, which cannot be stored")
     try:
-        answer = msgspec.json.decode(line, type=Answer)
+        answer = msgspec.json.decode(line, type=DriverAnswer)
         msgspec.json.encode(answer)  # a lone surrogate can be decoded, but not encoded and sent on
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PipeError(f"its answer is invalid: {str(error)[:200]}") from None

@@ -18,7 +18,7 @@ from typing import Any
 
 from drivers.isolation.process import die_with_parent
 
-PIECE = 64 * 1024
+CHUNK_BYTES = 64 * 1024
 POLL_S = 0.1
 
 
@@ -30,7 +30,7 @@ class WriteRefusedError(Exception):
         self.answer = answer
 
 
-def attribute(path: str, value: str | bytes) -> None:
+def write_attribute(path: str, value: str | bytes) -> None:
     """Write the value to an existing file in one system call, as sysfs requires.
 
     Raises WriteRefusedError if opening, writing or closing fails, or if only a part was written.
@@ -50,10 +50,10 @@ def attribute(path: str, value: str | bytes) -> None:
         raise WriteRefusedError(failed=f"{path}: the kernel accepted only {written} of {len(data)} bytes")
 
 
-def own(path: str, value: str) -> None:
+def write_own_file(path: str, value: str) -> None:
     """Replace a file of the driver's own directory atomically; an empty value removes it. Raises WriteRefusedError."""
     if value:
-        _replace(path, lambda new: _fill(new, value))
+        _replace_file(path, lambda new: _write_text(new, value))
     else:
         try:
             os.unlink(path)
@@ -63,50 +63,50 @@ def own(path: str, value: str) -> None:
             raise WriteRefusedError(errno=error.errno, at="open", path=path) from None
 
 
-def copy(path: str, image: str) -> None:
+def copy_image(path: str, image: str) -> None:
     """Copy the image to a file of the driver's own directory, atomically. Raises WriteRefusedError."""
-    _replace(path, lambda new: shutil.copyfile(image, new))
+    _replace_file(path, lambda new: shutil.copyfile(image, new))
 
 
-def firmware(path: str, image: str, say: Callable[..., None]) -> None:
+def upload_firmware(path: str, image: str, send_progress: Callable[..., None]) -> None:
     """Upload the image through the kernel's firmware upload class and wait until the upload has ended.
 
-    `path` is the directory of the class device; `say` is called with the progress.
+    `path` is the directory of the class device; `send_progress` is called with the progress.
     Raises WriteRefusedError if another upload runs, because the kernel does not refuse that
     (Documentation/ABI/testing/sysfs-class-firmware), or if the device reports an error. Raises OSError if writing the
     data fails.
     """
-    if (status := _text(f"{path}/status")) != "idle":
+    if (status := _read_text(f"{path}/status")) != "idle":
         raise WriteRefusedError(busy=f"{path} is {status}: another upload runs")
-    attribute(f"{path}/loading", "1")
+    write_attribute(f"{path}/loading", "1")
     handle = os.open(f"{path}/data", os.O_WRONLY | os.O_CLOEXEC)
     try:
         with open(image, "rb") as file:
-            while piece := file.read(PIECE):
-                while piece:
-                    piece = piece[os.write(handle, piece) :]
+            while chunk := file.read(CHUNK_BYTES):
+                while chunk:
+                    chunk = chunk[os.write(handle, chunk) :]
     finally:
         os.close(handle)
-    attribute(f"{path}/loading", "0")
+    write_attribute(f"{path}/loading", "0")
     size = max(os.path.getsize(image), 1)
-    while (status := _text(f"{path}/status")) != "idle":
-        left = _text(f"{path}/remaining_size")
-        done = size - int(left) if left.isdecimal() else 0
-        say(percent=min(max(done * 100 // size, 0), 100), text=status)
+    while (status := _read_text(f"{path}/status")) != "idle":
+        remaining = _read_text(f"{path}/remaining_size")
+        done = size - int(remaining) if remaining.isdecimal() else 0
+        send_progress(percent=min(max(done * 100 // size, 0), 100), text=status)
         time.sleep(POLL_S)
-    if error := _text(f"{path}/error"):
+    if error := _read_text(f"{path}/error"):
         raise WriteRefusedError(failed=f"the device refused the image: {error}")
 
 
-def _replace(path: str, fill: Callable[[str], object]) -> None:
-    """Replace a file atomically: `fill` writes `path` + `.new`, which is synced and renamed.
+def _replace_file(path: str, write_content: Callable[[str], object]) -> None:
+    """Replace a file atomically: `write_content` writes `path` + `.new`, which is synced and renamed.
 
     Raises WriteRefusedError.
     """
     new = f"{path}.new"
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        fill(new)
+        write_content(new)
         handle = os.open(new, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -117,12 +117,12 @@ def _replace(path: str, fill: Callable[[str], object]) -> None:
         raise WriteRefusedError(errno=error.errno, at="open", path=path) from None
 
 
-def _fill(path: str, value: str) -> None:
+def _write_text(path: str, value: str) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write(value)
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(4096).strip()
@@ -130,16 +130,16 @@ def _text(path: str) -> str:
         raise WriteRefusedError(errno=error.errno, at="open", path=path) from None
 
 
-def _do(order: dict[str, Any], say: Callable[..., None]) -> dict[str, object]:
+def _execute_order(order: dict[str, Any], send_progress: Callable[..., None]) -> dict[str, object]:
     """Execute one order and return the answer to send."""
-    work: dict[str, Callable[[], None]] = {
-        "attribute": lambda: attribute(order["path"], order["value"]),
-        "own": lambda: own(order["path"], order["value"]),
-        "copy": lambda: copy(order["path"], order["image"]),
-        "firmware": lambda: firmware(order["path"], order["image"], say),
+    handlers: dict[str, Callable[[], None]] = {
+        "attribute": lambda: write_attribute(order["path"], order["value"]),
+        "own": lambda: write_own_file(order["path"], order["value"]),
+        "copy": lambda: copy_image(order["path"], order["image"]),
+        "firmware": lambda: upload_firmware(order["path"], order["image"], send_progress),
     }
     try:
-        work[order["do"]]()
+        handlers[order["do"]]()
     except WriteRefusedError as refused:
         return refused.answer
     except OSError as error:
@@ -151,13 +151,13 @@ def main() -> None:
     """Execute the orders on stdin until it ends."""
     die_with_parent()
 
-    def say(**answer: object) -> None:
+    def send_answer(**answer: object) -> None:
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
-    say()
+    send_answer()
     for line in sys.stdin:
-        say(**_do(json.loads(line), say))
+        send_answer(**_execute_order(json.loads(line), send_answer))
 
 
 if __name__ == "__main__":

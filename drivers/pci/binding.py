@@ -15,18 +15,18 @@ from drivers.machine import PCI_DEVICES, Machine
 from drivers.plan import Check, Path, Step, Write
 
 VFIO = "vfio-pci"
-DRIVERS = "/sys/bus/pci/drivers"
+DRIVERS_FOLDER = "/sys/bus/pci/drivers"
 NO_OVERRIDE = "(null)"
-OPTED_OUT = "none"
+NO_DRIVER = "none"
 """A value for `driver_override` that is the name of no driver, so the kernel binds no driver to the function."""
-HARMLESS = frozenset({"", VFIO, "pci-stub"})
+GUEST_SAFE_DRIVERS = frozenset({"", VFIO, "pci-stub"})
 """Drivers that the other functions of an IOMMU group may be bound to while a guest uses one of them."""
 BIND_S = 30.0
 
 
 @dataclass(frozen=True)
-class Look:
-    """The machine as seen before an act, or, if not `acting`, for a report.
+class HostUsage:
+    """The machine as seen before an act, or, if not `for_act`, for a report.
 
     `in_use` maps PCI addresses that the host itself uses to reasons. For a report, no device node is opened, because a
     guest that starts at that moment would find it busy. Nor is a file read for which the kernel takes the device's lock
@@ -35,38 +35,40 @@ class Look:
 
     machine: Machine
     in_use: Mapping[str, str]
-    acting: bool
+    for_act: bool
 
-    def refuse(self, addresses: Iterable[str]) -> None:
-        """Raise Busy if the host uses one of the functions or, when `acting`, a guest does."""
+    def refuse_if_used(self, addresses: Iterable[str]) -> None:
+        """Raise Busy if the host uses one of the functions or, when `for_act`, a guest does."""
         for address in addresses:
             if reason := self.in_use.get(address):
                 raise Busy(f"{address} cannot be changed: {reason}")
-            for node in nodes(self.machine, [address]) if self.acting else ():
+            for node in list_guest_nodes(self.machine, [address]) if self.for_act else ():
                 if self.machine.is_open(node):
                     raise Busy(f"{address} cannot be changed: a guest uses it ({node} is open)")
 
-    def override(self, address: str) -> str:
-        """Return the only driver that may be bound to the function; `(null)` for any driver, and if not `acting`."""
+    def read_driver_override(self, address: str) -> str:
+        """Return the only driver that may be bound to the function; `(null)` for any driver, and if not `for_act`."""
         path = f"{PCI_DEVICES}/{address}/driver_override"
-        return self.machine.text(path, NO_OVERRIDE) if self.acting else NO_OVERRIDE
+        return self.machine.text(path, NO_OVERRIDE) if self.for_act else NO_OVERRIDE
 
 
-def driver_of(machine: Machine, address: str) -> str:
+def read_bound_driver(machine: Machine, address: str) -> str:
     """Return the kernel driver that a function is bound to; '' if it has none."""
     return machine.link(f"{PCI_DEVICES}/{address}/driver")
 
 
-def nodes(machine: Machine, addresses: Iterable[str]) -> tuple[Path, ...]:
+def list_guest_nodes(machine: Machine, addresses: Iterable[str]) -> tuple[Path, ...]:
     """Return the device nodes that a guest has open while it uses one of the functions, without duplicates.
 
     At most 64 are returned, the maximum of `Step.idle`.
     """
-    groups = (group_of(machine, address) for address in addresses if driver_of(machine, address) == VFIO)
+    groups = (
+        read_iommu_group(machine, address) for address in addresses if read_bound_driver(machine, address) == VFIO
+    )
     return tuple(dict.fromkeys(f"/dev/vfio/{group}" for group in groups if group))[:64]
 
 
-def group_of(machine: Machine, address: str) -> str:
+def read_iommu_group(machine: Machine, address: str) -> str:
     """Return the function's IOMMU group; '' without an IOMMU."""
     return machine.link(f"{PCI_DEVICES}/{address}/iommu_group")
 
@@ -76,100 +78,105 @@ def is_bound(machine: Machine, address: str, wanted: str) -> bool:
 
     If no driver is wanted (''), vfio-pci is accepted too, because libvirt binds functions to it when it attaches them.
     """
-    driver = driver_of(machine, address)
+    driver = read_bound_driver(machine, address)
     return driver in ("", VFIO) if wanted == "" else driver == wanted
 
 
-def refuse_unable(machine: Machine, address: str, wanted: str) -> None:
+def refuse_unless_bindable(machine: Machine, address: str, wanted: str) -> None:
     """Raise Unsupported, with advice, if the kernel cannot bind this function and its parts to `wanted`."""
-    if wanted and not machine.exists(f"{DRIVERS}/{wanted}"):
+    if wanted and not machine.exists(f"{DRIVERS_FOLDER}/{wanted}"):
         raise Unsupported(f"the kernel has no driver {wanted}: load it now (modprobe {wanted}) and at every boot")
-    if wanted == VFIO and not group_of(machine, address):
+    if wanted == VFIO and not read_iommu_group(machine, address):
         raise Unsupported(
             f"{address} is in no IOMMU group, so it cannot be bound to {VFIO}: switch the IOMMU on (VT-d or AMD-Vi in "
             "the firmware, intel_iommu=on on the kernel's command line for Intel)"
         )
 
 
-def plan(look: Look, address: str, wanted: str) -> list[Step]:
+def plan_binding(view: HostUsage, address: str, wanted: str) -> list[Step]:
     """Return the steps that bind one function to the driver `wanted` ('' for none); no steps if `is_bound` is true.
 
     Raises Busy if the host or a guest uses the function, or the host uses another function of its IOMMU group and
     vfio-pci is wanted. Raises Unsupported if the kernel cannot bind it.
     """
-    machine = look.machine
+    machine = view.machine
     if is_bound(machine, address, wanted):
         return []
-    look.refuse([address])
-    refuse_unable(machine, address, wanted)
+    view.refuse_if_used([address])
+    refuse_unless_bindable(machine, address, wanted)
     if wanted == VFIO:
-        _refuse_neighbours(machine, address)
-    driver, before = driver_of(machine, address), look.override(address)
+        _refuse_used_iommu_group(machine, address)
+    driver, override_before = read_bound_driver(machine, address), view.read_driver_override(address)
     path = f"{PCI_DEVICES}/{address}"
-    override, back = Write(f"{path}/driver_override", wanted or OPTED_OUT), _overriding(address, before)
-    held = nodes(machine, [address])
+    override_write, restore_write = (
+        Write(f"{path}/driver_override", wanted or NO_DRIVER),
+        _make_override_write(address, override_before),
+    )
+    guest_nodes = list_guest_nodes(machine, [address])
     steps = [
         Step(
             does=f"let {address} be bound to {wanted or 'no driver'} only",
-            write=override,
-            idle=held,
-            seen=(Check(override.path, override.value),),
-            undo=(back,),
+            write=override_write,
+            idle=guest_nodes,
+            seen=(Check(override_write.path, override_write.value),),
+            undo=(restore_write,),
         )
     ]
     if driver:
-        again = (back, Write(f"{DRIVERS}/{driver}/bind", address))
-        steps.append(_unbound(machine, address, driver, undo=again))
+        rebind_writes = (restore_write, Write(f"{DRIVERS_FOLDER}/{driver}/bind", address))
+        steps.append(_make_unbind_step(machine, address, driver, undo=rebind_writes))
     if wanted:
         steps.append(
             Step(
                 does=f"bind {address} to {wanted}",
-                write=Write(f"{DRIVERS}/{wanted}/bind", address),
+                write=Write(f"{DRIVERS_FOLDER}/{wanted}/bind", address),
                 expect=(Check(f"{path}/driver", "", link=True),),
                 seen=(Check(f"{path}/driver", wanted, link=True),),
-                undo=(Write(f"{DRIVERS}/{wanted}/unbind", address),),
+                undo=(Write(f"{DRIVERS_FOLDER}/{wanted}/unbind", address),),
                 timeout_s=BIND_S,
             )
         )
     return steps
 
 
-def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
+def plan_binding_restore(view: HostUsage, address: str, first: Mapping[str, str]) -> list[Step]:
     """Return the steps that restore the first `driver_override` and let the kernel choose a driver again.
 
     `first` is `Ask.first`; without an override in it, or if it is unchanged, there are no steps. Raises Busy.
     """
     path = f"{PCI_DEVICES}/{address}/driver_override"
-    machine = look.machine
-    if path not in first or (before := look.override(address)) == first[path]:
+    machine = view.machine
+    if path not in first or (override_before := view.read_driver_override(address)) == first[path]:
         return []
-    look.refuse([address])
-    driver, held = driver_of(machine, address), nodes(machine, [address])
-    write, undo = _overriding(address, first[path]), _overriding(address, before)
-    says = f"let {address} be bound to {first[path] if first[path] != NO_OVERRIDE else 'any driver'}"
-    steps = [Step(does=says, write=write, idle=held, seen=(Check(path, first[path]),), undo=(undo,))]
+    view.refuse_if_used([address])
+    driver, guest_nodes = read_bound_driver(machine, address), list_guest_nodes(machine, [address])
+    write, undo = _make_override_write(address, first[path]), _make_override_write(address, override_before)
+    description = f"let {address} be bound to {first[path] if first[path] != NO_OVERRIDE else 'any driver'}"
+    steps = [Step(does=description, write=write, idle=guest_nodes, seen=(Check(path, first[path]),), undo=(undo,))]
     if driver:
-        steps.append(_unbound(machine, address, driver, undo=(undo, Write(f"{DRIVERS}/{driver}/bind", address))))
+        steps.append(
+            _make_unbind_step(machine, address, driver, undo=(undo, Write(f"{DRIVERS_FOLDER}/{driver}/bind", address)))
+        )
     probe = Write("/sys/bus/pci/drivers_probe", address)
     steps.append(Step(does=f"have the kernel choose a driver for {address}", write=probe, timeout_s=BIND_S))
     return steps
 
 
-def _unbound(machine: Machine, address: str, driver: str, undo: tuple[Write, ...]) -> Step:
+def _make_unbind_step(machine: Machine, address: str, driver: str, undo: tuple[Write, ...]) -> Step:
     """Return a step that unbinds a function from its kernel driver."""
     link = f"{PCI_DEVICES}/{address}/driver"
     return Step(
         does=f"unbind {address} from {driver}",
-        write=Write(f"{DRIVERS}/{driver}/unbind", address),
+        write=Write(f"{DRIVERS_FOLDER}/{driver}/unbind", address),
         expect=(Check(link, driver, link=True),),
-        idle=nodes(machine, [address]),
+        idle=list_guest_nodes(machine, [address]),
         seen=(Check(link, "", link=True),),
         undo=undo,
         timeout_s=BIND_S,
     )
 
 
-def _overriding(address: str, value: str) -> Write:
+def _make_override_write(address: str, value: str) -> Write:
     """Return the write that sets `driver_override`.
 
     No override is written as an empty line, because an empty write never reaches the kernel.
@@ -177,15 +184,15 @@ def _overriding(address: str, value: str) -> Write:
     return Write(f"{PCI_DEVICES}/{address}/driver_override", "\n" if value in ("", NO_OVERRIDE) else value)
 
 
-def _refuse_neighbours(machine: Machine, address: str) -> None:
+def _refuse_used_iommu_group(machine: Machine, address: str) -> None:
     """Raise Busy if another function of the same IOMMU group is bound to a driver of the host.
 
     A guest gets all functions of a group or none. Bridges do not count.
     """
-    group = group_of(machine, address)
+    group = read_iommu_group(machine, address)
     for other in machine.names(f"/sys/kernel/iommu_groups/{group}/devices"):
-        driver = driver_of(machine, other)
-        if driver in HARMLESS or machine.text(f"{PCI_DEVICES}/{other}/class").startswith("0x06"):
+        driver = read_bound_driver(machine, other)
+        if driver in GUEST_SAFE_DRIVERS or machine.text(f"{PCI_DEVICES}/{other}/class").startswith("0x06"):
             continue
         if other != address:
             raise Busy(

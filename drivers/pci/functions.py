@@ -24,7 +24,7 @@ from drivers.errors import Busy, DriverError, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import binding, pci_health, sriov
-from drivers.pci.host_usage import used_by_host
+from drivers.pci.host_usage import find_functions_used_by_host
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
 VENDORS = {"10de": "NVIDIA", "102b": "MATROX", "10ee": "XILINX", "1bd4": "INSPUR", "8086": "INTEL", "19e5": "HUAWEI"}
@@ -41,35 +41,35 @@ DSN_CAPABILITY = 0x0003
 
 RESET_S = 100.0
 """Timeout of a reset in seconds; a function-level reset may take more than a minute."""
-MAX_STEPS, TOLD_STEPS = 240, 20
+MAX_STEPS, MAX_LISTED_STEPS = 240, 20
 """Maximum steps in one plan (the next plan continues), and maximum steps that `to_install` lists."""
 CAP_DAC_OVERRIDE = 1 << 1
-NOT_NOW = "cannot be done: "
+BLOCKED_PREFIX = "cannot be done: "
 
-M = TypeVar("M", bound="Match")
-Vfs = Annotated[int, Meta(ge=0, le=1024)]
-Bind = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
-Glob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
+MatchT = TypeVar("M", bound="PciMatch")
+VfCount = Annotated[int, Meta(ge=0, le=1024)]
+KernelDriverName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
+HexGlob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
 
 
-class Match(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class": "class"}):
+class PciMatch(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class": "class"}):
     """Selects PCI functions by globs. `class` is compared with four digits (`0302`) and with six (`030200`)."""
 
-    vendor: Glob = "*"
-    product: Glob = "*"
-    pci_class: Glob = "*"
-    address: Glob = "*"
+    vendor: HexGlob = "*"
+    product: HexGlob = "*"
+    pci_class: HexGlob = "*"
+    address: HexGlob = "*"
 
 
-class Rule(Match, frozen=True, forbid_unknown_fields=True):
+class PciRule(PciMatch, frozen=True, forbid_unknown_fields=True):
     """One rule of the settings: which functions to offer, and their wanted state; None leaves it unchanged."""
 
     type: DeviceType | None = None
-    vfs: Vfs | None = None
-    bind: Bind | None = None
+    vfs: VfCount | None = None
+    bind: KernelDriverName | None = None
 
 
-class Function(Struct, frozen=True):
+class PciFunction(Struct, frozen=True):
     """A PCI function as sysfs describes it; ids are lower-case hex without 0x, and `pci_class` has six digits."""
 
     address: str
@@ -94,8 +94,8 @@ class PciDriver(Driver):
             f"{PCI_DEVICES}/*:*:*.*/{name}"
             for name in ("sriov_numvfs", "sriov_drivers_autoprobe", "driver_override", "reset")
         ),
-        f"{binding.DRIVERS}/*/bind",
-        f"{binding.DRIVERS}/*/unbind",
+        f"{binding.DRIVERS_FOLDER}/*/bind",
+        f"{binding.DRIVERS_FOLDER}/*/unbind",
         "/sys/bus/pci/drivers_probe",
     )
     acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "partition", "reset")
@@ -105,7 +105,7 @@ class PciDriver(Driver):
 
         Raises Invalid for unusable rules.
         """
-        return tuple(_lacks(machine, read_rules(settings)))
+        return tuple(_list_missing_requirements(machine, read_rules(settings)))
 
     def discover(self, machine: Machine, settings: dict[str, object]) -> Findings:
         """Return a device for each selected function, or only a fault if no function of the machine matches a rule.
@@ -113,20 +113,20 @@ class PciDriver(Driver):
         Raises Invalid for unusable rules, and DriverError if it cannot be determined which functions the host uses.
         """
         rules = read_rules(settings)
-        found = take(machine, rules) if rules else Findings()
-        if found == Findings():
-            nothing = Fault("rules", "no PCI function of this machine matches: say in `rules` which ones to offer")
-            return Findings(faults=(nothing,))
-        return found
+        findings = discover_devices(machine, rules) if rules else Findings()
+        if findings == Findings():
+            no_match = Fault("rules", "no PCI function of this machine matches: say in `rules` which ones to offer")
+            return Findings(faults=(no_match,))
+        return findings
 
     def health(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Vitals:
         """Return the same health as `discover`, with all readings from sysfs. Raises Gone."""
-        address = find(machine, ask.key)
-        return Vitals(*pci_health.status(machine, address), pci_health.signals(machine, address))
+        address = find_address(machine, ask.key)
+        return Vitals(*pci_health.read_status(machine, address), pci_health.read_signals(machine, address))
 
     def stats(self, machine: Machine, settings: dict[str, object], ask: Ask) -> tuple[Sample, ...]:
         """Return the load that sysfs shows: utilization, memory, temperatures, power, errors. Raises Gone."""
-        return pci_health.samples(machine, ask.key, find(machine, ask.key))
+        return pci_health.read_samples(machine, ask.key, find_address(machine, ask.key))
 
     def install(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan how to bring the function to the state of its rule; `vfs` and `bind` of `ask.layout` override the rule.
@@ -135,10 +135,12 @@ class PciDriver(Driver):
         until the plan has none (two plans, more for about a hundred virtual functions). Raises Gone, Busy if the host
         or a guest uses a function that would be changed, and Invalid or Unsupported with a text that says what to do.
         """
-        address = find(machine, ask.key)
-        rule = _rule_over(matching(_function(machine, address), read_rules(settings)) or Rule(), ask.layout)
-        look = binding.Look(machine, used_by_host(machine), acting=True)
-        return Plan(tuple(_steps(look, address, rule)[:MAX_STEPS]), _said(rule))
+        address = find_address(machine, ask.key)
+        rule = _apply_layout(
+            find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule(), ask.layout
+        )
+        view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
+        return Plan(tuple(_plan_rule_steps(view, address, rule)[:MAX_STEPS]), _describe_rule(rule))
 
     def partition(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Do the same as `install`; the layout comes from `ask.layout`."""
@@ -149,11 +151,11 @@ class PciDriver(Driver):
 
         Raises Gone, Unsupported, and Busy as `install` does.
         """
-        address = find(machine, ask.key)
-        look = binding.Look(machine, used_by_host(machine), acting=True)
-        steps = sriov.back(look, address, ask.first)
-        for part in [address] if steps else [address, *sriov.virtual(machine, address)]:
-            steps += binding.back(look, part, ask.first)
+        address = find_address(machine, ask.key)
+        view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
+        steps = sriov.plan_virtual_functions_restore(view, address, ask.first)
+        for part in [address] if steps else [address, *sriov.list_virtual_functions(machine, address)]:
+            steps += binding.plan_binding_restore(view, part, ask.first)
         return Plan(
             tuple(steps[:MAX_STEPS]), "as it was before its first change" if ask.first else "it was never changed"
         )
@@ -163,70 +165,70 @@ class PciDriver(Driver):
 
         Raises Gone, Busy if the host or a guest uses one of them, and Unsupported if the kernel has no method.
         """
-        address = find(machine, ask.key)
-        path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.virtual(machine, address)]
+        address = find_address(machine, ask.key)
+        path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.list_virtual_functions(machine, address)]
         if not machine.exists(f"{path}/reset"):
             raise Unsupported(f"{address} cannot be reset: the kernel knows no method for it")
-        binding.Look(machine, used_by_host(machine), acting=True).refuse(parts)
+        binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True).refuse_if_used(parts)
         step = Step(
             does=f"reset {address}",
             write=Write(f"{path}/reset", "1"),
-            idle=binding.nodes(machine, parts),
+            idle=binding.list_guest_nodes(machine, parts),
             timeout_s=RESET_S,
         )
         return Plan((step,), "reset")
 
 
-def take(machine: Machine, rules: list[Rule]) -> Findings:
+def discover_devices(machine: Machine, rules: list[PciRule]) -> Findings:
     """Return the devices that the rules select, and faults for functions that cannot be offered.
 
     A function whose reading fails becomes a fault; one that was unplugged meanwhile is left out. Raises DriverError if
     it cannot be determined which functions the host uses.
     """
-    taken: list[Device] = []
+    devices: list[Device] = []
     faults: list[Fault] = []
-    in_use = used_by_host(machine)
+    in_use = find_functions_used_by_host(machine)
     for address in machine.pci_functions():
         try:
-            for found in _take(machine, address, rules, in_use):
-                if isinstance(found, Fault):
-                    faults.append(found)
+            for finding in _discover_function(machine, address, rules, in_use):
+                if isinstance(finding, Fault):
+                    faults.append(finding)
                 else:
-                    taken.append(found)
+                    devices.append(finding)
         except Gone:
             continue  # unplugged during this call
         except DriverError as error:
             faults.append(Fault(address, str(error)))
-    return Findings(tuple(taken), at_most(faults))
+    return Findings(tuple(devices), at_most(faults))
 
 
-def read_rules(settings: dict[str, object]) -> list[Rule]:
+def read_rules(settings: dict[str, object]) -> list[PciRule]:
     """Return the validated rules of the settings. Raises Invalid if one is unusable or selects every function."""
     try:
-        rules = msgspec.convert(settings.get("rules", []), list[Rule])
+        rules = msgspec.convert(settings.get("rules", []), list[PciRule])
     except msgspec.ValidationError as error:
         hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
         raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
     for number, rule in enumerate(rules, 1):
-        if rule == Rule(type=rule.type, vfs=rule.vfs, bind=rule.bind):
+        if rule == PciRule(type=rule.type, vfs=rule.vfs, bind=rule.bind):
             raise Invalid(
                 f"rule {number} of pci_driver selects every function: state vendor, product, class or address"
             )
     return rules
 
 
-def _rule_over(rule: Rule, layout: dict[str, str]) -> Rule:
+def _apply_layout(rule: PciRule, layout: dict[str, str]) -> PciRule:
     """Return the rule with the values of a layout in place of its own. Raises Invalid for an unusable layout."""
     try:
         if unknown := set(layout) - {"vfs", "bind"}:
             raise Invalid(f"the layout of a PCI function has no key {min(unknown)!r}: its keys are vfs and bind")
         changed = {**msgspec.to_builtins(rule), **layout}
-        return msgspec.convert(changed, Rule, strict=False)
+        return msgspec.convert(changed, PciRule, strict=False)
     except msgspec.ValidationError as error:
         raise Invalid(f"the layout is not usable: {error}") from None
 
 
-def _lacks(machine: Machine, rules: list[Rule]) -> Iterator[str]:
+def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterator[str]:
     """Yield a sentence for each thing that the driver needs and this host or process lacks."""
     status = dict(line.split(":", 1) for line in machine.text("/proc/self/status").splitlines() if ":" in line)
     user, capabilities = status.get("Uid", "0").split()[:1], int(status.get("CapEff", "2").strip(), 16)
@@ -239,103 +241,105 @@ def _lacks(machine: Machine, rules: list[Rule]) -> Iterator[str]:
     if not machine.names("/sys/kernel/iommu_groups"):
         yield "no IOMMU, so no guest gets a PCI function: switch it on in the firmware and on the kernel's command line"
     for name in sorted({rule.bind for rule in rules if rule.bind}):
-        if not machine.exists(f"{binding.DRIVERS}/{name}"):
+        if not machine.exists(f"{binding.DRIVERS_FOLDER}/{name}"):
             yield f"the kernel has no driver {name}, which a rule binds to: load it (modprobe {name})"
 
 
-def find(machine: Machine, key: str) -> str:
+def find_address(machine: Machine, key: str) -> str:
     """Return the PCI address of the device with this key. Raises Gone.
 
     For a key with a serial number it reads the functions of that vendor until one matches.
     """
-    kind, _, rest = key.partition(":")
-    for address in [rest] if kind == "pci" else machine.pci_functions():
+    kind, _, identity = key.partition(":")
+    for address in [identity] if kind == "pci" else machine.pci_functions():
         try:
-            if kind != "pci" and not rest.startswith(f"{_id(machine, address, 'vendor')}:"):
+            if kind != "pci" and not identity.startswith(f"{_read_id(machine, address, 'vendor')}:"):
                 continue  # avoids most reads on a host with hundreds of functions
-            function = _function(machine, address)
-            if kind == "pci" or _key(machine, function) == key:
+            function = _read_function(machine, address)
+            if kind == "pci" or _make_device_key(machine, function) == key:
                 return address
         except Gone:
             continue
     raise Gone(f"there is no {key} on this host (any more)")
 
 
-def _function(machine: Machine, address: str) -> Function:
-    return Function(address, *(_id(machine, address, name) for name in ("vendor", "device", "class")))
+def _read_function(machine: Machine, address: str) -> PciFunction:
+    return PciFunction(address, *(_read_id(machine, address, name) for name in ("vendor", "device", "class")))
 
 
-def _id(machine: Machine, address: str, name: str) -> str:
+def _read_id(machine: Machine, address: str, name: str) -> str:
     return machine.read(f"{PCI_DEVICES}/{address}/{name}").removeprefix("0x")
 
 
-def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, str]) -> Iterator[Device | Fault]:
+def _discover_function(
+    machine: Machine, address: str, rules: list[PciRule], in_use: dict[str, str]
+) -> Iterator[Device | Fault]:
     """Yield the device of a function if a rule selects it, and a fault for each part that cannot be handed out.
 
     A virtual function of a selected card is part of that card's device, so it yields nothing by itself.
     """
-    function = _function(machine, address)
-    rule = matching(function, rules)
-    if rule is None or _is_part(machine, address, rules):
+    function = _read_function(machine, address)
+    rule = find_matching_rule(function, rules)
+    if rule is None or _is_part_of_selected_card(machine, address, rules):
         return
-    virtual = sriov.virtual(machine, address)
-    parts = virtual or [address]
+    virtual_functions = sriov.list_virtual_functions(machine, address)
+    parts = virtual_functions or [address]
     yield from (Fault(part, in_use[part]) for part in parts if part in in_use)
     if parts == [address] and address in in_use:
         return
-    kind = rule.type or class_type(function)
-    if kind is None:
+    device_type = rule.type or get_class_type(function)
+    if device_type is None:
         yield Fault(
             address, f"its PCI class {function.pci_class} does not determine the device type: set `type` in the rule"
         )
         return
-    handed_out = [part for part in parts if part not in in_use and (virtual or not rule.vfs)]
-    to_install = _to_install(binding.Look(machine, in_use, acting=False), address, rule)
-    yield _device(machine, function, kind, handed_out, to_install)
+    handed_out = [part for part in parts if part not in in_use and (virtual_functions or not rule.vfs)]
+    to_install = _describe_install_steps(binding.HostUsage(machine, in_use, for_act=False), address, rule)
+    yield _build_device(machine, function, device_type, handed_out, to_install)
 
 
-def _is_part(machine: Machine, address: str, rules: list[Rule]) -> bool:
+def _is_part_of_selected_card(machine: Machine, address: str, rules: list[PciRule]) -> bool:
     """Return whether the function is a virtual function of a card that a rule selects."""
     card = machine.link(f"{PCI_DEVICES}/{address}/physfn")
-    return bool(card) and matching(_function(machine, card), rules) is not None
+    return bool(card) and find_matching_rule(_read_function(machine, card), rules) is not None
 
 
-def _steps(look: binding.Look, address: str, rule: Rule) -> list[Step]:
+def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> list[Step]:
     """Return the steps towards the rule that are possible now; virtual functions are bound only after they exist."""
     unbound = rule.bind is not None
-    steps = [] if rule.vfs is None else sriov.plan(look, address, rule.vfs, unbound=unbound)
+    steps = [] if rule.vfs is None else sriov.plan_virtual_functions(view, address, rule.vfs, unbound=unbound)
     if rule.bind is None:
         return steps
     if steps:
-        binding.refuse_unable(look.machine, address, rule.bind)  # refuse before the first change, not halfway
+        binding.refuse_unless_bindable(view.machine, address, rule.bind)  # refuse before the first change, not halfway
         return steps
-    parts = sriov.virtual(look.machine, address) or [address]
-    return [step for part in parts for step in binding.plan(look, part, rule.bind)]
+    parts = sriov.list_virtual_functions(view.machine, address) or [address]
+    return [step for part in parts for step in binding.plan_binding(view, part, rule.bind)]
 
 
-def _to_install(look: binding.Look, address: str, rule: Rule) -> str:
-    """List, one per line, what `install` would do now, at most TOLD_STEPS steps; or why it cannot be done.
+def _describe_install_steps(view: binding.HostUsage, address: str, rule: PciRule) -> str:
+    """List, one per line, what `install` would do now, at most MAX_LISTED_STEPS steps; or why it cannot be done.
 
-    With a `look` that is not `acting`, running guests are ignored: whether one runs is not a change of the device.
+    With a `view` that is not `for_act`, running guests are ignored: whether one runs is not a change of the device.
     """
     try:
-        steps = _steps(look, address, rule)
+        steps = _plan_rule_steps(view, address, rule)
     except (Busy, Invalid, Unsupported) as error:
-        return f"{NOT_NOW}{error}"
+        return f"{BLOCKED_PREFIX}{error}"
     lines = [step.does for step in steps]
-    if rule.bind and lines and rule.vfs and len(sriov.virtual(look.machine, address)) != rule.vfs:
+    if rule.bind and lines and rule.vfs and len(sriov.list_virtual_functions(view.machine, address)) != rule.vfs:
         lines.append(f"bind each of them to {rule.bind}")
-    more = [f"and {len(lines) - TOLD_STEPS} more steps"] if len(lines) > TOLD_STEPS else []
-    return "\n".join(lines[:TOLD_STEPS] + more)
+    overflow_line = [f"and {len(lines) - MAX_LISTED_STEPS} more steps"] if len(lines) > MAX_LISTED_STEPS else []
+    return "\n".join(lines[:MAX_LISTED_STEPS] + overflow_line)
 
 
-def _said(rule: Rule) -> str:
+def _describe_rule(rule: PciRule) -> str:
     """Describe the state that the rule wants; '' if it sets neither `vfs` nor `bind`."""
     bound = "" if rule.bind is None else f"bound to {rule.bind or 'no driver of the host'}"
     return ", ".join(filter(None, ("" if rule.vfs is None else f"{rule.vfs} virtual functions", bound)))
 
 
-def matching(function: Function, rules: Sequence[M]) -> M | None:
+def find_matching_rule(function: PciFunction, rules: Sequence[MatchT]) -> MatchT | None:
     """Return the first rule whose globs all match the function, or None. A bridge matches no rule."""
     for rule in rules if not function.pci_class.startswith(BRIDGE) else ():
         pairs = (
@@ -349,7 +353,7 @@ def matching(function: Function, rules: Sequence[M]) -> M | None:
     return None
 
 
-def class_type(function: Function) -> DeviceType | None:
+def get_class_type(function: PciFunction) -> DeviceType | None:
     """Return the device type that the PCI class stands for, or None if the class does not tell it."""
     for prefix, vendor, kind in CLASS_TYPES:
         if function.pci_class.startswith(prefix) and fnmatchcase(function.vendor, vendor):
@@ -357,20 +361,22 @@ def class_type(function: Function) -> DeviceType | None:
     return None
 
 
-def _device(machine: Machine, function: Function, kind: DeviceType, handed_out: list[str], to_install: str) -> Device:
+def _build_device(
+    machine: Machine, function: PciFunction, device_type: DeviceType, handed_out: list[str], to_install: str
+) -> Device:
     address, path = function.address, f"{PCI_DEVICES}/{function.address}"
-    status, reason = pci_health.status(machine, address)
+    status, reason = pci_health.read_status(machine, address)
     traits = ["OWNER_CYBORG"]
     if vendor := VENDORS.get(function.vendor):
         traits.append(f"CUSTOM_PCI_{vendor}")
     traits.append(f"CUSTOM_PCI_PRODUCT_ID_{function.product.upper()}")
     attributes = (Attribute("rc", "CUSTOM_PCI"), *(Attribute(f"trait{n}", trait) for n, trait in enumerate(traits)))
-    handles = tuple(map(_handle, handed_out))
+    handles = tuple(map(_make_handle, handed_out))
     owner = vendor or function.vendor.upper()
-    able = {"partition": sriov.able(machine, address), "reset": machine.exists(f"{path}/reset")}
+    supported_acts = {"partition": sriov.supports_sriov(machine, address), "reset": machine.exists(f"{path}/reset")}
     return Device(
-        key=_key(machine, function),
-        type=kind,
+        key=_make_device_key(machine, function),
+        type=device_type,
         vendor=function.vendor,
         model=function.product,
         address=address,
@@ -380,32 +386,32 @@ def _device(machine: Machine, function: Function, kind: DeviceType, handed_out: 
         status_reason=reason,
         numa_node=max(-1, machine.read_int(f"{path}/numa_node", -1)),
         kernel_driver=machine.link(f"{path}/driver"),
-        bridges=pci_health.bridges(machine, address),
+        bridges=pci_health.list_bridges(machine, address),
         deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, owner),),
         to_install=to_install,
-        acts=" ".join(["health", "install", *(word for word, can in able.items() if can), "uninstall"]),
-        changeable="bind vfs" if able["partition"] else "bind",
-        sized_by="vfs" if able["partition"] else "",
+        acts=" ".join(["health", "install", *(word for word, can in supported_acts.items() if can), "uninstall"]),
+        changeable="bind vfs" if supported_acts["partition"] else "bind",
+        sized_by="vfs" if supported_acts["partition"] else "",
     )
 
 
-def _handle(address: str) -> AttachHandle:
+def _make_handle(address: str) -> AttachHandle:
     domain, bus, slot, number = re.split("[:.]", address)
     return AttachHandle("PCI", json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number}))
 
 
-def _key(machine: Machine, function: Function) -> str:
+def _make_device_key(machine: Machine, function: PciFunction) -> str:
     """Return the device key: from the serial number if the function has one, else from its PCI address.
 
     The serial number of a virtual function is not used, because it repeats the one of its card.
     """
     path = f"{PCI_DEVICES}/{function.address}"
-    serial = "" if machine.exists(f"{path}/physfn") else _serial(machine, path)
+    serial = "" if machine.exists(f"{path}/physfn") else _read_serial_number(machine, path)
     number = function.address.rpartition(".")[2]
     return f"serial:{function.vendor}:{serial}:{number}" if serial else f"pci:{function.address}"
 
 
-def _serial(machine: Machine, path: str) -> str:
+def _read_serial_number(machine: Machine, path: str) -> str:
     """Return the Device Serial Number (capability of PCIe 7.9.3) in hex, '' if there is none or it cannot be read.
 
     Only root can read more than the first 64 bytes of `config`, so other users always get ''.

@@ -18,72 +18,78 @@ from drivers.base import at_most
 from drivers.inventory import Device, DriverReport, Fault
 
 
-def settle(reports: Sequence[DriverReport], before: Mapping[str, DriverReport] | None = None) -> list[DriverReport]:
+def resolve_conflicts(
+    reports: Sequence[DriverReport], previous: Mapping[str, DriverReport] | None = None
+) -> list[DriverReport]:
     """Return the reports with a Fault in place of each device that belongs to another driver or backend.
 
-    `reports` must be in the order of `enabled_drivers`. `before` is the last result by driver name: a driver or a
+    `reports` must be in the order of `enabled_drivers`. `previous` is the last result by driver name: a driver or a
     backend that failed now gets the devices it had then.
     """
-    had = before or {}
-    whole = [_carried(report, had.get(report.driver)) for report in reports]
-    named = set(_claimed(whole))
-    owners = dict(pair for pair in _claimed(had.values()) if pair in named)
-    taken: set[str] = set()
-    return [_settled(report, owners, taken) for report in whole]
+    previous_reports = previous or {}
+    complete_reports = [_carry_devices_over(report, previous_reports.get(report.driver)) for report in reports]
+    current_claims = set(_iterate_claims(complete_reports))
+    owners = dict(pair for pair in _iterate_claims(previous_reports.values()) if pair in current_claims)
+    granted_claims: set[str] = set()
+    return [_replace_conflicting_devices(report, owners, granted_claims) for report in complete_reports]
 
 
-def _claimed(reports: Iterable[DriverReport]) -> Iterator[tuple[str, str]]:
+def _iterate_claims(reports: Iterable[DriverReport]) -> Iterator[tuple[str, str]]:
     """Yield (claim, owner) for all devices. A claim is a PCI address, `identity …` or `deployable …`."""
     for report in reports:
         for device in report.devices:
-            yield from ((claim, _owner(report, device)) for claim in _claims(device))
+            yield from ((claim, _get_owner_name(report, device)) for claim in _list_claims(device))
 
 
-def _owner(report: DriverReport, device: Device) -> str:
+def _get_owner_name(report: DriverReport, device: Device) -> str:
     return f"{report.driver}:{device.backend}" if device.backend else report.driver
 
 
-def _carried(report: DriverReport, before: DriverReport | None) -> DriverReport:
-    """Return the report with the devices of `before` for a driver or backends that failed now.
+def _carry_devices_over(report: DriverReport, previous: DriverReport | None) -> DriverReport:
+    """Return the report with the devices of `previous` for a driver or backends that failed now.
 
     Devices that the report itself lists for a failed driver or backend are dropped.
     """
-    failed = _failed(report)
-    known = before.devices if before else ()
+    failed = _list_failed_backends(report)
+    previous_devices = previous.devices if previous else ()
     if report.error:
-        return msgspec.structs.replace(report, devices=known)
-    kept = (device for device in known if device.backend in failed)
-    found = (device for device in report.devices if device.backend not in failed)
-    return msgspec.structs.replace(report, devices=(*kept, *found))
+        return msgspec.structs.replace(report, devices=previous_devices)
+    carried_over = (device for device in previous_devices if device.backend in failed)
+    reported = (device for device in report.devices if device.backend not in failed)
+    return msgspec.structs.replace(report, devices=(*carried_over, *reported))
 
 
-def _failed(report: DriverReport) -> set[str]:
+def _list_failed_backends(report: DriverReport) -> set[str]:
     return {backend.name for backend in report.backends if backend.error}
 
 
-def _settled(report: DriverReport, owners: dict[str, str], taken: set[str]) -> DriverReport:
+def _replace_conflicting_devices(
+    report: DriverReport, owners: dict[str, str], granted_claims: set[str]
+) -> DriverReport:
     """Return the report with a Fault in place of each device that is invalid or belongs to another owner.
 
-    The claims of the devices that stay are added to `owners` (claim → owner) and `taken`.
+    The claims of the devices that stay are added to `owners` (claim → owner) and `granted_claims`.
     """
-    keys = Counter((_owner(report, device), device.key) for device in report.devices)
+    keys = Counter((_get_owner_name(report, device), device.key) for device in report.devices)
     devices, faults = [], list(report.faults)
     for device in report.devices:
-        owner = _owner(report, device)
-        problem = _problem(device, keys[owner, device.key])
-        lost = (claim for claim in _claims(device) if claim in taken or owners.get(claim, owner) != owner)
-        if not problem and (claim := next(lost, "")):
+        owner = _get_owner_name(report, device)
+        problem = _describe_problem(device, keys[owner, device.key])
+        foreign_claims = (
+            claim for claim in _list_claims(device) if claim in granted_claims or owners.get(claim, owner) != owner
+        )
+        if not problem and (claim := next(foreign_claims, "")):
             problem = f"{claim} already belongs to {owners[claim]}"
         if problem:
             faults.append(Fault(device.address or device.key, problem))
         else:
-            owners.update(dict.fromkeys(_claims(device), owner))
-            taken.update(_claims(device))
+            owners.update(dict.fromkeys(_list_claims(device), owner))
+            granted_claims.update(_list_claims(device))
             devices.append(device)
     return msgspec.structs.replace(report, devices=tuple(devices), faults=at_most(faults))
 
 
-def _problem(device: Device, same_key: int) -> str:
+def _describe_problem(device: Device, same_key: int) -> str:
     """Return why the device cannot be used, whoever owns it; '' if it can.
 
     `same_key` is the number of devices with its identity: if there are several, none of them can be told apart.
@@ -99,20 +105,22 @@ def _problem(device: Device, same_key: int) -> str:
     return ""
 
 
-def _claims(device: Device) -> list[str]:
+def _list_claims(device: Device) -> list[str]:
     """Return everything that only one device may have: PCI addresses, those of its handles included, and names."""
     addresses = [device.address] if device.address else []
     names = []
     for deployable in device.deployables:
         names.append(f"deployable {deployable.name}")
-        addresses += [_handed_out(handle.info) for handle in deployable.handles if handle.attach_type == "PCI"]
+        addresses += [
+            _parse_handle_address(handle.info) for handle in deployable.handles if handle.attach_type == "PCI"
+        ]
     return [*dict.fromkeys(filter(None, addresses)), f"identity {device.key}", *names]
 
 
-def _handed_out(info: str) -> str:
+def _parse_handle_address(info: str) -> str:
     """Return the PCI address in a handle's JSON; '' if it contains none."""
     try:
-        where = json.loads(info)
-        return f"{where['domain']}:{where['bus']}:{where['device']}.{where['function']}"
+        fields = json.loads(info)
+        return f"{fields['domain']}:{fields['bus']}:{fields['device']}.{fields['function']}"
     except (ValueError, KeyError, TypeError):
         return ""

@@ -13,12 +13,12 @@ from drivers.inventory import Health, Sample
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine
 from drivers.plan import Signal
 
-AER = ("correctable", "nonfatal", "fatal")
+ERROR_KINDS = ("correctable", "nonfatal", "fatal")
 MAX_SIGNALS = 64
 MAX_PATH = 255
-NONE = -(2**31)
+UNREADABLE = -(2**31)
 """A value that no sensor has; it stands for a sensor that cannot be read."""
-GAUGES = (
+FUNCTION_METRICS = (
     ("gpu_busy_percent", "utilization_percent", 1),
     ("mem_info_vram_used", "memory_used_bytes", 1),
     ("mem_info_vram_total", "memory_total_bytes", 1),
@@ -26,7 +26,7 @@ GAUGES = (
     ("npu_busy_time_us", "busy_seconds_total", 10**6),
 )
 """(File of a function, its metric, how many units of the file are one unit of the metric)."""
-SENSORS = (
+HWMON_METRICS = (
     ("power1_average", "power_watts", 10**6),
     ("power1_input", "power_watts", 10**6),
     ("energy1_input", "energy_joules_total", 10**6),
@@ -34,7 +34,7 @@ SENSORS = (
 """The same for files of its hwmon directories; the first readable file of a metric is used."""
 
 
-def status(machine: Machine, address: str) -> tuple[Health, str]:
+def read_status(machine: Machine, address: str) -> tuple[Health, str]:
     """Return the health of a function and its reason.
 
     It is `failed` if the function does not answer on the bus, and `degraded` if its PCIe link is narrower than it could
@@ -43,96 +43,100 @@ def status(machine: Machine, address: str) -> tuple[Health, str]:
     path = f"{PCI_DEVICES}/{address}"
     if machine.read(f"{path}/vendor") == "0xffff" or machine.text(f"{path}/power_state") == "error":
         return "failed", "it does not answer on the bus"
-    now, best = (machine.read_int(f"{path}/{name}_link_width", 0) for name in ("current", "max"))
-    if 0 < now < best < 255:
-        return "degraded", f"its PCIe link is x{now}, it could be x{best}"
+    current_width, max_width = (machine.read_int(f"{path}/{name}_link_width", 0) for name in ("current", "max"))
+    if 0 < current_width < max_width < 255:
+        return "degraded", f"its PCIe link is x{current_width}, it could be x{max_width}"
     return "ok", ""
 
 
-def bridges(machine: Machine, address: str) -> str:
+def list_bridges(machine: Machine, address: str) -> str:
     """Return the addresses of the PCI bridges above a function, root first, separated by blanks.
 
     They are the parents of its directory in sysfs. If the text exceeds MAX_PATH, the bridges nearest the root are
     dropped.
     """
-    place = machine.resolve(f"{PCI_DEVICES}/{address}").split("/")
-    above = [name for name in place[:-1] if PCI_ADDRESS.fullmatch(name)]
-    while len(text := " ".join(above)) > MAX_PATH:
-        del above[0]
+    path_parts = machine.resolve(f"{PCI_DEVICES}/{address}").split("/")
+    bridge_addresses = [name for name in path_parts[:-1] if PCI_ADDRESS.fullmatch(name)]
+    while len(text := " ".join(bridge_addresses)) > MAX_PATH:
+        del bridge_addresses[0]
     return text
 
 
-def signals(machine: Machine, address: str) -> tuple[Signal, ...]:
+def read_signals(machine: Machine, address: str) -> tuple[Signal, ...]:
     """Return all readings of a function that are available, at most MAX_SIGNALS.
 
     Errors are counted since the start, for the function itself and for the port above it.
     """
     path = f"{PCI_DEVICES}/{address}"
-    found = [
-        *_value(machine, "driver", machine.link(f"{path}/driver") or "none", f"{path}/driver"),
-        *_file(machine, "power_state", f"{path}/power_state"),
-        *_file(machine, "link_width", f"{path}/current_link_width", limit=f"{path}/max_link_width"),
-        *_file(machine, "link_speed", f"{path}/current_link_speed", limit=f"{path}/max_link_speed"),
-        *_errors(machine, "", path),
+    readings = [
+        *_make_signal(machine, "driver", machine.link(f"{path}/driver") or "none", f"{path}/driver"),
+        *_read_signal(machine, "power_state", f"{path}/power_state"),
+        *_read_signal(machine, "link_width", f"{path}/current_link_width", limit=f"{path}/max_link_width"),
+        *_read_signal(machine, "link_speed", f"{path}/current_link_speed", limit=f"{path}/max_link_speed"),
+        *_read_error_signals(machine, "", path),
     ]
     port = machine.resolve(path).split("/")[-2]
     if PCI_ADDRESS.fullmatch(port):
-        found += _errors(machine, "port_", f"{PCI_DEVICES}/{port}")
-    for sensor in _sensors(machine, _monitors(machine, address)):
-        found += _temperature(machine, sensor)
-    return tuple(found[:MAX_SIGNALS])
+        readings += _read_error_signals(machine, "port_", f"{PCI_DEVICES}/{port}")
+    for sensor in _find_temperature_sensors(machine, _find_hwmon_folders(machine, address)):
+        readings += _read_temperature(machine, sensor)
+    return tuple(readings[:MAX_SIGNALS])
 
 
-def samples(machine: Machine, key: str, address: str) -> tuple[Sample, ...]:
+def read_samples(machine: Machine, key: str, address: str) -> tuple[Sample, ...]:
     """Return the load of a function as samples with the device key `key`: error counters and present values.
 
     Present values are not read while the function is suspended, because reading would wake it. Temperatures are
     numbered in the order of the sensors; the first has no number in its name.
     """
     path = f"{PCI_DEVICES}/{address}"
-    counts = {kind: _total(machine, path, kind) for kind in AER}
-    read = {f"errors_{kind}_total": float(count) for kind, count in counts.items() if count.isdecimal()}
-    if _text(machine, f"{path}/power/runtime_status") != "suspended":
-        read |= _present(machine, path, address)
-    return tuple(Sample(key, metric, value) for metric, value in read.items())[:MAX_SIGNALS]
+    counts = {kind: _read_error_total(machine, path, kind) for kind in ERROR_KINDS}
+    values = {f"errors_{kind}_total": float(count) for kind, count in counts.items() if count.isdecimal()}
+    if _read_or_empty(machine, f"{path}/power/runtime_status") != "suspended":
+        values |= _read_present_values(machine, path, address)
+    return tuple(Sample(key, metric, value) for metric, value in values.items())[:MAX_SIGNALS]
 
 
-def _present(machine: Machine, path: str, address: str) -> dict[str, float]:
-    read: dict[str, float] = {}
-    monitors = list(_monitors(machine, address))
-    for folder, files in [(path, GAUGES), *((monitor, SENSORS) for monitor in monitors)]:
+def _read_present_values(machine: Machine, path: str, address: str) -> dict[str, float]:
+    values: dict[str, float] = {}
+    monitors = list(_find_hwmon_folders(machine, address))
+    for folder, files in [(path, FUNCTION_METRICS), *((monitor, HWMON_METRICS) for monitor in monitors)]:
         for name, metric, units in files:
-            if metric not in read and (value := machine.read_int(f"{folder}/{name}", NONE)) > NONE:
-                read[metric] = value / units
-    millidegrees = (machine.read_int(f"{sensor}_input", NONE) for sensor in _sensors(machine, monitors))
-    for number, value in enumerate(value for value in millidegrees if value > NONE):
-        read[f"temperature_celsius{f'_{number}' if number else ''}"] = value / 1000
-    return read
+            if metric not in values and (value := machine.read_int(f"{folder}/{name}", UNREADABLE)) > UNREADABLE:
+                values[metric] = value / units
+    millidegrees = (
+        machine.read_int(f"{sensor}_input", UNREADABLE) for sensor in _find_temperature_sensors(machine, monitors)
+    )
+    for number, value in enumerate(value for value in millidegrees if value > UNREADABLE):
+        values[f"temperature_celsius{f'_{number}' if number else ''}"] = value / 1000
+    return values
 
 
-def _value(machine: Machine, name: str, value: str, source: str, unit: str = "", limit: str = "") -> Iterator[Signal]:
+def _make_signal(
+    machine: Machine, name: str, value: str, source: str, unit: str = "", limit: str = ""
+) -> Iterator[Signal]:
     yield Signal(name[:64], value[:255], unit, limit[:64], source)
 
 
-def _file(machine: Machine, name: str, source: str, limit: str = "") -> Iterator[Signal]:
+def _read_signal(machine: Machine, name: str, source: str, limit: str = "") -> Iterator[Signal]:
     """Yield the attribute as a signal; nothing if it is empty or cannot be read (as of a card in deep sleep)."""
-    if value := _text(machine, source):
-        yield from _value(machine, name, value, source, limit=_text(machine, limit) if limit else "")
+    if value := _read_or_empty(machine, source):
+        yield from _make_signal(machine, name, value, source, limit=_read_or_empty(machine, limit) if limit else "")
 
 
-def _errors(machine: Machine, prefix: str, path: str) -> Iterator[Signal]:
-    for kind in AER:
-        if count := _total(machine, path, kind):
-            yield from _value(machine, f"{prefix}aer_{kind}", count, f"{path}/aer_dev_{kind}")
+def _read_error_signals(machine: Machine, prefix: str, path: str) -> Iterator[Signal]:
+    for kind in ERROR_KINDS:
+        if count := _read_error_total(machine, path, kind):
+            yield from _make_signal(machine, f"{prefix}aer_{kind}", count, f"{path}/aer_dev_{kind}")
 
 
-def _total(machine: Machine, path: str, kind: str) -> str:
+def _read_error_total(machine: Machine, path: str, kind: str) -> str:
     """Return how many errors of a kind were counted since the start; '' if they are not counted."""
-    lines = (line.rpartition(" ") for line in _text(machine, f"{path}/aer_dev_{kind}").splitlines())
+    lines = (line.rpartition(" ") for line in _read_or_empty(machine, f"{path}/aer_dev_{kind}").splitlines())
     return next((count for name, _, count in lines if name.startswith("TOTAL_ERR")), "")
 
 
-def _monitors(machine: Machine, address: str) -> Iterator[str]:
+def _find_hwmon_folders(machine: Machine, address: str) -> Iterator[str]:
     """Yield the hwmon directories (`/sys/class/hwmon/hwmon3`) of a function and of devices below it, such as an NVMe
     controller."""
     below = machine.resolve(f"{PCI_DEVICES}/{address}") + "/"
@@ -142,21 +146,23 @@ def _monitors(machine: Machine, address: str) -> Iterator[str]:
             yield path
 
 
-def _sensors(machine: Machine, monitors: Iterable[str]) -> Iterator[str]:
+def _find_temperature_sensors(machine: Machine, monitors: Iterable[str]) -> Iterator[str]:
     """Yield the path prefix of each temperature sensor (`…/hwmon3/temp1`)."""
     for path in monitors:
         yield from (f"{path}/{file.removesuffix('_input')}" for file in machine.names(path, "temp*_input"))
 
 
-def _temperature(machine: Machine, sensor: str) -> Iterator[Signal]:
-    value, limit = (machine.read_int(f"{sensor}_{name}", NONE) for name in ("input", "crit"))
-    if value > NONE:
-        label = _text(machine, f"{sensor}_label") or sensor.rpartition("/")[2]
-        most = f"{limit / 1000:g}" if limit > NONE else ""
-        yield from _value(machine, f"temperature {label}", f"{value / 1000:g}", f"{sensor}_input", "°C", most)
+def _read_temperature(machine: Machine, sensor: str) -> Iterator[Signal]:
+    value, limit = (machine.read_int(f"{sensor}_{name}", UNREADABLE) for name in ("input", "crit"))
+    if value > UNREADABLE:
+        label = _read_or_empty(machine, f"{sensor}_label") or sensor.rpartition("/")[2]
+        limit_text = f"{limit / 1000:g}" if limit > UNREADABLE else ""
+        yield from _make_signal(
+            machine, f"temperature {label}", f"{value / 1000:g}", f"{sensor}_input", "°C", limit_text
+        )
 
 
-def _text(machine: Machine, path: str) -> str:
+def _read_or_empty(machine: Machine, path: str) -> str:
     try:
         return machine.read(path)
     except DriverError:

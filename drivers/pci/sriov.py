@@ -11,37 +11,37 @@ from collections.abc import Mapping
 
 from drivers.errors import Invalid, Unsupported
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.pci.binding import VFIO, Look, driver_of, nodes
+from drivers.pci.binding import VFIO, HostUsage, list_guest_nodes, read_bound_driver
 from drivers.plan import Check, Step, Write
 
-MAKE_S, EACH_S = 10.0, 1.0
+CREATE_S, PER_FUNCTION_S = 10.0, 1.0
 """Timeout in seconds of the write that changes the number, and the seconds added for each virtual function: the write
 returns only when all of them exist."""
-LOOKED_AT = 62
+MAX_CHECKED_LINKS = 62
 """Number of links that are checked after the write, plus the last one and the count; a Step has room for 64 checks."""
 
 
-def virtual(machine: Machine, address: str) -> list[str]:
+def list_virtual_functions(machine: Machine, address: str) -> list[str]:
     """Return the addresses of a card's virtual functions, sorted."""
     path = f"{PCI_DEVICES}/{address}"
     return sorted(filter(None, (machine.link(f"{path}/{name}") for name in machine.names(path, "virtfn*"))))
 
 
-def able(machine: Machine, address: str) -> bool:
+def supports_sriov(machine: Machine, address: str) -> bool:
     """Return whether the function supports virtual functions."""
     return machine.read_int(f"{PCI_DEVICES}/{address}/sriov_totalvfs", 0) > 0
 
 
-def plan(look: Look, address: str, wanted: int, *, unbound: bool) -> list[Step]:
+def plan_virtual_functions(view: HostUsage, address: str, wanted: int, *, unbound: bool) -> list[Step]:
     """Return the steps to exactly `wanted` virtual functions; no steps if there are that many.
 
     With `unbound`, the kernel does not bind drivers to the new functions. Raises Busy if the host or a guest uses the
     card or one of its virtual functions, Invalid if `wanted` exceeds the card's maximum, and Unsupported if the card or
     its kernel driver has no SR-IOV.
     """
-    machine, path = look.machine, f"{PCI_DEVICES}/{address}"
-    there = virtual(machine, address)
-    if len(there) == wanted:
+    machine, path = view.machine, f"{PCI_DEVICES}/{address}"
+    existing = list_virtual_functions(machine, address)
+    if len(existing) == wanted:
         return []
     total = machine.read_int(f"{path}/sriov_totalvfs", 0)
     if total == 0:
@@ -51,40 +51,43 @@ def plan(look: Look, address: str, wanted: int, *, unbound: bool) -> list[Step]:
     if wanted > total:
         raise Invalid(f"{address} can have at most {total} virtual functions, not {wanted}: change vfs")
     _refuse_without_driver(machine, address)
-    look.refuse([address, *there])
-    number = machine.read_int(f"{path}/sriov_numvfs", 0) if look.acting else len(there)
-    steps = [_number(machine, address, number, 0)] if number else []
-    probing = f"{path}/sriov_drivers_autoprobe"
-    if wanted and unbound and machine.text(probing) not in ("", "0"):
-        steps.append(_probing(address, "0", machine.text(probing)))
+    view.refuse_if_used([address, *existing])
+    current_count = machine.read_int(f"{path}/sriov_numvfs", 0) if view.for_act else len(existing)
+    steps = [_make_count_step(machine, address, current_count, 0)] if current_count else []
+    autoprobe_path = f"{path}/sriov_drivers_autoprobe"
+    if wanted and unbound and machine.text(autoprobe_path) not in ("", "0"):
+        steps.append(_make_autoprobe_step(address, "0", machine.text(autoprobe_path)))
     if wanted:
-        steps.append(_number(machine, address, 0, wanted))
+        steps.append(_make_count_step(machine, address, 0, wanted))
     return steps
 
 
-def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
+def plan_virtual_functions_restore(view: HostUsage, address: str, first: Mapping[str, str]) -> list[Step]:
     """Return the steps that restore the first number of virtual functions and the first autoprobe setting.
 
     `first` is `Ask.first`; values that are not in it are left unchanged. Raises Busy and Unsupported.
     """
-    machine, path = look.machine, f"{PCI_DEVICES}/{address}"
-    wanted, there = first.get(f"{path}/sriov_numvfs", ""), machine.read_int(f"{path}/sriov_numvfs", 0)
+    machine, path = view.machine, f"{PCI_DEVICES}/{address}"
+    wanted, current_count = first.get(f"{path}/sriov_numvfs", ""), machine.read_int(f"{path}/sriov_numvfs", 0)
     steps = []
-    if there and wanted.isdecimal() and int(wanted) != there:
+    if current_count and wanted.isdecimal() and int(wanted) != current_count:
         _refuse_without_driver(machine, address)
-        look.refuse([address, *virtual(machine, address)])
-        steps.append(_number(machine, address, there, 0))
-    probing, before = f"{path}/sriov_drivers_autoprobe", machine.text(f"{path}/sriov_drivers_autoprobe")
-    if first.get(probing, before) != before:
-        steps.append(_probing(address, first[probing], before))
-    if wanted.isdecimal() and int(wanted) not in (0, there):
-        steps.append(_number(machine, address, 0, int(wanted)))
+        view.refuse_if_used([address, *list_virtual_functions(machine, address)])
+        steps.append(_make_count_step(machine, address, current_count, 0))
+    autoprobe_path, autoprobe_before = (
+        f"{path}/sriov_drivers_autoprobe",
+        machine.text(f"{path}/sriov_drivers_autoprobe"),
+    )
+    if first.get(autoprobe_path, autoprobe_before) != autoprobe_before:
+        steps.append(_make_autoprobe_step(address, first[autoprobe_path], autoprobe_before))
+    if wanted.isdecimal() and int(wanted) not in (0, current_count):
+        steps.append(_make_count_step(machine, address, 0, int(wanted)))
     return steps
 
 
 def _refuse_without_driver(machine: Machine, address: str) -> None:
     """Raise Unsupported if the card is bound to no driver or to vfio-pci: neither can create virtual functions."""
-    driver = driver_of(machine, address)
+    driver = read_bound_driver(machine, address)
     if driver in ("", VFIO):
         raise Unsupported(
             f"{address} is bound to {driver or 'no kernel driver'}, which cannot create virtual functions: bind its "
@@ -92,7 +95,7 @@ def _refuse_without_driver(machine: Machine, address: str) -> None:
         )
 
 
-def _probing(address: str, value: str, before: str) -> Step:
+def _make_autoprobe_step(address: str, value: str, before: str) -> Step:
     """Return a step that sets whether the kernel binds drivers to new virtual functions (`sriov_drivers_autoprobe`)."""
     path = f"{PCI_DEVICES}/{address}/sriov_drivers_autoprobe"
     return Step(
@@ -103,11 +106,11 @@ def _probing(address: str, value: str, before: str) -> Step:
     )
 
 
-def _number(machine: Machine, address: str, before: int, wanted: int) -> Step:
+def _make_count_step(machine: Machine, address: str, before: int, wanted: int) -> Step:
     """Return a step that changes the number of virtual functions; one of `before` and `wanted` must be 0."""
     path = f"{PCI_DEVICES}/{address}"
-    looked_at = dict.fromkeys([*range(min(wanted, LOOKED_AT)), wanted - 1] if wanted else [])
-    links = (Check(f"{path}/virtfn{number}/physfn", address, link=True) for number in looked_at)
+    checked_numbers = dict.fromkeys([*range(min(wanted, MAX_CHECKED_LINKS)), wanted - 1] if wanted else [])
+    links = (Check(f"{path}/virtfn{number}/physfn", address, link=True) for number in checked_numbers)
     return Step(
         does=f"make {wanted} virtual function{'s' if wanted > 1 else ''} of {address}"
         if wanted
@@ -115,10 +118,10 @@ def _number(machine: Machine, address: str, before: int, wanted: int) -> Step:
         write=Write(f"{path}/sriov_numvfs", str(wanted)),
         expect=(
             Check(f"{path}/sriov_numvfs", str(before)),
-            Check(f"{path}/driver", driver_of(machine, address), link=True),
+            Check(f"{path}/driver", read_bound_driver(machine, address), link=True),
         ),
-        idle=nodes(machine, virtual(machine, address)) if before else (),
+        idle=list_guest_nodes(machine, list_virtual_functions(machine, address)) if before else (),
         seen=(Check(f"{path}/sriov_numvfs", str(wanted)), *links),
         undo=(Write(f"{path}/sriov_numvfs", str(before)),),
-        timeout_s=min(MAKE_S + EACH_S * max(wanted, before), 600.0),
+        timeout_s=min(CREATE_S + PER_FUNCTION_S * max(wanted, before), 600.0),
     )

@@ -5,48 +5,55 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from placement_sync.reconcile import Create, Delete, Move, SetInventories, SetTraits, Write
-from placement_sync.sync import Outcome
+from placement_sync.reconcile import (
+    CreateProvider,
+    DeleteProvider,
+    MoveProvider,
+    ProviderWrite,
+    SetInventories,
+    SetTraits,
+)
+from placement_sync.sync import SyncOutcome
 
-SHOWN = ("total", "reserved", "max_unit")
+DESCRIBED_FIELDS = ("total", "reserved", "max_unit")
 """The fields of an inventory whose changes are described. The others belong to Placement and its operators."""
 
 
-def told(ended: Outcome | Exception) -> list[str]:
+def describe_result(result: SyncOutcome | Exception) -> list[str]:
     """Return the lines that describe the result of one host, with `!` before each problem. Empty if it is in step."""
-    if not isinstance(ended, Outcome):
-        return [f"! {ended}"]
-    return [*lines(ended.writes), *(f"! {problem}" for problem in ended.problems)]
+    if not isinstance(result, SyncOutcome):
+        return [f"! {result}"]
+    return [*describe_writes(result.writes), *(f"! {problem}" for problem in result.problems)]
 
 
-def lines(writes: Iterable[Write]) -> Iterator[str]:
+def describe_writes(writes: Iterable[ProviderWrite]) -> Iterator[str]:
     """Yield a line for each difference: `+` is new, `-` is removed, `~` is changed."""
     for write in writes:
         match write:
-            case Create():
+            case CreateProvider():
                 yield f"+ {write.name}: a new provider"
-            case Move():
-                yield f"~ {write.name}: moved here; it was {write.was}"
-            case Delete():
+            case MoveProvider():
+                yield f"~ {write.name}: moved here; it was {write.previous}"
+            case DeleteProvider():
                 yield f"- {write.name}: the provider is deleted"
             case SetInventories():
-                yield from _inventories(write)
+                yield from _describe_inventories(write)
             case SetTraits():
-                yield from (f"+ {write.name}: trait {name}" for name in sorted(write.traits - write.was))
-                yield from (f"- {write.name}: trait {name}" for name in sorted(write.was - write.traits))
+                yield from (f"+ {write.name}: trait {name}" for name in sorted(write.traits - write.previous))
+                yield from (f"- {write.name}: trait {name}" for name in sorted(write.previous - write.traits))
 
 
-def _inventories(write: SetInventories) -> Iterator[str]:
-    for name in sorted(write.inventories.keys() | write.was.keys()):
-        now, was = write.inventories.get(name), write.was.get(name)
-        if was is None:
-            yield f"+ {write.name}: {name} {_numbers(now or {})}"
-        elif now is None:
-            yield f"- {write.name}: {name} {_numbers(was)}"
-        elif changed := {key: now[key] for key in SHOWN if now.get(key) != was.get(key)}:
-            yield f"~ {write.name}: {name} {', '.join(f'{key} {was.get(key)} → {to}' for key, to in changed.items())}"
+def _describe_inventories(write: SetInventories) -> Iterator[str]:
+    for name in sorted(write.inventories.keys() | write.previous.keys()):
+        current, previous = write.inventories.get(name), write.previous.get(name)
+        if previous is None:
+            yield f"+ {write.name}: {name} {_format_amounts(current or {})}"
+        elif current is None:
+            yield f"- {write.name}: {name} {_format_amounts(previous)}"
+        elif changed := {key: current[key] for key in DESCRIBED_FIELDS if current.get(key) != previous.get(key)}:
+            yield f"~ {write.name}: {name} {', '.join(f'{key} {previous.get(key)} → {to}' for key, to in changed.items())}"
 
 
-def _numbers(entry: Mapping[str, Any]) -> str:
+def _format_amounts(entry: Mapping[str, Any]) -> str:
     reserved = f", {entry['reserved']} reserved" if entry.get("reserved") else ""
     return f"{entry.get('total')}{reserved}"

@@ -13,74 +13,78 @@ from accelerators.models import Host
 from placement_sync import mapping
 from placement_sync.admin import describe
 from placement_sync.jobs import repository
-from placement_sync.mapping import Provider
-from placement_sync.reconcile import Inventory, Observed, Written, plan
+from placement_sync.mapping import DesiredProvider
+from placement_sync.reconcile import Inventory, ObservedProvider, WrittenRecord, plan_writes
 
-NOTHING_SEEN = "was not seen in Placement yet"
+NOT_SEEN_TEXT = "was not seen in Placement yet"
 
 
 @dataclass(frozen=True)
-class Beside:
+class ProviderComparison:
     """A provider as desired and as observed, in words. `drift` has one line per difference."""
 
     uuid: str
     name: str
-    wanted: tuple[str, ...]
-    seen: tuple[str, ...]
-    wanted_traits: tuple[str, ...]
-    seen_traits: tuple[str, ...]
+    desired: tuple[str, ...]
+    observed: tuple[str, ...]
+    desired_traits: tuple[str, ...]
+    observed_traits: tuple[str, ...]
     parent: str
     generation: int | None
     drift: tuple[str, ...]
 
 
-def beside(host: Host) -> tuple[list[Beside], list[str]]:
+def load_comparisons(host: Host) -> tuple[list[ProviderComparison], list[str]]:
     """Return all providers of the host, ordered by name, and the problems of its deployables. Three statements."""
-    desired, problems = mapping.desired(repository.parts(host))
-    return pairs(desired, repository.written(host), repository.root(host), host.name), problems
+    desired, problems = mapping.compute_desired_providers(repository.load_deployables(host))
+    return compare_providers(desired, repository.load_written(host), repository.load_root(host), host.name), problems
 
 
-def pairs(desired: Mapping[str, Provider], written: Mapping[str, Written], root: str, host: str) -> list[Beside]:
+def compare_providers(
+    desired: Mapping[str, DesiredProvider], written: Mapping[str, WrittenRecord], root: str, host: str
+) -> list[ProviderComparison]:
     """Return the providers as desired and as observed, ordered by name. Pure."""
     observed = {uuid: entry.seen for uuid, entry in written.items() if entry.seen}
     drift: dict[str, list[str]] = {}
-    for write in plan(root, desired, written, observed):
-        lines = (line.replace(f" {write.name}: ", " ", 1) for line in describe.lines([write]))
+    for write in plan_writes(root, desired, written, observed):
+        lines = (line.replace(f" {write.name}: ", " ", 1) for line in describe.describe_writes([write]))
         drift.setdefault(write.uuid, []).extend(lines)
-    found = []
+    comparisons = []
     for uuid in desired.keys() | written.keys():
-        wanted, now = desired.get(uuid), observed.get(uuid)
-        found.append(
-            Beside(
+        provider, seen = desired.get(uuid), observed.get(uuid)
+        comparisons.append(
+            ProviderComparison(
                 uuid=uuid,
-                name=wanted.name if wanted else now.name if now else uuid,
-                wanted=_wanted(wanted),
-                seen=tuple(_inventory(*entry) for entry in sorted(now.inventories.items())) if now else (NOTHING_SEEN,),
-                wanted_traits=tuple(sorted(wanted.traits)) if wanted else (),
-                seen_traits=tuple(sorted(now.traits)) if now else (),
-                parent=_parent(now, root, host),
-                generation=now.generation if now else None,
+                name=provider.name if provider else seen.name if seen else uuid,
+                desired=_describe_desired(provider),
+                observed=tuple(_describe_inventory(*entry) for entry in sorted(seen.inventories.items()))
+                if seen
+                else (NOT_SEEN_TEXT,),
+                desired_traits=tuple(sorted(provider.traits)) if provider else (),
+                observed_traits=tuple(sorted(seen.traits)) if seen else (),
+                parent=_describe_parent(seen, root, host),
+                generation=seen.generation if seen else None,
                 drift=tuple(drift.get(uuid, ())),
             )
         )
-    return sorted(found, key=lambda one: (one.name, one.uuid))
+    return sorted(comparisons, key=lambda one: (one.name, one.uuid))
 
 
-def _wanted(wanted: Provider | None) -> tuple[str, ...]:
+def _describe_desired(desired: DesiredProvider | None) -> tuple[str, ...]:
     """Describe the desired inventory."""
-    if wanted is None:
+    if desired is None:
         return ("nothing: its device was removed",)
-    if not wanted.resource_class:
+    if not desired.resource_class:
         return ("no inventory",)
-    return (_inventory(wanted.resource_class, {"total": wanted.total, "reserved": wanted.reserved}),)
+    return (_describe_inventory(desired.resource_class, {"total": desired.total, "reserved": desired.reserved}),)
 
 
-def _inventory(name: str, entry: Inventory) -> str:
+def _describe_inventory(name: str, entry: Inventory) -> str:
     return f"{name} {entry.get('total', 0)}, {entry.get('reserved', 0)} reserved"
 
 
-def _parent(now: Observed | None, root: str, host: str) -> str:
+def _describe_parent(observed: ObservedProvider | None, root: str, host: str) -> str:
     """Describe the observed parent: the host's name, another provider, or none."""
-    if now is None:
+    if observed is None:
         return ""
-    return host if now.parent == root else f"another provider, {now.parent}" if now.parent else "none"
+    return host if observed.parent == root else f"another provider, {observed.parent}" if observed.parent else "none"

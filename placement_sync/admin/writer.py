@@ -20,7 +20,7 @@ from accelerators.ui.refusals import RefusalAsMessage
 from placement_sync.jobs import writer_election
 from placement_sync.models import Writer
 
-SHOWN = 100
+MAX_SHOWN = 100
 """Largest number of hosts that are listed because their agent cannot write. If the same wrong credentials cause it on
 all hosts, a longer list adds nothing.
 """
@@ -52,7 +52,7 @@ class WriterAdmin(RefusalAsMessage):
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Writer | None:
         """Return the current writer, also while no row exists; None for any id other than 1."""
-        return writer_election.current() if object_id == "1" else None
+        return writer_election.get_writer() if object_id == "1" else None
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         """Redirect to the page of the single row."""
@@ -69,8 +69,8 @@ class WriterAdmin(RefusalAsMessage):
 
     def save_model(self, request: HttpRequest, obj: Writer, form: forms.ModelForm, change: bool) -> None:
         """Switch the writer, with its event, instead of saving the row."""
-        who = device_actions.person(request).name
-        writer_election.switch(form.cleaned_data["who"], who, form.cleaned_data["reason"])
+        actor = device_actions.get_caller(request).name
+        writer_election.switch_writer(form.cleaned_data["who"], actor, form.cleaned_data["reason"])
 
     def changeform_view(
         self,
@@ -86,16 +86,27 @@ class WriterAdmin(RefusalAsMessage):
     @display(description="Now")
     def shown_since(self, writer: Writer) -> SafeString | str:
         """Show the current writer, and when, by whom and why it was made the writer."""
-        now = writer_election.current()
-        if not now.epoch:
+        active = writer_election.get_writer()
+        if not active.epoch:
             return "conductor, since the beginning (epoch 0)"
-        why = f": {now.reason}" if now.reason else ""
-        return format_html("{} (epoch {}), changed {} by {}{}", now.who, now.epoch, badges.ago(now.since), now.by, why)
+        why = f": {active.reason}" if active.reason else ""
+        return format_html(
+            "{} (epoch {}), changed {} by {}{}",
+            active.who,
+            active.epoch,
+            badges.render_relative_time(active.since),
+            active.by,
+            why,
+        )
 
     @display(description="Hosts whose agent cannot write, so the conductor writes")
     def shown_unable(self, writer: Writer) -> SafeString | str:
         """List the hosts whose agent cannot write, each with the reason."""
-        unable = writer_election.left_aside(Host.objects.order_by("name"))
-        rows = format_html_join("", "<tr><td>{}</td><td>{}</td></tr>", unable[:SHOWN])
-        more = f"and {len(unable) - SHOWN} more: manage.py placement_writer lists them all" if unable[SHOWN:] else ""
+        unable = writer_election.list_hosts_without_writer(Host.objects.order_by("name"))
+        rows = format_html_join("", "<tr><td>{}</td><td>{}</td></tr>", unable[:MAX_SHOWN])
+        more = (
+            f"and {len(unable) - MAX_SHOWN} more: manage.py placement_writer lists them all"
+            if unable[MAX_SHOWN:]
+            else ""
+        )
         return format_html("<table>{}</table>{}", rows, more) if rows else "none"

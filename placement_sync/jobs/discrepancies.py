@@ -22,31 +22,36 @@ from django.db import connection
 from django.db.models import Q
 
 from accelerators import conductor
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import Device, Host
 from accelerators.runtime import jobs
-from placement_sync.client import Placement, PlacementConflictError, PlacementRejectedError, PlacementUnavailableError
-from placement_sync.cloud import session
+from placement_sync.client import (
+    PlacementClient,
+    PlacementConflictError,
+    PlacementRejectedError,
+    PlacementUnavailableError,
+)
+from placement_sync.cloud import get_cloud_session
 from placement_sync.jobs import discrepancies_sql as sql
-from placement_sync.models import Discrepancy, Kind
+from placement_sync.models import Discrepancy, DiscrepancyKind
 from placement_sync.nova import client
 
 JOB = "faults"
-APART_S = 60.0
+CONFIRM_AFTER_S = 60.0
 """An allocation for which no request holds a handle is a fault if two comparisons at least this many seconds apart see
 it. A claim comes seconds before its bind and may outlive it.
 """
 REREAD_S = 1800.0
-HOSTS, QUESTIONS, AT_ONCE = 16, 64, 8
+HOST_BATCH, MAX_NOVA_QUERIES, MAX_PARALLEL_READS = 16, 64, 8
 """Limits of one step: hosts in a batch, instances that Nova is asked for, and calls at the same time."""
-SHOWN = 100
+MAX_SHOWN = 100
 """Largest number of discrepancies that a page shows."""
 
-Consumers = Mapping[str, Mapping[str, int]]
+ConsumerAmounts = Mapping[str, Mapping[str, int]]
 """Consumer → resource class → amount."""
 
 
-class Claims(msgspec.Struct, frozen=True):
+class StoredClaims(msgspec.Struct, frozen=True):
     """The allocations of a provider when they were read.
 
     `loose` maps each consumer for which no request holds a handle to the time when that was first seen.
@@ -59,56 +64,56 @@ class Claims(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Provider:
+class ComparedProvider:
     """A provider as of the last look; the columns of `sql.SELECT_PROVIDERS`. `device_id` is None after removal."""
 
     uuid: str
-    host: int
+    host_id: int
     name: str
     generation: int
-    claims: Claims | None
-    device: int | None
+    claims: StoredClaims | None
+    device_id: int | None
     in_use: bool
 
 
 @dataclass(frozen=True)
-class Holding:
+class HoldingRequest:
     """A request that holds a handle; the columns of `sql.SELECT_HOLDINGS`.
 
     `defect` tells what is wrong with the device or handle; it is '' if nothing is.
     """
 
-    request: str
-    host: int
-    provider: str
+    request_uuid: str
+    host_id: int
+    provider_uuid: str
     provider_name: str
-    device: int
+    device_id: int
     instance: str
-    bound: bool
-    at: datetime
-    broken: str
+    is_bound: bool
+    changed_at: datetime
+    defect: str
 
 
 @dataclass(frozen=True)
-class Fault:
+class Contradiction:
     """A contradiction, identified by `key`."""
 
-    kind: Kind
-    host: int
-    device: int | None
-    provider: str
+    kind: DiscrepancyKind
+    host_id: int
+    device_id: int | None
+    provider_uuid: str
     provider_name: str
     instance: str
-    said: str
+    explanation: str
 
     @property
     def key(self) -> tuple[str, str, str]:
         """Return the identity of the contradiction: kind, provider, instance."""
-        return self.kind.value, self.provider, self.instance
+        return self.kind.value, self.provider_uuid, self.instance
 
 
 @dataclass(frozen=True)
-class Found:
+class DiscrepancySummary:
     """A discrepancy as a page shows it."""
 
     uuid: str
@@ -121,24 +126,24 @@ class Found:
     instance: str
     since: datetime
     seen_at: datetime
-    said: str
+    explanation: str
 
 
-def of(devices: Collection[int]) -> list[Found]:
+def list_discrepancies_of_devices(devices: Collection[int]) -> list[DiscrepancySummary]:
     """Return the discrepancies of these devices, the newest first, at most MAX_SHOWN. One statement."""
-    return _found(Q(device__in=list(devices)))
+    return _summarize_discrepancies(Q(device__in=list(devices)))
 
 
-def at(host: int) -> list[Found]:
+def list_discrepancies_of_host(host: int) -> list[DiscrepancySummary]:
     """Return the discrepancies of a host, including those of removed devices, at most MAX_SHOWN. One statement."""
-    return _found(Q(host=host))
+    return _summarize_discrepancies(Q(host=host))
 
 
-def _found(wanted: Q) -> list[Found]:
+def _summarize_discrepancies(condition: Q) -> list[DiscrepancySummary]:
     return [
-        Found(
+        DiscrepancySummary(
             str(row.uuid),
-            Kind(row.kind).label,
+            DiscrepancyKind(row.kind).label,
             row.host.name,
             row.device_id,
             str(row.provider),
@@ -148,214 +153,265 @@ def _found(wanted: Q) -> list[Found]:
             row.seen_at,
             row.said,
         )
-        for row in Discrepancy.objects.filter(wanted).select_related("host")[:SHOWN]
+        for row in Discrepancy.objects.filter(condition).select_related("host")[:MAX_SHOWN]
     ]
 
 
-def reread(hosts: Collection[int]) -> None:
+def invalidate_claims(hosts: Collection[int]) -> None:
     """Mark the stored allocations of these hosts as outdated, so that the next comparison reads them again."""
-    _execute(sql.REREAD, {"hosts": list(hosts)})
+    _execute(sql.INVALIDATE_CLAIMS, {"hosts": list(hosts)})
 
 
 def run() -> None:
     """Run the job."""
-    jobs.run_outside_transaction(JOB, step)
+    jobs.run_steps_outside_transaction(JOB, step)
 
 
 def step() -> bool:
     """Compare one batch of hosts that were looked at since their last comparison; return True if there may be more."""
-    if (cloud := session(settings.KEYS.placement_endpoint)) is None:
+    if (cloud := get_cloud_session(settings.KEYS.placement_endpoint)) is None:
         return False
-    due = _rows(sql.DUE, {"count": HOSTS})
+    due = _fetch_rows(sql.SELECT_DUE_HOSTS, {"count": HOST_BATCH})
     if not due:
         return False
-    now, looked = due[0][2], {host: looked_at for host, looked_at, _ in due}
-    rows = list(Discrepancy.objects.filter(host__in=looked).select_related("host", "device"))
-    suspects = {str(row.provider) for row in rows if row.kind != Kind.WITHOUT_DEVICE}
-    providers = [_provider(*row) for row in _rows(sql.PROVIDERS, {"hosts": list(looked)})]
-    wanted = [one.uuid for one in providers if wants_reading(one, one.uuid in suspects, now)]
-    read = _read(cloud, wanted)
-    unread = set(wanted) - read.keys()
+    now, looked_at_by_host = due[0][2], {host: looked_at for host, looked_at, _ in due}
+    stored = list(Discrepancy.objects.filter(host__in=looked_at_by_host).select_related("host", "device"))
+    suspect_uuids = {str(row.provider) for row in stored if row.kind != DiscrepancyKind.WITHOUT_DEVICE}
+    providers = [
+        _decode_provider(*row) for row in _fetch_rows(sql.SELECT_PROVIDERS, {"hosts": list(looked_at_by_host)})
+    ]
+    uuids_to_read = [one.uuid for one in providers if must_read_allocations(one, one.uuid in suspect_uuids, now)]
+    read_allocations = _read_allocations(cloud, uuids_to_read)
+    unread_uuids = set(uuids_to_read) - read_allocations.keys()
     # Load requests after allocations. Otherwise a request that is released in between would look unclaimed.
-    holdings = [Holding(*row) for row in _rows(sql.HOLDINGS, {"hosts": list(looked)})]
-    by_provider: dict[str, list[Holding]] = {}
+    holdings = [HoldingRequest(*row) for row in _fetch_rows(sql.SELECT_HOLDINGS, {"hosts": list(looked_at_by_host)})]
+    by_provider: dict[str, list[HoldingRequest]] = {}
     for holding in holdings:
-        by_provider.setdefault(holding.provider, []).append(holding)
-    judged = [
-        (one, *compare(one, read.get(one.uuid), by_provider.get(one.uuid, ()), now))
+        by_provider.setdefault(holding.provider_uuid, []).append(holding)
+    comparisons = [
+        (one, *compare_allocations(one, read_allocations.get(one.uuid), by_provider.get(one.uuid, ()), now))
         for one in providers
-        if one.uuid not in unread
+        if one.uuid not in unread_uuids
     ]
-    found, unclear = _without_device([one for one in holdings if one.bound and one.broken])
-    found += [fault for _, _, faults in judged for fault in faults]
-    kept = [
+    contradictions, unanswered_instances = _find_without_device(
+        [one for one in holdings if one.is_bound and one.defect]
+    )
+    contradictions += [fault for _, _, faults in comparisons for fault in faults]
+    undecided = [
         row
-        for row in rows
-        if (str(row.instance) in unclear if row.kind == Kind.WITHOUT_DEVICE else str(row.provider) in unread)
+        for row in stored
+        if (
+            str(row.instance) in unanswered_instances
+            if row.kind == DiscrepancyKind.WITHOUT_DEVICE
+            else str(row.provider) in unread_uuids
+        )
     ]
-    restless = {fault.host for fault in found} | {row.host_id for row in kept}
-    restless |= {one.host for one in providers if one.uuid in unread}
-    restless |= {one.host for one, claims, _ in judged if claims and claims.loose}
+    hosts_to_recheck = {fault.host_id for fault in contradictions} | {row.host_id for row in undecided}
+    hosts_to_recheck |= {one.host_id for one in providers if one.uuid in unread_uuids}
+    hosts_to_recheck |= {one.host_id for one, claims, _ in comparisons if claims and claims.loose}
     with conductor.writing():
-        _settle(found, rows, kept, now)
-        _remember(judged, looked, restless)
-    return len(due) == HOSTS
+        _store_contradictions(contradictions, stored, undecided, now)
+        _store_comparisons(comparisons, looked_at_by_host, hosts_to_recheck)
+    return len(due) == HOST_BATCH
 
 
-def wants_reading(one: Provider, suspect: bool, now: datetime) -> bool:
+def must_read_allocations(provider: ComparedProvider, has_discrepancy: bool, now: datetime) -> bool:
     """Whether the provider's allocations must be read again, because the stored ones may be out of date."""
-    known = one.claims
-    if known is None or known.generation != one.generation or known.loose or suspect:
+    stored_claims = provider.claims
+    if (
+        stored_claims is None
+        or stored_claims.generation != provider.generation
+        or stored_claims.loose
+        or has_discrepancy
+    ):
         return True
-    return one.in_use and now - known.read_at >= timedelta(seconds=REREAD_S)
+    return provider.in_use and now - stored_claims.read_at >= timedelta(seconds=REREAD_S)
 
 
-def compare(
-    one: Provider, read: Consumers | None, holdings: Sequence[Holding], now: datetime
-) -> tuple[Claims | None, list[Fault]]:
+def compare_allocations(
+    provider: ComparedProvider,
+    read_allocations: ConsumerAmounts | None,
+    holdings: Sequence[HoldingRequest],
+    now: datetime,
+) -> tuple[StoredClaims | None, list[Contradiction]]:
     """Compare one provider's allocations with the requests that hold its handles. Pure.
 
     `read_allocations` were read at `now`; None if the stored ones are still valid. Returns the claims to store and the
     contradictions.
     """
-    known = one.claims
-    if read is not None:
-        known = Claims(one.generation, now, read, known.loose if known else {})
-    if known is None:
+    claims = provider.claims
+    if read_allocations is not None:
+        claims = StoredClaims(provider.generation, now, read_allocations, claims.loose if claims else {})
+    if claims is None:
         return None, []
-    attached = {holding.instance for holding in holdings}
-    loose = {who: known.loose.get(who, now) for who in known.consumers if who not in attached}
-    faults = {
-        holding.instance: _unclaimed(holding)
+    holding_instances = {holding.instance for holding in holdings}
+    first_seen_loose = {who: claims.loose.get(who, now) for who in claims.consumers if who not in holding_instances}
+    contradictions = {
+        holding.instance: _build_unclaimed(holding)
         for holding in holdings
-        if holding.bound and holding.at < known.read_at and holding.instance not in known.consumers
+        if holding.is_bound and holding.changed_at < claims.read_at and holding.instance not in claims.consumers
     }
-    apart = timedelta(seconds=APART_S)
-    faults |= {who: _unattached(one, who, known.consumers[who]) for who, since in loose.items() if now - since >= apart}
-    return msgspec.structs.replace(known, loose=loose), [*faults.values()]
+    confirm_after = timedelta(seconds=CONFIRM_AFTER_S)
+    contradictions |= {
+        who: _build_unattached(provider, who, claims.consumers[who])
+        for who, since in first_seen_loose.items()
+        if now - since >= confirm_after
+    }
+    return msgspec.structs.replace(claims, loose=first_seen_loose), [*contradictions.values()]
 
 
-def _unclaimed(one: Holding) -> Fault:
-    said = (
-        f"Instance {one.instance} holds request {one.request} on {one.provider_name}, but Placement has no allocation"
+def _build_unclaimed(holding: HoldingRequest) -> Contradiction:
+    explanation = (
+        f"Instance {holding.instance} holds request {holding.request_uuid} on {holding.provider_name}, but Placement has no allocation"
         " for it there, so Placement may offer the same part to another instance. Shelve and unshelve the instance"
-        f" through Nova, which claims and binds it again; or add rp={one.provider} to its allocations: openstack"
-        f" resource provider allocation show {one.instance}, then “allocation set”. If the device was attached to the"
+        f" through Nova, which claims and binds it again; or add rp={holding.provider_uuid} to its allocations: openstack"
+        f" resource provider allocation show {holding.instance}, then “allocation set”. If the device was attached to the"
         " running instance, detach it and attach it again instead."
     )
-    return _fault(Kind.UNCLAIMED, one, said)
+    return _build_contradiction(DiscrepancyKind.UNCLAIMED, holding, explanation)
 
 
-def _unattached(one: Provider, who: str, amounts: Mapping[str, int]) -> Fault:
-    what = ", ".join(f"{amount} {name}" for name, amount in sorted(amounts.items()))
-    said = (
-        f"Instance {who} has {what} of {one.name} allocated in Placement, but no request is bound there, so nobody can"
+def _build_unattached(provider: ComparedProvider, consumer: str, amounts: Mapping[str, int]) -> Contradiction:
+    amounts_text = ", ".join(f"{amount} {name}" for name, amount in sorted(amounts.items()))
+    explanation = (
+        f"Instance {consumer} has {amounts_text} of {provider.name} allocated in Placement, but no request is bound there, so nobody can"
         " use that part. If the instance needs no device, or Nova does not know it, release the allocation: openstack"
-        f" resource provider allocation unset --provider {one.uuid} {who}."
+        f" resource provider allocation unset --provider {provider.uuid} {consumer}."
     )
-    return Fault(Kind.UNATTACHED, one.host, one.device, one.uuid, one.name, who, said)
+    return Contradiction(
+        DiscrepancyKind.UNATTACHED,
+        provider.host_id,
+        provider.device_id,
+        provider.uuid,
+        provider.name,
+        consumer,
+        explanation,
+    )
 
 
-def _without_device(broken: Sequence[Holding]) -> tuple[list[Fault], set[str]]:
+def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[list[Contradiction], set[str]]:
     """Find instances that Nova shows as ACTIVE on their host although what they hold is broken.
 
     Returns the contradictions, and the instances for which Nova gave no answer. Asks Nova for at most MAX_NOVA_QUERIES
     instances.
     """
-    if not broken or (cloud := session(settings.KEYS.nova_endpoint)) is None:
+    if not broken_holdings or (cloud := get_cloud_session(settings.KEYS.nova_endpoint)) is None:
         return [], set()
-    asked = sorted({one.instance for one in broken})
-    answers = client.servers(cloud, settings.KEYS.nova_endpoint, asked[:QUESTIONS])
-    unclear = {uuid for uuid in asked if isinstance(answers.get(uuid, client.UNASKED), client.NovaUnavailableError)}
-    hosts = Host.objects.in_bulk({one.host for one in broken})
-    found = {}
-    for one in broken:
-        server, host = answers.get(one.instance), hosts[one.host]
-        if isinstance(server, client.Server) and server.status == "ACTIVE" and server.on(host.name, host.node):
-            said = (
-                f"Nova shows instance {one.instance} as ACTIVE on {host.name}, but it cannot use what it holds of"
-                f" {one.provider_name}: {one.broken}. Repair or reconnect the device and hard-reboot the instance; or"
+    instances = sorted({one.instance for one in broken_holdings})
+    answers = client.get_servers(cloud, settings.KEYS.nova_endpoint, instances[:MAX_NOVA_QUERIES])
+    unanswered_instances = {
+        uuid for uuid in instances if isinstance(answers.get(uuid, client.NOT_ASKED), client.NovaUnavailableError)
+    }
+    hosts = Host.objects.in_bulk({one.host_id for one in broken_holdings})
+    contradictions = {}
+    for holding in broken_holdings:
+        server, host = answers.get(holding.instance), hosts[holding.host_id]
+        if (
+            isinstance(server, client.NovaServer)
+            and server.status == "ACTIVE"
+            and server.is_on_host(host.name, host.node)
+        ):
+            explanation = (
+                f"Nova shows instance {holding.instance} as ACTIVE on {host.name}, but it cannot use what it holds of"
+                f" {holding.provider_name}: {holding.defect}. Repair or reconnect the device and hard-reboot the instance; or"
                 " shelve and unshelve the instance through Nova, which gives it another device."
             )
-            found[one.provider, one.instance] = _fault(Kind.WITHOUT_DEVICE, one, said)
-    return [*found.values()], unclear
+            contradictions[holding.provider_uuid, holding.instance] = _build_contradiction(
+                DiscrepancyKind.WITHOUT_DEVICE, holding, explanation
+            )
+    return [*contradictions.values()], unanswered_instances
 
 
-def _fault(kind: Kind, one: Holding, said: str) -> Fault:
-    return Fault(kind, one.host, one.device, one.provider, one.provider_name, one.instance, said)
+def _build_contradiction(kind: DiscrepancyKind, holding: HoldingRequest, explanation: str) -> Contradiction:
+    return Contradiction(
+        kind,
+        holding.host_id,
+        holding.device_id,
+        holding.provider_uuid,
+        holding.provider_name,
+        holding.instance,
+        explanation,
+    )
 
 
-def _provider(uuid: str, host: int, name: str, generation: int, claims: str | None, device: int, use: bool) -> Provider:
-    known = msgspec.json.decode(claims, type=Claims) if claims else None
-    return Provider(uuid, host, name, generation, known, device, use)
+def _decode_provider(
+    uuid: str, host: int, name: str, generation: int, claims: str | None, device: int, in_use: bool
+) -> ComparedProvider:
+    stored_claims = msgspec.json.decode(claims, type=StoredClaims) if claims else None
+    return ComparedProvider(uuid, host, name, generation, stored_claims, device, in_use)
 
 
-def _read(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
+def _read_allocations(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
     """Read the allocations of these providers in parallel; leave out those that Placement did not answer.
 
     After one call could not reach Placement, the other providers are not read.
     """
-    away: list[Exception] = []
+    outages: list[Exception] = []
 
-    def one(uuid: str) -> dict[str, dict[str, int]] | None:
-        if away:
+    def read_provider(uuid: str) -> dict[str, dict[str, int]] | None:
+        if outages:
             return None
         try:
-            found = Placement(cloud, settings.KEYS.placement_endpoint).allocations(uuid)
-            return {str(UUID(consumer)): dict(amounts) for consumer, amounts in found.items()}
+            allocations = PlacementClient(cloud, settings.KEYS.placement_endpoint).read_allocations(uuid)
+            return {str(UUID(consumer)): dict(amounts) for consumer, amounts in allocations.items()}
         except PlacementUnavailableError as error:
-            away.append(error)
+            outages.append(error)
         except (PlacementConflictError, PlacementRejectedError, ValueError):
             return None
         return None
 
     if not providers:
         return {}
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="faults") as threads:
-        answers = zip(providers, threads.map(one, providers), strict=True)
+    with ThreadPoolExecutor(MAX_PARALLEL_READS, thread_name_prefix="faults") as executor:
+        answers = zip(providers, executor.map(read_provider, providers), strict=True)
         return {uuid: found for uuid, found in answers if found is not None}
 
 
-def _settle(found: Iterable[Fault], rows: Sequence[Discrepancy], kept: Sequence[Discrepancy], now: datetime) -> None:
+def _store_contradictions(
+    contradictions: Iterable[Contradiction],
+    stored: Sequence[Discrepancy],
+    undecided: Sequence[Discrepancy],
+    now: datetime,
+) -> None:
     """Store the contradictions: insert new ones, update known ones, delete those that are resolved; record events.
 
     The rows in `undecided` are not deleted, because it is unknown whether they are resolved.
     """
-    faults = {fault.key: fault for fault in found}
-    here = {(row.kind, str(row.provider), str(row.instance)): row for row in rows}
-    new = [fault for key, fault in faults.items() if key not in here]
-    seen = [row for key, row in here.items() if key in faults]
-    gone = [row for key, row in here.items() if key not in faults and row not in kept]
-    for row in seen:
-        row.seen_at, row.said = now, faults[row.kind, str(row.provider), str(row.instance)].said
-    Discrepancy.objects.bulk_update(seen, ["seen_at", "said"])
-    Discrepancy.objects.filter(pk__in=[row.pk for row in gone]).delete()
-    made = Discrepancy.objects.bulk_create(_row(fault, now) for fault in new)
-    hosts = Host.objects.in_bulk({row.host_id for row in made}) if made else {}
-    devices = Device.objects.in_bulk({row.device_id for row in made if row.device_id}) if made else {}
-    for row in made:
+    contradiction_by_key = {fault.key: fault for fault in contradictions}
+    stored_by_key = {(row.kind, str(row.provider), str(row.instance)): row for row in stored}
+    new = [fault for key, fault in contradiction_by_key.items() if key not in stored_by_key]
+    still_present = [row for key, row in stored_by_key.items() if key in contradiction_by_key]
+    resolved = [row for key, row in stored_by_key.items() if key not in contradiction_by_key and row not in undecided]
+    for row in still_present:
+        row.seen_at, row.said = now, contradiction_by_key[row.kind, str(row.provider), str(row.instance)].explanation
+    Discrepancy.objects.bulk_update(still_present, ["seen_at", "said"])
+    Discrepancy.objects.filter(pk__in=[row.pk for row in resolved]).delete()
+    created = Discrepancy.objects.bulk_create(_build_row(fault, now) for fault in new)
+    hosts = Host.objects.in_bulk({row.host_id for row in created}) if created else {}
+    devices = Device.objects.in_bulk({row.device_id for row in created if row.device_id}) if created else {}
+    for row in created:
         row.host, row.device = hosts[row.host_id], devices.get(row.device_id)
-    told = [("appeared", row, [None, row.label]) for row in made]
-    told += [("mended", row, [row.label, None]) for row in gone]
-    if told:
-        conductor.record_all([_event(*one) for one in told])
+    event_arguments = [("appeared", row, [None, row.label]) for row in created]
+    event_arguments += [("mended", row, [row.label, None]) for row in resolved]
+    if event_arguments:
+        conductor.record_events([_build_event(*one) for one in event_arguments])
 
 
-def _row(fault: Fault, now: datetime) -> Discrepancy:
+def _build_row(fault: Contradiction, now: datetime) -> Discrepancy:
     return Discrepancy(
         kind=fault.kind,
-        host_id=fault.host,
-        device_id=fault.device,
-        provider=fault.provider,
+        host_id=fault.host_id,
+        device_id=fault.device_id,
+        provider=fault.provider_uuid,
         provider_name=fault.provider_name,
         instance=fault.instance,
         since=now,
         seen_at=now,
-        said=fault.said,
+        said=fault.explanation,
     )
 
 
-def _event(verb: str, row: Discrepancy, change: list[str | None]) -> dict[str, Any]:
+def _build_event(verb: str, row: Discrepancy, change: list[str | None]) -> dict[str, Any]:
     """Return the event of a discrepancy.
 
     Its subject is the device, if there is one, so that the device's time line shows it.
@@ -363,26 +419,35 @@ def _event(verb: str, row: Discrepancy, change: list[str | None]) -> dict[str, A
     subject = (row.device.uuid, str(row.device)) if row.device else None
     changes = {"discrepancy": change, "instance": [None, str(row.instance)][:: 1 if verb == "appeared" else -1]}
     reason = row.said if verb == "appeared" else ""
-    return conductor.event(
-        f"discrepancy.{verb}", Source.SYSTEM, JOB, host=row.host, subject=subject, changes=changes, reason=reason
+    return conductor.build_event(
+        f"discrepancy.{verb}", EventSource.SYSTEM, JOB, host=row.host, subject=subject, changes=changes, reason=reason
     )
 
 
-def _remember(
-    judged: Iterable[tuple[Provider, Claims | None, list[Fault]]], looked: Mapping[int, datetime], restless: set[int]
+def _store_comparisons(
+    comparisons: Iterable[tuple[ComparedProvider, StoredClaims | None, list[Contradiction]]],
+    looked_at_by_host: Mapping[int, datetime],
+    hosts_to_recheck: set[int],
 ) -> None:
     """Store the changed claims and mark the hosts as compared.
 
     Those in `hosts_to_recheck` are compared again after CONFIRM_AFTER_S.
     """
-    changed = [{"uuid": one.uuid, "claims": claims} for one, claims, _ in judged if claims and claims != one.claims]
-    if changed:
-        _execute(sql.CLAIMS, {"rows": msgspec.json.encode(changed).decode()})
-    hosts = [{"host": host, "looked_at": looked[host], "again": host in restless} for host in sorted(looked)]
-    _execute(sql.COMPARED, {"rows": msgspec.json.encode(hosts).decode(), "again_s": APART_S})
+    changed_claims = [
+        {"uuid": provider.uuid, "claims": claims}
+        for provider, claims, _ in comparisons
+        if claims and claims != provider.claims
+    ]
+    if changed_claims:
+        _execute(sql.UPDATE_CLAIMS, {"rows": msgspec.json.encode(changed_claims).decode()})
+    hosts = [
+        {"host": host, "looked_at": looked_at_by_host[host], "again": host in hosts_to_recheck}
+        for host in sorted(looked_at_by_host)
+    ]
+    _execute(sql.MARK_HOSTS_COMPARED, {"rows": msgspec.json.encode(hosts).decode(), "again_s": CONFIRM_AFTER_S})
 
 
-def _rows(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def _fetch_rows(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     with connection.cursor() as cursor:
         cursor.execute(statement, values)
         return cursor.fetchall()

@@ -15,23 +15,28 @@ from django.conf import settings
 from django.db import connection
 
 from accelerators.models import Deployable, Device
-from accelerators.safety import DEADLINE_S, HolderCheck
-from placement_sync.client import Placement, PlacementConflictError, PlacementRejectedError, PlacementUnavailableError
-from placement_sync.cloud import session
+from accelerators.safety import HOLDER_CHECK_DEADLINE_S, HolderCheckResult
+from placement_sync.client import (
+    PlacementClient,
+    PlacementConflictError,
+    PlacementRejectedError,
+    PlacementUnavailableError,
+)
+from placement_sync.cloud import get_cloud_session
 from placement_sync.nova import client
 
-SHOWN = 5
-AWAY_S = 10.0
+MAX_SHOWN = 5
+BACK_OFF_S = 10.0
 """A service that was away is not asked again for this many seconds, because a sweep asks about hundreds of devices."""
-DAYS, LATELY = 30, 64
+RELEASED_WITHIN_DAYS, MAX_INSTANCES = 30, 64
 """The check of Nova covers the instances that gave back a handle of the device within these days, the latest first, and
 at most this number of them.
 """
-NOBODY = HolderCheck()
-GONE = 10_000
+NO_HOLDERS = HolderCheckResult()
+MAX_UNKNOWN_INSTANCES = 10_000
 """Largest number of instances that are remembered as unknown to Nova. Their ids never come back."""
 
-RELEASED = """
+SELECT_RELEASED_INSTANCES = """
 SELECT e.changes #>> '{instance_uuid,0}' FROM accelerators_event e
 WHERE e.host = %(host)s AND e.at > statement_timestamp() - make_interval(days => %(days)s)
   AND e.action IN ('request.unbound', 'request.deleted') AND e.changes #>> '{instance_uuid,0}' IS NOT NULL
@@ -50,34 +55,38 @@ running instance, and whoever detached it has removed it from the guest. If some
 attachment ends with a fault and is not left out. The host itself checks once more before anything is touched.
 """
 
-_away: dict[str, tuple[float, str]] = {}
-_gone: set[str] = set()
+_outages: dict[str, tuple[float, str]] = {}
+_unknown_instances: set[str] = set()
 
 
-def allocations(device: Device) -> HolderCheck:
+def check_placement(device: Device) -> HolderCheckResult:
     """Return the consumers with an allocation of any of the device's providers, or why that is unknown."""
-    known = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
-    providers = [str(uuid) for uuid in known]
+    recorded = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
+    providers = [str(uuid) for uuid in recorded]
     endpoint = settings.KEYS.placement_endpoint
-    return _asked("placement", endpoint, lambda cloud: testimony(cloud, endpoint, providers)) if providers else NOBODY
+    return (
+        _ask_unless_away("placement", endpoint, lambda cloud: read_consumers(cloud, endpoint, providers))
+        if providers
+        else NO_HOLDERS
+    )
 
 
-def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> HolderCheck:
+def read_consumers(cloud: Any, endpoint: str, providers: Iterable[str]) -> HolderCheckResult:
     """Return the consumers with an allocation of any of these providers (at most MAX_SHOWN), or why that is unknown.
 
     Costs one call per provider, each with a deadline of 2 s.
     """
-    placement = Placement(cloud, endpoint, timeout_s=DEADLINE_S)
+    placement = PlacementClient(cloud, endpoint, timeout_s=HOLDER_CHECK_DEADLINE_S)
     consumers: set[str] = set()
     try:
         for uuid in providers:
-            consumers |= placement.allocations(uuid).keys()
+            consumers |= placement.read_allocations(uuid).keys()
     except (PlacementUnavailableError, PlacementConflictError, PlacementRejectedError) as error:
-        return HolderCheck(unknown=str(error))
-    return HolderCheck(tuple(f"Placement's consumer {consumer}" for consumer in sorted(consumers)[:SHOWN]))
+        return HolderCheckResult(unknown=str(error))
+    return HolderCheckResult(tuple(f"Placement's consumer {consumer}" for consumer in sorted(consumers)[:MAX_SHOWN]))
 
 
-def instances(device: Device) -> HolderCheck:
+def check_nova(device: Device) -> HolderCheckResult:
     """Return the instances that gave back their request of this device and are still on its host.
 
     Their guests may still use the device. An instance that was deleted, is shelved, or is on another host does not hold
@@ -85,40 +94,51 @@ def instances(device: Device) -> HolderCheck:
     """
     host = device.host
     with connection.cursor() as cursor:
-        cursor.execute(RELEASED, {"host": host.name, "days": DAYS, "device": device.pk, "count": LATELY})
-        had = [uuid for (uuid,) in cursor.fetchall() if uuid not in _gone]
+        cursor.execute(
+            SELECT_RELEASED_INSTANCES,
+            {"host": host.name, "days": RELEASED_WITHIN_DAYS, "device": device.pk, "count": MAX_INSTANCES},
+        )
+        former_holders = [uuid for (uuid,) in cursor.fetchall() if uuid not in _unknown_instances]
     endpoint = settings.KEYS.nova_endpoint
     return (
-        _asked("nova", endpoint, lambda cloud: _living(cloud, endpoint, had, host.name, host.node)) if had else NOBODY
+        _ask_unless_away(
+            "nova",
+            endpoint,
+            lambda cloud: _find_instances_on_host(cloud, endpoint, former_holders, host.name, host.node),
+        )
+        if former_holders
+        else NO_HOLDERS
     )
 
 
-def _living(cloud: Any, endpoint: str, had: Iterable[str], *names: str) -> HolderCheck:
+def _find_instances_on_host(
+    cloud: Any, endpoint: str, former_holders: Iterable[str], *host_names: str
+) -> HolderCheckResult:
     """Ask Nova for these instances and return those that are on the host with one of `host_names`."""
-    found = client.servers(cloud, endpoint, list(had))
-    if len(_gone) > GONE:
-        _gone.clear()
-    _gone.update(uuid for uuid, answer in found.items() if answer is None)
+    answers = client.get_servers(cloud, endpoint, list(former_holders))
+    if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
+        _unknown_instances.clear()
+    _unknown_instances.update(uuid for uuid, answer in answers.items() if answer is None)
     holders = [
-        f"instance {uuid} ({answer.status} on {names[0]}), which may still use it, according to Nova"
-        for uuid, answer in found.items()
-        if isinstance(answer, client.Server) and answer.on(*names)
+        f"instance {uuid} ({answer.status} on {host_names[0]}), which may still use it, according to Nova"
+        for uuid, answer in answers.items()
+        if isinstance(answer, client.NovaServer) and answer.is_on_host(*host_names)
     ]
-    unknown = next((str(answer) for answer in found.values() if isinstance(answer, client.NovaUnavailableError)), "")
-    return HolderCheck(tuple(holders[:SHOWN]), unknown)
+    unknown = next((str(answer) for answer in answers.values() if isinstance(answer, client.NovaUnavailableError)), "")
+    return HolderCheckResult(tuple(holders[:MAX_SHOWN]), unknown)
 
 
-def _asked(name: str, endpoint: str, ask: Callable[[Any], HolderCheck]) -> HolderCheck:
+def _ask_unless_away(name: str, endpoint: str, ask: Callable[[Any], HolderCheckResult]) -> HolderCheckResult:
     """Call `ask` with the cloud session and return its answer; without a cloud, nobody holds anything.
 
     If the service was away less than BACK_OFF_S ago, return its last error without a call.
     """
-    if (cloud := session(endpoint)) is None:
-        return NOBODY
-    until, why = _away.get(name, (0.0, ""))
+    if (cloud := get_cloud_session(endpoint)) is None:
+        return NO_HOLDERS
+    until, why = _outages.get(name, (0.0, ""))
     if time.monotonic() < until:
-        return HolderCheck(unknown=why)
-    found = ask(cloud)
-    if found.unknown and not found.holders:
-        _away[name] = (time.monotonic() + AWAY_S, found.unknown)
-    return found
+        return HolderCheckResult(unknown=why)
+    check = ask(cloud)
+    if check.unknown and not check.holders:
+        _outages[name] = (time.monotonic() + BACK_OFF_S, check.unknown)
+    return check

@@ -19,24 +19,24 @@ from django.db.models.functions import Now
 
 from accelerators import conductor
 from accelerators.commands import placement_delegation, placing
-from accelerators.commands.placing import Order, check_reason
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import CommandState, Source
+from accelerators.commands.placing import CommandOrder, check_reason
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import CommandState, EventSource
 from accelerators.models import Command, Host
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import jobs, pubsub
 from placement_sync import mapping
-from placement_sync.direct import Work
+from placement_sync.direct import ProviderWork
 from placement_sync.jobs import repository
-from placement_sync.models import Who, Writer
-from placement_sync.sync import Outcome
+from placement_sync.models import Writer, WriterChoice
+from placement_sync.sync import SyncOutcome
 
 JOB = "placement"
-LONGEST = 400_000
+MAX_PAYLOAD_BYTES = 400_000
 """Largest work that fits into a command, in bytes. A host with more is written by the conductor."""
 
 
-class Turn(Enum):
+class WriteTurn(Enum):
     """Whose turn it is to write for a host."""
 
     CONDUCTOR = "conductor"
@@ -46,41 +46,47 @@ class Turn(Enum):
     """The agent has an open command; wait until that ends."""
 
 
-def current() -> Writer:
+def get_writer() -> Writer:
     """Return the current writer; the conductor with epoch 0 if the writer was never changed."""
     return Writer.objects.first() or Writer(id=1)
 
 
-def epoch() -> int:
+def get_epoch() -> int:
     """Return the epoch of the current writer."""
-    return current().epoch
+    return get_writer().epoch
 
 
-def switch(who: str, by: str, reason: str = "", source: Source = Source.PERSON) -> Writer:
+def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = EventSource.PERSON) -> Writer:
     """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if it is the writer already.
 
     Locks the writer's row and records an event. Agents that are writing stop before their next call; commands that no
     agent has taken yet are refused. Raises RefusedError INVALID.
     """
-    if who not in Who.values:
-        raise RefusedError(Reason.INVALID, f"{who[:64]!r} cannot be the writer: name {' or '.join(Who.values)}.")
+    if who not in WriterChoice.values:
+        raise RefusedError(
+            RefusalReason.INVALID, f"{who[:64]!r} cannot be the writer: name {' or '.join(WriterChoice.values)}."
+        )
     reason = check_reason(reason)
     with conductor.writing():
         Writer.objects.get_or_create(id=1)
-        before = Writer.objects.select_for_update().get(id=1)
-        if before.who == who:
-            return before
-        now = Writer(id=1, who=who, epoch=before.epoch + 1, since=Now(), by=by[:255], reason=reason)
-        now.save()
-        changes = {"writer": [before.who, who], "epoch": [before.epoch, now.epoch]}
-        conductor.record("placement.writer", source, by, changes=changes, reason=reason)
-        untold = Command.objects.filter(OPEN, op=placement_delegation.OP, state=CommandState.QUEUED)
-        placing.refuse([*untold.values_list("id", flat=True)], f"the writer is now: {who}")
-        transaction.on_commit(partial(pubsub.ring, placement_delegation.TOPIC), robust=True)
-    return current()
+        previous = Writer.objects.select_for_update().get(id=1)
+        if previous.who == who:
+            return previous
+        writer = Writer(id=1, who=who, epoch=previous.epoch + 1, since=Now(), by=actor[:255], reason=reason)
+        writer.save()
+        changes = {"writer": [previous.who, who], "epoch": [previous.epoch, writer.epoch]}
+        conductor.record_event("placement.writer", source, actor, changes=changes, reason=reason)
+        queued_commands = Command.objects.filter(
+            COMMAND_IS_OPEN, op=placement_delegation.PLACEMENT_OP, state=CommandState.QUEUED
+        )
+        placing.refuse_undelivered_commands(
+            [*queued_commands.values_list("id", flat=True)], f"the writer is now: {who}"
+        )
+        transaction.on_commit(partial(pubsub.publish, placement_delegation.WRITER_TOPIC), robust=True)
+    return get_writer()
 
 
-def turns(told: Mapping[int, bool]) -> dict[int, Turn]:
+def decide_turns(already_commanded: Mapping[int, bool]) -> dict[int, WriteTurn]:
     """Return whose turn it is for each host (id).
 
     The value in `already_commanded` is true if the host's agent was already sent a command since the change. Then it is
@@ -89,51 +95,59 @@ def turns(told: Mapping[int, bool]) -> dict[int, Turn]:
     Also ends the open commands of silent agents. Reads with at most three statements, one while the writer was never
     changed.
     """
-    writer = current()
+    writer = get_writer()
     if not writer.epoch:
-        return dict.fromkeys(told, Turn.CONDUCTOR)
-    agents = placement_delegation.hands(told.keys())
-    open_ = Command.objects.filter(OPEN, op=placement_delegation.OP, host__in=told.keys()).order_by("id")
-    at_it = dict(open_.values_list("host", "id"))
-    _give_up([number for host, number in at_it.items() if agents[host].silent])
-    found = {}
-    for host, was_told in told.items():
-        able = writer.who == Who.AGENTS and not agents[host].lacks and not was_told
-        found[host] = Turn.WAIT if host in at_it else Turn.AGENT if able else Turn.CONDUCTOR
-    return found
+        return dict.fromkeys(already_commanded, WriteTurn.CONDUCTOR)
+    agents = placement_delegation.get_writer_statuses(already_commanded.keys())
+    open_commands = Command.objects.filter(
+        COMMAND_IS_OPEN, op=placement_delegation.PLACEMENT_OP, host__in=already_commanded.keys()
+    ).order_by("id")
+    command_by_host = dict(open_commands.values_list("host", "id"))
+    _end_commands([command_id for host, command_id in command_by_host.items() if agents[host].has_stopped_writing])
+    turn_by_host = {}
+    for host, was_commanded in already_commanded.items():
+        agent_writes = writer.who == WriterChoice.AGENTS and not agents[host].reason and not was_commanded
+        turn_by_host[host] = (
+            WriteTurn.WAIT if host in command_by_host else WriteTurn.AGENT if agent_writes else WriteTurn.CONDUCTOR
+        )
+    return turn_by_host
 
 
-def _give_up(numbers: Sequence[int]) -> None:
+def _end_commands(command_ids: Sequence[int]) -> None:
     """End these commands now: their agents have stopped by themselves."""
-    if numbers:
+    if command_ids:
         with conductor.writing():
-            Command.objects.filter(id__in=numbers, answered_at__isnull=True).update(
+            Command.objects.filter(id__in=command_ids, answered_at__isnull=True).update(
                 start_by=Now(), end_by=Now(), updated_at=Now()
             )
-            transaction.on_commit(partial(jobs.kick, placing.JOB), robust=True)
+            transaction.on_commit(partial(jobs.enqueue_job, placing.COMMANDS_JOB), robust=True)
 
 
-def tell(host: Host, seen: Outcome) -> int:
+def delegate_writes(host: Host, outcome: SyncOutcome) -> int:
     """Place a command that has the host's agent write what differs.
 
     Returns the command's number, or 0 if the work is larger than MAX_PAYLOAD_BYTES.
     """
-    desired, _ = mapping.desired(repository.parts(host))
-    work = Work(desired, seen.written, seen.root, settings.KEYS.placement_endpoint)
+    desired, _ = mapping.compute_desired_providers(repository.load_deployables(host))
+    work = ProviderWork(desired, outcome.written, outcome.root, settings.KEYS.placement_endpoint)
     payload = msgspec.json.encode(work)
-    if len(payload) > LONGEST:
+    if len(payload) > MAX_PAYLOAD_BYTES:
         return 0
-    arguments = {"writer": epoch(), "payload": payload.decode()}
-    order = Order(
-        placement_delegation.OP, host=host.id, arguments=arguments, actor=JOB, reason=f"writes: {len(seen.writes)}"
+    arguments = {"writer": get_epoch(), "payload": payload.decode()}
+    order = CommandOrder(
+        placement_delegation.PLACEMENT_OP,
+        host=host.id,
+        arguments=arguments,
+        actor=JOB,
+        reason=f"writes: {len(outcome.writes)}",
     )
     with conductor.writing():
-        number: int = placing.place([order])[0].pk
-    return number
+        command_id: int = placing.place_commands([order])[0].pk
+    return command_id
 
 
-def left_aside(hosts: Iterable[Host]) -> list[tuple[str, str]]:
+def list_hosts_without_writer(hosts: Iterable[Host]) -> list[tuple[str, str]]:
     """Return the hosts (name and reason) whose agent cannot write, so that the conductor always writes for them."""
-    by_id = {host.id: host.name for host in hosts}
-    found = placement_delegation.hands(by_id.keys())
-    return sorted((by_id[host], hand.lacks) for host, hand in found.items() if hand.lacks)
+    name_by_id = {host.id: host.name for host in hosts}
+    status_by_host = placement_delegation.get_writer_statuses(name_by_id.keys())
+    return sorted((name_by_id[host], hand.reason) for host, hand in status_by_host.items() if hand.reason)

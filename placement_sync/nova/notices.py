@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-EVENT, VERSION, PATH = "accelerator-request-bound", "compute 2.82", "/os-server-external-events"
+EVENT_NAME, MICROVERSION, EVENTS_PATH = "accelerator-request-bound", "compute 2.82", "/os-server-external-events"
 TIMEOUT_S = 10.0
-ANSWERED = frozenset({200, 404, 422})
+FINAL_CODES = frozenset({200, 404, 422})
 """Codes of an event that need no retry: accepted (200); Nova does not know the instance (404); the instance has no host
 yet, and Nova will query the request itself when it has (422).
 """
@@ -29,25 +29,25 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Answer:
+class NoticeResult:
     """The result of a notice.
 
     `is_final`: no retry is needed. `needs_attention`: a person should look at it. `nova_unavailable`: Nova was
     unreachable, throttled, refused the credentials or answered unusably, so further calls are pointless for now.
     """
 
-    done: bool
+    is_final: bool
     text: str
-    alarm: bool = False
-    away: bool = False
+    needs_attention: bool = False
+    nova_unavailable: bool = False
 
 
-def body(notices: Sequence[Notice]) -> dict[str, Any]:
+def build_body(notices: Sequence[Notice]) -> dict[str, Any]:
     """Return the request body for these notices."""
     return {
         "events": [
             {
-                "name": EVENT,
+                "name": EVENT_NAME,
                 "server_uuid": notice.instance,
                 "tag": notice.request,
                 "status": "completed" if notice.completed else "failed",
@@ -57,21 +57,25 @@ def body(notices: Sequence[Notice]) -> dict[str, Any]:
     }
 
 
-def judge(notices: Sequence[Notice], status: int, answer: object) -> list[Answer]:
+def interpret_answer(notices: Sequence[Notice], status: int, answer: object) -> list[NoticeResult]:
     """Return what Nova's answer means for each notice."""
     if status == 404:
-        return [Answer(True, "404: Nova does not know the instance")] * len(notices)
+        return [NoticeResult(True, "404: Nova does not know the instance")] * len(notices)
     if status >= 500 or status in (401, 403, 408, 429):
-        return [Answer(False, f"Nova answered {status}", alarm=status in (401, 403), away=True)] * len(notices)
+        return [
+            NoticeResult(False, f"Nova answered {status}", needs_attention=status in (401, 403), nova_unavailable=True)
+        ] * len(notices)
     if status not in (200, 207):
-        return [Answer(False, f"Nova answered {status}", alarm=True)] * len(notices)
-    codes = _codes(answer)
+        return [NoticeResult(False, f"Nova answered {status}", needs_attention=True)] * len(notices)
+    codes = _parse_event_codes(answer)
     if codes is None:
-        return [Answer(False, f"Nova answered {status}, but not with a list of events", away=True)] * len(notices)
-    return [_one(codes.get(notice.request, 200 if status == 200 else 0)) for notice in notices]
+        return [
+            NoticeResult(False, f"Nova answered {status}, but not with a list of events", nova_unavailable=True)
+        ] * len(notices)
+    return [_interpret_code(codes.get(notice.request, 200 if status == 200 else 0)) for notice in notices]
 
 
-def tell(session: Any, endpoint: str, notices: Sequence[Notice]) -> list[Answer]:
+def send_notices(session: Any, endpoint: str, notices: Sequence[Notice]) -> list[NoticeResult]:
     """Send the notices in one call through a keystoneauth1 session and return the result of each.
 
     Blocks for up to TIMEOUT_S.
@@ -80,11 +84,11 @@ def tell(session: Any, endpoint: str, notices: Sequence[Notice]) -> list[Answer]
 
     try:
         answer = session.request(
-            PATH,
+            EVENTS_PATH,
             "POST",
-            json=body(notices),
+            json=build_body(notices),
             endpoint_filter={"service_type": "compute"},
-            headers={"OpenStack-API-Version": VERSION, "Accept": "application/json"},
+            headers={"OpenStack-API-Version": MICROVERSION, "Accept": "application/json"},
             timeout=TIMEOUT_S,
             connect_retries=0,
             raise_exc=False,
@@ -92,15 +96,15 @@ def tell(session: Any, endpoint: str, notices: Sequence[Notice]) -> list[Answer]
             **({"endpoint_override": endpoint} if endpoint else {}),
         )
     except ClientException as error:
-        return [Answer(False, " ".join(str(error).split())[:300], away=True)] * len(notices)
+        return [NoticeResult(False, " ".join(str(error).split())[:300], nova_unavailable=True)] * len(notices)
     try:
         decoded = answer.json()
     except ValueError:
         decoded = None
-    return judge(notices, answer.status_code, decoded)
+    return interpret_answer(notices, answer.status_code, decoded)
 
 
-def _codes(answer: object) -> Mapping[str, int] | None:
+def _parse_event_codes(answer: object) -> Mapping[str, int] | None:
     """Return the code of each request's event, or None if the answer is no list of events."""
     events = answer.get("events") if isinstance(answer, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
@@ -108,11 +112,11 @@ def _codes(answer: object) -> Mapping[str, int] | None:
     return {str(event.get("tag")): code for event in events if isinstance(code := event.get("code"), int)}
 
 
-def _one(code: int) -> Answer:
+def _interpret_code(code: int) -> NoticeResult:
     """Return the result that the code of one event stands for; 0 means that Nova's answer lacks the event."""
     meaning = {
         200: "accepted",
         404: "Nova does not know the instance",
         422: "the instance has no host yet; Nova will query the request when it has one",
     }.get(code, "not answered" if not code else "refused")
-    return Answer(code in ANSWERED, f"{code or ''} {meaning}".strip(), alarm=code not in ANSWERED)
+    return NoticeResult(code in FINAL_CODES, f"{code or ''} {meaning}".strip(), needs_attention=code not in FINAL_CODES)

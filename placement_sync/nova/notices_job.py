@@ -8,20 +8,20 @@ from typing import Any
 from django.conf import settings
 
 from accelerators import conductor, outbox
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.runtime import jobs
-from placement_sync.cloud import session
-from placement_sync.nova.notices import Answer, Notice, tell
+from placement_sync.cloud import get_cloud_session
+from placement_sync.nova.notices import Notice, NoticeResult, send_notices
 
 KIND, JOB = "notice", "notices"
-BATCH = 256
-AT_ONCE = 8
+INTENT_BATCH = 256
+MAX_PARALLEL_CALLS = 8
 """Calls that are made at the same time. After a call that found Nova away, no other is started."""
 
 
 def run() -> None:
     """Run the job."""
-    jobs.run_outside_transaction(JOB, step)
+    jobs.run_steps_outside_transaction(JOB, step)
 
 
 def step() -> bool:
@@ -29,51 +29,61 @@ def step() -> bool:
 
     If Nova is off or not configured, the batch is discarded.
     """
-    due = outbox.due(KIND, BATCH)
+    due = outbox.load_due_intents(KIND, INTENT_BATCH)
     if not due:
         return False
-    if (there := session(settings.KEYS.nova_endpoint)) is None:
-        outbox.done(due)
-        return len(due) == BATCH
-    by_instance: dict[str, list[outbox.Due]] = {}
+    if (cloud := get_cloud_session(settings.KEYS.nova_endpoint)) is None:
+        outbox.delete_done_intents(due)
+        return len(due) == INTENT_BATCH
+    by_instance: dict[str, list[outbox.DueIntent]] = {}
     for intent in due:
         by_instance.setdefault(intent.payload["instance"], []).append(intent)
-    away: list[Answer] = []
+    outages: list[NoticeResult] = []
 
-    def one(told: list[outbox.Due]) -> list[Answer]:
-        if away:
-            return away[:1] * len(told)
-        notices = [Notice(intent.key, intent.payload["instance"], intent.payload["completed"]) for intent in told]
-        answers = tell(there, settings.KEYS.nova_endpoint, notices)
-        away.extend(answer for answer in answers if answer.away)
+    def send_to_instance(intents: list[outbox.DueIntent]) -> list[NoticeResult]:
+        if outages:
+            return outages[:1] * len(intents)
+        notices = [Notice(intent.key, intent.payload["instance"], intent.payload["completed"]) for intent in intents]
+        answers = send_notices(cloud, settings.KEYS.nova_endpoint, notices)
+        outages.extend(answer for answer in answers if answer.nova_unavailable)
         return answers
 
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="notices") as threads:
-        for told, answers in zip(by_instance.values(), threads.map(one, by_instance.values()), strict=True):
+    with ThreadPoolExecutor(MAX_PARALLEL_CALLS, thread_name_prefix="notices") as executor:
+        for told, answers in zip(
+            by_instance.values(), executor.map(send_to_instance, by_instance.values()), strict=True
+        ):
             with conductor.writing():
-                _record(told, answers)
-    return len(due) == BATCH and not away
+                _store_results(told, answers)
+    return len(due) == INTENT_BATCH and not outages
 
 
-def _record(told: list[outbox.Due], answers: list[Answer]) -> None:
+def _store_results(intents: list[outbox.DueIntent], answers: list[NoticeResult]) -> None:
     """Record events, then mark intents done or schedule their retry.
 
     An event is recorded for each notice that needs no retry, and for the first refusal. None is recorded for a notice
     that failed because Nova was away, unless Nova refused the credentials.
     """
-    pairs = list(zip(told, answers, strict=True))
-    conductor.record_all([_event(*pair) for pair in pairs if pair[1].done or (pair[1].alarm and not pair[0].attempts)])
-    outbox.done([intent for intent, answer in pairs if answer.done])
-    for text in sorted({answer.text for answer in answers if not answer.done}):
-        outbox.failed([intent for intent, answer in pairs if not answer.done and answer.text == text], text)
+    pairs = list(zip(intents, answers, strict=True))
+    conductor.record_events(
+        [
+            _build_event(*pair)
+            for pair in pairs
+            if pair[1].is_final or (pair[1].needs_attention and not pair[0].attempts)
+        ]
+    )
+    outbox.delete_done_intents([intent for intent, answer in pairs if answer.is_final])
+    for text in sorted({answer.text for answer in answers if not answer.is_final}):
+        outbox.record_failures(
+            [intent for intent, answer in pairs if not answer.is_final and answer.text == text], text
+        )
 
 
-def _event(intent: outbox.Due, answer: Answer) -> dict[str, Any]:
+def _build_event(intent: outbox.DueIntent, answer: NoticeResult) -> dict[str, Any]:
     status = "completed" if intent.payload["completed"] else "failed"
     return {
-        "source": Source.SYSTEM,
+        "source": EventSource.SYSTEM,
         "actor": "nova",
-        "action": "request.notified" if answer.done else "request.notice_refused",
+        "action": "request.notified" if answer.is_final else "request.notice_refused",
         "subject_type": "request",
         "subject": intent.key,
         "subject_name": "",

@@ -68,8 +68,8 @@ def test_it_can_be_waited_for(outcome: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     def agent(_: float) -> None:
         command = Command.objects.get()
-        placing.answer([placing.Answer(command.host_id, command.id, outcome, "as its driver says")])
-        command_results.settle()
+        placing.store_answers([placing.CommandAnswer(command.host_id, command.id, outcome, "as its driver says")])
+        command_results.end_answered_commands()
 
     monkeypatch.setattr(following.time, "sleep", agent)
     status, text = said("update", str(device(1).uuid), "--layout", "vfs=3", "--wait")

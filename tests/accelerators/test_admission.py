@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from accelerators import conductor
 from accelerators.devices import admission_rules, lifecycle
-from accelerators.domain.admission import Facts, Rule, first
+from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AdmissionRule, Deployable, Device, Event, Intent
 from tests.support.reports import a_host, answer, apply, card
 
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
-CARD = Facts("cmp1.example", "pci_driver", "10de", "A100 80GB", "GPU")
+CARD = AdmissionFacts("cmp1.example", "pci_driver", "10de", "A100 80GB", "GPU")
 
 
 @pytest.mark.parametrize(
@@ -34,28 +34,31 @@ CARD = Facts("cmp1.example", "pci_driver", "10de", "A100 80GB", "GPU")
     ],
 )
 def test_a_rule_fits_when_all_it_says_does(patterns: dict[str, str], fits: bool) -> None:
-    assert Rule("r", "ready", **patterns).fits(CARD) is fits
-    assert Rule("r", "ready").fits(CARD), "a pattern that is left out fits everything"
+    assert EnabledRule("r", "ready", **patterns).matches(CARD) is fits
+    assert EnabledRule("r", "ready").matches(CARD), "a pattern that is left out fits everything"
 
 
 texts = st.text(max_size=12)
 
 
-@given(st.builds(Facts, texts, texts, texts, texts, texts), st.lists(st.builds(Rule, texts, texts, host=texts)))
-def test_the_first_that_fits_decides(device: Facts, tried: list[Rule]) -> None:
-    decided = first(tried, device)
+@given(
+    st.builds(AdmissionFacts, texts, texts, texts, texts, texts),
+    st.lists(st.builds(EnabledRule, texts, texts, host=texts)),
+)
+def test_the_first_that_fits_decides(device: AdmissionFacts, tried: list[EnabledRule]) -> None:
+    decided = first_matching_rule(tried, device)
     before = tried[: tried.index(decided)] if decided else tried
-    assert decided is None or decided.fits(device)
-    assert not any(rule.fits(device) for rule in before)
+    assert decided is None or decided.matches(device)
+    assert not any(rule.matches(device) for rule in before)
 
 
 @given(st.text(max_size=255), st.text(alphabet="a*?[]!-", max_size=255))
 def test_no_pattern_takes_long_or_raises(text: str, pattern: str) -> None:
-    Rule("r", "ready", model=pattern).fits(CARD._replace(model=text))
+    EnabledRule("r", "ready", model=pattern).matches(CARD._replace(model=text))
 
 
 def rule(name: str, **values: object) -> AdmissionRule:
-    return admission_rules.create({"name": name, "action": "ready"} | values, OLGA)
+    return admission_rules.create_rule({"name": name, "action": "ready"} | values, OLGA)
 
 
 @pytest.mark.django_db
@@ -86,7 +89,7 @@ def test_a_rule_decides_about_what_is_found_and_not_about_what_is_back_or_change
     rule("all")
     apply(host, answer(card(1, status="degraded"), card(2)), seq=2)
     assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["inactive", "ready"]
-    lifecycle.disable(Device.objects.get(address="0000:02:00.0").uuid, OLGA)
+    lifecycle.disable_device(Device.objects.get(address="0000:02:00.0").uuid, OLGA)
     apply(host, answer(), seq=3)
     apply(host, answer(card(1), card(2)), seq=4)
     assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["inactive", "maintenance"]
@@ -94,17 +97,17 @@ def test_a_rule_decides_about_what_is_found_and_not_about_what_is_back_or_change
 
 @pytest.mark.django_db
 def test_rules_are_applied_to_what_waits_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_rules, "SLICE", 2)
+    monkeypatch.setattr(admission_rules, "SLICE_SIZE", 2)
     host = a_host()
     apply(host, answer(*(card(n) for n in range(6)), *(card(n, vendor="10de") for n in range(6, 8))))
-    lifecycle.disable(Device.objects.first().uuid, OLGA)
+    lifecycle.disable_device(Device.objects.first().uuid, OLGA)
     with conductor.writing():
         Device.objects.filter(address="0000:05:00.0").update(state="maintenance")
     rule("nvidia", vendor="10de", order=1, action="inactive")
     rule("rest")
-    assert admission_rules.preview() == {"rest": 5}
-    assert sum(admission_rules.apply(OLGA)) == 5
-    assert admission_rules.preview() == {}
+    assert admission_rules.count_matching_devices() == {"rest": 5}
+    assert sum(admission_rules.apply_rules(OLGA)) == 5
+    assert admission_rules.count_matching_devices() == {}
     assert Device.objects.filter(state="ready", state_by="rule rest").count() == 5
     event = Event.objects.filter(action="device.ready").first()
     assert (event.source, event.actor) == ("rule", "rest")
@@ -114,8 +117,8 @@ def test_rules_are_applied_to_what_waits_and_nothing_else(monkeypatch: pytest.Mo
 
 @pytest.mark.django_db
 def test_there_are_not_more_rules_than_a_merge_can_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_rules, "MOST", 1)
+    monkeypatch.setattr(admission_rules, "MAX_RULES", 1)
     rule("one")
     with pytest.raises(RefusedError, match="There are 1 rules already") as refused:
         rule("two")
-    assert refused.value.reason == Reason.CONFLICT
+    assert refused.value.reason == RefusalReason.CONFLICT

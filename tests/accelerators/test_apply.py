@@ -92,7 +92,7 @@ def test_an_answer_followed_by_a_failure_in_one_batch_is_not_lost() -> None:
     host = a_host()
     first = report(answer(card(1), driver="flaky"), seq=1)
     second = report(answer(driver="flaky", error="crashed"), seq=2)
-    merge.apply({host.id: [second, first]})
+    merge.merge_reports({host.id: [second, first]})
     assert Device.objects.get().address == "0000:01:00.0"
     assert Host.objects.get().drivers["flaky"]["error"] == "crashed"
 
@@ -153,7 +153,7 @@ def test_statements_per_batch_are_constant(hosts: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         psycopg.Cursor, "execute", lambda self, query, *a, **k: sent.append(query) or execute(self, query, *a, **k)
     )
-    merge.apply(batch)
+    merge.merge_reports(batch)
     monkeypatch.undo()
     assert Device.objects.count() == 20 * hosts
     assert len([query for query in sent if "SAVEPOINT" not in query]) == 9  # lock, load, five tables, intents, hosts

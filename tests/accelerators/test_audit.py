@@ -10,7 +10,7 @@ from django.db import connection
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import Command, Event, Host
 from accelerators.workflows import sweep
 from tests.support.audit import COLUMNS, EXEMPT, Unrecorded
@@ -19,13 +19,13 @@ from tests.support.writeguard import ForbiddenWrite, expect_violation, violation
 
 pytestmark = pytest.mark.django_db
 
-TOLD = "conductor.record('host.changed', Source.SYSTEM, 'test', host=Host.objects.first())"
+TOLD = "conductor.record_event('host.changed', Source.SYSTEM, 'test', host=Host.objects.first())"
 
 
 def product(*lines: str) -> Callable[[], None]:
     """A function of the product that does this while it writes."""
     body = "".join(f"        {line}\n" for line in lines)
-    known = {"__name__": "accelerators.forgetful", "conductor": conductor, "Host": Host, "Source": Source}
+    known = {"__name__": "accelerators.forgetful", "conductor": conductor, "Host": Host, "Source": EventSource}
     exec(f"def change():\n    with conductor.writing():\n{body}", known)
     return known["change"]  # type: ignore[return-value]
 
@@ -90,7 +90,7 @@ def test_a_server_s_thread_is_guarded_though_it_catches_every_exception(
         (TOLD, "Host.objects.update(node='elsewhere')"),
         ("Host.objects.filter(name='nobody').update(node='elsewhere')",),
         ("Host.objects.update(applied_hash='', updated_at=None)",),
-        ("conductor.intend('provider', {'a': {}})",),
+        ("conductor.raise_intents('provider', {'a': {}})",),
     ],
 )
 def test_what_is_told_changes_nothing_or_needs_no_event_passes(lines: tuple[str, ...]) -> None:
@@ -109,7 +109,9 @@ def test_what_needs_no_event_has_a_reason_and_is_there() -> None:
 def test_texts_of_an_event_are_cut_to_what_a_row_takes() -> None:
     with conductor.writing():
         subject, text = (None, "s" * 300), "r" * 5000
-        conductor.record("host.changed", Source.SYSTEM, "a" * 300, host_name="h" * 300, subject=subject, reason=text)
+        conductor.record_event(
+            "host.changed", EventSource.SYSTEM, "a" * 300, host_name="h" * 300, subject=subject, reason=text
+        )
     event = Event.objects.get()
     texts = (event.actor, event.host, event.subject_name, event.reason)
     assert [len(text) for text in texts] == [255, 255, 255, 4096]
@@ -118,8 +120,8 @@ def test_texts_of_an_event_are_cut_to_what_a_row_takes() -> None:
 def test_what_is_forgotten_in_time_is_told() -> None:
     host = a_host()
     with conductor.writing():
-        placing.place([placing.Order("rescan", host=host.id, actor="olga")])
+        placing.place_commands([placing.CommandOrder("rescan", host=host.id, actor="olga")])
         Command.objects.update(ended_at="2020-01-01T00:00Z", state="succeeded")
-    sweep.forget_commands()
+    sweep.delete_old_commands()
     assert not Command.objects.exists()
     assert Event.objects.get(action="command.forgotten").changes == {"number": [1, 0]}

@@ -11,9 +11,9 @@ from django.db import connection, transaction
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import Answer
+from accelerators.commands.placing import CommandAnswer
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -25,9 +25,9 @@ from accelerators.models import (
     Event,
     Intent,
 )
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_results
 from tests.support.reports import a_host, answer, apply, card
 
@@ -63,18 +63,18 @@ def pci() -> None:
 
 def bound(profile: str = "plain", instance: str = "") -> list[AcceleratorRequest]:
     """A bind that was answered 202."""
-    uuids, instance = binding.create(profile, NOVA), instance or str(uuid4())
-    binding.bind([Bind(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
+    uuids, instance = binding.create_requests(profile, NOVA), instance or str(uuid4())
+    binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
     return list(AcceleratorRequest.objects.filter(uuid__in=uuids).order_by("id"))
 
 
 def one_open(op: str) -> Command:
-    return Command.objects.get(OPEN, op=op)
+    return Command.objects.get(COMMAND_IS_OPEN, op=op)
 
 
 def ends(command: Command, outcome: str = "succeeded", text: str = "") -> None:
-    placing.answer([Answer(command.host_id, command.id, outcome, text)])
-    command_results.settle()
+    placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
+    command_results.end_answered_commands()
 
 
 def state(request: AcceleratorRequest) -> tuple[str, str]:
@@ -102,7 +102,7 @@ def test_a_handle_is_made_on_its_host_and_given_back_there(handle: AttachHandle)
     assert (event.action, event.source, event.actor) == ("request.bound", "agent", "commands")
     before, after = event.changes.get("instance_uuid", (None, None))
     assert before == after, "the instance is the one that it was being bound for"
-    binding.unbind([str(request.uuid)], NOVA)
+    binding.unbind_requests([str(request.uuid)], NOVA)
     detach = one_open("detach")
     assert detach.arguments == attach.arguments
     assert Device.objects.get().busy_with is None
@@ -136,7 +136,7 @@ def test_silence_is_a_failed_bind_and_what_was_made_all_the_same_is_given_back_o
     past = datetime.now(UTC) - timedelta(seconds=1)
     with conductor.writing():
         Command.objects.update(start_by=past, end_by=past)
-    command_results.expire()
+    command_results.end_late_commands()
     assert state(request) == ("BindFailed", "the agent of cmp1 did not accept it in time")
     assert not Command.objects.filter(op="detach").exists(), "as far as is known nothing was made"
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_a_bind_whose_deadline_passed_gives_back_what_its_host_may_have_made(han
     (request,) = bound()
     with conductor.writing():
         AcceleratorRequest.objects.update(deadline=datetime.now(UTC) - timedelta(seconds=1))
-    binding.expire()
+    binding.fail_overdue_binds()
     assert state(request) == ("BindFailed", "nothing was heard from host cmp1 before the deadline")
     assert one_open("detach").request == request.uuid, "the host may have made it and never answer"
     ends(one_open("attach"))
@@ -160,8 +160,8 @@ def test_a_request_that_is_bound_again_does_not_take_an_old_answer_for_its_own(h
     instance = str(uuid4())
     (request,) = bound(instance=instance)
     first = one_open("attach")
-    binding.unbind([str(request.uuid)], NOVA)
-    binding.bind([Bind(str(request.uuid), "cmp1", PROVIDER, instance)], NOVA)
+    binding.unbind_requests([str(request.uuid)], NOVA)
+    binding.bind_requests([BindSpec(str(request.uuid), "cmp1", PROVIDER, instance)], NOVA)
     ends(first)
     assert state(request)[0] == "BindStarted"
     ends(one_open("attach"))
@@ -176,8 +176,8 @@ def test_a_device_is_programmed_for_all_that_are_bound_together(handle: AttachHa
     assert Device.objects.get().busy_with == attach.uuid
     with pytest.raises(RefusedError, match="its device is busy with a command") as refused:
         bound("plain")
-    assert refused.value.reason == Reason.NONE_FREE
-    placing.prepared(attach.id, ADDER)
+    assert refused.value.reason == RefusalReason.NONE_FREE
+    placing.mark_image_ready(attach.id, ADDER)
     ends(attach)
     assert (state(first)[0], state(second)[0]) == ("Bound", "BindStarted"), "its handle is to be made yet"
     part = Deployable.objects.get()
@@ -196,12 +196,12 @@ def test_functions_of_one_card_share_the_fate_of_the_one_command(handle: AttachH
     pci()
     first, second = bound("pair")
     ends_with = "the image is for another card"
-    placing.prepared(Command.objects.get().id, ADDER)
+    placing.mark_image_ready(Command.objects.get().id, ADDER)
     ends(Command.objects.get(), "failed", ends_with)
     assert state(first) == state(second) == ("BindFailed", ends_with)
     assert Command.objects.count() == 1, "nothing is made of a PCI function"
     first, second = bound("pair")
-    placing.prepared(one_open("attach").id, ADDER)
+    placing.mark_image_ready(one_open("attach").id, ADDER)
     ends(one_open("attach"))
     assert state(first) == state(second) == ("Bound", "")
 
@@ -210,7 +210,7 @@ def test_functions_of_one_card_share_the_fate_of_the_one_command(handle: AttachH
 def test_a_bind_whose_handles_others_keep_locked_ends_and_can_be_tried_again(
     handle: AttachHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(binding, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(binding, "RETRY_TIMEOUT_S", 0.05)
     locked, over = threading.Event(), threading.Event()
 
     def others() -> None:
@@ -228,16 +228,16 @@ def test_a_bind_whose_handles_others_keep_locked_ends_and_can_be_tried_again(
     over.set()
     thread.join(10)
     request = AcceleratorRequest.objects.get()
-    assert (refused.value.reason, request.state) == (Reason.AWAY, "Initial")
-    binding.bind([Bind(str(request.uuid), "cmp1", PROVIDER, str(uuid4()))], NOVA)
+    assert (refused.value.reason, request.state) == (RefusalReason.AWAY, "Initial")
+    binding.bind_requests([BindSpec(str(request.uuid), "cmp1", PROVIDER, str(uuid4()))], NOVA)
     assert state(request)[0] == "BindStarted"
 
 
 def test_a_device_is_not_programmed_with_two_images_for_one_bind(handle: AttachHandle) -> None:
-    uuids, instance = [*binding.create("adder", NOVA), *binding.create("bits", NOVA)], str(uuid4())
+    uuids, instance = [*binding.create_requests("adder", NOVA), *binding.create_requests("bits", NOVA)], str(uuid4())
     with pytest.raises(RefusedError, match="cannot be programmed with two images at once") as refused:
-        binding.bind([Bind(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
-    assert refused.value.reason == Reason.NONE_FREE
+        binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
+    assert refused.value.reason == RefusalReason.NONE_FREE
     assert {*AcceleratorRequest.objects.values_list("state", "attach_handle")} == {("BindFailed", None)}
     assert not Command.objects.exists()
 
@@ -245,7 +245,7 @@ def test_a_device_is_not_programmed_with_two_images_for_one_bind(handle: AttachH
 def test_what_holds_the_bitstream_already_is_bound_at_once_beside_others(handle: AttachHandle) -> None:
     pci()
     (request,) = bound("bits")
-    placing.prepared(Command.objects.get().id, ADDER)
+    placing.mark_image_ready(Command.objects.get().id, ADDER)
     ends(Command.objects.get())
     assert state(request)[0] == "Bound"
     (beside,) = bound("bits")
@@ -258,8 +258,8 @@ def test_what_holds_the_bitstream_already_is_bound_at_once_beside_others(handle:
 
 def test_an_image_that_cannot_be_had_is_the_fault_of_the_bind(handle: AttachHandle) -> None:
     (request,) = bound("adder")
-    placing.unprepared(Command.objects.get().id, "no image with accel:function_id=adder")
-    command_results.settle()
+    placing.mark_image_failed(Command.objects.get().id, "no image with accel:function_id=adder")
+    command_results.end_answered_commands()
     assert state(request) == ("BindFailed", "no image with accel:function_id=adder")
     assert Command.objects.get().state == "refused"
     assert Device.objects.get().busy_with is None
@@ -268,10 +268,10 @@ def test_an_image_that_cannot_be_had_is_the_fault_of_the_bind(handle: AttachHand
 def test_nothing_is_programmed_for_who_waits_no_more(handle: AttachHandle) -> None:
     pci()
     (request,) = bound("adder")
-    binding.delete([str(request.uuid)], NOVA)
+    binding.delete_requests([str(request.uuid)], NOVA)
     command = Command.objects.get()
-    assert not placing.prepared(command.id, ADDER)
-    command_results.settle()
+    assert not placing.mark_image_ready(command.id, ADDER)
+    command_results.end_answered_commands()
     command.refresh_from_db()
     assert (command.state, command.text) == ("refused", "its request does not need it any more")
     assert Device.objects.get().busy_with is None

@@ -26,10 +26,10 @@ from hypothesis.stateful import (
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import ON_HOST, Answer
+from accelerators.commands.placing import TYPES_CREATED_ON_HOST, CommandAnswer
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import RequestState
 from accelerators.models import (
     AcceleratorRequest,
@@ -39,9 +39,9 @@ from accelerators.models import (
     Device,
     DeviceProfile,
 )
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, profiles
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_results
 from tests.support.long import few_or_many, scaled
 from tests.support.reports import a_host, answer, apply, card
@@ -163,7 +163,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(target=made, profile=st.sampled_from(sorted(PROFILES)))
     def create(self, profile: str) -> str:
-        (uuid,) = binding.create(profile, NOVA)
+        (uuid,) = binding.create_requests(profile, NOVA)
         self.states[uuid], self.profiles[uuid] = _R.INITIAL, profile
         return uuid
 
@@ -187,12 +187,12 @@ class Requests(RuleBasedStateMachine):
         possible = self.free(device) >= len(uuids) and len(images) < 2 and not (images and held)
         legal = BINDABLE.issuperset(self.states[uuid] for uuid in uuids)
         try:
-            binding.bind([Bind(uuid, "cmp1", self.providers[card], instance) for uuid in uuids], NOVA)
+            binding.bind_requests([BindSpec(uuid, "cmp1", self.providers[card], instance) for uuid in uuids], NOVA)
         except RefusedError as refused:
             if not legal:
-                assert refused.reason == Reason.STATE
+                assert refused.reason == RefusalReason.STATE
                 return
-            assert refused.reason == Reason.NONE_FREE
+            assert refused.reason == RefusalReason.NONE_FREE
             assert not possible
             self.states |= dict.fromkeys(uuids, _R.BIND_FAILED)
             return
@@ -201,30 +201,30 @@ class Requests(RuleBasedStateMachine):
 
     @rule(uuids=st.lists(made, min_size=1, max_size=3, unique=True))
     def unbind(self, uuids: list[str]) -> None:
-        binding.unbind(uuids, NOVA)
+        binding.unbind_requests(uuids, NOVA)
         self.states |= dict.fromkeys(uuids, _R.UNBOUND)
 
     @rule(uuid=consumes(made))
     def delete(self, uuid: str) -> None:
-        binding.delete([uuid], NOVA)
+        binding.delete_requests([uuid], NOVA)
         del self.states[uuid]
 
     @rule(card=st.integers(0, 1), offer=st.booleans())
     def offer(self, card: int, offer: bool) -> None:
         device = self.now.devices[card]
         try:
-            (lifecycle.enable if offer else lifecycle.disable)(UUID(device.uuid), NOVA)
+            (lifecycle.enable_device if offer else lifecycle.disable_device)(UUID(device.uuid), NOVA)
         except RefusedError as refused:
-            assert offer and device.busy_with and refused.reason == Reason.CONFLICT
+            assert offer and device.busy_with and refused.reason == RefusalReason.CONFLICT
 
     @rule(card=st.integers(0, 1))
     def reset(self, card: int) -> None:
         device = self.now.devices[card]
         held = any(one.handle and one.device == device.id for one in self.now.requests)
         try:
-            placing.ask("reset", UUID(device.uuid), NOVA)
+            placing.order_device_command("reset", UUID(device.uuid), NOVA)
         except RefusedError as refused:
-            assert refused.reason == (Reason.CONFLICT if device.busy_with else Reason.HELD)
+            assert refused.reason == (RefusalReason.CONFLICT if device.busy_with else RefusalReason.HELD)
             assert held or device.busy_with
         else:
             assert not held and not device.busy_with
@@ -232,24 +232,24 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: any(one.is_open for one in self.now.commands))
     @rule(which=st.integers(0, 5), outcome=st.sampled_from(["succeeded", "succeeded", "failed", "refused", "unknown"]))
     def an_agent_answers(self, which: int, outcome: str) -> None:
-        waiting = list(Command.objects.filter(OPEN).order_by("id"))
+        waiting = list(Command.objects.filter(COMMAND_IS_OPEN).order_by("id"))
         command = waiting[which % len(waiting)]
         if command.state == "preparing":
             if outcome == "refused":
-                placing.unprepared(command.id, "there is no such image")
+                placing.mark_image_failed(command.id, "there is no such image")
             else:
-                placing.prepared(command.id, {"id": IMAGE, "size": 1, "sha256": "a" * 64})
+                placing.mark_image_ready(command.id, {"id": IMAGE, "size": 1, "sha256": "a" * 64})
         else:
-            assert not placing.answer([Answer(command.host_id, command.id, outcome, "as it is")])
-        self.follow(command_results.settle)
+            assert not placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
+        self.follow(command_results.end_answered_commands)
 
     @precondition(lambda self: any(one.is_open for one in self.now.commands))
     @rule()
     def commands_run_out_of_time(self) -> None:
         with conductor.writing():
             past = datetime.now(UTC) - timedelta(seconds=1)
-            Command.objects.filter(OPEN).update(start_by=past, end_by=past)
-        self.follow(lambda: command_results.expire() | command_results.settle())
+            Command.objects.filter(COMMAND_IS_OPEN).update(start_by=past, end_by=past)
+        self.follow(lambda: command_results.end_late_commands() | command_results.end_answered_commands())
         left = [one for one in read_stored().commands if one.is_open]
         assert not [one for one in left if one.op == "attach" and one.exclusive]
 
@@ -269,7 +269,7 @@ class Requests(RuleBasedStateMachine):
             AcceleratorRequest.objects.filter(state="BindStarted").update(
                 deadline=datetime.now(UTC) - timedelta(seconds=1)
             )
-        assert binding.expire() is False
+        assert binding.fail_overdue_binds() is False
         started = [uuid for uuid, state in self.states.items() if state == _R.BIND_STARTED]
         self.states |= dict.fromkeys(started, _R.BIND_FAILED)
 
@@ -335,7 +335,7 @@ class Requests(RuleBasedStateMachine):
     def what_was_made_on_a_host_and_is_not_held_is_ordered_back(self) -> None:
         held = {one.uuid for one in self.now.requests if one.state in BUSY}
         for one in self.now.commands:
-            made = one.op == "attach" and one.succeeded and not one.is_open and one.handle_type in ON_HOST
+            made = one.op == "attach" and one.succeeded and not one.is_open and one.handle_type in TYPES_CREATED_ON_HOST
             if made and one.request not in held:
                 later = [(other.op, other.request) for other in self.now.commands if other.id > one.id]
                 assert ("detach", one.request) in later
@@ -353,7 +353,7 @@ STEPS = scaled(22, 50)
 @pytest.mark.django_db
 def test_no_order_of_calls_leads_to_an_illegal_state(examples: int) -> None:
     Requests.providers = make_cards()
-    profiles.forget()
+    profiles.clear_profile_cache()
     checked = settings(
         max_examples=examples,
         stateful_step_count=STEPS,

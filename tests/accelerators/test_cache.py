@@ -17,7 +17,7 @@ from accelerators.domain.caller import Caller
 from accelerators.models import DeviceProfile
 from accelerators.requests import profiles
 from accelerators.runtime import generations, pubsub
-from accelerators.runtime.cache import Cache
+from accelerators.runtime.cache import GenerationCache
 from tests.support.webserver import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -46,7 +46,7 @@ def _listener_has_cleared_the_caches() -> None:
     received = threading.Event()
     fence = f"fence-{uuid4()}"
     pubsub.subscribe(fence, lambda detail: received.set() if detail == "reached" else None)
-    pubsub.listen()
+    pubsub.start_listener()
 
     def is_reached() -> bool:
         with connection.cursor() as cursor:
@@ -57,28 +57,30 @@ def _listener_has_cleared_the_caches() -> None:
 
 
 def groups(name: str = "p") -> list[dict[str, str]]:
-    found = profiles.by_name(name)
+    found = profiles.get_profile_by_name(name)
     assert found is not None
     return list(found.groups)
 
 
 def test_a_hit_costs_no_statement_and_what_is_not_there_is_not_remembered(django_assert_num_queries: Any) -> None:
-    assert profiles.by_name("p") is None
-    uuid = profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    assert profiles.get_profile_by_name("p") is None
+    uuid = profiles.create_profile("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     with django_assert_num_queries(2):
         groups()
     with django_assert_num_queries(0):
         assert groups() == [{"resources:FPGA": "1"}]
-    profiles.delete(uuid, ADMIN)
-    assert profiles.by_name("p") is None, "the process that deleted it forgets it at once"
+    profiles.delete_profile(uuid, ADMIN)
+    assert profiles.get_profile_by_name("p") is None, "the process that deleted it forgets it at once"
 
 
 @pytest.mark.system
 def test_another_processs_change_is_seen_at_once(
     django_assert_num_queries: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiles._by_name, "_ttl_s", float("inf"))  # so that no entry is looked up again by its age
-    profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    monkeypatch.setattr(
+        profiles._profiles_by_name, "_ttl_s", float("inf")
+    )  # so that no entry is looked up again by its age
+    profiles.create_profile("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     heard: list[str | None] = []
     pubsub.subscribe("profiles", heard.append)
     assert groups() == [{"resources:FPGA": "1"}]
@@ -95,7 +97,7 @@ def test_another_processs_change_is_seen_at_once(
 
 
 def test_a_cache_that_hears_nothing_sees_a_change_when_its_entry_expires() -> None:
-    profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    profiles.create_profile("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     loads: list[str] = []
     now = [1000.0]
 
@@ -103,7 +105,7 @@ def test_a_cache_that_hears_nothing_sees_a_change_when_its_entry_expires() -> No
         loads.append(name)
         return DeviceProfile.objects.get(name=name).groups
 
-    cache = Cache("profiles", load, ttl_s=15.0, clock=lambda: now[0])
+    cache = GenerationCache("profiles", load, ttl_s=15.0, clock=lambda: now[0])
     assert cache.get("p") == [{"resources:FPGA": "1"}]
     now[0] += 15.0
     assert cache.get("p") == [{"resources:FPGA": "1"}]
@@ -126,7 +128,7 @@ def test_identical_misses_share_one_load() -> None:
         go.wait(10)
         return key.upper()
 
-    cache = Cache("profiles", load)
+    cache = GenerationCache("profiles", load)
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(_and_close, cache.get, "k") for _ in range(8)]
         until(lambda: asked)
@@ -146,11 +148,11 @@ def test_an_answer_older_than_a_drop_is_not_kept() -> None:
             go.wait(10)
         return value
 
-    cache = Cache("profiles", load)
+    cache = GenerationCache("profiles", load)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(_and_close, cache.get, "k")
         assert started.wait(10)
-        cache.drop()
+        cache.drop_all()
         go.set()
         assert first.result(10) == "old"
     assert cache.get("k") == "new"
@@ -165,14 +167,14 @@ def test_a_failing_load_fails_everyone_who_asked_and_is_tried_again() -> None:
             raise value
         return value
 
-    cache = Cache("profiles", load)
+    cache = GenerationCache("profiles", load)
     with pytest.raises(ValueError, match="no"):
         cache.get("k")
     assert cache.get("k") == "yes"
 
 
 def test_it_is_bounded(django_assert_num_queries: Any) -> None:
-    cache = Cache("profiles", str.upper, size=2)
+    cache = GenerationCache("profiles", str.upper, size=2)
     for key in ("a", "b", "c"):
         cache.get(key)
     with django_assert_num_queries(0):
@@ -184,7 +186,7 @@ def test_it_is_bounded(django_assert_num_queries: Any) -> None:
 def test_a_listener_that_lost_its_connection_distrusts_what_it_remembers() -> None:
     heard: list[str | None] = []
     pubsub.subscribe("devices", heard.append)
-    pubsub.listen()
+    pubsub.start_listener()
     pids = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
 
     def listeners() -> list[int]:
@@ -197,15 +199,15 @@ def test_a_listener_that_lost_its_connection_distrusts_what_it_remembers() -> No
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_terminate_backend(%s)", [before])
     until(lambda: heard == [None])
-    pubsub.ring("devices", "x")
+    pubsub.publish("devices", "x")
     until(lambda: heard[-1] == "x")
 
 
 def test_generations_count_every_committed_write() -> None:
-    before = generations.current("profiles"), generations.current("requests")
-    profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
-    assert generations.current("profiles") > before[0]
-    assert generations.current("requests") == before[1]
+    before = generations.current_generation("profiles"), generations.current_generation("requests")
+    profiles.create_profile("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    assert generations.current_generation("profiles") > before[0]
+    assert generations.current_generation("requests") == before[1]
 
 
 def _and_close(function: Any, *arguments: object) -> object:

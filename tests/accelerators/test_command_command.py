@@ -13,7 +13,7 @@ from django.core.management import CommandError, call_command
 from accelerators.commands import placing
 from accelerators.management import following
 from accelerators.models import Command, Device, Event
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.workflows import command_results
 from tests.support.reports import a_host, answer, apply, card
 
@@ -36,12 +36,12 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def plays(outcome: str = "succeeded", text: str = "done", **detail: str) -> None:
         def step(seconds: float) -> None:
-            command = Command.objects.filter(OPEN).first()
+            command = Command.objects.filter(COMMAND_IS_OPEN).first()
             if command.percent < 50:
-                placing.progressed([placing.Progress(command.host_id, command.id, 50, "half of it")])
+                placing.store_progress([placing.CommandProgress(command.host_id, command.id, 50, "half of it")])
                 return
-            placing.answer([placing.Answer(command.host_id, command.id, outcome, text, detail)])
-            command_results.settle()
+            placing.store_answers([placing.CommandAnswer(command.host_id, command.id, outcome, text, detail)])
+            command_results.end_answered_commands()
 
         monkeypatch.setattr(following.time, "sleep", step)
 
@@ -130,7 +130,7 @@ def test_who_stops_waiting_is_told_that_it_goes_on(device: Device, monkeypatch: 
     monkeypatch.setattr(following.time, "sleep", stop)
     with pytest.raises(CommandError, match="the ordered commands continue"):
         said("command", "reset", str(device.uuid), "--wait")
-    assert Command.objects.filter(OPEN).count() == 1
+    assert Command.objects.filter(COMMAND_IS_OPEN).count() == 1
 
 
 @pytest.mark.parametrize(("outcome", "status", "state"), [("succeeded", 0, "ready"), ("failed", 1, "failed")])

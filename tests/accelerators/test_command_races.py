@@ -12,13 +12,13 @@ from django.db import connection
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import Answer
+from accelerators.commands.placing import CommandAnswer
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_results
 from tests.support.reports import a_host, answer, apply, card
 
@@ -79,25 +79,25 @@ def device() -> Device:
 
 def requested(profile: str) -> Callable[[], None]:
     """A bind of a new request."""
-    (uuid,) = binding.create(profile, NOVA)
-    return lambda: binding.bind([Bind(uuid, "cmp1", PROVIDER, str(uuid4()))], NOVA)
+    (uuid,) = binding.create_requests(profile, NOVA)
+    return lambda: binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, str(uuid4()))], NOVA)
 
 
 def finish() -> None:
     """All is free again."""
     requests = AcceleratorRequest.objects.exclude(state__in=["Initial", "Unbound"])
-    binding.delete([str(uuid) for uuid in requests.values_list("uuid", flat=True)], NOVA)
-    for number in Command.objects.filter(OPEN, state="preparing").values_list("id", flat=True):
-        placing.unprepared(number, "no such image")
-    open_ones = Command.objects.filter(OPEN, state="queued").values_list("host", "id")
-    placing.answer([Answer(host, number, "succeeded") for host, number in open_ones])
-    command_results.settle()
-    assert not Command.objects.filter(OPEN).exists()
+    binding.delete_requests([str(uuid) for uuid in requests.values_list("uuid", flat=True)], NOVA)
+    for number in Command.objects.filter(COMMAND_IS_OPEN, state="preparing").values_list("id", flat=True):
+        placing.mark_image_failed(number, "no such image")
+    open_ones = Command.objects.filter(COMMAND_IS_OPEN, state="queued").values_list("host", "id")
+    placing.store_answers([CommandAnswer(host, number, "succeeded") for host, number in open_ones])
+    command_results.end_answered_commands()
+    assert not Command.objects.filter(COMMAND_IS_OPEN).exists()
 
 
 ORDERS: dict[str, Callable[[Device], object]] = {
-    "partition": lambda device: placing.ask("partition", device.uuid, OLGA, layout={"parts": "4"}),
-    "program": lambda device: placing.ask("program", device.uuid, OLGA, image=uuid4()),
+    "partition": lambda device: placing.order_device_command("partition", device.uuid, OLGA, layout={"parts": "4"}),
+    "program": lambda device: placing.order_device_command("program", device.uuid, OLGA, image=uuid4()),
 }
 
 
@@ -108,10 +108,10 @@ def test_S1_a_bind_and_an_order_never_both_have_the_device(device: Device, pair:
     for _ in range(ROUNDS):
         bound, ordered = pair.race(requested(profile), lambda: ORDERS[op](device))
         holds = AcceleratorRequest.objects.filter(attach_handle__isnull=False).count()
-        alone = Command.objects.filter(OPEN, op=op).count()
+        alone = Command.objects.filter(COMMAND_IS_OPEN, op=op).count()
         assert (holds, alone) in ((1, 0), (0, 1))
-        assert bound is None or bound.reason in (Reason.NONE_FREE, Reason.AWAY), bound
-        assert ordered is None or ordered.reason in (Reason.HELD, Reason.CONFLICT), ordered
+        assert bound is None or bound.reason in (RefusalReason.NONE_FREE, RefusalReason.AWAY), bound
+        assert ordered is None or ordered.reason in (RefusalReason.HELD, RefusalReason.CONFLICT), ordered
         won[alone] += 1
         finish()
     assert sum(won) == ROUNDS
@@ -121,11 +121,11 @@ def test_S1_a_bind_and_an_order_never_both_have_the_device(device: Device, pair:
 def test_S1_of_two_binds_one_has_the_device_it_programs(device: Device, pair: Pair, one: str, other: str) -> None:
     for _ in range(ROUNDS):
         ends = pair.race(requested(one), requested(other))
-        alone = Command.objects.filter(OPEN, exclusive=True).count()
+        alone = Command.objects.filter(COMMAND_IS_OPEN, exclusive=True).count()
         holders = AcceleratorRequest.objects.filter(attach_handle__isnull=False).count()
         assert (holders, alone) in ((1, 1), (1, 0)), ends
         assert alone == 1 or other == "plain"
-        assert [end.reason for end in ends if end] == [Reason.NONE_FREE]
+        assert [end.reason for end in ends if end] == [RefusalReason.NONE_FREE]
         finish()
 
 

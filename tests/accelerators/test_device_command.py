@@ -46,7 +46,7 @@ def test_what_there_is_is_listed_for_people_and_for_scripts() -> None:
 
 
 def test_it_is_done_to_all_that_are_named_and_what_is_refused_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "SLICE", 2)
+    monkeypatch.setattr(lifecycle, "SLICE_SIZE", 2)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(uuids())))
     assert said("enable", "-", "--reason", "burnt in")[0] == 0
     assert Device.objects.filter(state="ready", state_reason="burnt in").count() == 3
@@ -72,7 +72,7 @@ def test_one_device_is_shown_with_what_happened_to_it() -> None:
 
 
 def test_rules_are_applied_from_here_too() -> None:
-    admission_rules.create({"name": "all", "action": "ready"}, Caller("olga", "", frozenset(), ""))
+    admission_rules.create_rule({"name": "all", "action": "ready"}, Caller("olga", "", frozenset(), ""))
     assert json.loads(said("admit", "--dry-run", "--json")[1]) == [{"rule": "all", "devices": 3}]
     assert Device.objects.filter(state="ready").count() == 0
     said("admit")

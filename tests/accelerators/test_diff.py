@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerators.domain.diff import (
-    DEVICE_FIELDS,
-    Changes,
+    REPORTED_DEVICE_FIELDS,
     HostReport,
+    InventoryChanges,
     StoredAttribute,
     StoredDeployable,
     StoredDevice,
     StoredHandle,
     StoredHost,
-    compare,
-    fold,
+    collect_changes,
+    combine_reports,
 )
 from drivers.inventory import Backend, Device, DriverReport
 from tests.support.reports import card
@@ -39,25 +39,25 @@ def empty(devices: tuple[StoredDevice, ...] = (), drivers: dict[str, dict[str, o
     return StoredHost(1, "u", "cmp1", 0, 0, drivers or {}, devices)
 
 
-def run(host: StoredHost, reports: list[HostReport], now: str = "now") -> Changes:
-    changes = Changes()
-    folded = fold(reports, (host.epoch, host.seq))
+def run(host: StoredHost, reports: list[HostReport], now: str = "now") -> InventoryChanges:
+    changes = InventoryChanges()
+    folded = combine_reports(reports, (host.epoch, host.seq))
     assert folded
-    compare(host, *folded, now, changes)
+    collect_changes(host, *folded, now, changes)
     return changes
 
 
-def stored(changes: Changes) -> tuple[StoredDevice, ...]:
+def stored(changes: InventoryChanges) -> tuple[StoredDevice, ...]:
     """What a database would hold after applying `changes` to nothing."""
     result = []
     for row in changes.devices:
         parts = tuple(_deployable(p, changes) for p in changes.deployables if p["device"] == row["uuid"])
-        facts = tuple(row[name] for name in DEVICE_FIELDS)
+        facts = tuple(row[name] for name in REPORTED_DEVICE_FIELDS)
         result.append(StoredDevice(row["uuid"], row["key"], "inactive", None, facts, parts))
     return tuple(result)
 
 
-def _deployable(row: dict[str, object], changes: Changes) -> StoredDeployable:
+def _deployable(row: dict[str, object], changes: InventoryChanges) -> StoredDeployable:
     attributes = [a for a in changes.attributes if a["deployable"] == row["uuid"]]
     handles = [h for h in changes.handles if h["deployable"] == row["uuid"]]
     return StoredDeployable(
@@ -76,8 +76,10 @@ def _deployable(row: dict[str, object], changes: Changes) -> StoredDeployable:
 def test_applying_the_same_twice_changes_nothing(devices: tuple[Device, ...]) -> None:
     first = run(empty(), [report(1, devices, "x")])
     again = run(empty(stored(first), first.hosts[0]["drivers"]), [report(2, devices, "x")])
-    assert not (again.devices or again.deployables or again.attributes or again.handles or again.moves or again.events)
-    assert not (again.gone_attributes or again.missing_handles or again.missing_deployables or again.providers)
+    assert not (
+        again.devices or again.deployables or again.attributes or again.handles or again.state_changes or again.events
+    )
+    assert not (again.gone_attributes or again.missing_handles or again.missing_deployables or again.provider_intents)
 
 
 @given(cards, answers)
@@ -87,7 +89,7 @@ def test_nothing_is_lost_whatever_is_reported_next(devices: tuple[Device, ...], 
     after = run(empty(stored(first), first.hosts[0]["drivers"]), [following_report])
     named = {d.key for d in following_report.drivers[0].devices}
     gone = {d.key for d in devices} - named
-    missing = {row["uuid"] for row in after.moves if row["state"] == "missing"}
+    missing = {row["uuid"] for row in after.state_changes if row["state"] == "missing"}
     expected = set() if following_report.drivers[0].error else {d.uuid for d in stored(first) if d.key in gone}
     assert missing == expected
 
@@ -97,7 +99,7 @@ def test_the_order_of_arrival_does_not_matter(history: list[tuple[object, object
     reports = [report(n + 1, *entry) for n, entry in enumerate(history)]
     shuffled = list(reports)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, two = fold(reports, (0, 0)), fold(shuffled, (0, 0))
+    one, two = combine_reports(reports, (0, 0)), combine_reports(shuffled, (0, 0))
     assert one == two
 
 
@@ -130,21 +132,21 @@ def test_only_a_backend_that_answered_loses_devices(
         for one in batch:
             now = set() if name not in one else now if one[name] is None else one[name]
         expected |= {numbered(name, n).key for n in (numbers or set()) - (now or set())}
-    assert {known[row["uuid"]] for row in after.moves if row["state"] == "missing"} == expected
+    assert {known[row["uuid"]] for row in after.state_changes if row["state"] == "missing"} == expected
 
 
 def test_a_backend_that_is_configured_no_more_has_lost_its_devices() -> None:
     first = run(empty(), [backends(1, {"a": {0}, "b": {0}})])
     after = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(2, {"a": None})])
     (gone,) = [device for device in stored(first) if device.key == numbered("b", 0).key]
-    assert [(row["uuid"], row["state"]) for row in after.moves] == [(gone.uuid, "missing")]
+    assert [(row["uuid"], row["state"]) for row in after.state_changes] == [(gone.uuid, "missing")]
 
 
 @given(backed)
 def test_the_same_from_backends_twice_changes_nothing(said: dict[str, set[int] | None]) -> None:
     first = run(empty(), [backends(1, said)])
     again = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(2, said)], "later")
-    assert not (again.devices or again.moves or again.events)
+    assert not (again.devices or again.state_changes or again.events)
     assert again.hosts[0]["drivers"] == first.hosts[0]["drivers"]
 
 
@@ -164,4 +166,4 @@ def test_what_a_failed_backend_had_is_as_it_was_and_nobody_elses() -> None:
         said = (DriverReport("two", devices=(greedy, new)), DriverReport("one", devices=devices, backends=parts))
         after = run(empty(stored(first), first.hosts[0]["drivers"]), [HostReport(1, 2, "h" * 32, said)])
         assert [row["key"] for row in after.devices] == [new.key], "what nobody else has is found"
-        assert not (after.moves or after.missing_handles or after.missing_deployables)
+        assert not (after.state_changes or after.missing_handles or after.missing_deployables)

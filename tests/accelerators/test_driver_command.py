@@ -11,7 +11,7 @@ from django.core.management import CommandError
 
 from accelerators.management.commands import driver as module
 from accelerators.models import Command, Event, Rollout
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.workflows import driver_rollouts
 from drivers.inventory import DriverReport
 from tests.accelerators import test_rollouts
@@ -34,9 +34,9 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def play(outcome: str) -> None:
         def step(seconds: float) -> None:
-            if command := Command.objects.filter(OPEN).first():
+            if command := Command.objects.filter(COMMAND_IS_OPEN).first():
                 test_rollouts.said(command, outcome, "no such GPU" if outcome == "failed" else "it runs")
-            driver_rollouts.step()
+            driver_rollouts.advance_oldest_rollout()
 
         monkeypatch.setattr(module.time, "sleep", step)
 
@@ -87,7 +87,7 @@ def test_it_is_begun_listed_shown_and_cancelled() -> None:
     )
     rollout = Rollout.objects.get()
     assert (status, out.split(";")[0]) == (0, f"started on 2 hosts: {rollout.uuid}")
-    driver_rollouts.step()
+    driver_rollouts.advance_oldest_rollout()
     assert "drifts" in said("driver", "list", "--drifts")[1]
     assert str(rollout.uuid) in said("driver", "rollout")[1]
     assert json.loads(said("driver", "rollout", "--json")[1])[0]["state"] == "running"

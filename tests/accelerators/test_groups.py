@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerators.domain.groups import MAX_REQUESTS, GroupError, check_groups, check_name, plan, programs
+from accelerators.domain.groups import (
+    MAX_REQUESTS,
+    GroupError,
+    check_groups,
+    check_profile_name,
+    list_requested_groups,
+    needs_programming,
+)
 
 ANY = st.one_of(
     st.text(max_size=20), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.lists(st.text())
@@ -22,7 +29,7 @@ def test_whatever_is_accepted_is_strings_and_can_be_planned(groups: object) -> N
         assert str(error)
         return
     assert all(isinstance(key, str) and isinstance(value, str) for group in checked for key, value in group.items())
-    wanted = plan(checked)
+    wanted = list_requested_groups(checked)
     assert len(wanted) <= MAX_REQUESTS
     assert wanted == sorted(wanted)
     assert check_groups(checked) == checked
@@ -31,7 +38,7 @@ def test_whatever_is_accepted_is_strings_and_can_be_planned(groups: object) -> N
 @pytest.mark.parametrize("split", [[MAX_REQUESTS], [MAX_REQUESTS - 6, 6]])
 def test_as_many_accelerators_as_allowed_and_not_one_more(split: list[int]) -> None:
     asked = [{"resources:FPGA": str(amount)} for amount in split]
-    assert len(plan(check_groups(asked))) == MAX_REQUESTS
+    assert len(list_requested_groups(check_groups(asked))) == MAX_REQUESTS
     with pytest.raises(GroupError, match="at most 256 accelerators"):
         check_groups([*asked, {"resources:FPGA": "1"}])
 
@@ -47,7 +54,7 @@ def test_keys_and_values_have_up_to_255_characters() -> None:
 @given(st.text())
 def test_names_are_words(name: str) -> None:
     try:
-        assert check_name(name).isascii()
+        assert check_profile_name(name).isascii()
     except GroupError:
         assert not name or not all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
 
@@ -66,4 +73,4 @@ def test_names_are_words(name: str) -> None:
 def test_an_fpga_is_programmed_unless_the_bitstream_is_loaded(
     group: dict[str, str], loaded: str | None, expected: bool
 ) -> None:
-    assert programs(group, loaded) is expected
+    assert needs_programming(group, loaded) is expected

@@ -13,15 +13,15 @@ from keystoneauth1.token_endpoint import Token
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import Order
+from accelerators.commands.placing import CommandOrder
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource
 from accelerators.images import download, store
 from accelerators.models import Command, Device, Event, Image
 from cyborgweb.settings.keys import Keys
 from drivers.configuration import ConfigurationError
-from placement_sync.glance import Glance as Client
+from placement_sync.glance import GlanceClient as Client
 from tests.support.glance import Glance, glance
 from tests.support.reports import a_host, answer, apply, card
 
@@ -54,13 +54,15 @@ def wait(db: None) -> Wait:
             n = Device.objects.count() + 1
             apply(a_host(f"cmp{n}"), answer(card(n, acts="program")))
             device = Device.objects.latest("id")
-            return placing.place([Order("program", device.uuid, arguments={"wanted": wanted})])[0]
+            return placing.place_commands([CommandOrder("program", device.uuid, arguments={"wanted": wanted})])[0]
 
     return make
 
 
 def upload(content: bytes = BITS, **properties: str) -> Image:
-    return store.upload(iter([content[:9], content[9:]]), len(content), "shell", properties, OPERATOR, Source.API)
+    return store.store_upload(
+        iter([content[:9], content[9:]]), len(content), "shell", properties, OPERATOR, EventSource.API
+    )
 
 
 def given(command: Command) -> tuple[str, str]:
@@ -71,11 +73,11 @@ def given(command: Command) -> tuple[str, str]:
 
 def test_an_uploaded_image_is_a_checked_file_and_an_event() -> None:
     image = upload(**{"accel:function_id": "AFU-1"})
-    assert store.path(image.uuid).read_bytes() == BITS and store.is_here(image)
-    assert store.path(image.uuid).stat().st_mode & 0o777 == 0o600
+    assert store.get_image_path(image.uuid).read_bytes() == BITS and store.has_complete_file(image)
+    assert store.get_image_path(image.uuid).stat().st_mode & 0o777 == 0o600
     assert image.sha256 == hashlib.sha256(BITS).hexdigest()
-    store.remove(image.uuid, OPERATOR, Source.API)
-    assert not Image.objects.exists() and not [*store.directory().iterdir()]
+    store.delete_image(image.uuid, OPERATOR, EventSource.API)
+    assert not Image.objects.exists() and not [*store.get_image_directory().iterdir()]
     assert [*Event.objects.order_by("id").values_list("action", "actor")] == [
         ("image.added", "rita"),
         ("image.removed", "rita"),
@@ -99,9 +101,9 @@ def test_uploads_that_are_refused_leave_nothing(
     size: int, chunks: list[bytes], name: str, properties: dict[str, str], says: str
 ) -> None:
     with pytest.raises(RefusedError, match=says) as refused:
-        store.upload(chunks, size, name, properties, OPERATOR, Source.API)
-    assert refused.value.reason == Reason.INVALID
-    assert not Image.objects.exists() and not [*store.directory().iterdir()]
+        store.store_upload(chunks, size, name, properties, OPERATOR, EventSource.API)
+    assert refused.value.reason == RefusalReason.INVALID
+    assert not Image.objects.exists() and not [*store.get_image_directory().iterdir()]
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +113,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(RefusedError, match="No space left on device") as refused:
         upload()
-    assert refused.value.reason == Reason.AWAY and not [*store.directory().iterdir()]
+    assert refused.value.reason == RefusalReason.AWAY and not [*store.get_image_directory().iterdir()]
 
 
 def test_commands_are_given_uploaded_images_by_id_and_by_function(wait: Wait) -> None:
@@ -120,7 +122,7 @@ def test_commands_are_given_uploaded_images_by_id_and_by_function(wait: Wait) ->
     unknown, no_id = wait(function_id="AFU-2"), wait(bitstream_id="nope")
     download.run()
     assert given(by_id) == given(by_function) == ("queued", str(image.uuid))
-    assert by_id.arguments["image"] == store.as_ref(image)
+    assert by_id.arguments["image"] == store.to_image_ref(image)
     assert [unknown.answered_at, no_id.answered_at].count(None) == 2
     assert "no image with accel:function_id=AFU-2 is uploaded" in given(unknown)[1]
     assert "'nope' is not the id of an image" in given(no_id)[1]
@@ -136,7 +138,10 @@ def test_glances_image_is_fetched_once_checked_and_kept(wait: Wait, cloud: Glanc
     download.run()
     assert given(by_id) == given(by_function) == ("queued", uuid)
     assert by_id.arguments["image"]["properties"] == {"accel:function_id": "AFU-7", "accel:device": "fake"}
-    assert store.path(uuid).read_bytes() == BITS and Image.objects.get().sha256 == hashlib.sha256(BITS).hexdigest()
+    assert (
+        store.get_image_path(uuid).read_bytes() == BITS
+        and Image.objects.get().sha256 == hashlib.sha256(BITS).hexdigest()
+    )
     cloud.fails_with = 503
     later = wait(bitstream_id=uuid)
     download.run()
@@ -156,7 +161,7 @@ def test_glances_image_is_fetched_once_checked_and_kept(wait: Wait, cloud: Glanc
 def test_images_of_glance_that_will_not_do(wait: Wait, cloud: Glance, more: dict[str, object], says: str) -> None:
     command = wait(bitstream_id=cloud.add(BITS, **more))
     download.run()
-    assert says in given(command)[1] and command.outcome == "refused" and not [*store.directory().iterdir()]
+    assert says in given(command)[1] and command.outcome == "refused" and not [*store.get_image_directory().iterdir()]
 
 
 def test_images_that_glance_does_not_have(wait: Wait, cloud: Glance, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +194,7 @@ def test_while_glance_is_away_commands_wait_and_say_why_and_a_transfer_goes_on(w
     cloud.cut = None
     download.run()
     assert given(command) == ("queued", uuid) and cloud.calls["file from 1048576"] == 1
-    assert store.path(uuid).read_bytes() == BITS
+    assert store.get_image_path(uuid).read_bytes() == BITS
 
 
 def test_a_slice_ends_and_the_next_goes_on(wait: Wait, cloud: Glance, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +202,9 @@ def test_a_slice_ends_and_the_next_goes_on(wait: Wait, cloud: Glance, monkeypatc
     command = wait(bitstream_id=uuid)
     monkeypatch.setattr(download, "SLICE_S", 0.0)
     offer, service = download._services[0].image(uuid), download._services[0]
-    assert download._fetch(service, offer, 0.0) == ("", 1024 * 1024)
+    assert download._fetch_image(service, offer, 0.0) == ("", 1024 * 1024)
     cloud.ranges = False
-    assert download._fetch(service, offer, 0.0) == ("", 1024 * 1024)
+    assert download._fetch_image(service, offer, 0.0) == ("", 1024 * 1024)
     cloud.ranges = True
     monkeypatch.setattr(download, "SLICE_S", 25.0)
     download.run()
@@ -217,14 +222,18 @@ def test_copies_are_dropped_the_longest_unused_first_and_uploads_never(
     for uuid in contents[1:]:
         command = wait(bitstream_id=uuid)
         download.run()
-        placing.refuse([command.pk], "enough")
+        placing.refuse_undelivered_commands([command.pk], "enough")
         with conductor.writing():
             Command.objects.filter(pk=command.pk).update(ended_at=command.created_at)
     kept = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
-    assert kept == {str(own.uuid), contents[0], contents[3]} == {file.name for file in store.directory().iterdir()}
+    assert (
+        kept
+        == {str(own.uuid), contents[0], contents[3]}
+        == {file.name for file in store.get_image_directory().iterdir()}
+    )
     with pytest.raises(RefusedError, match=f"Command {opened.uuid}"):
-        store.remove(UUID(contents[0]), OPERATOR, Source.API)
-    store.path(contents[3]).unlink()
+        store.delete_image(UUID(contents[0]), OPERATOR, EventSource.API)
+    store.get_image_path(contents[3]).unlink()
     again = wait(bitstream_id=contents[3])
     download.run()
     assert given(again) == ("queued", contents[3])

@@ -15,13 +15,19 @@ from hypothesis import strategies as st
 
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
-from accelerators.domain.actions import Action, Standing, decide, drained, possible
+from accelerators.domain.actions import (
+    Action,
+    LifecycleState,
+    possible_actions,
+    state_after_action,
+    state_after_last_request,
+)
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import DeviceState, Drain, IllegalTransitionError, Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import DeviceState, DrainTarget, EventSource, IllegalTransitionError
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Intent
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from tests.support.reports import a_host, answer, apply, card
 from tests.support.webserver import until
 
@@ -48,47 +54,51 @@ DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
 """From → where to, in one step, as the design has it: what `actions` decides must stay within it."""
 
 standings = st.builds(
-    Standing,
+    LifecycleState,
     st.sampled_from(DeviceState),
     st.none() | st.sampled_from([s for s in DeviceState if s != DeviceState.MISSING]),
     st.none(),
     st.integers(0, 2),
-).map(lambda s: s if s.state == DeviceState.MISSING else Standing(s.state, None, None, s.held))
+).map(lambda s: s if s.state == DeviceState.MISSING else LifecycleState(s.state, None, None, s.holding_requests))
 
 
 @pytest.mark.parametrize(("state", "action"), [*product(DeviceState, Action)])
 def test_every_action_from_every_state_is_a_legal_step_or_a_refusal(state: DeviceState, action: Action) -> None:
-    for then, held in product(Drain, (0, 2)):
-        now = Standing(state, held=held)
+    for then, held in product(DrainTarget, (0, 2)):
+        now = LifecycleState(state, holding_requests=held)
         try:
-            after = decide(action, now, then)
+            after = state_after_action(action, now, then)
         except IllegalTransitionError as refused:
             assert action not in OUT, "taking out of offer was refused"
             assert str(state) in str(refused)
-            assert action not in possible(now)
+            assert action not in possible_actions(now)
             continue
         assert after.state == state or after.state in DEVICE_MOVES[state]
         assert state != DeviceState.RETIRED or after.drain_to is None, "it is retired already"
-        if then is Drain.MAINTENANCE and not (action is Action.RETIRE and held):
-            assert (action in possible(now)) == (after != now)
+        if then is DrainTarget.MAINTENANCE and not (action is Action.RETIRE and held):
+            assert (action in possible_actions(now)) == (after != now)
 
 
-@given(standings, st.lists(st.tuples(st.sampled_from(Action), st.sampled_from(Drain)), max_size=8))
+@given(standings, st.lists(st.tuples(st.sampled_from(Action), st.sampled_from(DrainTarget)), max_size=8))
 def test_no_order_of_actions_offers_what_drains_or_moves_what_is_missing(
-    start: Standing, asked: list[tuple[Action, Drain]]
+    start: LifecycleState, asked: list[tuple[Action, DrainTarget]]
 ) -> None:
     now = start
     for action, then in asked:
         try:
-            after = decide(action, now, then)
+            after = state_after_action(action, now, then)
         except IllegalTransitionError:
             continue
         assert (after.state == DeviceState.MISSING) == (now.state == DeviceState.MISSING)
-        assert after.drain_to is None or after.here not in OFFERED
-        assert after.here == now.here or after.here in DEVICE_MOVES[now.here]
+        assert after.drain_to is None or after.effective_state not in OFFERED
+        assert (
+            after.effective_state == now.effective_state or after.effective_state in DEVICE_MOVES[now.effective_state]
+        )
         if after.drain_to:
-            done = drained(after)
-            assert done.drain_to is None and (done.here == after.drain_to or after.drain_to is Drain.MAINTENANCE)
+            done = state_after_last_request(after)
+            assert done.drain_to is None and (
+                done.effective_state == after.drain_to or after.drain_to is DrainTarget.MAINTENANCE
+            )
         now = after
 
 
@@ -97,7 +107,7 @@ def device(db: None) -> Device:
     """A ready card with two handles, whose provider is known."""
     apply(a_host(), answer(card(1, handles=2)))
     found = Device.objects.get()
-    lifecycle.enable(found.uuid, OLGA, "new")
+    lifecycle.enable_device(found.uuid, OLGA, "new")
     return Device.objects.get()
 
 
@@ -105,9 +115,9 @@ def bound(device: Device) -> str:
     """A request that holds one of its handles."""
     with conductor.writing():
         DeviceProfile.objects.get_or_create(name="one", defaults={"groups": [{"resources:FPGA": "1"}]})
-    (uuid,) = binding.create("one", NOVA)
+    (uuid,) = binding.create_requests("one", NOVA)
     provider = Deployable.objects.get(device=device).rp_uuid
-    binding.bind([Bind(uuid, device.host.name, str(provider), str(uuid4()))], NOVA)
+    binding.bind_requests([BindSpec(uuid, device.host.name, str(provider), str(uuid4()))], NOVA)
     return uuid
 
 
@@ -118,7 +128,9 @@ def now(device: Device) -> tuple[str, str | None]:
 
 def test_a_step_says_who_when_why_and_how_long_it_was_before(device: Device) -> None:
     before = device.state_since
-    result = lifecycle.ask(Action.QUARANTINE, device.uuid, OLGA, "smells of smoke", source=Source.PERSON)
+    result = lifecycle.apply_action_to_device(
+        Action.QUARANTINE, device.uuid, OLGA, "smells of smoke", source=EventSource.PERSON
+    )
     assert (result.outcome, result.state) == ("moved", "quarantined")
     device.refresh_from_db()
     assert (device.state_reason, device.state_by) == ("smells of smoke", "olga")
@@ -141,57 +153,65 @@ def test_what_a_device_goes_through_until_it_is_reinstated(device: Device) -> No
         (Action.ENABLE, "ready"),
     ]
     for action, state in path:
-        assert lifecycle.ask(action, device.uuid, OLGA).outcome == "moved"
+        assert lifecycle.apply_action_to_device(action, device.uuid, OLGA).outcome == "moved"
         assert now(device) == (state, None)
-        assert lifecycle.ask(action, device.uuid, OLGA).outcome == "unchanged"
+        assert lifecycle.apply_action_to_device(action, device.uuid, OLGA).outcome == "unchanged"
 
 
 def test_S1_what_is_held_is_not_retired_and_it_is_said_by_whom(device: Device) -> None:
     request = bound(device)
-    lifecycle.disable(device.uuid, OLGA)
+    lifecycle.disable_device(device.uuid, OLGA)
     with pytest.raises(RefusedError, match=f"request {request} of instance") as refused:
-        lifecycle.ask(Action.RETIRE, device.uuid, OLGA)
-    assert refused.value.reason == Reason.HELD
+        lifecycle.apply_action_to_device(Action.RETIRE, device.uuid, OLGA)
+    assert refused.value.reason == RefusalReason.HELD
     assert now(device) == ("maintenance", None)
     assert AcceleratorRequest.objects.get().state == "Bound"
 
 
 def test_nothing_is_retired_while_a_witness_cannot_be_asked(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(safety._witnesses, "placement", lambda device: safety.HolderCheck(unknown="it does not answer"))
-    lifecycle.disable(device.uuid, OLGA)
+    monkeypatch.setitem(
+        safety._holder_checks, "placement", lambda device: safety.HolderCheckResult(unknown="it does not answer")
+    )
+    lifecycle.disable_device(device.uuid, OLGA)
     with pytest.raises(RefusedError, match="placement: it does not answer") as refused:
-        lifecycle.ask(Action.RETIRE, device.uuid, OLGA)
-    assert refused.value.reason == Reason.AWAY
-    assert lifecycle.ask(Action.DRAIN, device.uuid, OLGA, then=Drain.RETIRED).text == "draining: 0 requests left"
+        lifecycle.apply_action_to_device(Action.RETIRE, device.uuid, OLGA)
+    assert refused.value.reason == RefusalReason.AWAY
+    assert (
+        lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, drain_to=DrainTarget.RETIRED).text
+        == "draining: 0 requests left"
+    )
     lifecycle.run_drains()
     assert now(device) == ("maintenance", "retired")
-    monkeypatch.delitem(safety._witnesses, "placement")
+    monkeypatch.delitem(safety._holder_checks, "placement")
     lifecycle.run_drains()
     assert now(device) == ("retired", None)
 
 
-@pytest.mark.parametrize(("then", "end"), [(Drain.MAINTENANCE, "maintenance"), (Drain.RETIRED, "retired")])
-def test_a_drain_evicts_nobody_and_ends_with_the_last_request(device: Device, then: Drain, end: str) -> None:
+@pytest.mark.parametrize(("then", "end"), [(DrainTarget.MAINTENANCE, "maintenance"), (DrainTarget.RETIRED, "retired")])
+def test_a_drain_evicts_nobody_and_ends_with_the_last_request(device: Device, then: DrainTarget, end: str) -> None:
     first, second = bound(device), bound(device)
-    said = lifecycle.ask(Action.DRAIN, device.uuid, OLGA, "worn out", then)
+    said = lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, "worn out", then)
     assert (said.state, said.text) == ("maintenance", "draining: 2 requests left")
-    assert lifecycle.ask(Action.DRAIN, device.uuid, OLGA, "worn out", then).outcome == "unchanged"
-    binding.unbind([first], NOVA)
+    assert lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, "worn out", then).outcome == "unchanged"
+    binding.unbind_requests([first], NOVA)
     lifecycle.run_drains()
     assert now(device) == ("maintenance", then)
-    binding.delete([second], NOVA)
+    binding.delete_requests([second], NOVA)
     lifecycle.run_drains()
     assert now(device) == (end, None)
     assert (device.state_by, "worn out" in device.state_reason) == ("olga", True)
     last = Event.objects.filter(subject=device.uuid).order_by("-id").first()
     assert (last.source, last.actor) == ("system", "drains")
-    assert last.action == ("device.retired" if then is Drain.RETIRED else "device.drained")
+    assert last.action == ("device.retired" if then is DrainTarget.RETIRED else "device.drained")
     assert last.reason == "its last request is gone; olga: worn out"
     assert last.changes["drain_to"] == [then, None]
 
 
 def test_a_free_device_is_drained_at_once(device: Device) -> None:
-    assert lifecycle.ask(Action.DRAIN, device.uuid, OLGA, then=Drain.RETIRED).state == "retired"
+    assert (
+        lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, drain_to=DrainTarget.RETIRED).state
+        == "retired"
+    )
     assert now(device) == ("retired", None)
     actions = Event.objects.filter(subject=device.uuid).order_by("id").values_list("action", flat=True)
     assert list(actions) == ["device.found", "device.ready", "device.draining", "device.retired"]
@@ -199,9 +219,9 @@ def test_a_free_device_is_drained_at_once(device: Device) -> None:
 
 def test_enabling_ends_a_drain(device: Device) -> None:
     request = bound(device)
-    lifecycle.ask(Action.DRAIN, device.uuid, OLGA, then=Drain.RETIRED)
-    lifecycle.enable(device.uuid, OLGA, "needed after all")
-    binding.delete([request], NOVA)
+    lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, drain_to=DrainTarget.RETIRED)
+    lifecycle.enable_device(device.uuid, OLGA, "needed after all")
+    binding.delete_requests([request], NOVA)
     lifecycle.run_drains()
     assert now(device) == ("ready", None)
     assert Event.objects.filter(action="device.ready").first().changes["drain_to"] == ["retired", None]
@@ -210,11 +230,11 @@ def test_enabling_ends_a_drain(device: Device) -> None:
 def test_what_is_decided_about_a_missing_device_holds_when_it_is_back(device: Device) -> None:
     host, request = device.host, bound(device)
     apply(host, answer(), seq=2)
-    lifecycle.ask(Action.DRAIN, device.uuid, OLGA, "pulled", Drain.RETIRED)
+    lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, "pulled", DrainTarget.RETIRED)
     device.refresh_from_db()
     assert (device.state, device.returns_to, device.drain_to) == ("missing", "maintenance", "retired")
     assert device.state_reason == "test_driver no longer reports this device"
-    binding.delete([request], NOVA)
+    binding.delete_requests([request], NOVA)
     lifecycle.run_drains()
     device.refresh_from_db()
     assert (device.state, device.returns_to, device.drain_to) == ("missing", "retired", None)
@@ -228,7 +248,7 @@ def test_many_are_moved_in_a_constant_number_of_statements_each_for_itself(
     for n in range(4):
         apply(a_host(f"cmp{n}"), answer(*(card(bus) for bus in range(15))))
     uuids = list(Device.objects.order_by("?").values_list("uuid", flat=True))
-    lifecycle.ask(Action.RETIRE, uuids[0], OLGA)
+    lifecycle.apply_action_to_device(Action.RETIRE, uuids[0], OLGA)
     nowhere = uuid4()
     sent: list[str] = []
     execute = psycopg.Cursor.execute
@@ -236,25 +256,29 @@ def test_many_are_moved_in_a_constant_number_of_statements_each_for_itself(
         patch.setattr(
             psycopg.Cursor, "execute", lambda self, query, *a, **k: sent.append(query) or execute(self, query, *a, **k)
         )
-        lifecycle.act(Action.QUARANTINE, uuids[1:3], OLGA)
+        lifecycle.apply_action(Action.QUARANTINE, uuids[1:3], OLGA)
         few = len(sent)
-        results = lifecycle.act(Action.RELEASE, [*uuids, nowhere], OLGA)
+        results = lifecycle.apply_action(Action.RELEASE, [*uuids, nowhere], OLGA)
     few, all_ = ([query for query in part if "SAVEPOINT" not in str(query)] for part in (sent[:few], sent[few:]))
     assert len(all_) <= len(few) <= 9
     assert [result.outcome for result in results[:4]] == ["refused", "moved", "moved", "refused"]
-    results = lifecycle.act(Action.ENABLE, [*uuids, nowhere], OLGA)
+    results = lifecycle.apply_action(Action.ENABLE, [*uuids, nowhere], OLGA)
     assert [result.uuid for result in results] == [*uuids, nowhere]
     assert [result.outcome for result in results[:3]] == ["refused", "moved", "moved"]
-    assert (results[0].reason, results[-1].reason) == (Reason.CONFLICT, Reason.UNKNOWN)
+    assert (results[0].reason, results[-1].reason) == (RefusalReason.CONFLICT, RefusalReason.UNKNOWN)
     assert Device.objects.filter(state="ready").count() == 59
     assert Deployable.objects.filter(rp_uuid__isnull=False).count() == 60
     assert Event.objects.filter(action="device.ready").count() == 59
 
 
 def test_more_than_a_slice_is_moved_slice_by_slice(db: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "SLICE", 4)
+    monkeypatch.setattr(lifecycle, "SLICE_SIZE", 4)
     apply(a_host(), answer(*(card(bus) for bus in range(10))))
-    slices = list(lifecycle.many(Action.QUARANTINE, Device.objects.values_list("uuid", flat=True), OLGA, "batch"))
+    slices = list(
+        lifecycle.apply_action_in_slices(
+            Action.QUARANTINE, Device.objects.values_list("uuid", flat=True), OLGA, "batch"
+        )
+    )
     assert [len(part) for part in slices] == [4, 4, 2]
     assert Device.objects.filter(state="quarantined", state_reason="batch").count() == 10
 
@@ -262,8 +286,8 @@ def test_more_than_a_slice_is_moved_slice_by_slice(db: None, monkeypatch: pytest
 def test_a_reason_that_cannot_be_stored_is_refused(device: Device) -> None:
     for bad in ("x" * 501, "a\0b"):
         with pytest.raises(RefusedError) as refused:
-            lifecycle.disable(device.uuid, OLGA, bad)
-        assert refused.value.reason == Reason.INVALID
+            lifecycle.disable_device(device.uuid, OLGA, bad)
+        assert refused.value.reason == RefusalReason.INVALID
 
 
 @pytest.mark.django_db(transaction=True)
@@ -271,10 +295,10 @@ def test_what_is_decided_while_a_merge_waits_is_not_undone_by_it() -> None:
     host = a_host()
     apply(host, answer(card(1)))
     device = Device.objects.get()
-    lifecycle.enable(device.uuid, OLGA)
+    lifecycle.enable_device(device.uuid, OLGA)
     with ThreadPoolExecutor(1) as thread:
         with conductor.writing():
-            lifecycle.ask(Action.QUARANTINE, device.uuid, OLGA, "smoke")
+            lifecycle.apply_action_to_device(Action.QUARANTINE, device.uuid, OLGA, "smoke")
             merge = thread.submit(_in_thread, lambda: apply(host, answer(), seq=2))
             until(_somebody_waits)
         assert merge.result(20) == 1

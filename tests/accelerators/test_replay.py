@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from accelerators import conductor
-from accelerators.audit.replay import Told, fold
+from accelerators.audit.replay import ReplayEvent, replay_events
 from accelerators.commands import placing
-from accelerators.commands.placing import Answer
+from accelerators.commands.placing import CommandAnswer
 from accelerators.devices import admission_rules, lifecycle
 from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import Drain, Source
+from accelerators.domain.states import DrainTarget, EventSource
 from accelerators.images import download, store
 from accelerators.models import (
     AcceleratorRequest,
@@ -36,15 +36,15 @@ from accelerators.models import (
     Host,
     Image,
 )
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, profiles
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from accelerators.workflows import attachments, command_results, sweep
-from accelerators.workflows.attachments import Instance
+from accelerators.workflows.attachments import NovaInstance
 from drivers.inventory import Device as Card
 from placement_sync.jobs import attachments as attaching
 from placement_sync.jobs import providers as placement_tasks
-from placement_sync.reconcile import Observed
+from placement_sync.reconcile import ObservedProvider
 from tests.placement.attaching import Cloud, a_cloud, due_now
 from tests.support.long import few_or_many
 from tests.support.replayed import stored, told
@@ -58,7 +58,7 @@ SIZES = st.integers(0, 3)
 
 def upload(content: bytes) -> UUID:
     """Have an image kept, as somebody uploads it; return its uuid."""
-    return store.upload([content], len(content), "an image", {}, NOVA, Source.API).uuid
+    return store.store_upload([content], len(content), "an image", {}, NOVA, EventSource.API).uuid
 
 
 def run_attachments() -> None:
@@ -74,7 +74,7 @@ def run_attachments() -> None:
 @pytest.fixture
 def cloud(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     """Placement and Nova; images lie in a directory of the test's own, and there is room for two copies of Glance's."""
-    monkeypatch.setattr(store, "directory", lambda: tmp_path)
+    monkeypatch.setattr(store, "get_image_directory", lambda: tmp_path)
     monkeypatch.setattr(store, "MAX_COPIES", 2)
     monkeypatch.setattr(download, "_services", [])
     with a_cloud(settings) as one:
@@ -94,18 +94,20 @@ class Everything(RuleBasedStateMachine):
         self.instances = [str(uuid4()) for _ in self.hosts]
         for host, instance in zip(self.hosts, self.instances, strict=True):
             root = str(uuid4())
-            self.cloud.placement.model.providers[root] = Observed(root, host.name, "", 0)
+            self.cloud.placement.model.providers[root] = ObservedProvider(root, host.name, "", 0)
             self.cloud.boots(instance, host.name, root)
         names = {instance: host.name for host, instance in zip(self.hosts, self.instances, strict=True)}
         # Without Nova's HTTP, which would be most of the time; the stories below have it.
-        attachments.register(lambda uuid, _: Instance(uuid, "p1", "ACTIVE", frozenset({names[uuid]})))
+        attachments.register_instance_lookup(
+            lambda uuid, _: NovaInstance(uuid, "p1", "ACTIVE", frozenset({names[uuid]}))
+        )
         self.seq = 0
         for host in self.hosts:
             self.report(host, 2, 2, "ok")
         # A ready device and a profile from the start: few examples get as far as an attachment without them.
         for host in self.hosts:
-            lifecycle.enable(Device.objects.filter(host=host).order_by("id")[0].uuid, NOVA)
-        profiles.create(f"p-{uuid4()}", [{"resources:FPGA": "1"}], None, None, NOVA)
+            lifecycle.enable_device(Device.objects.filter(host=host).order_by("id")[0].uuid, NOVA)
+        profiles.create_profile(f"p-{uuid4()}", [{"resources:FPGA": "1"}], None, None, NOVA)
 
     def report(self, host: Host, one: int, two: int, health: str) -> None:
         self.seq += 1
@@ -120,12 +122,12 @@ class Everything(RuleBasedStateMachine):
     def an_agent_reports(self, which: int, one: int, two: int, health: str) -> None:
         self.report(self.hosts[which], one, two, health)
 
-    @rule(data=st.data(), action=st.sampled_from(Action), then=st.sampled_from(Drain))
-    def a_person_decides(self, data: st.DataObject, action: Action, then: Drain) -> None:
+    @rule(data=st.data(), action=st.sampled_from(Action), then=st.sampled_from(DrainTarget))
+    def a_person_decides(self, data: st.DataObject, action: Action, then: DrainTarget) -> None:
         devices = list(Device.objects.order_by("id").values_list("uuid", flat=True))
         if devices:
-            lifecycle.act(
-                action, data.draw(st.lists(st.sampled_from(devices), min_size=1, unique=True)), NOVA, then=then
+            lifecycle.apply_action(
+                action, data.draw(st.lists(st.sampled_from(devices), min_size=1, unique=True)), NOVA, drain_to=then
             )
 
     @rule(programs=st.booleans(), label=st.text("abc", max_size=2))
@@ -133,37 +135,39 @@ class Everything(RuleBasedStateMachine):
         group = {"resources:FPGA": "1"} | ({"accel:bitstream_id": IMAGE["id"]} if programs else {})
         unused = DeviceProfile.objects.filter(requests__isnull=True).first()
         if unused and label:
-            profiles.edit(unused.uuid, {"groups": [group], "description": label}, NOVA)
+            profiles.edit_profile(unused.uuid, {"groups": [group], "description": label}, NOVA)
         elif unused and DeviceProfile.objects.count() > 2:
-            profiles.delete(unused.uuid, NOVA)
+            profiles.delete_profile(unused.uuid, NOVA)
         else:
-            profiles.create(f"p-{uuid4()}", [group], label or None, None, NOVA)
+            profiles.create_profile(f"p-{uuid4()}", [group], label or None, None, NOVA)
 
     @rule(enabled=st.booleans(), data=st.data())
     def a_rule_is_made_edited_or_deleted(self, enabled: bool, data: st.DataObject) -> None:
         there = list(AdmissionRule.objects.order_by("id"))
         if len(there) < 2:
             made = {"name": f"r-{uuid4()}", "driver": "test_*", "action": "ready", "enabled": enabled}
-            admission_rules.create(made, NOVA)
+            admission_rules.create_rule(made, NOVA)
         elif enabled:
-            admission_rules.edit(data.draw(st.sampled_from(there)).uuid, {"action": "quarantined", "order": 7}, NOVA)
+            admission_rules.edit_rule(
+                data.draw(st.sampled_from(there)).uuid, {"action": "quarantined", "order": 7}, NOVA
+            )
         else:
-            admission_rules.delete(there[0].uuid, NOVA)
+            admission_rules.delete_rule(there[0].uuid, NOVA)
 
     @rule()
     def the_rules_are_applied(self) -> None:
-        list(admission_rules.apply(NOVA))
+        list(admission_rules.apply_rules(NOVA))
 
     @rule(data=st.data(), project=st.sampled_from(["", "p2"]))
     def a_request_is_made_and_bound(self, data: st.DataObject, project: str) -> None:
         names = list(DeviceProfile.objects.order_by("id").values_list("name", flat=True))
         offers = list(Deployable.objects.filter(rp_uuid__isnull=False).order_by("id"))
         if names and offers:
-            profiles.forget()
-            uuids = binding.create(data.draw(st.sampled_from(names)), NOVA)
+            profiles.clear_profile_cache()
+            uuids = binding.create_requests(data.draw(st.sampled_from(names)), NOVA)
             rp, instance = str(data.draw(st.sampled_from(offers)).rp_uuid), str(uuid4())
             with suppress(RefusedError):  # it says so itself: BindFailed
-                binding.bind([Bind(uuid, "cmp", rp, instance, project) for uuid in uuids], NOVA)
+                binding.bind_requests([BindSpec(uuid, "cmp", rp, instance, project) for uuid in uuids], NOVA)
 
     @rule(content=st.sampled_from([b"one", b"two"]))
     def an_image_is_uploaded(self, content: bytes) -> None:
@@ -172,20 +176,20 @@ class Everything(RuleBasedStateMachine):
     @rule(again=st.booleans(), size=st.integers(1, 3))
     def an_image_is_copied_from_glance(self, again: bool, size: int) -> None:
         known = Image.objects.filter(source="glance").first() if again else None
-        store.add_copy(known.uuid if known else uuid4(), "a copy", size, f"{size}" * 64, {})
+        store.add_glance_copy(known.uuid if known else uuid4(), "a copy", size, f"{size}" * 64, {})
 
     @rule(data=st.data())
     def an_image_is_removed(self, data: st.DataObject) -> None:
         if there := list(Image.objects.order_by("id").values_list("uuid", flat=True)):
             with suppress(RefusedError):  # a command is to use it
-                store.remove(data.draw(st.sampled_from(there)), NOVA, Source.API)
+                store.delete_image(data.draw(st.sampled_from(there)), NOVA, EventSource.API)
 
     @rule(data=st.data(), uploads=st.booleans())
     def a_device_is_programmed_with_an_image(self, data: st.DataObject, uploads: bool) -> None:
         if devices := list(Device.objects.order_by("id").values_list("uuid", flat=True)):
             image = upload(b"three") if uploads else UUID(IMAGE["id"])
             with suppress(RefusedError):  # it is held, busy or not there
-                placing.ask("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
+                placing.order_device_command("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
 
     @rule()
     def the_image_job_runs(self) -> None:
@@ -200,7 +204,9 @@ class Everything(RuleBasedStateMachine):
         for name, choices in chosen.items():
             if choices:
                 with suppress(RefusedError):  # none is free
-                    attachments.ask(UUID(self.instances[which]), NOVA, **{name: data.draw(st.sampled_from(choices))})
+                    attachments.order_attachment(
+                        UUID(self.instances[which]), NOVA, **{name: data.draw(st.sampled_from(choices))}
+                    )
                     if begins:
                         due_now()
                         attaching.step()
@@ -208,7 +214,7 @@ class Everything(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_attachment_is_detached(self, data: st.DataObject) -> None:
         if there := list(Attachment.objects.order_by("id").values_list("uuid", flat=True)):
-            attachments.detach(data.draw(st.sampled_from(there)), NOVA)
+            attachments.order_detachment(data.draw(st.sampled_from(there)), NOVA)
 
     @rule(to_the_end=st.booleans())
     def attachments_get_on(self, to_the_end: bool) -> None:
@@ -226,32 +232,36 @@ class Everything(RuleBasedStateMachine):
     def a_request_is_unbound_or_deleted(self, data: st.DataObject, ends: bool) -> None:
         there = list(AcceleratorRequest.objects.order_by("id").values_list("uuid", flat=True))
         if there:
-            (binding.delete if ends else binding.unbind)([str(data.draw(st.sampled_from(there)))], NOVA)
+            (binding.delete_requests if ends else binding.unbind_requests)(
+                [str(data.draw(st.sampled_from(there)))], NOVA
+            )
 
     @rule(data=st.data(), outcome=st.sampled_from(["succeeded", "succeeded", "failed", "refused", "unknown"]))
     def an_agent_answers(self, data: st.DataObject, outcome: str) -> None:
-        waiting = list(Command.objects.filter(OPEN, answered_at__isnull=True).order_by("id"))
+        waiting = list(Command.objects.filter(COMMAND_IS_OPEN, answered_at__isnull=True).order_by("id"))
         if waiting:
             command = data.draw(st.sampled_from(waiting))
             if command.state == "preparing":
-                placing.prepared(command.id, IMAGE)
-            placing.answer([Answer(command.host_id, command.id, outcome, "as it is")])
-            while command_results.settle():
+                placing.mark_image_ready(command.id, IMAGE)
+            placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
+            while command_results.end_answered_commands():
                 pass
 
     @rule()
     def time_passes(self) -> None:
         with conductor.writing():
             past = datetime.now(UTC) - timedelta(seconds=1)
-            Command.objects.filter(OPEN, answered_at__isnull=True).update(start_by=past, end_by=past)
+            Command.objects.filter(COMMAND_IS_OPEN, answered_at__isnull=True).update(start_by=past, end_by=past)
             AcceleratorRequest.objects.filter(state="BindStarted").update(deadline=past)
-        while command_results.expire() | command_results.settle() | binding.expire():
+        while (
+            command_results.end_late_commands() | command_results.end_answered_commands() | binding.fail_overdue_binds()
+        ):
             pass
-        sweep.remove_missing(datetime.now(UTC) + timedelta(days=2))
+        sweep.remove_missing_devices(datetime.now(UTC) + timedelta(days=2))
 
     @rule(which=st.integers(0, 1), silent=st.booleans())
     def an_agent_falls_silent_or_is_heard(self, which: int, silent: bool) -> None:
-        conductor.mark_hosts([self.hosts[which].id], datetime.now(UTC) if silent else None)
+        conductor.set_hosts_stale_since([self.hosts[which].id], datetime.now(UTC) if silent else None)
 
     @invariant()
     def events_say_how_everything_stands(self) -> None:
@@ -280,35 +290,35 @@ def assert_events_say_it(kind: str, uuid: UUID, *states: str | None) -> None:
 def test_X6_images_are_replayed_from_upload_and_use_to_removal(cloud: Cloud) -> None:
     apply(a_host(), answer(card(1, acts="program")))
     device = Device.objects.get()
-    lifecycle.enable(device.uuid, NOVA)
+    lifecycle.enable_device(device.uuid, NOVA)
     image = upload(b"bits")
     assert_events_say_it("image", image, "here")
-    command = placing.ask("program", device.uuid, NOVA, image=image)
+    command = placing.order_device_command("program", device.uuid, NOVA, image=image)
     download.run()
     with pytest.raises(RefusedError):
-        store.remove(image, NOVA, Source.API)
+        store.delete_image(image, NOVA, EventSource.API)
     assert_events_say_it("image", image, "here")
-    placing.answer([Answer(command.host_id, command.pk, "succeeded", "as wanted")])
-    while command_results.settle():
+    placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "as wanted")])
+    while command_results.end_answered_commands():
         pass
     assert Deployable.objects.get().bitstream_id == image
     assert_events_say_it("image", image, "here")
-    store.remove(image, NOVA, Source.API)
+    store.delete_image(image, NOVA, EventSource.API)
     assert_events_say_it("image", image, None)
-    copies = [store.add_copy(uuid4(), "a copy", 5, "5" * 64, {}).uuid for _ in range(3)]
+    copies = [store.add_glance_copy(uuid4(), "a copy", 5, "5" * 64, {}).uuid for _ in range(3)]
     assert_events_say_it("image", copies[0], None)
-    store.add_copy(copies[2], "a copy that has changed", 6, "6" * 64, {})
+    store.add_glance_copy(copies[2], "a copy that has changed", 6, "6" * 64, {})
     assert_events_say_it("image", copies[2], "here")
 
 
 @pytest.mark.django_db
 def test_X6_attachments_are_replayed_through_each_of_their_states(cloud: Cloud) -> None:
     apply(a_host(), answer(card(1)))
-    lifecycle.enable(Device.objects.get().uuid, NOVA)
-    profiles.create("one", [{"resources:FPGA": "1"}], None, None, NOVA)
+    lifecycle.enable_device(Device.objects.get().uuid, NOVA)
+    profiles.create_profile("one", [{"resources:FPGA": "1"}], None, None, NOVA)
     run_attachments()
     (instance,) = cloud.nova.shown
-    first, second = (attachments.ask(UUID(instance), NOVA, profile="one").uuid for _ in range(2))
+    first, second = (attachments.order_attachment(UUID(instance), NOVA, profile="one").uuid for _ in range(2))
     assert_events_say_it("attachment", first, "asked")
     attaching.step()
     assert_events_say_it("attachment", first, "attaching")
@@ -316,29 +326,31 @@ def test_X6_attachments_are_replayed_through_each_of_their_states(cloud: Cloud) 
     assert_events_say_it("attachment", first, "attached")
     assert_events_say_it("attachment", second, "failed")
     cloud.placement.away = True
-    attachments.detach(first, NOVA)
+    attachments.order_detachment(first, NOVA)
     run_attachments()
     assert_events_say_it("attachment", first, "detaching")
     cloud.placement.away = False
     run_attachments()
     assert_events_say_it("attachment", first, "detached")
-    third = attachments.ask(UUID(instance), NOVA, profile="one").uuid
+    third = attachments.order_attachment(UUID(instance), NOVA, profile="one").uuid
     attaching.step()
-    attachments.detach(third, NOVA)
+    attachments.order_detachment(third, NOVA)
     assert_events_say_it("attachment", third, "undoing")
     run_attachments()
     assert_events_say_it("attachment", third, "failed")
 
 
 def test_what_is_folded_goes_on_from_where_it_was() -> None:
-    first = Told(
+    first = ReplayEvent(
         "device.found", "device", "d", "h", {"state": [None, "inactive"], "deployable x": [None, 2], "odd": [0, 1]}
     )
-    then = Told("device.ready", "device", "d", "h", {"state": ["inactive", "ready"]})
-    state = fold([first])
+    then = ReplayEvent("device.ready", "device", "d", "h", {"state": ["inactive", "ready"]})
+    state = replay_events([first])
     assert state["device"] == {"d": {"state": "inactive", "deployable x": 2}}
     assert (
-        fold([then, Told("list.exported", "list", "", "", {"rows": [None, 3]})], state)["device"]["d"]["state"]
+        replay_events([then, ReplayEvent("list.exported", "list", "", "", {"rows": [None, 3]})], state)["device"]["d"][
+            "state"
+        ]
         == "ready"
     )
-    assert fold([Told("device.removed", "device", "d", "h", {})], state)["device"] == {}
+    assert replay_events([ReplayEvent("device.removed", "device", "d", "h", {})], state)["device"] == {}

@@ -11,15 +11,15 @@ from django.db import connection
 
 from accelerators import conductor, safety
 from accelerators.commands import placing
-from accelerators.commands.placing import Answer
+from accelerators.commands.placing import CommandAnswer
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import RolloutOp, Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import Command, Device, DriverWish, Event, Host, HostDriver, Rollout
 from accelerators.workflows import command_results, driver_config, driver_rollouts, sweep
-from accelerators.workflows.driver_config import Change, check
-from accelerators.workflows.driver_rollouts import Pace
+from accelerators.workflows.driver_config import DriverChange, check_driver_change
+from accelerators.workflows.driver_rollouts import RolloutPace
 from drivers.inventory import DriverReport
 from tests.own.conftest import Fill, fill
 from tests.support.reports import a_host, answer, apply, card
@@ -43,15 +43,20 @@ def hosts(number: int, *said: DriverReport) -> list[Host]:
 def begin(op: RolloutOp, on: list[Host], driver: str = DRIVER, reason: str = "", **asked: Any) -> Rollout:
     """Start it and let the job do what it can."""
     change = {name: asked.pop(name) for name in ("enabled", "settings") if name in asked}
-    made = driver_rollouts.start(
-        Change(op, driver, **change), on, OLGA, pace=Pace(**asked), reason=reason, source=Source.PERSON
+    made = driver_rollouts.start_rollout(
+        DriverChange(op, driver, **change),
+        on,
+        OLGA,
+        pace=RolloutPace(**asked),
+        reason=reason,
+        source=EventSource.PERSON,
     )
     return work(made)
 
 
 def work(rollout: Rollout) -> Rollout:
     """The job, until it has nothing left to do."""
-    while driver_rollouts.step():
+    while driver_rollouts.advance_oldest_rollout():
         pass
     rollout.refresh_from_db()
     return rollout
@@ -66,8 +71,8 @@ def said(command: Command | None, outcome: str = "succeeded", text: str = "it ru
     host = Host.objects.get(pk=command.host_id)
     if outcome == "succeeded":
         apply(host, DriverReport(command.arguments["driver"], **stands), seq=host.applied_seq + 1)
-    placing.answer([Answer(command.host_id, command.id, outcome, text)])
-    while command_results.settle():
+    placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
+    while command_results.end_answered_commands():
         pass
 
 
@@ -162,8 +167,8 @@ def test_a_rollout_that_does_not_stop_goes_through_all() -> None:
 def test_cancelled_the_rest_is_not_begun() -> None:
     on = hosts(3, DriverReport(DRIVER, state="absent"))
     rollout = begin(INSTALL, on, max_parallel=1)
-    driver_rollouts.cancel(rollout, OLGA)
-    driver_rollouts.cancel(rollout, OLGA)
+    driver_rollouts.cancel_rollout(rollout, OLGA)
+    driver_rollouts.cancel_rollout(rollout, OLGA)
     assert (work(rollout).state, rollout.ended_at) == ("cancelled", None)
     said(rollout.steps.get(state="ordered").command)
     assert states(work(rollout)) == ["done", "skipped", "skipped"]
@@ -178,7 +183,7 @@ def test_a_host_whose_agent_does_not_come_fails_with_that_reason() -> None:
     with conductor.writing():
         past = datetime.now(UTC) - timedelta(seconds=1)
         Command.objects.update(start_by=past, end_by=past)
-    command_results.expire()
+    command_results.end_late_commands()
     assert states(work(rollout)) == ["failed"]
     assert rollout.steps.get().text == "the agent of cmp0 did not accept it in time"
 
@@ -189,7 +194,7 @@ def test_S1_a_driver_whose_devices_are_held_is_left_alone(fill: Fill) -> None:
     for op, change in ((UNINSTALL, {}), (UPDATE, {"enabled": False}), (UPDATE, {"settings": {}}), (INSTALL, {})):
         with pytest.raises(RefusedError, match=r"is held by request .* of instance .* cannot be") as refused:
             begin(op, [host], driver="pci_driver", **change)
-        assert refused.value.reason == Reason.HELD
+        assert refused.value.reason == RefusalReason.HELD
     assert held is not None
     assert not DriverWish.objects.exists()
     assert not Rollout.objects.filter(driver="pci_driver").exists()
@@ -200,22 +205,26 @@ def test_S1_a_driver_whose_devices_are_held_is_left_alone(fill: Fill) -> None:
 
 def test_S1_a_driver_is_left_alone_while_a_witness_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     (host,) = hosts(1, answer(card(1)))
-    monkeypatch.setitem(safety._witnesses, "nova", lambda device: safety.HolderCheck(unknown="it does not answer"))
+    monkeypatch.setitem(
+        safety._holder_checks, "nova", lambda device: safety.HolderCheckResult(unknown="it does not answer")
+    )
     with pytest.raises(
         RefusedError, match=r"unknown whether device .* is held \(nova: it does not answer\)"
     ) as refused:
         begin(UNINSTALL, [host])
-    assert refused.value.reason == Reason.AWAY
+    assert refused.value.reason == RefusalReason.AWAY
 
 
 def test_S1_many_devices_are_asked_about_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Device] = []
-    monkeypatch.setitem(safety._witnesses, "nova", lambda device: asked.append(device) or safety.HolderCheck())
+    monkeypatch.setitem(
+        safety._holder_checks, "nova", lambda device: asked.append(device) or safety.HolderCheckResult()
+    )
     (host,) = hosts(1, answer(card(1), card(2)))
-    monkeypatch.setattr(driver_config, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(driver_config, "HOLDER_CHECKS_TIMEOUT_S", -1.0)
     with pytest.raises(RefusedError, match="took too long: try again") as refused:
         begin(UNINSTALL, [host])
-    assert (refused.value.reason, asked) == (Reason.AWAY, [])
+    assert (refused.value.reason, asked) == (RefusalReason.AWAY, [])
     assert not Rollout.objects.exists()
 
 
@@ -227,7 +236,7 @@ def test_a_device_of_a_driver_that_is_off_stays_busy_with_its_own_command() -> N
         Device.objects.update(busy_with=NOBODY)
     with pytest.raises(RefusedError, match=f"is busy .command {NOBODY}.") as refused:
         begin(UPDATE, [host], enabled=True)
-    assert refused.value.reason == Reason.CONFLICT
+    assert refused.value.reason == RefusalReason.CONFLICT
     assert str(Device.objects.get().busy_with) == NOBODY
 
 
@@ -247,7 +256,7 @@ def test_nothing_is_bound_to_a_device_while_its_driver_is_changed() -> None:
     device = Device.objects.get()
     begin(UPDATE, [host], settings={"a": 1})
     with pytest.raises(RefusedError, match="is busy with configure"):
-        placing.ask("reset", device.uuid, OLGA)
+        placing.order_device_command("reset", device.uuid, OLGA)
     with pytest.raises(RefusedError, match="is being changed"):
         begin(UPDATE, [host], settings={"a": 2})
     said(Command.objects.get(), "failed")
@@ -264,7 +273,7 @@ def test_devices_of_a_driver_that_was_turned_off_are_missing_and_come_back() -> 
     assert (device.state, device.returns_to) == ("missing", "ready")
     assert device.state_reason == "test_driver is disabled on its host"
     assert device.host.why_stale(DRIVER) == ""
-    assert not sweep._removable(datetime.now(UTC) + timedelta(days=99)), "however long it is off"
+    assert not sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=99)), "however long it is off"
     begin(UPDATE, [host], enabled=True)
     command = Command.objects.latest("id")
     said(command, devices=(card(1),))
@@ -272,10 +281,14 @@ def test_devices_of_a_driver_that_was_turned_off_are_missing_and_come_back() -> 
     assert device.state == "ready"
     begin(UNINSTALL, [host])
     said(Command.objects.latest("id"))
-    assert [*sweep._removable(datetime.now(UTC) + timedelta(days=1))] == [device], "for good: it goes some day"
+    assert [*sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=1))] == [device], (
+        "for good: it goes some day"
+    )
     with conductor.writing():
         Host.objects.update(drivers={DRIVER: {"error": ""}})
-    assert sweep._removable(datetime.now(UTC) + timedelta(days=1)), "older agents do not say how a driver stands"
+    assert sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=1)), (
+        "older agents do not say how a driver stands"
+    )
 
 
 def test_what_only_the_hosts_own_file_leaves_out_keeps_its_devices() -> None:
@@ -296,42 +309,42 @@ def test_how_a_driver_stands_is_kept_beside_its_answer() -> None:
         "version": "3",
         "generation": 4,
     }
-    assert driver_status.state_of({"error": "x"}) == "failed"
-    assert driver_status.state_of({"error": ""}) == "ok"
+    assert driver_status.driver_state_of({"error": "x"}) == "failed"
+    assert driver_status.driver_state_of({"error": ""}) == "ok"
     rollout = begin(UPDATE, [host], enabled=True)
     assert Command.objects.get().arguments["wish"]["generation"] == 5, "above what the agent has, whoever said it"
     assert states(rollout) == ["ordered"]
 
 
-Bad = tuple[Change, str]
+Bad = tuple[DriverChange, str]
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (Change(INSTALL, "no driver"), "Give the driver's name"),
-        (Change(UNINSTALL, "d", enabled=True), "takes neither"),
-        (Change(UPDATE, "d"), "Say what to change"),
-        (Change(INSTALL, "d", settings={"acts": []}), "on the host itself"),
+        (DriverChange(INSTALL, "no driver"), "Give the driver's name"),
+        (DriverChange(UNINSTALL, "d", enabled=True), "takes neither"),
+        (DriverChange(UPDATE, "d"), "Say what to change"),
+        (DriverChange(INSTALL, "d", settings={"acts": []}), "on the host itself"),
         (
-            Change(INSTALL, "d", settings={"rules": [{"db_password": "x"}]}),
+            DriverChange(INSTALL, "d", settings={"rules": [{"db_password": "x"}]}),
             r"settings.rules\[0\].db_password looks like",
         ),
-        (Change(INSTALL, "d", settings={"API-key": "x"}), "looks like a secret"),
-        (Change(INSTALL, "d", settings={"a": "\0"}), "cannot be stored"),
-        (Change(INSTALL, "d", settings={"a": float("inf")}), "out of range"),
-        (Change(INSTALL, "d", settings={"a": [[[[[[[[[1]]]]]]]]]}), "nested at most 8"),
-        (Change(INSTALL, "d", settings={"a": "x" * 65_536}), "at most 65536 bytes"),
-        (Change(INSTALL, "d", settings={"token": "x" * 65_536}), "at most 65536 bytes"),
-        (Change(INSTALL, "d", settings={"a": "\ud800"}), "cannot be stored"),
-        (Change(INSTALL, "d", settings={"a": datetime.now(UTC)}), "JSON has no datetime"),
-        (Change(INSTALL, "d", settings={"a": 1 << 20_000}), "numbers must fit into 64 bits"),
+        (DriverChange(INSTALL, "d", settings={"API-key": "x"}), "looks like a secret"),
+        (DriverChange(INSTALL, "d", settings={"a": "\0"}), "cannot be stored"),
+        (DriverChange(INSTALL, "d", settings={"a": float("inf")}), "out of range"),
+        (DriverChange(INSTALL, "d", settings={"a": [[[[[[[[[1]]]]]]]]]}), "nested at most 8"),
+        (DriverChange(INSTALL, "d", settings={"a": "x" * 65_536}), "at most 65536 bytes"),
+        (DriverChange(INSTALL, "d", settings={"token": "x" * 65_536}), "at most 65536 bytes"),
+        (DriverChange(INSTALL, "d", settings={"a": "\ud800"}), "cannot be stored"),
+        (DriverChange(INSTALL, "d", settings={"a": datetime.now(UTC)}), "JSON has no datetime"),
+        (DriverChange(INSTALL, "d", settings={"a": 1 << 20_000}), "numbers must fit into 64 bits"),
     ],
 )
-def test_what_makes_no_sense(change: Change, says: str) -> None:
+def test_what_makes_no_sense(change: DriverChange, says: str) -> None:
     with pytest.raises(RefusedError, match=says) as refused:
-        check(change)
-    assert refused.value.reason == Reason.INVALID
+        check_driver_change(change)
+    assert refused.value.reason == RefusalReason.INVALID
 
 
 Choice = Callable[[], list[Host]]
@@ -341,23 +354,25 @@ def test_hosts_are_chosen_by_name_pattern_and_driver() -> None:
     one, two, three = hosts(3, DriverReport(DRIVER, state="absent"))
     apply(two, answer(card(1)), seq=2)
     begin(INSTALL, [three], driver="far_driver")
-    assert driver_rollouts.choose(["cmp2", "cmp0"]) == [one, three]
-    assert driver_rollouts.choose(selector={"all": True}) == [one, two, three]
-    assert driver_rollouts.choose(selector={"name": "*[12]"}) == [two, three]
-    assert driver_rollouts.choose(selector={"driver": DRIVER}) == [two]
-    assert driver_rollouts.choose(selector={"driver": "far_driver", "name": "cmp*"}) == [three]
+    assert driver_rollouts.select_hosts(["cmp2", "cmp0"]) == [one, three]
+    assert driver_rollouts.select_hosts(selector={"all": True}) == [one, two, three]
+    assert driver_rollouts.select_hosts(selector={"name": "*[12]"}) == [two, three]
+    assert driver_rollouts.select_hosts(selector={"driver": DRIVER}) == [two]
+    assert driver_rollouts.select_hosts(selector={"driver": "far_driver", "name": "cmp*"}) == [three]
     for names, selector in (([], None), (["cmp0"], {"all": True}), (["nope"], None), ([], {"name": "x*"})):
         with pytest.raises(RefusedError) as refused:
-            driver_rollouts.choose(names, selector)
-        assert refused.value.reason == Reason.INVALID
+            driver_rollouts.select_hosts(names, selector)
+        assert refused.value.reason == RefusalReason.INVALID
     for selector in ({"all": False}, {"name": 7}, {"driver": ""}, {"zone": "a"}):
         with pytest.raises(RefusedError, match="A selector is"):
-            driver_rollouts.choose(selector=selector)
+            driver_rollouts.select_hosts(selector=selector)
 
 
 def test_old_ones_are_forgotten() -> None:
     (host,) = hosts(1, DriverReport(DRIVER, state="absent"))
     begin(UNINSTALL, [host])
-    assert not driver_rollouts.forget()
-    assert driver_rollouts.forget(datetime.now(UTC) + driver_rollouts.REMEMBERED + timedelta(days=1))
+    assert not driver_rollouts.delete_oldest_ended_rollout()
+    assert driver_rollouts.delete_oldest_ended_rollout(
+        datetime.now(UTC) + driver_rollouts.ROLLOUT_RETENTION + timedelta(days=1)
+    )
     assert not Rollout.objects.exists()

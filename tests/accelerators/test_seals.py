@@ -21,7 +21,7 @@ from psycopg import sql
 
 from accelerators import conductor
 from accelerators.audit import retention, sealing, verification
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import Event, Seal
 from cyborgweb.settings.keys import Keys
 from tests.support.reports import a_host, answer, apply, card
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def happen(*names: str) -> None:
     """An event each, in one transaction."""
     with conductor.writing():
-        conductor.record_all(
-            [conductor.event("device.odd", Source.SYSTEM, "test", subject=(None, name)) for name in names]
+        conductor.record_events(
+            [conductor.build_event("device.odd", EventSource.SYSTEM, "test", subject=(None, name)) for name in names]
         )
 
 
-def seal(most: int = sealing.MOST) -> list[Seal]:
-    while sealing.seal(most):
+def seal(most: int = sealing.MAX_EVENTS_PER_SEAL) -> list[Seal]:
+    while sealing.seal_oldest_events(most):
         pass
     return list(Seal.objects.order_by("number"))
 
@@ -61,7 +61,7 @@ def forger() -> Iterator[Any]:
 
 
 def found() -> list[tuple[int, int, str]]:
-    return [(one.seal, one.event, one.text) for one in verification.verify().findings]
+    return [(one.seal, one.event, one.text) for one in verification.verify_seals().findings]
 
 
 def named(name: str) -> int:
@@ -78,13 +78,13 @@ def test_what_is_committed_is_sealed_once_and_what_is_not_waits(transactional_db
         happen("b", "c")
         (first,) = seal()
         assert first.events == 1, "what came after the one that is not committed yet waits for it"
-        assert verification.verify().unsealed == 2
+        assert verification.verify_seals().unsealed == 2
         late.commit()
     happen("d")
     assert sum(one.events for one in seal()) == 5 == Event.objects.count()
-    assert verification.verify().unsealed == 0 and not found()
+    assert verification.verify_seals().unsealed == 0 and not found()
     before = Event.objects.get(subject_name="late")
-    assert sealing.seal_of(before) == Seal.objects.get(number=2) and before.pk < named("b")
+    assert sealing.find_seal_of_event(before) == Seal.objects.get(number=2) and before.pk < named("b")
 
 
 def test_any_number_of_events_is_sealed_piece_by_piece(transactional_db: None) -> None:
@@ -93,9 +93,9 @@ def test_any_number_of_events_is_sealed_piece_by_piece(transactional_db: None) -
     made = seal(4)
     assert [one.events for one in made] == [4, 4, 4, 2] and seal(4) == made
     assert [one.number for one in made] == [1, 2, 3, 4]
-    done = verification.verify()
+    done = verification.verify_seals()
     assert (done.seals, done.events, done.findings) == (4, 14, [])
-    assert verification.verify(2, 3).events == 8
+    assert verification.verify_seals(2, 3).events == 8
 
 
 FORGERIES: dict[str, tuple[str, str]] = {
@@ -253,11 +253,11 @@ def test_old_months_go_whole_and_what_remains_is_proved(
     happen("now")
     assert [(one.month, one.events) for one in seal()][:2] == [("2024-01", 5), ("2024-02", 3)]
     (tmp_path / "anchors").write_text(ask("--anchor"))
-    assert retention.drop_oldest() is False, "by default events are kept for ever"
+    assert retention.drop_oldest_month() is False, "by default events are kept for ever"
     settings.KEYS = Keys(event_retention_months=3)
-    assert not retention.drop_oldest(datetime(2024, 4, 30, tzinfo=UTC)), "January is the third month before April"
-    assert retention.drop_oldest(datetime(2024, 5, 1, tzinfo=UTC))
-    assert retention.drop_oldest() and not retention.drop_oldest()
+    assert not retention.drop_oldest_month(datetime(2024, 4, 30, tzinfo=UTC)), "January is the third month before April"
+    assert retention.drop_oldest_month(datetime(2024, 5, 1, tzinfo=UTC))
+    assert retention.drop_oldest_month() and not retention.drop_oldest_month()
     assert not Event.objects.filter(action="device.old").exists()
     told = Event.objects.filter(action="events.dropped").order_by("id")
     assert [(one.subject_name, one.changes["events"]) for one in told] == [("2024-01", [5, 0]), ("2024-02", [3, 0])]
@@ -275,25 +275,25 @@ def test_old_months_go_whole_and_what_remains_is_proved(
 def test_a_month_that_is_not_as_it_was_sealed_is_kept(months: Callable[[str, int], None], settings: Any) -> None:
     settings.KEYS = Keys(event_retention_months=3)
     months("2024-01", 5)
-    assert retention.drop_oldest() is False, "it is not sealed"
+    assert retention.drop_oldest_month() is False, "it is not sealed"
     seal()
     with forger() as other:
         other.execute("DELETE FROM accelerators_event WHERE id = (SELECT max(id) FROM accelerators_event)")
-    assert retention.drop_oldest() is False and Event.objects.count() == 4
+    assert retention.drop_oldest_month() is False and Event.objects.count() == 4
 
 
 def test_a_month_is_dropped_later_when_somebody_is_writing(
     months: Callable[[str, int], None], settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings.KEYS = Keys(event_retention_months=3)
-    monkeypatch.setattr(retention, "PATIENCE", "50ms")
+    monkeypatch.setattr(retention, "LOCK_TIMEOUT", "50ms")
     months("2024-01", 1)
     seal()
     with another() as other:
         other.execute("LOCK TABLE accelerators_event IN ROW EXCLUSIVE MODE")
-        assert retention.drop_oldest() is False
+        assert retention.drop_oldest_month() is False
     assert not Event.objects.filter(action="events.dropped").exists() and not found()
-    assert retention.drop_oldest()
+    assert retention.drop_oldest_month()
 
 
 def test_a_database_restored_where_transactions_have_lower_numbers_goes_on_sealing(transactional_db: None) -> None:
@@ -321,7 +321,7 @@ def test_who_is_no_forger_cannot_seal_twice(transactional_db: None) -> None:
     happen("a")
     (first,) = seal()
     with pytest.raises(DatabaseError), conductor.writing():
-        sealing.add(Seal(number=0, hash="0" * 64), first.month, tx=1, event=1, events=1, digest="")
+        sealing.append_seal(Seal(number=0, hash="0" * 64), first.month, tx=1, event=1, events=1, digest="")
 
 
 def test_who_has_only_the_manual_computes_the_same(transactional_db: None, tmp_path: Path) -> None:
@@ -331,10 +331,12 @@ def test_who_has_only_the_manual_computes_the_same(transactional_db: None, tmp_p
     happen("plain", 'quoted "\\ \t', "Größe № 😀\x7f")
     with conductor.writing():
         odd = {"größe": [1.50, {"b": [], "aa": None, "c\n": 1e300}], "z": [True, "\u2028"]}
-        conductor.record("device.odd", Source.PERSON, "o'hara", host=a_host(), changes=odd, reason="why\x01")
+        conductor.record_event("device.odd", EventSource.PERSON, "o'hara", host=a_host(), changes=odd, reason="why\x01")
     seal(3)
     done = computed(program)
-    assert (done.returncode, done.stdout) == (0, f"2 seals fit; the newest is {sealing.newest().hash}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"2 seals fit; the newest is {sealing.get_newest_seal().hash}\n"), (
+        done.stderr
+    )
     with forger() as other:
         other.execute("UPDATE accelerators_event SET changes = '{}' WHERE actor = 'o''hara'")
     assert computed(program).stderr == "the events of seal 2 are not those that were sealed\n"

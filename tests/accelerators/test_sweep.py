@@ -10,9 +10,9 @@ from django.db import connection
 
 from accelerators import conductor, safety
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Event, Host, Intent
-from accelerators.safety import HolderCheck
+from accelerators.safety import HolderCheckResult
 from accelerators.workflows import sweep
-from accelerators.workflows.sweep import remove_missing
+from accelerators.workflows.sweep import remove_missing_devices
 from tests.support import emptying
 from tests.support.reports import a_host, answer, apply, card
 
@@ -34,11 +34,11 @@ def missing() -> int:
 
 
 def test_missing_and_free_goes_after_its_retention_with_an_event(host: Host) -> None:
-    remove_missing()
+    remove_missing_devices()
     assert missing() == 1
     with conductor.writing():
         Intent.objects.all().delete()
-    remove_missing(LATER)
+    remove_missing_devices(LATER)
     assert missing() == 0 and Device.objects.count() == 1
     assert Intent.objects.filter(kind="provider", key=str(host.uuid)).exists(), "its provider goes as well"
     assert Event.objects.filter(action="device.removed").count() == 1
@@ -50,31 +50,33 @@ def test_S1_missing_and_held_stays(host: Host) -> None:
         handle = AttachHandle.objects.get(deployable__device__state="missing")
         values = {"project_id": "p", "profile": profile, "group": {}, "state": "Bound", "attach_handle": handle}
         AcceleratorRequest.objects.create(**values)
-    remove_missing(LATER)
+    remove_missing_devices(LATER)
     assert missing() == 1
 
 
 def test_missing_stays_while_its_agent_is_silent(host: Host) -> None:
-    conductor.mark_hosts([host.id], datetime.now(UTC))
-    remove_missing(LATER)
+    conductor.set_hosts_stale_since([host.id], datetime.now(UTC))
+    remove_missing_devices(LATER)
     assert missing() == 1
 
 
 def test_missing_stays_while_its_driver_fails(host: Host) -> None:
     apply(host, answer(error="crashed"), seq=3)
-    remove_missing(LATER)
+    remove_missing_devices(LATER)
     assert missing() == 1
 
 
-@pytest.mark.parametrize("said", [HolderCheck(holders=("allocation a",)), HolderCheck(unknown="it does not answer")])
-def test_S1_missing_stays_while_a_witness_does_not_call_it_free(host: Host, said: HolderCheck) -> None:
-    safety.register("stranger", lambda device: said)
+@pytest.mark.parametrize(
+    "said", [HolderCheckResult(holders=("allocation a",)), HolderCheckResult(unknown="it does not answer")]
+)
+def test_S1_missing_stays_while_a_witness_does_not_call_it_free(host: Host, said: HolderCheckResult) -> None:
+    safety.register_holder_check("stranger", lambda device: said)
     try:
-        assert remove_missing(LATER) is False
+        assert remove_missing_devices(LATER) is False
         assert missing() == 1
     finally:
-        safety.register("stranger", lambda device: HolderCheck())
-    remove_missing(LATER)
+        safety.register_holder_check("stranger", lambda device: HolderCheckResult())
+    remove_missing_devices(LATER)
     assert missing() == 0
 
 

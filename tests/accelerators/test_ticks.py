@@ -17,19 +17,19 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 def test_many_kicks_are_one_task() -> None:
     for _ in range(50):
-        jobs.kick("merge")
+        jobs.enqueue_job("merge")
     assert Tick.objects.count() == OrmQ.objects.count() == 1
     assert OrmQ.objects.get().key == "ingest"
 
 
 def test_a_kick_while_the_job_runs_wakes_it_again() -> None:
-    jobs.kick("sweep")
+    jobs.enqueue_job("sweep")
 
     def step() -> bool:
-        jobs.kick("sweep")
+        jobs.enqueue_job("sweep")
         return False
 
-    jobs.run("sweep", step)
+    jobs.run_steps("sweep", step)
     assert Tick.objects.count() == 1 and OrmQ.objects.count() == 2
 
 
@@ -47,7 +47,7 @@ def test_two_runs_of_one_job_never_overlap_and_leave_nothing() -> None:
         return left[0] > 0
 
     def worker() -> None:
-        jobs.run("sweep", step)
+        jobs.run_steps("sweep", step)
         connection.close()
 
     threads = [threading.Thread(target=worker) for _ in range(4)]
@@ -60,21 +60,21 @@ def test_two_runs_of_one_job_never_overlap_and_leave_nothing() -> None:
 
 def test_timely_jobs_are_woken_with_one_statement_each_and_none_twice() -> None:
     """A gateway's writer wakes them, and reports wait for it: a slow database makes each statement dear."""
-    timely = {job.name for job in jobs.jobs() if job.timely}
+    timely = {job.name for job in jobs.list_jobs() if job.periodic}
     former = min(timely)
-    jobs.kick(former)
+    jobs.enqueue_job(former)
     with CaptureQueriesContext(connection) as statements:
-        jobs.kick_timely()
+        jobs.enqueue_periodic_jobs()
     assert {tick.name for tick in Tick.objects.all()} == timely
     assert OrmQ.objects.count() == len(timely)
     assert len(statements) <= len(timely) + 4
     with CaptureQueriesContext(connection) as statements:
-        jobs.kick_timely()
+        jobs.enqueue_periodic_jobs()
     assert len(statements) == 1 and OrmQ.objects.count() == len(timely)
 
 
 def test_kick_all_wakes_one_cluster_afresh() -> None:
-    jobs.kick("merge")
-    jobs.kick_all("ingest")
-    assert {t.name for t in Tick.objects.all()} == {job.name for job in jobs.jobs() if job.cluster == "ingest"}
+    jobs.enqueue_job("merge")
+    jobs.requeue_all_jobs("ingest")
+    assert {t.name for t in Tick.objects.all()} == {job.name for job in jobs.list_jobs() if job.cluster == "ingest"}
     assert OrmQ.objects.count() == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from cyborgweb.settings.keys import Keys
 from tests.support.webserver import serving
 
@@ -20,7 +20,7 @@ class House:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """As `cyborgweb.asgi` does."""
-        await (self.gateway.challenge if scope["type"] == "http" else self.gateway)(scope, receive, send)
+        await (self.gateway.serve_challenge if scope["type"] == "http" else self.gateway)(scope, receive, send)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def house() -> Iterator[House]:
 
 
 @pytest.fixture
-def gateway() -> Iterator[Gateway]:
+def gateway() -> Iterator[AgentGateway]:
     """Return a gateway that writes leases at once; a file that needs other settings has its own."""
-    made = Gateway(Keys(lease_flush_s=0.05))
+    made = AgentGateway(Keys(lease_flush_s=0.05))
     yield made
     made.stop()

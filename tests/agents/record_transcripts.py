@@ -101,14 +101,14 @@ class Recorder:
         self.lines: list[Line] = []
 
     @property
-    def challenge(self) -> Any:
+    def serve_challenge(self) -> Any:
         """The gateway's HTTP application, as a test's web server asks for it."""
-        return self.gateway.challenge
+        return self.gateway.serve_challenge
 
     def probe(self) -> None:
         """Have the gateway ask whether the agent still holds its connection, as it does when a second one comes."""
-        (session,) = self.gateway.holders.by_host.values()
-        asked = asyncio.run_coroutine_threadsafe(self.gateway.holders.answers(session), session.task.get_loop())
+        (session,) = self.gateway.sessions.by_host.values()
+        asked = asyncio.run_coroutine_threadsafe(self.gateway.sessions.probe(session), session.task.get_loop())
         assert asked.result(20), "the agent did not answer the probe"
 
     def kept(self, side: str, text: str) -> None:
@@ -119,7 +119,7 @@ class Recorder:
         if scope["type"] == "http":
             from cyborgweb import asgi
 
-            await asgi.Http(self.gateway, None, None)(scope, receive, send)  # type: ignore[arg-type]
+            await asgi.HttpApplication(self.gateway, None, None)(scope, receive, send)  # type: ignore[arg-type]
             return
 
         async def heard() -> Any:
@@ -160,14 +160,16 @@ def stage(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
 
         call_command("migrate", verbosity=0)
         from agents import enrolment
-        from agents.gateway.app import Gateway
-        from cyborgweb.settings.keys import keys
+        from agents.gateway.app import AgentGateway
+        from cyborgweb.settings.keys import get_keys
         from tests.support.webserver import serving
 
-        gateway = Gateway(keys())
+        gateway = AgentGateway(get_keys())
         recorder = Recorder(gateway)
         with serving(recorder) as port:
-            join = enrolment.make_token("cmp1", address=f"http://127.0.0.1:{port}", hours=1, created_by="recorder")
+            join = enrolment.create_join_token(
+                "cmp1", address=f"http://127.0.0.1:{port}", hours=1, created_by="recorder"
+            )
             control = directory / "control.json"
             control.write_text('{"count": 2, "handles": 2, "install": ["power"], "handle_type": "MDEV"}')
             settings = directory / "agent.toml"
@@ -199,7 +201,7 @@ def operators_day(recorder: Recorder) -> None:
     from accelerators.commands import placing
     from accelerators.devices import lifecycle
     from accelerators.domain.caller import Caller
-    from accelerators.domain.states import Source
+    from accelerators.domain.states import EventSource
     from accelerators.images import download, store
     from accelerators.models import AcceleratorRequest, Command, Deployable, Device, DeviceProfile, Host
     from accelerators.requests import binding
@@ -213,7 +215,7 @@ def operators_day(recorder: Recorder) -> None:
         """Run the jobs; whether no command is open."""
         tasks.merge()
         download.run()
-        while command_results.settle():
+        while command_results.end_answered_commands():
             pass
         return not Command.objects.filter(ended_at__isnull=True).exists()
 
@@ -226,35 +228,35 @@ def operators_day(recorder: Recorder) -> None:
     until(lambda: work() and Device.objects.count() == 2)
     first, second = Device.objects.order_by("key")
     for device in (first, second):
-        lifecycle.enable(device.uuid, nova)
+        lifecycle.enable_device(device.uuid, nova)
         ended()
-    image = store.upload([b"bits"], 4, "an image", {}, nova, Source.API)
-    placing.ask("program", second.uuid, nova, image=image.uuid)
+    image = store.store_upload([b"bits"], 4, "an image", {}, nova, EventSource.API)
+    placing.order_device_command("program", second.uuid, nova, image=image.uuid)
     ended()
     for op in ("health", "reset"):
-        placing.ask(op, second.uuid, nova)
+        placing.order_device_command(op, second.uuid, nova)
         ended()
     for op in ("rescan", "report", "logs"):
-        placing.ask_host(op, Host.objects.get().uuid, nova)
+        placing.order_host_command(op, Host.objects.get().uuid, nova)
         ended()
     from accelerators import conductor
 
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
-    (request,) = binding.create("one", nova)
+    (request,) = binding.create_requests("one", nova)
     provider = str(Deployable.objects.get(device=first).rp_uuid)
-    binding.bind([binding.Bind(request, "cmp1", provider, "aaaaaaaa-0000-4000-8000-000000000000")], nova)
+    binding.bind_requests([binding.BindSpec(request, "cmp1", provider, "aaaaaaaa-0000-4000-8000-000000000000")], nova)
     ended()
     assert AcceleratorRequest.objects.get().state == "Bound"
-    binding.delete([request], nova)
+    binding.delete_requests([request], nova)
     ended()
-    telemetry.watch([Host.objects.get().id], 1.0, 30.0)
+    telemetry.request_periodic_loads([Host.objects.get().id], 1.0, 30.0)
     recorder.wait("Samples")
     recorder.probe()
-    key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
+    key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
     recorder.wait("NewKey")
     until(lambda: any(line["message"].get("of") == "NewKey" for line in recorder.lines))
-    key_revocation.revoke(key_revocation.find("cmp1"), "olga", "")
+    key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")
     recorder.wait("Refuse")
 
 

@@ -13,8 +13,8 @@ from websockets.exceptions import InvalidStatus
 
 from accelerators.models import Device, Event, Host
 from agents import tasks, wire
-from agents.gateway.app import Gateway
-from agents.gateway.throttling import LONGEST_S, MOST_S, Admission, Spread
+from agents.gateway.app import AgentGateway
+from agents.gateway.throttling import MAX_JITTER_S, MAX_RETRY_AFTER_S, HandshakeThrottle, ReportJitter
 from agents.gateway.writer import SpoolJob
 from agents.models import Spooled
 from cyborgweb.settings.keys import Keys
@@ -35,55 +35,55 @@ class Clock:
         return self.now
 
 
-def door(limit: int = 4, connections: int = 100) -> tuple[Admission, Clock]:
+def door(limit: int = 4, connections: int = 100) -> tuple[HandshakeThrottle, Clock]:
     clock = Clock()
-    return Admission(limit, connections, clock, lambda: 0.0), clock
+    return HandshakeThrottle(limit, connections, clock, lambda: 0.0), clock
 
 
 def test_the_refused_get_places_one_after_the_other() -> None:
     admission, clock = door(limit=2)
-    assert [admission.ask("a"), admission.ask("b")] == [0, 0], "these have a challenge"
-    places = [admission.ask("a") for _ in range(4000)]
-    assert places[0] == 1 and places == sorted(places[:3000]) + places[3000:] and max(places) <= LONGEST_S + 1
+    assert [admission.admit_challenge("a"), admission.admit_challenge("b")] == [0, 0], "these have a challenge"
+    places = [admission.admit_challenge("a") for _ in range(4000)]
+    assert places[0] == 1 and places == sorted(places[:3000]) + places[3000:] and max(places) <= MAX_RETRY_AFTER_S + 1
     assert len(set(places)) > 4, "they do not come back together"
     clock.now += 1.5
-    assert admission.ask("a") == 0, "who took a challenge and did not come keeps no place"
+    assert admission.admit_challenge("a") == 0, "who took a challenge and did not come keeps no place"
 
 
 def test_who_was_given_a_challenge_finds_its_place_kept_and_waiting_is_bounded() -> None:
     admission, _ = door(limit=2)
-    assert not admission.ask("a") and not admission.ask("b")
-    assert not admission.come(0, "a")
-    with admission.handshake():
-        assert admission.ask("a"), "one inside, one on the way"
-        assert not admission.come(0, "b")
-        with admission.handshake():
-            assert admission.come(0, "a"), "without a place, and both are taken"
-    assert not admission.ask("a")
+    assert not admission.admit_challenge("a") and not admission.admit_challenge("b")
+    assert not admission.admit_upgrade(0, "a")
+    with admission.count_handshake():
+        assert admission.admit_challenge("a"), "one inside, one on the way"
+        assert not admission.admit_upgrade(0, "b")
+        with admission.count_handshake():
+            assert admission.admit_upgrade(0, "a"), "without a place, and both are taken"
+    assert not admission.admit_challenge("a")
 
 
 def test_who_only_asks_for_challenges_keeps_nobody_else_out() -> None:
     admission, _ = door(limit=64)
-    taken = [admission.ask("mallory") for _ in range(1000)].count(0)
+    taken = [admission.admit_challenge("mallory") for _ in range(1000)].count(0)
     assert taken == 33, "half of the places are for whoever comes, also for many hosts behind one address"
-    assert [admission.ask(f"host {n}") for n in range(31)] == [0] * 31
-    assert admission.ask("one more")
+    assert [admission.admit_challenge(f"host {n}") for n in range(31)] == [0] * 31
+    assert admission.admit_challenge("one more")
     for n in range(31):
-        assert not admission.come(0, f"host {n}")
-    assert [admission.ask("host") for _ in range(9)].count(0) == 8, "its share, while the door is pressed"
+        assert not admission.admit_upgrade(0, f"host {n}")
+    assert [admission.admit_challenge("host") for _ in range(9)].count(0) == 8, "its share, while the door is pressed"
 
 
 def test_the_pace_follows_what_is_let_in() -> None:
     admission, clock = door(limit=1)
     before = admission.rate
     for _ in range(12):  # the database has stopped: nobody gets in, and all are told to stay away longer and longer
-        assert not admission.inside
-        admission.place()
+        assert not admission.in_progress
+        admission.schedule_return()
         clock.now += 1.1
-    assert admission.place() and admission.rate <= before / 5
+    assert admission.schedule_return() and admission.rate <= before / 5
     for _ in range(10):
         for _ in range(1000):
-            with admission.handshake():
+            with admission.count_handshake():
                 pass
         clock.now += 1.1
     assert admission.rate > before
@@ -91,66 +91,66 @@ def test_the_pace_follows_what_is_let_in() -> None:
 
 def test_sockets_are_bounded() -> None:
     admission, _ = door(connections=3)
-    assert admission.come(3, "a") and not admission.come(2, "a")
-    assert not admission.ask("a"), "agents that are connected ask as well, for images"
+    assert admission.admit_upgrade(3, "a") and not admission.admit_upgrade(2, "a")
+    assert not admission.admit_challenge("a"), "agents that are connected ask as well, for images"
 
 
 def test_reports_are_spread_only_when_disk_or_merge_fall_behind() -> None:
     clock = Clock()
-    spread = Spread(clock)
-    assert {spread.welcome() for _ in range(500)} == {0.0}
+    spread = ReportJitter(clock)
+    assert {spread.choose_jitter() for _ in range(500)} == {0.0}
     for _ in range(4000):
-        late = spread.welcome()
-    assert 2.0 < late < MOST_S
+        late = spread.choose_jitter()
+    assert 2.0 < late < MAX_JITTER_S
     for _ in range(4500):
-        spread.reported()
-    assert spread.welcome() == 0.0, "they have reported"
+        spread.count_report()
+    assert spread.choose_jitter() == 0.0, "they have reported"
     many = 10**9  # reports are numbered for ever
-    spread.looked(many + 1, many + 50_000)
+    spread.update_merge_time(many + 1, many + 50_000)
     clock.now += 1.0
-    spread.looked(many + 101, many + 50_000)
-    assert spread.welcome() == MOST_S, "a hundred a second, and 50 000 wait"
+    spread.update_merge_time(many + 101, many + 50_000)
+    assert spread.choose_jitter() == MAX_JITTER_S, "a hundred a second, and 50 000 wait"
     clock.now += 1.0
-    spread.looked(many + 20_101, many + 50_000)
-    swift = spread.welcome()
+    spread.update_merge_time(many + 20_101, many + 50_000)
+    swift = spread.choose_jitter()
     for _ in range(20):  # hosts with faults go first: the oldest stays
         clock.now += 1.0
-        spread.looked(many + 20_101, many + 50_000)
-    assert spread.welcome() == swift < MOST_S
-    spread.looked(None, None)
-    assert spread.welcome() == 0.0
+        spread.update_merge_time(many + 20_101, many + 50_000)
+    assert spread.choose_jitter() == swift < MAX_JITTER_S
+    spread.update_merge_time(None, None)
+    assert spread.choose_jitter() == 0.0
 
 
 def test_a_slow_disk_is_known_by_a_batch_of_ten_reports() -> None:
-    spread = Spread(Clock())
-    assert {spread.welcome() for _ in range(900)} == {0.0}
-    spread.stored(9, 60.0)
-    assert spread.welcome() == 0.0, "of few the commit itself is measured"
-    spread.stored(10, 60.0)
-    assert 0.0 < spread.welcome() < MOST_S
+    spread = ReportJitter(Clock())
+    assert {spread.choose_jitter() for _ in range(900)} == {0.0}
+    spread.update_stored_rate(9, 60.0)
+    assert spread.choose_jitter() == 0.0, "of few the commit itself is measured"
+    spread.update_stored_rate(10, 60.0)
+    assert 0.0 < spread.choose_jitter() < MAX_JITTER_S
 
 
 @pytest.fixture
-def gateway(house: House) -> Iterator[Gateway]:
-    made = house.gateway = Gateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
+def gateway(house: House) -> Iterator[AgentGateway]:
+    made = house.gateway = AgentGateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
     yield made
     made.stop()
 
 
 @pytest.mark.django_db(transaction=True)
 def test_beyond_the_bound_the_challenge_is_503_with_one_sentence_and_no_work(
-    house: House, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    house: House, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = WireAgent(house.port, token=token())
     spare = agent.credential(agent.challenge())
-    with monkeypatch.context() as nothing, gateway.admission.handshake():
+    with monkeypatch.context() as nothing, gateway.throttle.count_handshake():
         nothing.setattr(gateway._writer, "put", None)  # the only road to the database
-        nothing.setattr("agents.enrolment.verify", None)
+        nothing.setattr("agents.enrolment.verify_credential", None)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{house.port}{wire.CHALLENGE_PATH}")
         body = json.loads(refused.value.read())
         assert (refused.value.code, body["code"]) == (503, "busy") and "try again after" in body["error"]
-        assert 1 <= int(refused.value.headers["Retry-After"]) <= LONGEST_S + 1
+        assert 1 <= int(refused.value.headers["Retry-After"]) <= MAX_RETRY_AFTER_S + 1
         with pytest.raises(InvalidStatus) as closed:
             agent.connect(spare)
         assert closed.value.response.status_code == 503 and "retry-after" in closed.value.response.headers
@@ -159,36 +159,38 @@ def test_beyond_the_bound_the_challenge_is_503_with_one_sentence_and_no_work(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_connections_are_bounded_and_the_key_is_named(house: House, gateway: Gateway) -> None:
+def test_connections_are_bounded_and_the_key_is_named(house: House, gateway: AgentGateway) -> None:
     first, second = WireAgent(house.port, token=token()), WireAgent(house.port, host="cmp2", token=token("cmp2"))
     with first.connect():
         with second.connect():
             with pytest.raises(InvalidStatus) as refused:
                 first.connect()
             assert "CYBORG_AGENT_CONNECTIONS" in json.loads(refused.value.response.body or b"")["error"]
-        until(lambda: gateway.connected == 1)
+        until(lambda: gateway.open_connections == 1)
         second.connect().close()
 
 
 def test_a_fault_makes_a_report_urgent() -> None:
     well, ill = answer(card(1)), answer(card(1), card(2, status="failed"))
-    assert not wire.Report.of(1, 1, "x" * 40, (well,)).urgent
-    assert wire.Report.of(1, 1, "x" * 40, (well, ill)).urgent
-    assert wire.Report.of(1, 1, "x" * 40, (well, DriverReport("other", "it hangs"))).urgent
-    assert not wire.Report.of(1, 1, "x" * 40, (DriverReport("other", "turned off", state="disabled"),)).urgent
+    assert not wire.Report.from_driver_reports(1, 1, "x" * 40, (well,)).urgent
+    assert wire.Report.from_driver_reports(1, 1, "x" * 40, (well, ill)).urgent
+    assert wire.Report.from_driver_reports(1, 1, "x" * 40, (well, DriverReport("other", "it hangs"))).urgent
+    assert not wire.Report.from_driver_reports(
+        1, 1, "x" * 40, (DriverReport("other", "turned off", state="disabled"),)
+    ).urgent
 
 
 @pytest.mark.django_db(transaction=True)
 def test_hosts_with_faults_are_merged_first_with_all_that_waits_of_them(
-    house: House, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    house: House, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway.admission.limit = gateway.admission.connections = 10
+    gateway.throttle.max_handshakes = gateway.throttle.max_connections = 10
     calm = WireAgent(house.port, host="calm", token=token("calm"))
     ill = WireAgent(house.port, host="ill", token=token("ill"))
     with calm.connect() as one, ill.connect() as two:
         ask(one, a_report(card(1)))
         ask(two, a_report(card(1), card(2)))
-        ask(two, wire.Report.of(1, 2, "e" * 40, (DriverReport(answer().driver, "its bus is gone"),)))
+        ask(two, wire.Report.from_driver_reports(1, 2, "e" * 40, (DriverReport(answer().driver, "its bus is gone"),)))
     assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [False, False, True]
     monkeypatch.setattr(tasks, "_batches", iter([1, 2, 3]))
     tasks.merge_batch()
@@ -200,11 +202,11 @@ def test_hosts_with_faults_are_merged_first_with_all_that_waits_of_them(
 
 
 def test_a_batch_takes_faults_first_and_keeps_places_for_the_others() -> None:
-    made = Gateway(Keys(flush_max_rows=8, flush_interval_ms=0.0))
+    made = AgentGateway(Keys(flush_max_rows=8, flush_interval_ms=0.0))
     loop = asyncio.new_event_loop()
     for n in range(40):
         made._writer._jobs.put(SpoolJob(loop.create_future(), n, (1, 1), "", "", urgent=n >= 20))
-    batches = [[job.host_id for job in made._writer._collect() if isinstance(job, SpoolJob)] for _ in range(5)]
+    batches = [[job.host_id for job in made._writer._collect_batch() if isinstance(job, SpoolJob)] for _ in range(5)]
     loop.close()
     taken = [host for batch in batches for host in batch]
     assert batches[0] == [20, 21, 22, 23, 24, 25, 0, 1]

@@ -12,13 +12,13 @@ from django.db import connection
 from django.test import Client
 
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import RolloutOp, Source
+from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import Command, Device, HostDriver, Rollout
 from accelerators.workflows import command_results, driver_rollouts
-from accelerators.workflows.driver_config import Change
+from accelerators.workflows.driver_config import DriverChange
 from agents import credentials, enrolment, tasks, wire
 from agents.gateway import command_dispatch
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import DriverReport
@@ -31,17 +31,19 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
-    made = Gateway(Keys(lease_flush_s=0.05))
+    made = AgentGateway(Keys(lease_flush_s=0.05))
     yield made
     made.stop()
 
 
 @pytest.fixture
-def agent(gateway: Gateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: House) -> WireAgent:
     house.gateway = gateway
-    join = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    join = credentials.parse_join_string(
+        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+    )
     return WireAgent(house.port, token=join.secret)
 
 
@@ -50,7 +52,7 @@ class Operator:
 
     def __init__(self) -> None:
         user = User.objects.create_user("rita")
-        self.token = ApiToken.make("rita", user, ["accelerator_operator", "member", "reader"], "p1")
+        self.token = ApiToken.create_with_secret("rita", user, ["accelerator_operator", "member", "reader"], "p1")
 
     def call(self, method: str, path: str, **body: Any) -> dict[str, Any]:
         data = json.dumps(body) if body else ""
@@ -60,7 +62,7 @@ class Operator:
 
 
 def report(seq: int, *drivers: DriverReport) -> wire.Report:
-    return wire.Report.of(1, seq, wire.content_hash(drivers), drivers)
+    return wire.Report.from_driver_reports(1, seq, wire.hash_report_content(drivers), drivers)
 
 
 def test_a_driver_is_installed_and_nobody_reads_done_beside_old_rows(agent: WireAgent) -> None:
@@ -124,7 +126,9 @@ def test_L2_a_worker_killed_at_any_statement_orders_each_host_once() -> None:
     for host in hosts:
         apply(host, DriverReport("pci_driver", state="absent"))
     olga = Caller("olga", "u", frozenset(), "p1")
-    rollout = driver_rollouts.start(Change(RolloutOp.INSTALL, "pci_driver"), hosts, olga, source=Source.PERSON)
+    rollout = driver_rollouts.start_rollout(
+        DriverChange(RolloutOp.INSTALL, "pci_driver"), hosts, olga, source=EventSource.PERSON
+    )
     assert not Command.objects.exists()
     kills = 0
     for statement in range(1, 500):

@@ -15,7 +15,7 @@ from accelerators.runtime import pubsub
 from accelerators.workflows import command_results
 from agents import credentials, enrolment, tasks, wire
 from agents.gateway import command_dispatch
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from agents.models import Agent
 from tests.agents.conftest import House
 from tests.support.reports import answer, card
@@ -29,23 +29,25 @@ OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
-    monkeypatch.setattr(command_dispatch, "AGAIN_S", 0.3)
+    monkeypatch.setattr(command_dispatch, "RESEND_S", 0.3)
 
 
 @pytest.fixture
-def agent(gateway: Gateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: House) -> WireAgent:
     house.gateway = gateway
-    join = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    join = credentials.parse_join_string(
+        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+    )
     return WireAgent(house.port, token=join.secret)
 
 
 def a_report(*devices: object, seq: int = 1) -> wire.Report:
     drivers = (answer(*devices),)  # type: ignore[arg-type]
-    return wire.Report(1, seq, wire.content_hash(drivers), drivers)
+    return wire.Report(1, seq, wire.hash_report_content(drivers), drivers)
 
 
 def logs() -> Command:
-    return placing.ask_host("logs", Host.objects.get().uuid, OLGA)
+    return placing.order_host_command("logs", Host.objects.get().uuid, OLGA)
 
 
 def state(command: Command) -> str:
@@ -58,14 +60,14 @@ def test_a_command_is_told_taken_begun_answered_and_settled(agent: WireAgent) ->
         ask(socket, a_report(card(1, acts="reset")))
         tasks.merge()
         device = Device.objects.get()
-        command = placing.ask("reset", device.uuid, OLGA, reason="it hangs")
+        command = placing.order_device_command("reset", device.uuid, OLGA, reason="it hangs")
         heard = take(socket)
         assert (heard.number, heard.id, heard.op) == (command.id, str(command.uuid), "reset")
         assert (heard.driver, heard.key) == ("test_driver", device.key)
         assert 50 < heard.start_s <= 60 and heard.start_s < heard.end_s <= 300
         until(lambda: state(command) == "taken")
         for percent in range(0, 100, 10):
-            socket.send(wire.encode(wire.Progress(heard.number, percent, f"step {percent}")))
+            socket.send(wire.encode_message(wire.Progress(heard.number, percent, f"step {percent}")))
         until(lambda: state(command) == "started" and command.percent == 90)
         report = a_report(card(1, acts="reset", status="degraded"), seq=2)
         ask(socket, report)
@@ -115,7 +117,7 @@ def test_who_has_just_connected_is_told_all_that_is_open(agent: WireAgent) -> No
     with agent.speaking(OPS) as socket:
         commands_ = [logs() for _ in range(3)]
         heard = [take(socket) for _ in range(3)]
-        socket.send(wire.encode(wire.Progress(heard[2].number)))
+        socket.send(wire.encode_message(wire.Progress(heard[2].number)))
         end(socket, heard[0])
         until(lambda: [state(one) for one in commands_] == ["taken", "taken", "started"])
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
@@ -151,31 +153,33 @@ def test_C2_an_agent_that_is_older_than_commands_is_sent_none(agent: WireAgent) 
 
 
 def test_none_is_lost_when_rings_are(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_dispatch, "AGAIN_S", 5.0)
+    monkeypatch.setattr(command_dispatch, "RESEND_S", 5.0)
     dice = random.Random(1)
-    ring = pubsub.ring
-    monkeypatch.setattr(pubsub, "ring", lambda *said: ring(*said) if dice.random() < 0.5 else None)
+    ring = pubsub.publish
+    monkeypatch.setattr(pubsub, "publish", lambda *said: ring(*said) if dice.random() < 0.5 else None)
     with agent.speaking(OPS) as socket:
         with conductor.writing():
             host = Host.objects.get()
-            first = placing.place([placing.Order("logs", host=host.id) for _ in range(1200)])
+            first = placing.place_commands([placing.CommandOrder("logs", host=host.id) for _ in range(1200)])
         rest = [logs() for _ in range(20)]
         numbers = {one.id for one in (*first, *rest)}
         heard: set[int] = set()
         while heard != numbers:
             heard.add(told(socket).number)
-        socket.send(wire.encode(wire.Taken(tuple(numbers)[:256])))
+        socket.send(wire.encode_message(wire.Taken(tuple(numbers)[:256])))
         until(lambda: Command.objects.filter(state="taken").count() == 256)
 
 
 def test_X1_a_host_hears_and_says_nothing_of_anothers_commands(agent: WireAgent, house: House) -> None:
-    join = credentials.parse_join_string(enrolment.make_token("cmp2", address="http://x", hours=1, created_by="t"))
+    join = credentials.parse_join_string(
+        enrolment.create_join_token("cmp2", address="http://x", hours=1, created_by="t")
+    )
     other = WireAgent(house.port, host="cmp2", node="cmp2", token=join.secret)
     with agent.speaking(OPS) as socket, other.speaking(OPS) as stranger:
-        command = placing.ask_host("logs", Host.objects.get(name="cmp1").uuid, OLGA)
+        command = placing.order_host_command("logs", Host.objects.get(name="cmp1").uuid, OLGA)
         heard = take(socket)
         until(lambda: state(command) == "taken")
-        stranger.send(wire.encode(wire.Progress(heard.number, 99)))
+        stranger.send(wire.encode_message(wire.Progress(heard.number, 99)))
         end(stranger, heard, "failed", "mine")
         assert acknowledged(stranger) == heard.number, "it is to forget what is not its own"
         command.refresh_from_db()

@@ -12,7 +12,7 @@ from django.db import connection
 
 from accelerators.runtime import database_outage, pubsub
 from agents import wire
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from tests.agents.conftest import House
 from tests.agents.test_gateway import token
 from tests.support.webserver import until
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def agent(gateway: Gateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: House) -> WireAgent:
     house.gateway = gateway
     return WireAgent(house.port, token=token())
 
@@ -52,13 +52,13 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_outage_is_logged_once_however_many_agents_connect_and_so_is_its_end(
-    agent: WireAgent, gateway: Gateway, lines: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+    agent: WireAgent, gateway: AgentGateway, lines: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pubsub, "RETRY_S", 0.05)
-    monkeypatch.setattr("agents.gateway.writer.LOOK_S", 0.05)
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     agent.connect().close()
     with database_away():
-        monkeypatch.setattr("agents.gateway.app.ADMIT_S", 0.3)
+        monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.3)
         for _ in range(8):
             assert agent.refused() == (503, "database")
         (said,) = lines("PostgreSQL does not answer")
@@ -66,7 +66,7 @@ def test_an_outage_is_logged_once_however_many_agents_connect_and_so_is_its_end(
         assert not lines("answers again")
         assert not lines("ERROR") and not lines("Traceback")
         assert len(lines("WARNING")) == 1
-        monkeypatch.setattr("agents.gateway.app.ADMIT_S", 30.0)
+        monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 30.0)
     with agent.connect() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
     until(lambda: lines("PostgreSQL answers again"))

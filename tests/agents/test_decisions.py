@@ -86,14 +86,14 @@ def test_revoking_over_the_api(agents: list[Agent], client: Client) -> None:
     url = f"/api/agents/{agents[0].host.uuid}/"
 
     def ask(role: str, **body: str) -> tuple[int, dict[str, str]]:
-        token = ApiToken.make(role, user, [role], "p1")
+        token = ApiToken.create_with_secret(role, user, [role], "p1")
         answer = client.post(f"{url}revoke", json.dumps(body), "application/json", headers={"X-Auth-Token": token})
         return answer.status_code, answer.json()
 
     assert ask("manager")[0] == 403
     status, shown = ask("admin", reason="stolen")
     assert (status, shown["state"], shown["barred_reason"]) == (200, "revoked", "stolen")
-    token = ApiToken.make("reader", user, ["admin"], "p1")
+    token = ApiToken.create_with_secret("reader", user, ["admin"], "p1")
     listed = client.get("/api/agents/?state=revoked", headers={"X-Auth-Token": token}).json()["results"]
     assert [one["host"]["name"] for one in listed] == ["cmp0"]
     assert Event.objects.get(action="agent.revoked").source == "api"
@@ -126,8 +126,8 @@ def test_deciding_in_the_console(agents: list[Agent], client: Client) -> None:
 
 def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:9443")
-    monkeypatch.setattr(tls, "keys", lambda: keys)
-    assert settings.AGENTS_DOOR == "cyborgweb.server.tls.door"
+    monkeypatch.setattr(tls, "get_keys", lambda: keys)
+    assert settings.AGENTS_DOOR == "cyborgweb.server.tls.choose_agent_address"
     joins = [
         credentials.parse_join_string(said("join_token", "cmp1", *more).splitlines()[-1])
         for more in (
@@ -137,14 +137,14 @@ def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch
             ("--address", "http://acc:1"),
         )
     ]
-    pin = tls.fingerprint(keys)
+    pin = tls.read_fingerprint(keys)
     assert [(join.address, join.fingerprint) for join in joins] == [
         ("https://127.0.0.1:9443", pin),
         ("https://acc:1", pin),
         ("https://acc:1", ""),
         ("http://acc:1", ""),
     ]
-    monkeypatch.setattr(tls, "keys", lambda: Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:0"))
+    monkeypatch.setattr(tls, "get_keys", lambda: Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:0"))
     with pytest.raises(CommandError, match="--address"):
         said("join_token", "cmp1")
 
@@ -159,4 +159,4 @@ def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch
 )
 def test_a_certificate_that_cannot_be_used_is_explained(settings: dict[str, str], says: str) -> None:
     with pytest.raises(tls.ConfigurationError, match=says):
-        tls.fingerprint(Keys(**settings))
+        tls.read_fingerprint(Keys(**settings))

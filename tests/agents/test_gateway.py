@@ -10,8 +10,8 @@ from django.db.models.functions import Replace
 
 from accelerators.models import Device, Event, Host
 from agents import credentials, enrolment, tasks, wire
-from agents.gateway.app import Gateway
-from agents.gateway.leases import watch
+from agents.gateway.app import AgentGateway
+from agents.gateway.leases import mark_stale_hosts
 from agents.models import Agent, JoinToken, Lease, Spooled
 from tests.agents.conftest import House
 from tests.support.reports import answer, card
@@ -22,13 +22,15 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def port(gateway: Gateway, house: House) -> int:
+def port(gateway: AgentGateway, house: House) -> int:
     house.gateway = gateway
     return house.port
 
 
 def token(host: str = "cmp1") -> str:
-    return credentials.parse_join_string(enrolment.make_token(host, address="http://x", hours=1, created_by="t")).secret
+    return credentials.parse_join_string(
+        enrolment.create_join_token(host, address="http://x", hours=1, created_by="t")
+    ).secret
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def agent(port: int) -> WireAgent:
 
 def a_report(*devices: object, seq: int = 1, epoch: int = 1) -> wire.Report:
     drivers = (answer(*devices),)  # type: ignore[arg-type]
-    return wire.Report(epoch, seq, wire.content_hash(drivers), drivers)
+    return wire.Report(epoch, seq, wire.hash_report_content(drivers), drivers)
 
 
 def test_a_report_is_acknowledged_after_it_is_durable_and_becomes_rows(agent: WireAgent) -> None:
@@ -51,7 +53,7 @@ def test_a_report_is_acknowledged_after_it_is_durable_and_becomes_rows(agent: Wi
 
 
 def test_P1_an_unchanged_report_costs_no_statement(
-    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with agent.connect() as socket:
         ask(socket, a_report(card(1)))
@@ -100,7 +102,7 @@ def test_beats_are_acknowledged_and_renew_the_lease(agent: WireAgent) -> None:
 
 def test_hello_is_kept(agent: WireAgent) -> None:
     with agent.connect() as socket:
-        socket.send(wire.encode(wire.Hello("9.9", "boot-1")))
+        socket.send(wire.encode_message(wire.Hello("9.9", "boot-1")))
         until(lambda: Agent.objects.filter(version="9.9", boot_id="boot-1", wire=wire.VERSIONS[0]).exists())
 
 
@@ -109,20 +111,20 @@ def test_L1_silence_makes_a_host_stale_and_a_beat_brings_it_back(agent: WireAgen
         ask(socket, a_report(card(1)))
         until(lambda: Lease.objects.exists())
         tasks.merge()
-        watch()
+        mark_stale_hosts()
         assert Host.objects.get().stale_since is None
         long_ago = datetime.now(UTC) - timedelta(seconds=31)
 
         def silent() -> bool:
             Lease.objects.update(seen_at=long_ago)  # again while the Report's own sign of life is being written
-            watch()
+            mark_stale_hosts()
             return Host.objects.get().stale_since is not None
 
         until(silent)
         assert Device.objects.get().state == "inactive"
         ask(socket, wire.Beat(1))
         until(lambda: Lease.objects.get().seen_at > long_ago)
-        watch()
+        mark_stale_hosts()
     assert Host.objects.get().stale_since is None
     told = Event.objects.filter(subject_type="host", action__in=["host.stale", "host.live"]).order_by("id")
     assert [event.action for event in told] == ["host.stale", "host.live"]
@@ -155,12 +157,12 @@ def test_what_is_no_message_is_refused_closed_and_told_once(agent: WireAgent, da
 def test_a_text_that_cannot_be_stored_is_refused_and_the_rest_go_on(agent: WireAgent, port: int) -> None:
     other = WireAgent(port, host="cmp2", token=token("cmp2"))
     with agent.connect() as bad, other.connect() as good:
-        message = wire.encode(a_report(card(1, model="nul"))).replace("nul", "n\\u0000l")
+        message = wire.encode_message(a_report(card(1, model="nul"))).replace("nul", "n\\u0000l")
         assert isinstance(ask(bad, message), wire.Refuse)
         assert ask(good, a_report(card(1))) == wire.Ack(1, "Report")
 
 
-def test_unknown_types_and_fields_are_ignored_and_counted(agent: WireAgent, gateway: Gateway) -> None:
+def test_unknown_types_and_fields_are_ignored_and_counted(agent: WireAgent, gateway: AgentGateway) -> None:
     agent.versions = ("cyborg.agent.2", *wire.VERSIONS)
     with agent.connect() as socket:
         socket.send('{"type":"Prophecy","when":"soon"}')
@@ -170,7 +172,7 @@ def test_unknown_types_and_fields_are_ignored_and_counted(agent: WireAgent, gate
 
 def test_a_host_that_connects_again_replaces_its_older_socket(agent: WireAgent) -> None:
     with agent.connect() as first, agent.connect() as second:
-        second.send(wire.encode(wire.Hello("1", "")))
+        second.send(wire.encode_message(wire.Hello("1", "")))
         refusal = wire.decode_from_gateway(first.recv(timeout=10))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "superseded"
         assert ask(second, wire.Beat(1)) == wire.Ack(1, "Beat")
@@ -199,7 +201,7 @@ def test_X1_no_door_without_a_key_a_token_and_a_fresh_challenge(
     # Decoders take more than one text for the same bytes: a barred key must not come back under another name.
     renamed = agent.credential(agent.challenge(), public_key=agent.public_key[:-1] + "\n=")
     assert agent.refused(renamed) == (401, "signature")
-    monkeypatch.setattr("agents.enrolment.CHALLENGE_S", -1.0)
+    monkeypatch.setattr("agents.enrolment.CHALLENGE_LIFETIME_S", -1.0)
     assert agent.refused() == (401, "challenge"), "a challenge does not last"
     assert Host.objects.count() == 1
 
@@ -235,8 +237,8 @@ def test_X5_a_report_the_database_refuses_costs_only_its_own_host(agent: WireAge
 
 
 def test_while_the_database_is_away_agents_are_told_to_come_back(
-    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agents.gateway.app.ADMIT_S", 0.05)
+    monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.05)
     monkeypatch.setattr(gateway._writer, "put", lambda job: None)  # what waiting for PostgreSQL looks like from here
     assert agent.refused() == (503, "database")

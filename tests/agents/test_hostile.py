@@ -16,8 +16,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from accelerators.models import Event, Host
 from agents import enrolment, wire
-from agents.gateway.app import Gateway
-from agents.gateway.rejections import MAX_KEYS, Refusals
+from agents.gateway.app import AgentGateway
+from agents.gateway.rejections import MAX_TALLIES, RefusalCounter
 from agents.gateway.writer import CommandJob
 from agents.models import Agent, Lease, Spooled
 from cyborgweb.settings.keys import Keys
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    made = Gateway(Keys(lease_flush_s=0.05, agent_connections=8))
+def gateway() -> Iterator[AgentGateway]:
+    made = AgentGateway(Keys(lease_flush_s=0.05, agent_connections=8))
     yield made
     made.stop()
 
 
 @pytest.fixture
-def port(gateway: Gateway, house: House) -> int:
+def port(gateway: AgentGateway, house: House) -> int:
     house.gateway = gateway
     return house.port
 
@@ -80,7 +80,7 @@ def test_what_an_agent_says_of_itself_keeps_no_lease_from_being_renewed(agent: W
 
 
 def test_text_that_is_none_ends_its_connection_and_says_so(agent: WireAgent) -> None:
-    said = wire.encode(a_report(card(1))).encode()
+    said = wire.encode_message(a_report(card(1))).encode()
     with agent.connect() as socket:
         socket.send(said[:-1] + b',"more":"\xff"}')
         refusal = wire.decode_from_gateway(socket.recv(timeout=10))
@@ -88,14 +88,14 @@ def test_text_that_is_none_ends_its_connection_and_says_so(agent: WireAgent) -> 
 
 
 def test_sockets_that_say_nothing_take_no_others_place(
-    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sockets = [agent.connect() for _ in range(7)]
-    until(lambda: gateway.connected <= 5)
+    until(lambda: gateway.open_connections <= 5)
     oldest = wire.decode_from_gateway(sockets[1].recv(timeout=10))
     assert isinstance(oldest, wire.Refuse) and oldest.code == "superseded" and is_closed(sockets[1])
     goes_on(agent)
-    monkeypatch.setattr("agents.gateway.app.FIRST_S", 0.1)
+    monkeypatch.setattr("agents.gateway.app.FIRST_MESSAGE_TIMEOUT_S", 0.1)
     with agent.connect() as silent:
         refusal = wire.decode_from_gateway(silent.recv(timeout=10))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "silent" and is_closed(silent)
@@ -103,107 +103,107 @@ def test_sockets_that_say_nothing_take_no_others_place(
         socket.close()
 
 
-def test_nobody_leaves_a_host_without_epochs_to_go_on(agent: WireAgent, gateway: Gateway) -> None:
+def test_nobody_leaves_a_host_without_epochs_to_go_on(agent: WireAgent, gateway: AgentGateway) -> None:
     with agent.connect() as socket:
         refusal = ask(socket, a_report(card(1), epoch=2**53))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "epoch"
     agent.epoch = 2**53
     assert agent.refused() == (403, "epoch")
-    agent.epoch = int(time.time()) + enrolment.LEAP // 2  # a clock that was wrong by a hundred years
+    agent.epoch = int(time.time()) + enrolment.MAX_EPOCH_LEAP // 2  # a clock that was wrong by a hundred years
     agent.connect().close()
     until(lambda: Lease.objects.filter(epoch=agent.epoch).exists())  # there is no lease before the first flush
     assert not Spooled.objects.exists()
 
 
-def test_samples_of_a_newcomer_do_not_take_the_place_of_who_speaks(agent: WireAgent, gateway: Gateway) -> None:
-    said = wire.encode(wire.Samples((wire.DeviceLoad("pci:0", {"power_watts": 1.0}),)))
+def test_samples_of_a_newcomer_do_not_take_the_place_of_who_speaks(agent: WireAgent, gateway: AgentGateway) -> None:
+    said = wire.encode_message(wire.Samples((wire.DeviceLoad("pci:0", {"power_watts": 1.0}),)))
     with agent.speaking() as first, agent.connect() as second:
         host = Host.objects.get().id
 
         def known() -> Any:
             first.send(said)
-            return list(gateway.board.said([host]))
+            return list(gateway.sample_cache.iterate_samples([host]))
 
         until(known)
-        (before,) = gateway.board.said([host])
+        (before,) = gateway.sample_cache.iterate_samples([host])
         second.send(said.replace("1.0", "2.0"))
         assert ask(first, wire.Beat(1)) == wire.Ack(1, "Beat")
-        second.send(wire.encode(wire.Beat(1)))  # the same process: it takes over
+        second.send(wire.encode_message(wire.Beat(1)))  # the same process: it takes over
         assert wire.decode_from_gateway(second.recv(timeout=10)) == wire.Ack(1, "Beat")
-        assert [one[2] for one in gateway.board.said([host])] in ([], [before[2]])
+        assert [one[2] for one in gateway.sample_cache.iterate_samples([host])] in ([], [before[2]])
 
 
 def test_however_many_names_are_forged_they_cost_one_statement() -> None:
-    refusals = Refusals()
-    for number in range(2 * MAX_KEYS):
+    refusals = RefusalCounter()
+    for number in range(2 * MAX_TALLIES):
         refusals.add(f"forged-{number}", "challenge", "unknown\0")
     with CaptureQueriesContext(connection) as captured:
         refusals.flush()
         refusals.flush()
     assert len([one for one in captured if "INSERT" in one["sql"]]) == 1
     events = Event.objects.filter(action="agent.refused")
-    assert events.count() == MAX_KEYS + 1
-    assert events.get(host="(many)").changes["count"] == [None, MAX_KEYS]
+    assert events.count() == MAX_TALLIES + 1
+    assert events.get(host="(many)").changes["count"] == [None, MAX_TALLIES]
 
 
 def test_the_writer_goes_on_after_what_nobody_expected(
-    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agents.gateway.writer.PAUSE_S", 0.01)
+    monkeypatch.setattr("agents.gateway.writer.ERROR_PAUSE_S", 0.01)
     with agent.speaking() as socket:
         assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
-        served = gateway._writer._serve
+        served = gateway._writer._process_batch
 
         def once(batch: Any) -> None:
-            gateway._writer._serve = served  # type: ignore[method-assign]
+            gateway._writer._process_batch = served  # type: ignore[method-assign]
             raise RuntimeError("a defect")
 
-        gateway._writer._serve = once  # type: ignore[method-assign]
+        gateway._writer._process_batch = once  # type: ignore[method-assign]
         refusal = ask(socket, a_report(card(2), seq=2))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "database"
-        gateway._writer._serve = once  # type: ignore[method-assign]
+        gateway._writer._process_batch = once  # type: ignore[method-assign]
         assert WireAgent(agent.port, host="cmp3", node="cmp3", token=token("cmp3")).refused() == (503, "database")
     until(lambda: "a defect" in caplog.text)  # it is logged after those who wait were answered
     goes_on(agent)
 
 
-def test_an_outage_piles_up_nothing(agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agents.gateway.app.PROGRESS_S", 0.01)
+def test_an_outage_piles_up_nothing(agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agents.gateway.app.PROGRESS_INTERVAL_S", 0.01)
     other = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
     with agent.speaking() as socket:
         assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
-        monkeypatch.setattr("agents.gateway.app.ADMIT_S", 0.1)  # from here on nobody is let in
-        writer, served = gateway._writer, gateway._writer._serve
+        monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.1)  # from here on nobody is let in
+        writer, served = gateway._writer, gateway._writer._process_batch
 
         def away(_: Any) -> None:
             raise OperationalError("the database is away")
 
-        writer._serve = away  # type: ignore[method-assign]
+        writer._process_batch = away  # type: ignore[method-assign]
         for number in range(5):
             assert other.refused() == (503, "database")
             for percent in range(20):
-                socket.send(wire.encode(wire.Progress(number, percent)))
+                socket.send(wire.encode_message(wire.Progress(number, percent)))
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         until(lambda: writer._jobs.empty())
 
         def held() -> list[Any]:
-            return [*writer._others, *writer._urgent, *writer._reports]
+            return [*writer._other_jobs, *writer._urgent_reports, *writer._normal_reports]
 
         # The admission of an agent that was sent away is dropped before the writer's next try, at most 2 s later.
         until(lambda: all(isinstance(job, CommandJob) for job in held()))
         assert len(held()) <= 6
-        writer._serve = served  # type: ignore[method-assign]
-        until(lambda: not writer._others)
+        writer._process_batch = served  # type: ignore[method-assign]
+        until(lambda: not writer._other_jobs)
     assert Agent.objects.filter(host__name="cmp2").count() == 0
 
 
 def test_who_is_gone_before_the_welcome_leaves_nothing_behind(
-    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def gone(*_: Any) -> None:
         raise RuntimeError("Expected ASGI message 'websocket.accept'")
 
-    connect = gateway.connect
+    connect = gateway.serve_connection
 
     async def cut(scope: Any, receive: Any, send: Any, fingerprints: Any) -> None:
         async def lost(message: Any) -> None:
@@ -211,25 +211,25 @@ def test_who_is_gone_before_the_welcome_leaves_nothing_behind(
 
         await connect(scope, receive, lost, fingerprints)
 
-    monkeypatch.setattr(gateway, "connect", cut)
+    monkeypatch.setattr(gateway, "serve_connection", cut)
     with pytest.raises(ConnectionClosed):
         agent.connect()
-    until(lambda: gateway.connected == 0)
+    until(lambda: gateway.open_connections == 0)
     assert "Traceback" not in caplog.text and "Exception in ASGI" not in caplog.text
-    monkeypatch.setattr(gateway, "connect", connect)
+    monkeypatch.setattr(gateway, "serve_connection", connect)
     goes_on(agent)
 
 
 def test_a_command_whose_payload_is_longer_than_agreed_is_malformed() -> None:
     longest = wire.Command(1, "id", "placement", 1.0, 1.0, payload="x" * 512 * 1024)
-    assert wire.decode_from_gateway(wire.encode(longest)) == longest
+    assert wire.decode_from_gateway(wire.encode_message(longest)) == longest
     with pytest.raises(wire.MalformedMessageError):
-        wire.decode_from_gateway(wire.encode(msgspec.structs.replace(longest, payload=longest.payload + "x")))
+        wire.decode_from_gateway(wire.encode_message(msgspec.structs.replace(longest, payload=longest.payload + "x")))
 
 
 @pytest.mark.parametrize("decode", [wire.decode_from_agent, wire.decode_from_gateway])
 def test_a_message_of_a_later_release_is_known_by_its_name_cut_short(decode: Any) -> None:
-    assert decode(json.dumps({"type": "Later" + "r" * 100, "seq": "x"})) == wire.Unknown("Later" + "r" * 59)
+    assert decode(json.dumps({"type": "Later" + "r" * 100, "seq": "x"})) == wire.UnknownMessage("Later" + "r" * 59)
     for name in (None, 7, ["Later"]):
         with pytest.raises(wire.MalformedMessageError):
             decode(json.dumps({"type": name}))

@@ -16,13 +16,13 @@ import pytest
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import Order
+from accelerators.commands.placing import CommandOrder
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.images import store
 from accelerators.models import Command, Device, Event, Image
 from agents import wire
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from agents.models import Agent
 from cyborgweb import asgi
 from cyborgweb.server import tls
@@ -42,21 +42,21 @@ def keys(settings: Any, tmp_path: Path) -> Keys:
 
 
 @pytest.fixture
-def gateway(keys: Keys) -> Iterator[Gateway]:
-    made = Gateway(keys)
+def gateway(keys: Keys) -> Iterator[AgentGateway]:
+    made = AgentGateway(keys)
     yield made
     made.stop()
 
 
 @pytest.fixture
-def port(gateway: Gateway) -> Iterator[int]:
-    with serving(asgi.Http(gateway, None, None)) as port:  # type: ignore[arg-type]
+def port(gateway: AgentGateway) -> Iterator[int]:
+    with serving(asgi.HttpApplication(gateway, None, None)) as port:  # type: ignore[arg-type]
         yield port
 
 
 @pytest.fixture
 def image() -> Image:
-    return store.upload([BITS], len(BITS), "shell", {}, Caller("rita", "u", frozenset(), "p"), Source.API)
+    return store.store_upload([BITS], len(BITS), "shell", {}, Caller("rita", "u", frozenset(), "p"), EventSource.API)
 
 
 def enrolled(port: int, host: str = "cmp1", **more: Any) -> WireAgent:
@@ -68,8 +68,8 @@ def enrolled(port: int, host: str = "cmp1", **more: Any) -> WireAgent:
 def ordered(image: Image, host: str = "cmp1") -> Command:
     apply(a_host(host), answer(card(1)))
     with conductor.writing():
-        order = Order("program", Device.objects.get().uuid, arguments={"image": store.as_ref(image)})
-        return placing.place([order])[0]
+        order = CommandOrder("program", Device.objects.get().uuid, arguments={"image": store.to_image_ref(image)})
+        return placing.place_commands([order])[0]
 
 
 def fetch(agent: WireAgent, image: object, authorization: str = "", method: str = "GET") -> tuple[int, bytes]:
@@ -99,7 +99,7 @@ def test_an_agent_gets_the_image_that_its_command_names_while_it_is_open(port: i
     assert refused(agent, image.uuid) == (403, "not-ordered")
 
 
-def test_nobody_else_does(port: int, image: Image, gateway: Gateway) -> None:
+def test_nobody_else_does(port: int, image: Image, gateway: AgentGateway) -> None:
     agent, other = enrolled(port), enrolled(port, "cmp2")
     ordered(image)
     used = agent.credential(agent.challenge())
@@ -131,19 +131,19 @@ def test_who_has_gone_costs_nothing_who_comes_too_often_is_sent_away_and_what_is
         raw.sendall(f"GET {wire.IMAGE_PATH}{image.uuid} HTTP/1.0\r\nAuthorization: {header}\r\n\r\n".encode())
         assert b" 200 OK" in raw.recv(512)
     until(lambda: fetch(agent, image.uuid) == (200, BITS))
-    monkeypatch.setattr("agents.gateway.image_server.AT_ONCE", 0)
+    monkeypatch.setattr("agents.gateway.image_server.MAX_TRANSFERS", 0)
     assert refused(agent, image.uuid) == (503, "busy")
     monkeypatch.undo()
-    store.path(image.uuid).unlink()
+    store.get_image_path(image.uuid).unlink()
     assert refused(agent, image.uuid) == (404, "no-image")
 
 
-def test_the_tls_listener_serves_them_too(keys: Keys, gateway: Gateway, image: Image) -> None:
-    pin, pem = tls.fingerprint(keys), Path(keys.state_dir) / tls.FILE
+def test_the_tls_listener_serves_them_too(keys: Keys, gateway: AgentGateway, image: Image) -> None:
+    pin, pem = tls.read_fingerprint(keys), Path(keys.state_dir) / tls.CERTIFICATE_FILE
     blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
     ordered(image)
-    with serving(asgi.AgentsOnly(gateway, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
+    with serving(asgi.AgentApplication(gateway, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
         agent = enrolled(port, tls=blind, fingerprint=pin)
         assert fetch(agent, image.uuid) == (200, BITS)
         assert refused(replace(agent, fingerprint="ab" * 32), image.uuid) == (401, "signature")

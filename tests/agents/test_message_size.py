@@ -16,7 +16,7 @@ from websockets.sync.client import ClientConnection
 from accelerators.models import Event
 from agents import wire
 from agents.gateway import metrics
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
 from tests.agents.test_gateway import a_report, token
@@ -29,7 +29,7 @@ LIMIT = Keys().max_message_bytes
 
 
 @pytest.fixture
-def agent(gateway: Gateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: House) -> WireAgent:
     house.gateway = gateway
     return WireAgent(house.port, token=token())
 
@@ -59,14 +59,14 @@ def refusal(code: str) -> Event:
 
 
 def test_a_message_as_large_as_the_limit_is_taken_and_a_larger_one_is_counted_and_recorded(
-    agent: WireAgent, gateway: Gateway
+    agent: WireAgent, gateway: AgentGateway
 ) -> None:
-    assert LIMIT == wire.MAX_MESSAGE
-    before = metrics.refused["too-large"]
+    assert LIMIT == wire.MAX_MESSAGE_BYTES
+    before = metrics.refusals_by_code["too-large"]
     with agent.connect() as socket:
         assert agent.welcome and agent.welcome.max_bytes == LIMIT
         assert ask(socket, a_beat(11, LIMIT)) == wire.Ack(11, "Beat")
-    assert metrics.refused["too-large"] == before
+    assert metrics.refusals_by_code["too-large"] == before
     # Bytes count, not characters: the second has about half as many characters as bytes.
     for large in (a_beat(12, LIMIT + 1), a_beat(12, LIMIT + 2, "ä")):
         with agent.connect() as socket:
@@ -75,25 +75,25 @@ def test_a_message_as_large_as_the_limit_is_taken_and_a_larger_one_is_counted_an
         event = refusal("too-large")  # before the next message: of those within a moment the last one is recorded
     assert "larger than 1048576 bytes" in event.reason
     assert f"frame with {LIMIT + 1} bytes" in event.reason and "CYBORG_MAX_MESSAGE_BYTES" in event.reason
-    until(lambda: metrics.refused["too-large"] == before + 2)
+    until(lambda: metrics.refusals_by_code["too-large"] == before + 2)
     with agent.connect() as socket:
         assert ask(socket, wire.Beat(13)) == wire.Ack(13, "Beat")
-    until(lambda: gateway.connected == 0)
+    until(lambda: gateway.open_connections == 0)
 
 
 def test_a_message_that_is_too_large_is_recorded_although_an_acknowledgement_could_not_be_sent(
-    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It comes while the report before it is being stored: the connection is closed when that is acknowledged."""
-    closed, serve = threading.Event(), gateway._writer._serve
+    closed, serve = threading.Event(), gateway._writer._process_batch
 
     def serve_when_closed(batch: list[object]) -> None:
         assert closed.wait(20)
         serve(batch)  # type: ignore[arg-type]
 
     with agent.connect() as socket:
-        monkeypatch.setattr(gateway._writer, "_serve", serve_when_closed)
-        socket.send(wire.encode(a_report(card(1))))
+        monkeypatch.setattr(gateway._writer, "_process_batch", serve_when_closed)
+        socket.send(wire.encode_message(a_report(card(1))))
         until(lambda: gateway._pending_bytes)
         socket.send(a_beat(1, LIMIT + 1))
         assert close_code(socket) == CloseCode.MESSAGE_TOO_BIG
@@ -110,10 +110,10 @@ def test_frames_that_are_no_websocket_are_recorded_as_malformed(agent: WireAgent
 
 
 def test_an_agent_that_closes_because_of_a_large_message_is_not_taken_for_one_that_sent_it(
-    agent: WireAgent, gateway: Gateway
+    agent: WireAgent, gateway: AgentGateway
 ) -> None:
-    before = metrics.refused["too-large"]
+    before = metrics.refusals_by_code["too-large"]
     with agent.connect() as socket:
         socket.close(CloseCode.MESSAGE_TOO_BIG, "frame with 1048577 bytes exceeds limit of 1048576 bytes")
-    until(lambda: gateway.connected == 0)
-    assert metrics.refused["too-large"] == before
+    until(lambda: gateway.open_connections == 0)
+    assert metrics.refusals_by_code["too-large"] == before

@@ -13,14 +13,14 @@ from websockets.sync.client import ClientConnection
 
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.provider_ids import provider_uuid
+from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.models import Attribute, Deployable, Device, Intent
 from agents import tasks as agent_tasks
 from agents import wire
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from cyborgweb.models import ApiToken
 from placement_sync.jobs import providers as placement_tasks
-from placement_sync.reconcile import Observed
+from placement_sync.reconcile import ObservedProvider
 from tests.agents.conftest import House
 from tests.agents.test_gateway import a_report, token
 from tests.placement.session import Session
@@ -42,13 +42,13 @@ def cloud() -> Session:
 @pytest.fixture
 def placement(settings: Any) -> Session:
     session.__init__()  # type: ignore[misc]
-    session.model.providers[COMPUTE] = Observed(COMPUTE, "cmp1", "", 0)
+    session.model.providers[COMPUTE] = ObservedProvider(COMPUTE, "cmp1", "", 0)
     settings.SERVICE_SESSION = f"{__name__}.cloud"
     return session
 
 
 @pytest.fixture
-def agent(gateway: Gateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: House) -> WireAgent:
     house.gateway = gateway
     return WireAgent(house.port, token=token())
 
@@ -63,7 +63,7 @@ def call(client: Client, method: str, path: str, body: object = None) -> Any:
     """Send a request to the v2 API as an administrator; return the decoded answer, or None if it has no body."""
     if not (user := User.objects.filter(username="rita").first()):
         user = User.objects.create_user("rita")
-    secret = ApiToken.make(f"{method} {path}", user, ["admin"], "p1")
+    secret = ApiToken.create_with_secret(f"{method} {path}", user, ["admin"], "p1")
     response = client.generic(
         method, path, json.dumps(body), content_type="application/json", headers={"X-Auth-Token": secret}
     )
@@ -76,7 +76,7 @@ def traits_in_placement() -> set[str]:
     while placement_tasks.step():
         pass
     assert not Intent.objects.filter(kind="provider").exists()
-    return set(session.model.providers[str(provider_uuid("node_0000:01:00.0"))].traits)
+    return set(session.model.providers[str(compute_provider_uuid("node_0000:01:00.0"))].traits)
 
 
 def test_an_operators_attribute_survives_reports_and_reaches_placement(
@@ -85,7 +85,7 @@ def test_an_operators_attribute_survives_reports_and_reaches_placement(
     # A new connection for each report, as the gateway tells each agent at its Welcome what was applied.
     with agent.connect() as socket:
         report_and_merge(socket, 1)
-    lifecycle.enable(Device.objects.get().uuid, ADMIN)
+    lifecycle.enable_device(Device.objects.get().uuid, ADMIN)
     assert traits_in_placement() == {"CUSTOM_TEST"}
     given = {"deployable_id": Deployable.objects.get().id, "key": "trait9", "value": "CUSTOM_MINE"}
     uuid = call(client, "POST", "/v2/attributes", given)["uuid"]
@@ -104,7 +104,7 @@ def test_an_agents_attribute_is_taken_over_and_given_back_by_its_next_unchanged_
 ) -> None:
     socket = agent.connect()
     report_and_merge(socket, 1)
-    lifecycle.enable(Device.objects.get().uuid, ADMIN)
+    lifecycle.enable_device(Device.objects.get().uuid, ADMIN)
     taken = {"deployable_id": Deployable.objects.get().id, "key": "trait0", "value": "CUSTOM_MINE"}
     uuid = call(client, "POST", "/v2/attributes", taken)["uuid"]
     report_and_merge(socket, 2)

@@ -20,10 +20,10 @@ from websockets.sync.client import ClientConnection
 from accelerators.models import Event, Host
 from agents import credentials, enrolment, telemetry, wire
 from agents.gateway import metrics, sample_cache, sample_rpc
-from agents.gateway.app import Gateway as Served
-from agents.gateway.sample_rpc import Ask, Door, Held
+from agents.gateway.app import AgentGateway as Served
+from agents.gateway.sample_rpc import HostSamples, SampleEndpoint, SampleRequest
 from agents.models import Gateway, Lease
-from agents.telemetry import HostLoad, Loads
+from agents.telemetry import HostLoad, LoadSnapshot
 from agents.wire import DeviceLoad, Samples, Watch
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
@@ -36,24 +36,24 @@ pytestmark = pytest.mark.django_db(transaction=True)
 @pytest.fixture
 def gateway(house: House) -> Iterator[Served]:
     made = Served(Keys(lease_flush_s=0.05))
-    door = Door(made.board)
+    door = SampleEndpoint(made.sample_cache)
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
         await made(scope, receive, send)
 
     async def challenge(scope: Any, receive: Any, send: Any) -> None:
-        await (door if scope["path"] == sample_rpc.PATH else made.challenge)(scope, receive, send)
+        await (door if scope["path"] == sample_rpc.PATH else made.serve_challenge)(scope, receive, send)
 
     house.gateway = served
-    served.challenge = challenge  # type: ignore[attr-defined]
-    telemetry.forget()
+    served.serve_challenge = challenge  # type: ignore[attr-defined]
+    telemetry.forget_gateways()
     yield made
     made.stop()
-    telemetry.forget()
+    telemetry.forget_gateways()
 
 
 def an_agent(port: int, host: str = "cmp1") -> WireAgent:
-    made = credentials.parse_join_string(enrolment.make_token(host, address="http://x", hours=1, created_by="t"))
+    made = credentials.parse_join_string(enrolment.create_join_token(host, address="http://x", hours=1, created_by="t"))
     return WireAgent(port, host=host, token=made.secret)
 
 
@@ -63,10 +63,10 @@ def agent(gateway: Served, house: House) -> WireAgent:
 
 
 def says(busy: float, key: str = "pci:0") -> str:
-    return wire.encode(Samples((DeviceLoad(key, {"utilization_percent": busy, "power_watts": 40.0}),)))
+    return wire.encode_message(Samples((DeviceLoad(key, {"utilization_percent": busy, "power_watts": 40.0}),)))
 
 
-def known(loads: Loads) -> dict[int, float]:
+def known(loads: LoadSnapshot) -> dict[int, float]:
     """Host → how busy its device is."""
     return {host: one.devices["pci:0"]["utilization_percent"] for host, one in loads.hosts.items()}
 
@@ -76,7 +76,7 @@ def heard(socket: ClientConnection, host: int, busy: float) -> HostLoad:
 
     def said() -> HostLoad | None:
         socket.send(says(busy))
-        loads = telemetry.last({host})
+        loads = telemetry.get_last_loads({host})
         return loads.hosts[host] if known(loads) == {host: busy} else None
 
     return until(said)  # type: ignore[no-any-return]
@@ -92,7 +92,10 @@ def asked(socket: ClientConnection) -> Watch:
 def greeted(gateway: Served) -> int:
     """The id of the host, once its Hello is heard and it can be asked."""
     until(
-        lambda: any(one.greeted for one in gateway.holders.by_host.values()) and gateway.board.name in sample_cache.here
+        lambda: (
+            any(one.has_sent_hello for one in gateway.sessions.by_host.values())
+            and gateway.sample_cache.name in sample_cache.local_caches
+        )
     )
     return Host.objects.get().id
 
@@ -117,42 +120,46 @@ def answering(socket: ClientConnection, busy: float) -> Iterator[None]:
 
 def in_another_process(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on this process knows the gateway by its row alone."""
-    monkeypatch.delitem(sample_cache.here, gateway.board.name)
-    telemetry.forget()
+    monkeypatch.delitem(sample_cache.local_caches, gateway.sample_cache.name)
+    telemetry.forget_gateways()
 
 
 def test_what_a_host_said_last_is_known_in_every_process_and_stored_in_none(
     agent: WireAgent, gateway: Served, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway.reached_at(f"http://127.0.0.1:{house.port}")
+    gateway.set_public_url(f"http://127.0.0.1:{house.port}")
     with agent.speaking() as socket:
         ask(socket, wire.Beat(1))
-        until(lambda: Gateway.objects.filter(name=gateway.board.name).exists())
+        until(lambda: Gateway.objects.filter(name=gateway.sample_cache.name).exists())
         host, lease = Host.objects.get().id, Lease.objects.get().seen_at
         monkeypatch.setattr(gateway._writer, "put", None)  # the only road to the database
         near = heard(socket, host, 40.0)
         assert near.devices == {"pci:0": {"utilization_percent": 40.0, "power_watts": 40.0}}
         with CaptureQueriesContext(connection) as statements:
-            assert known(telemetry.last()) == {host: 40.0} and telemetry.last({host + 1}) == Loads({})
+            assert known(telemetry.get_last_loads()) == {host: 40.0} and telemetry.get_last_loads(
+                {host + 1}
+            ) == LoadSnapshot({})
         assert len(statements) == 0, "the registry is remembered"
         in_another_process(gateway, monkeypatch)
-        far = telemetry.last({host})
+        far = telemetry.get_last_loads({host})
         assert (known(far), far.silent, far.hosts[host].devices) == ({host: 40.0}, (), near.devices)
-        assert known(telemetry.last()) == {host: 40.0} and telemetry.last({host + 1}) == Loads({})
+        assert known(telemetry.get_last_loads()) == {host: 40.0} and telemetry.get_last_loads(
+            {host + 1}
+        ) == LoadSnapshot({})
         assert Lease.objects.get().seen_at == lease
-    until(lambda: telemetry.last() == Loads({}))
+    until(lambda: telemetry.get_last_loads() == LoadSnapshot({}))
 
 
 def test_the_fastest_wish_is_told_once_and_a_slower_one_after_it(agent: WireAgent, gateway: Served) -> None:
     with agent.speaking() as socket:
         host = greeted(gateway)
-        telemetry.watch({host}, 10, 100)
+        telemetry.request_periodic_loads({host}, 10, 100)
         first = asked(socket)
         assert (first.every_s, first.for_s) == (10, pytest.approx(100, abs=5))
-        telemetry.watch({host}, 1, 1.5)
+        telemetry.request_periodic_loads({host}, 1, 1.5)
         assert asked(socket).every_s == 1
         for _ in range(5):
-            telemetry.watch({host}, 10, 100)  # told nothing: the faster wish serves it
+            telemetry.request_periodic_loads({host}, 10, 100)  # told nothing: the faster wish serves it
         again = asked(socket)
         assert again.every_s == 10 and 50 < again.for_s <= 100
 
@@ -161,7 +168,7 @@ def test_the_fastest_wish_is_told_once_and_a_slower_one_after_it(agent: WireAgen
 def test_a_census_waits_for_those_who_answer_and_no_longer_than_it_may(
     agent: WireAgent, gateway: Served, house: House, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
-    gateway.reached_at(f"http://127.0.0.1:{house.port}")
+    gateway.set_public_url(f"http://127.0.0.1:{house.port}")
     with agent.speaking() as socket:
         host = greeted(gateway)
         heard(socket, host, 10.0)
@@ -169,33 +176,39 @@ def test_a_census_waits_for_those_who_answer_and_no_longer_than_it_may(
         until(lambda: Gateway.objects.exists())
         if far:
             in_another_process(gateway, monkeypatch)
-        silent = telemetry.census({host}, 0.3)
+        silent = telemetry.run_load_census({host}, 0.3)
         assert silent.hosts == {} and silent.silent == (), "what was said before does not count"
-        assert asked(socket) == Watch(sample_cache.LEAST_EVERY_S, 0.0)
-        found: list[Loads] = []
+        assert asked(socket) == Watch(sample_cache.MIN_INTERVAL_S, 0.0)
+        found: list[LoadSnapshot] = []
         with answering(socket, 70.0):
-            until(lambda: found.append(telemetry.census({host}, 20)) or known(found[-1]))
+            until(lambda: found.append(telemetry.run_load_census({host}, 20)) or known(found[-1]))
         assert known(found[-1]) == {host: 70.0}
         monkeypatch.setattr(sample_cache, "MAX_CENSUSES", 0)
-        assert telemetry.census({host}, 0.3).silent == (gateway.board.name,), "nobody was asked: no host is to blame"
-        assert telemetry.last({host}).silent == ()
+        assert telemetry.run_load_census({host}, 0.3).silent == (gateway.sample_cache.name,), (
+            "nobody was asked: no host is to blame"
+        )
+        assert telemetry.get_last_loads({host}).silent == ()
 
 
 def test_X5_samples_without_measure_are_dropped_and_named_and_beats_go_on(agent: WireAgent, gateway: Served) -> None:
-    before = dict(metrics.tally)
+    before = dict(metrics.event_counts)
     with agent.speaking() as socket:
         for _ in range(100):
             socket.send(says(1.0))
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
-        assert metrics.tally["shed"] - before["shed"] > 80 and metrics.tally["taken"] - before["taken"] < 20
+        assert (
+            metrics.event_counts["shed"] - before["shed"] > 80 and metrics.event_counts["taken"] - before["taken"] < 20
+        )
     with agent.speaking() as socket:
         many = tuple(DeviceLoad(f"pci:{n}", {"power_watts": 1.0}) for n in range(4000))
-        socket.send(wire.encode(Samples(many)))
+        socket.send(wire.encode_message(Samples(many)))
         assert ask(socket, wire.Beat(2)) == wire.Ack(2, "Beat")
-        assert telemetry.last() == Loads({})
+        assert telemetry.get_last_loads() == LoadSnapshot({})
     until(lambda: Event.objects.filter(action="agent.refused", host="cmp1", reason__contains="samples").exists())
     unheard = (" " + says(1.0), says(1.0).encode())
-    assert says(1.0).startswith(sample_cache.BEGINNING) and wire.encode(Samples(())).startswith(sample_cache.BEGINNING)
+    assert says(1.0).startswith(sample_cache.SAMPLES_PREFIX) and wire.encode_message(Samples(())).startswith(
+        sample_cache.SAMPLES_PREFIX
+    )
     nonsense = ('{"type":"Samples","loads":[{"key":"a","values":{"x":NaN}}]}', '{"type":"Samples","loads":[[]]}')
     for text in (*unheard, *nonsense):
         with agent.speaking() as socket:
@@ -208,19 +221,22 @@ def test_X5_samples_without_measure_are_dropped_and_named_and_beats_go_on(agent:
 def test_under_pressure_samples_are_shed_and_reports_are_not(
     agent: WireAgent, gateway: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = dict(metrics.tally)
-    monkeypatch.setattr(gateway, "_pending_bytes", gateway.limits.pending_report_bytes // 8 + 1)
+    before = dict(metrics.event_counts)
+    monkeypatch.setattr(gateway, "_pending_bytes", gateway.settings.pending_report_bytes // 8 + 1)
     with agent.speaking() as socket:
         socket.send(says(1.0))
-        report = wire.Report(1, 1, wire.content_hash(()), ())
+        report = wire.Report(1, 1, wire.hash_report_content(()), ())
         assert ask(socket, report) == wire.Ack(1, "Report")
-        assert (metrics.tally["taken"] - before["taken"], metrics.tally["shed"] - before["shed"]) == (0, 1)
+        assert (metrics.event_counts["taken"] - before["taken"], metrics.event_counts["shed"] - before["shed"]) == (
+            0,
+            1,
+        )
 
 
 def test_only_who_has_our_key_may_ask_a_gateway(gateway: Served, house: House, agent: WireAgent) -> None:
     def post(body: bytes, signed: str = "", method: str = "POST") -> int:
         link = http.client.HTTPConnection("127.0.0.1", house.port, timeout=10)
-        link.request(method, sample_rpc.PATH, body, {sample_rpc.HEADER: signed} if signed else {})
+        link.request(method, sample_rpc.PATH, body, {sample_rpc.SIGNATURE_HEADER: signed} if signed else {})
         status, said = (answer := link.getresponse()).status, json.loads(answer.read())
         link.close()
         assert status == 200 or said["error"]
@@ -230,55 +246,63 @@ def test_only_who_has_our_key_may_ask_a_gateway(gateway: Served, house: House, a
         signer = TimestampSigner(salt=salt)
         if now:
             signer.timestamp = lambda: "1"  # type: ignore[method-assign]
-        return signer.sign(sample_rpc._digest(body))
+        return signer.sign(sample_rpc._hash_body(body))
 
     assert [post(b"{}"), post(b"{}", "x:1:y"), post(b"{}", sign(b"{}", "another"))] == [403] * 3
     assert post(b"{}", sign(b"{}", now=1.0)) == 403, "signed long ago"
     assert post(b"{}", sign(b"[]")) == 400
     assert post(b"[]", sign(b"[]")) == 400
-    assert post(b" " * (sample_rpc.MAX_ASK_BYTES + 1), sign(b" ")) == 413
+    assert post(b" " * (sample_rpc.MAX_REQUEST_BYTES + 1), sign(b" ")) == 413
     assert post(b"{}", sign(b"{}"), "GET") == 403
     assert post(b"{}", sign(b"{}")) == 200
-    assert sample_rpc.ask(f"http://127.0.0.1:{house.port}", Ask(), 5).gateway == gateway.board.name
+    assert (
+        sample_rpc.fetch_samples(f"http://127.0.0.1:{house.port}", SampleRequest(), 5).gateway
+        == gateway.sample_cache.name
+    )
 
 
 def test_a_gateway_that_does_not_answer_is_named_and_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(telemetry, "RESPONSE_TIMEOUT_S", 0.2)
     with sockets.create_server(("127.0.0.1", 0)) as stuck:
         stuck.settimeout(5)
         Gateway.objects.create(name="far", url=f"http://127.0.0.1:{stuck.getsockname()[1]}")
-        telemetry.forget()
-        assert telemetry.last() == Loads({}, ("far",))
+        telemetry.forget_gateways()
+        assert telemetry.get_last_loads() == LoadSnapshot({}, ("far",))
         stuck.accept()[0].close()
-        assert telemetry.last() == Loads({}, ("far",))
+        assert telemetry.get_last_loads() == LoadSnapshot({}, ("far",))
         stuck.settimeout(0.3)
         with pytest.raises(TimeoutError):
             stuck.accept()
-    telemetry.forget()
+    telemetry.forget_gateways()
 
 
 def test_censuses_have_threads_of_their_own_and_who_was_never_asked_is_not_quiet(
     db: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry, "AT_ONCE", 1)
-    monkeypatch.setattr(telemetry, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(telemetry, "MAX_THREADS", 1)
+    monkeypatch.setattr(telemetry, "RESPONSE_TIMEOUT_S", 0.2)
     Gateway.objects.create(name="far", url="http://127.0.0.1:99999")
-    everybody, over = telemetry.Everybody(), threading.Event()
-    everybody._slow.submit(over.wait, 30)
+    everybody, over = telemetry.GatewayPool(), threading.Event()
+    everybody._census_threads.submit(over.wait, 30)
     try:
-        assert everybody.ask(Ask((1,), within_s=0.01)) == Loads({}, ("far",))
-        assert everybody._quiet == {}
-        assert everybody.ask(Ask((1,))) == Loads({}, ("far",))
-        assert list(everybody._quiet) == ["far"], "it was asked, at what is no address"
+        assert everybody.ask_all(SampleRequest((1,), within_s=0.01)) == LoadSnapshot({}, ("far",))
+        assert everybody._backoff_until == {}
+        assert everybody.ask_all(SampleRequest((1,))) == LoadSnapshot({}, ("far",))
+        assert list(everybody._backoff_until) == ["far"], "it was asked, at what is no address"
     finally:
         over.set()
 
 
 def test_samples_that_cannot_be_read_cost_only_their_own_host() -> None:
-    held = [Held(1, 2.0, Raw(b"{}")), Held(2, 2.0, Raw(says(5.0).encode()))]
-    assert known(Loads(telemetry._newest(held))) == {2: 5.0}
+    held = [HostSamples(1, 2.0, Raw(b"{}")), HostSamples(2, 2.0, Raw(says(5.0).encode()))]
+    assert known(LoadSnapshot(telemetry._decode_newest(held))) == {2: 5.0}
 
 
 def test_without_gateways_nothing_is_known_at_once(db: None) -> None:
-    telemetry.forget()
-    assert telemetry.last() == telemetry.watch({1}, 1, 10) == telemetry.census({1}, 60) == Loads({})
+    telemetry.forget_gateways()
+    assert (
+        telemetry.get_last_loads()
+        == telemetry.request_periodic_loads({1}, 1, 10)
+        == telemetry.run_load_census({1}, 60)
+        == LoadSnapshot({})
+    )

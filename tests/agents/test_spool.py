@@ -12,8 +12,8 @@ import pytest
 from accelerators import conductor
 from accelerators.models import Host
 from agents import credentials
-from agents.gateway.app import Gateway
-from agents.gateway.writer import AdmitJob, Job, SpoolJob
+from agents.gateway.app import AgentGateway
+from agents.gateway.writer import AdmitJob, SpoolJob, WriterJob
 from agents.models import Agent, Spooled
 from cyborgweb.settings.keys import Keys
 from tests.support.reports import a_host
@@ -27,10 +27,10 @@ R0, R1 = "0" * 40, "1" * 40
 class Turns:
     """The writer of a gateway, and an event loop that runs when somebody looks."""
 
-    gateway: Gateway
+    gateway: AgentGateway
     loop: asyncio.AbstractEventLoop
 
-    def put(self, job: Job) -> asyncio.Future[Any]:
+    def put(self, job: WriterJob) -> asyncio.Future[Any]:
         """As the event loop does."""
         self.gateway._writer._jobs.put(job)
         return job.future
@@ -48,7 +48,7 @@ class Turns:
 
     def turn(self) -> None:
         """One batch."""
-        self.gateway._writer._turn()
+        self.gateway._writer._process_next_batch()
         self.loop.call_soon(self.loop.stop)
         self.loop.run_forever()
 
@@ -56,7 +56,7 @@ class Turns:
 @pytest.fixture
 def turns() -> Iterator[Turns]:
     loop = asyncio.new_event_loop()
-    made = Turns(Gateway(Keys(flush_max_rows=1, flush_interval_ms=0.0)), loop)
+    made = Turns(AgentGateway(Keys(flush_max_rows=1, flush_interval_ms=0.0)), loop)
     made.gateway._writer._loop = loop
     yield made
     loop.close()

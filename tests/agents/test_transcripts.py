@@ -23,11 +23,11 @@ from websockets.sync.client import ClientConnection, connect
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import Order
+from accelerators.commands.placing import CommandOrder
 from accelerators.models import Command, Device
 from accelerators.workflows import command_results
 from agents import credentials, key_revocation, tasks, wire
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
@@ -57,14 +57,14 @@ def reads(recorded: Line, said: Line) -> bool:
 
 
 @pytest.fixture
-def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    monkeypatch.setattr("agents.gateway.writer.LOOK_S", 0.05)
-    house.gateway = Gateway(Keys(lease_flush_s=0.05))
+def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
+    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     yield house.gateway
     house.gateway.stop()
 
 
-def dial(head: dict[str, Any], gateway: Gateway, port: int) -> ClientConnection:
+def dial(head: dict[str, Any], gateway: AgentGateway, port: int) -> ClientConnection:
     """As that release's agent does, with the very credential that it has signed."""
     if not head["authorization"]:
         caller = WireAgent(port, epoch=1_795_260_445)
@@ -73,9 +73,11 @@ def dial(head: dict[str, Any], gateway: Gateway, port: int) -> ClientConnection:
     else:
         header = head["authorization"]
         credential = credentials.parse_authorization(header)
-        gateway.challenges._open[credential.nonce] = time.monotonic() + 60  # the challenge that it answered then
+        gateway.challenges._expiry_by_nonce[credential.nonce] = (
+            time.monotonic() + 60
+        )  # the challenge that it answered then
         Agent.objects.create(host=a_host(), public_key=credential.public_key)
-    where = f"ws://127.0.0.1:{port}{wire.PATH}"
+    where = f"ws://127.0.0.1:{port}{wire.AGENT_PATH}"
     return connect(where, additional_headers={"Authorization": header}, subprotocols=head["speaks"], compression=None)
 
 
@@ -98,11 +100,11 @@ def wire_fields(name: str) -> set[str]:
 
 @pytest.mark.django_db(transaction=True)
 @every_release
-def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: Gateway, house: House) -> None:
+def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: AgentGateway, house: House) -> None:
     head, lines = read(path)
     apply(a_host(), answer(card(1, acts="reset"), driver="pci_driver"))
     with conductor.writing():
-        (command,) = placing.place([Order("reset", Device.objects.get().uuid)])
+        (command,) = placing.place_commands([CommandOrder("reset", Device.objects.get().uuid)])
     takes_commands, inbox = "Command" in head["agent_reads"], list[Line]()
     with dial(head, gateway, house.port) as socket:
         for line in lines:
@@ -113,15 +115,15 @@ def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: Ga
                 if message.get("of") in (None, "Beat", "Report", "NewKey", "Result"):
                     hear(socket, head, message, inbox)
             elif message["type"] == "Rotate":
-                key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
+                key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
                 hear(socket, head, message, inbox)
             elif message["type"] == "Command":
                 hear(socket, head, message, inbox)
             elif message["type"] == "Refuse":
                 tasks.merge()
                 if not takes_commands:
-                    webserver.until(lambda: command_results.settle() or Command.objects.get().ended_at)
-                key_revocation.revoke(key_revocation.find("cmp1"), "olga", "")
+                    webserver.until(lambda: command_results.end_answered_commands() or Command.objects.get().ended_at)
+                key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")
                 hear(socket, head, message, inbox)
     command.refresh_from_db()
     refusal = "the agent of cmp1 (release 0.1.0) accepts no commands: update it"
@@ -182,7 +184,7 @@ class Desk:
     taken: list[wire.Command] = field(default_factory=list)
     progress: dict[int, wire.Progress] = field(default_factory=dict)
 
-    def take(self, command: wire.Command) -> None:
+    def accept_command(self, command: wire.Command) -> None:
         self.taken.append(command)
 
 
@@ -194,15 +196,15 @@ def test_C2_our_agent_and_the_gateway_of_another_release(path: Path, tmp_path: P
 
     async def story() -> None:
         async with Release(head=head, lines=lines).open() as server, agent(tmp_path, server.gateway("s")) as host:
-            host.link.desk = desk = Desk()
-            before = host.link.keys.current.public_key
+            host.link.command_sink = desk = Desk()
+            before = host.link.keys.current_identity.public_key
             for seen in (ONE, TWO)[:reports]:
                 host.sees(*seen)
                 await until(lambda: host.journal.acknowledged)
             await until(lambda: server.played and len(server.sockets) > 1)
-            assert (host.link.keys.current.public_key != before) == ("Rotate" in ours)
+            assert (host.link.keys.current_identity.public_key != before) == ("Rotate" in ours)
             assert [command.op for command in desk.taken] == (["defragment"] if "Command" in ours else [])
-            assert host.link.unknown == len([name for name in ours if not hasattr(wire, name)])
+            assert host.link.dropped_count == len([name for name in ours if not hasattr(wire, name)])
 
     asyncio.run(story())
 
@@ -211,8 +213,8 @@ def test_C2_our_agent_and_the_gateway_of_another_release(path: Path, tmp_path: P
 def test_signatures_of_a_recorded_release_are_verified(path: Path) -> None:
     head, lines = read(path)
     credential = credentials.parse_authorization(head["authorization"])
-    signed = credentials.signed_bytes(credential.host, credential.node, credential.epoch, credential.nonce, "")
-    assert credentials.is_signed(credential.public_key, credential.signature, signed)
+    signed = credentials.build_connect_bytes(credential.host, credential.node, credential.epoch, credential.nonce, "")
+    assert credentials.is_valid_signature(credential.public_key, credential.signature, signed)
     new_key = next(line["message"] for line in lines if line["message"]["type"] == "NewKey")
-    data = credentials.rotation_bytes(credential.host, credential.public_key, new_key["public_key"], "")
-    assert credentials.is_signed(credential.public_key, new_key["signature"], data)
+    data = credentials.build_rotation_bytes(credential.host, credential.public_key, new_key["public_key"], "")
+    assert credentials.is_valid_signature(credential.public_key, new_key["signature"], data)

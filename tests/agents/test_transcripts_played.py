@@ -27,11 +27,11 @@ from websockets.sync.client import ClientConnection
 
 from accelerators.models import Command
 from agents import credentials, enrolment, wire
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from agents.host import main as agent_main
-from agents.host.connection.identity import load_or_make
+from agents.host.connection.identity import load_or_create_keys
 from agents.host.journal.journal import open_journal
-from agents.host.settings import allowed_acts, driver_tables, read_settings
+from agents.host.settings import extract_allowed_acts, read_driver_settings, read_settings
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
 from tests.agents.host.standin import StandIn, until
@@ -76,11 +76,11 @@ class RecordedAgent:
             message["hash"] = self.hashes[message["seq"]] = hashlib.sha256(encode(drivers).encode()).hexdigest()[:40]
         elif kind == "NewKey":
             new = Ed25519PrivateKey.generate()
-            public_key = credentials.public_text(new.public_key())
-            signed = credentials.rotation_bytes(self.caller.host, self.caller.public_key, public_key, "")
+            public_key = credentials.encode_public_key(new.public_key())
+            signed = credentials.build_rotation_bytes(self.caller.host, self.caller.public_key, public_key, "")
             message["public_key"] = public_key
-            message["signature"] = credentials.sign(self.caller.key, signed)
-            message["proof"] = credentials.sign(new, signed)
+            message["signature"] = credentials.sign_data(self.caller.key, signed)
+            message["proof"] = credentials.sign_data(new, signed)
         elif kind == "Alive":
             message["nonce"] = self.nonce
         elif kind == "Result" and "hash" in message:
@@ -108,18 +108,22 @@ class RecordedAgent:
 
 
 @pytest.fixture
-def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    monkeypatch.setattr("agents.gateway.writer.LOOK_S", 0.05)
-    made = Gateway(Keys(lease_flush_s=0.05, beat_s=0.2))
+def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
+    made = AgentGateway(Keys(lease_flush_s=0.05, beat_s=0.2))
     yield made
     made.stop()
 
 
 @pytest.mark.django_db(transaction=True)
 @every_recording
-def test_C2_the_agent_of_a_recorded_release_works_with_our_gateway(path: Path, gateway: Gateway, house: House) -> None:
+def test_C2_the_agent_of_a_recorded_release_works_with_our_gateway(
+    path: Path, gateway: AgentGateway, house: House
+) -> None:
     house.gateway = recorder = Recorder(gateway)
-    token = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    token = credentials.parse_join_string(
+        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+    )
     agent = RecordedAgent(read_recording(path), WireAgent(house.port, token=token.secret, epoch=VOLATILE["epoch"]))
     with ThreadPoolExecutor(1) as thread:
         played = thread.submit(agent.play)
@@ -180,7 +184,7 @@ class RecordedGateway(StandIn):
                 elif message["type"] == "Report":
                     self.last_report = message["seq"]
                     decoded = msgspec.convert(message, wire.Report)
-                    assert message["hash"] == wire.content_hash(decoded.told)
+                    assert message["hash"] == wire.hash_report_content(decoded.all_drivers)
                 elif message["type"] == "NewKey":
                     self._check(msgspec.convert(message, wire.NewKey))
 
@@ -198,11 +202,13 @@ async def real_agent(directory: Path, server: StandIn) -> AsyncIterator[None]:
             "CYBORG_UEVENT_DEBOUNCE_MS": "20",
         }
     )
-    drivers = driver_tables(settings)
-    keys, journal = load_or_make(directory, "cmp1", "cmp1"), open_journal(directory, "cmp1")
-    agent = agent_main._Agent(settings, drivers, allowed_acts(drivers), keys, journal, server.gateway("secret"))
+    drivers = read_driver_settings(settings)
+    keys, journal = load_or_create_keys(directory, "cmp1", "cmp1"), open_journal(directory, "cmp1")
+    agent = agent_main._LoadedAgent(
+        settings, drivers, extract_allowed_acts(drivers), keys, journal, server.gateway("secret")
+    )
     handlers, stop = [*logging.getLogger().handlers], asyncio.Event()
-    running = asyncio.ensure_future(agent_main._work(agent, stop))
+    running = asyncio.ensure_future(agent_main._run_agent(agent, stop))
     try:
         yield
         assert not running.done(), running

@@ -18,13 +18,13 @@ from websockets.sync.client import ClientConnection
 
 from accelerators.models import Device, Event
 from agents import credentials, enrolment, key_revocation, tasks, wire
-from agents.gateway.app import Gateway
-from agents.host.connection.http import Gateway as Door
-from agents.host.connection.identity import load_or_make
-from agents.host.connection.link import Link
+from agents.gateway.app import AgentGateway
+from agents.host.connection.http import GatewayEndpoint as Door
+from agents.host.connection.identity import load_or_create_keys
+from agents.host.connection.link import GatewayLink
 from agents.host.journal.journal import open_journal
 from agents.models import Agent
-from cyborgweb.asgi import AgentsOnly
+from cyborgweb.asgi import AgentApplication
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
@@ -38,10 +38,10 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @contextlib.contextmanager
-def another(around: Callable[[Gateway], Any] | None = None, **options: Any) -> Iterator[int]:
+def another(around: Callable[[AgentGateway], Any] | None = None, **options: Any) -> Iterator[int]:
     """The port of a gateway in a web server of its own."""
     own = House()
-    own.gateway = Gateway(Keys(lease_flush_s=0.05))
+    own.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     with serving(around(own.gateway) if around else own, **options) as port:
         yield port
     own.gateway.stop()
@@ -49,19 +49,19 @@ def another(around: Callable[[Gateway], Any] | None = None, **options: Any) -> I
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agents.gateway.writer.LOOK_S", 0.05)
-    monkeypatch.setattr("agents.gateway.sessions.PROBE_S", 0.2)
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
+    monkeypatch.setattr("agents.gateway.sessions.PROBE_TIMEOUT_S", 0.2)
 
 
 @pytest.fixture
-def gateway(house: House) -> Iterator[Gateway]:
-    house.gateway = Gateway(Keys(lease_flush_s=0.05))
+def gateway(house: House) -> Iterator[AgentGateway]:
+    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     yield house.gateway
     house.gateway.stop()
 
 
 @pytest.fixture
-def agent(gateway: Gateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: House) -> WireAgent:
     return WireAgent(house.port, token=token())
 
 
@@ -80,20 +80,20 @@ def sent_away(socket: ClientConnection) -> str:
 
 
 def answer_probe(socket: ClientConnection) -> None:
-    socket.send(wire.encode(wire.Alive(heard(socket, wire.Probe).nonce)))
+    socket.send(wire.encode_message(wire.Alive(heard(socket, wire.Probe).nonce)))
 
 
 def successor(agent: WireAgent, key: Ed25519PrivateKey) -> wire.NewKey:
-    new = credentials.public_text(key.public_key())
-    data = credentials.rotation_bytes(agent.host, agent.public_key, new, agent.fingerprint)
-    return wire.NewKey(new, credentials.sign(agent.key, data), credentials.sign(key, data))
+    new = credentials.encode_public_key(key.public_key())
+    data = credentials.build_rotation_bytes(agent.host, agent.public_key, new, agent.fingerprint)
+    return wire.NewKey(new, credentials.sign_data(agent.key, data), credentials.sign_data(key, data))
 
 
 def test_X1_revoking_closes_the_socket_and_the_door(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agents.gateway.writer.LOOK_S", 1000.0)  # the ring alone is enough
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 1000.0)  # the ring alone is enough
     with agent.speaking() as socket:
         ask(socket, a_report(card(1)))
-        assert key_revocation.revoke(key_revocation.find("cmp1"), "olga", "stolen from the rack")
+        assert key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "stolen from the rack")
         told = heard(socket, wire.Refuse)
         assert (told.code, is_closed(socket)) == ("revoked", True)
         assert "stolen from the rack" in told.reason
@@ -102,28 +102,30 @@ def test_X1_revoking_closes_the_socket_and_the_door(agent: WireAgent, monkeypatc
     assert agent.refused() == (403, "revoked")
     tasks.merge()
     assert Device.objects.count() == 1, "what was acknowledged is not lost"
-    assert not key_revocation.revoke(key_revocation.find("cmp1"), "olga", "again")
+    assert not key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "again")
     event = Event.objects.get(action="agent.revoked")
     assert (event.host, event.actor, event.changes) == ("cmp1", "olga", {"barred": [None, "revoked"]})
 
 
 def test_X1_a_ring_that_is_lost_costs_no_more_than_seconds(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerators.runtime.pubsub.ring", lambda *_: None)
+    monkeypatch.setattr("accelerators.runtime.pubsub.publish", lambda *_: None)
     with agent.connect() as socket:
-        key_revocation.revoke(key_revocation.find("cmp1"), "t", "")
+        key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "t", "")
         assert sent_away(socket) == "revoked"
 
 
 def test_a_revoked_host_comes_back_with_a_new_token_and_a_new_key_only(agent: WireAgent) -> None:
     agent.connect().close()
-    key_revocation.revoke(key_revocation.find("cmp1"), "t", "")
-    made_by_a_start = enrolment.make_token("cmp1", address="http://x", hours=1, created_by=enrolment.MACHINE)
+    key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "t", "")
+    made_by_a_start = enrolment.create_join_token(
+        "cmp1", address="http://x", hours=1, created_by=enrolment.AUTOMATIC_CREATOR
+    )
     fresh = replace(agent, key=Ed25519PrivateKey.generate())
     fresh.token = credentials.parse_join_string(made_by_a_start).secret
     assert fresh.refused() == (403, "revoked"), "no person has decided this"
     agent.token = fresh.token = token()
-    assert agent.refused() == (403, wire.KEY_BARRED)
-    assert WireAgent(agent.port, "cmp2", key=agent.key, token=token("cmp2")).refused() == (403, wire.KEY_BARRED)
+    assert agent.refused() == (403, wire.CODE_KEY_BARRED)
+    assert WireAgent(agent.port, "cmp2", key=agent.key, token=token("cmp2")).refused() == (403, wire.CODE_KEY_BARRED)
     fresh.connect().close()
     agent.token = ""
     assert agent.refused() == (403, "not-enrolled")
@@ -150,7 +152,7 @@ def test_two_living_holders_of_one_key_are_both_refused_until_a_person_decides(a
     event = Event.objects.get(action="agent.clone")
     assert event.changes["boot_id"] == ["boot-1", "boot-2"]
     assert event.changes["address"] == ["127.0.0.1", "127.0.0.1"]
-    assert key_revocation.admit(key_revocation.find("cmp1"), "olga")
+    assert key_revocation.lift_clone_bar(key_revocation.find_agent("cmp1"), "olga")
     with agent.speaking() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
 
@@ -163,12 +165,12 @@ def test_a_restart_or_a_reboot_is_no_clone(agent: WireAgent, monkeypatch: pytest
         agent = replace(agent, **change)
         again = agent.speaking()
         heard(dead, wire.Probe)
-        dead.send(wire.encode(wire.Beat(1)))
-        dead.send(wire.encode(wire.Alive("guessed")))
+        dead.send(wire.encode_message(wire.Beat(1)))
+        dead.send(wire.encode_message(wire.Alive("guessed")))
         assert ask(again, wire.Beat(2)) == wire.Ack(2, "Beat")
         assert sent_away(dead) == "superseded"
         dead = again
-    monkeypatch.setattr("agents.gateway.sessions.PROBE_S", 1000.0)
+    monkeypatch.setattr("agents.gateway.sessions.PROBE_TIMEOUT_S", 1000.0)
     with replace(agent, epoch=4).speaking() as last:
         heard(dead, wire.Probe)
         dead.close()  # that is an answer, too
@@ -192,13 +194,13 @@ def test_a_clone_at_another_gateway(agent: WireAgent, alive: bool) -> None:
 def test_a_key_is_changed_over_the_socket(agent: WireAgent, caplog: pytest.LogCaptureFixture) -> None:
     key = Ed25519PrivateKey.generate()
     agent.connect().close()
-    key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")  # while it is away
+    key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")  # while it is away
     with agent.speaking() as socket:
         heard(socket, wire.Rotate)
         assert ask(socket, successor(agent, key)) == wire.Ack(0, "NewKey")
         assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report"), "the connection goes on"
         again = Ed25519PrivateKey.generate()
-        key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
+        key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
         heard(socket, wire.Rotate)
         assert ask(socket, successor(replace(agent, key=key), again)) == wire.Ack(0, "NewKey")
     assert agent.refused() == (403, "token-expired"), "the former key's token went with it"
@@ -211,27 +213,29 @@ def test_nobody_else_changes_a_key(agent: WireAgent) -> None:
     key, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
     own, strange = successor(agent, key), successor(replace(agent, key=other), other)
     with agent.speaking() as socket:
-        socket.send(wire.encode(own))
+        socket.send(wire.encode_message(own))
         assert sent_away(socket) == "rotation", "nobody asked for it"
-    key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
+    key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
     for forged in ("signature", "proof", "public_key"):
         with agent.speaking() as socket:
             heard(socket, wire.Rotate)
             values = {name: getattr(strange if name == forged else own, name) for name in own.__struct_fields__}
-            socket.send(wire.encode(wire.NewKey(**values)))
+            socket.send(wire.encode_message(wire.NewKey(**values)))
             assert sent_away(socket) == "rotation", forged
     neighbour = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
     neighbour.connect().close()
     with agent.speaking() as socket:
         heard(socket, wire.Rotate)
-        socket.send(wire.encode(successor(agent, neighbour.key)))
+        socket.send(wire.encode_message(successor(agent, neighbour.key)))
         assert sent_away(socket) == "rotation", "another host has this key"
     assert Agent.objects.get(host__name="cmp1").public_key == agent.public_key
 
 
-def test_frames_that_are_cut_off_cost_only_their_own_connection(agent: WireAgent, gateway: tuple[Gateway, int]) -> None:
+def test_frames_that_are_cut_off_cost_only_their_own_connection(
+    agent: WireAgent, gateway: tuple[AgentGateway, int]
+) -> None:
     upgrade = (
-        f"GET {wire.PATH} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        f"GET {wire.AGENT_PATH} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
         f"Sec-WebSocket-Protocol: {wire.VERSIONS[0]}\r\nAuthorization: {{}}\r\n\r\n"
     )
@@ -248,11 +252,11 @@ def test_frames_that_are_cut_off_cost_only_their_own_connection(agent: WireAgent
 
 def test_over_tls_an_agent_signs_the_certificate_it_pins(tmp_path: Path) -> None:
     keys = Keys(state_dir=str(tmp_path))
-    pin, pem = tls.fingerprint(keys), tmp_path / tls.FILE
+    pin, pem = tls.read_fingerprint(keys), tmp_path / tls.CERTIFICATE_FILE
     assert pem.stat().st_mode & 0o777 == 0o600
     blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
-    with another(lambda made: AgentsOnly(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
+    with another(lambda made: AgentApplication(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
         agent = WireAgent(port, token=token(), tls=blind, fingerprint=pin)
         with agent.speaking() as socket:
             assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
@@ -264,15 +268,15 @@ def test_over_tls_an_agent_signs_the_certificate_it_pins(tmp_path: Path) -> None
 def test_the_real_agent_changes_its_key_over_tls(tmp_path: Path) -> None:
     """Pinned certificate, token, rotation, revocation, a new token: with the program that runs on hosts."""
     keys = Keys(state_dir=str(tmp_path / "conductor"))
-    pin, pem = tls.fingerprint(keys), tmp_path / "conductor" / tls.FILE
+    pin, pem = tls.read_fingerprint(keys), tmp_path / "conductor" / tls.CERTIFICATE_FILE
     (tmp_path / "host").mkdir()
-    with another(lambda made: AgentsOnly(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
+    with another(lambda made: AgentApplication(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
         with linked(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, token())):
             before = until(lambda: Agent.objects.exclude(boot_id="").first()).public_key
-            key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
+            key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
             after = until(lambda: Agent.objects.exclude(public_key=before).first()).public_key
             until(lambda: stored_key(tmp_path / "host") == [after])
-            key_revocation.revoke(key_revocation.find("cmp1"), "olga", "")
+            key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")
             until(lambda: Event.objects.filter(action="agent.refused", reason__contains="revoked").exists())
         with linked(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, token())):
             until(lambda: Agent.objects.filter(barred="").exclude(public_key=after).exists())
@@ -281,8 +285,8 @@ def test_the_real_agent_changes_its_key_over_tls(tmp_path: Path) -> None:
 
 def stored_key(directory: Path) -> list[str]:
     """Public keys on the host's disk."""
-    ring = load_or_make(directory, "cmp1", "cmp1")
-    return [key.public_key for key in (ring.current, ring.following) if key]
+    ring = load_or_create_keys(directory, "cmp1", "cmp1")
+    return [key.public_key for key in (ring.current_identity, ring.next_identity) if key]
 
 
 @contextlib.contextmanager
@@ -291,7 +295,9 @@ def linked(directory: Path, door: Door) -> Iterator[None]:
 
     async def run() -> None:
         journal = open_journal(directory, "cmp1")
-        link = Link(journal, load_or_make(directory, "cmp1", "cmp1"), door, wire.Hello("1", "b"), lambda _: None, QUICK)
+        link = GatewayLink(
+            journal, load_or_create_keys(directory, "cmp1", "cmp1"), door, wire.Hello("1", "b"), lambda _: None, QUICK
+        )
         work = asyncio.ensure_future(link.run())
         await asyncio.to_thread(over.wait)
         work.cancel()

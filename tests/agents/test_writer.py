@@ -9,11 +9,11 @@ from websockets.sync.client import ClientConnection
 
 from accelerators import conductor
 from accelerators.commands import placement_delegation, placing
-from accelerators.commands.placing import Order
+from accelerators.commands.placing import CommandOrder
 from accelerators.models import Command, Host
 from agents import credentials, enrolment, wire
 from agents.gateway import command_dispatch
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
 from placement_sync.jobs import writer_election
@@ -26,31 +26,33 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def agent(house: House) -> Iterator[WireAgent]:
-    house.gateway = Gateway(Keys(lease_flush_s=0.05))
-    join = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    join = credentials.parse_join_string(
+        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+    )
     yield WireAgent(house.port, token=join.secret)
     house.gateway.stop()
 
 
 def writing(agent: WireAgent, writes: str | None = "") -> ClientConnection:
     socket = agent.connect()
-    socket.send(wire.encode(wire.Hello("9.9", "b", (), OPS, writes)))
+    socket.send(wire.encode_message(wire.Hello("9.9", "b", (), OPS, writes)))
     return socket
 
 
-def heard(socket: ClientConnection) -> wire.Message | wire.Unknown:
+def heard(socket: ClientConnection) -> wire.Message | wire.UnknownMessage:
     return wire.decode_from_gateway(socket.recv(timeout=10))
 
 
 def test_who_can_write_is_told_the_epoch_at_its_hello_and_at_every_change(agent: WireAgent) -> None:
     with writing(agent) as socket:
         assert heard(socket) == wire.Writer(0)
-        writer_election.switch("agents", "olga")
+        writer_election.switch_writer("agents", "olga")
         assert heard(socket) == wire.Writer(1)
         host = Host.objects.get()
-        until(lambda: not placement_delegation.hands([host.id])[host.id].lacks)
+        until(lambda: not placement_delegation.get_writer_statuses([host.id])[host.id].reason)
         with conductor.writing():
-            placing.place([Order("placement", host=host.id, arguments={"writer": 1, "payload": "{}"})])
+            placing.place_commands([CommandOrder("placement", host=host.id, arguments={"writer": 1, "payload": "{}"})])
         command = take(socket)
         assert (command.op, command.writer, command.payload, command.driver) == ("placement", 1, "{}", "")
         until(lambda: Command.objects.get().state == "taken")
@@ -58,21 +60,21 @@ def test_who_can_write_is_told_the_epoch_at_its_hello_and_at_every_change(agent:
 
 def test_a_lost_ring_is_made_good_by_the_next_look(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
-    monkeypatch.setattr("accelerators.runtime.pubsub.ring", lambda *_: None)
+    monkeypatch.setattr("accelerators.runtime.pubsub.publish", lambda *_: None)
     with writing(agent) as socket:
         assert heard(socket) == wire.Writer(0)
-        writer_election.switch("agents", "olga")
+        writer_election.switch_writer("agents", "olga")
         assert heard(socket) == wire.Writer(1)
 
 
 def test_C2_who_knows_nothing_of_it_is_told_nothing(agent: WireAgent) -> None:
     with writing(agent, None) as socket:
         until(lambda: Agent.objects.get().ops)
-        writer_election.switch("agents", "olga")
+        writer_election.switch_writer("agents", "olga")
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         host = Host.objects.get()
         assert (
-            placement_delegation.hands([host.id])[host.id].lacks
+            placement_delegation.get_writer_statuses([host.id])[host.id].reason
             == "its agent (release 9.9) does not support Placement writes: update it"
         )
-    assert placement_delegation.hands([0])[0].lacks == "no agent of this host has ever connected"
+    assert placement_delegation.get_writer_statuses([0])[0].reason == "no agent of this host has ever connected"

@@ -24,7 +24,7 @@ Call = Callable[..., HttpResponse]
 @pytest.fixture
 def token(db: None) -> str:
     """A token of project p1 with no role at all: enough to read (contract section 3.1)."""
-    return ApiToken.make("reader", User.objects.create_user("rita"), [], "p1")
+    return ApiToken.create_with_secret("reader", User.objects.create_user("rita"), [], "p1")
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def call(client: Client, db: None) -> Call:
 
     def token_of(roles: str, project: str) -> str:
         if (roles, project) not in secrets:
-            secrets[roles, project] = ApiToken.make(f"{roles} of {project}", user, roles.split(), project)
+            secrets[roles, project] = ApiToken.create_with_secret(f"{roles} of {project}", user, roles.split(), project)
         return secrets[roles, project]
 
     def ask(

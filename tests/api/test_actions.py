@@ -102,8 +102,8 @@ def test_a_device_that_has_to_be_installed_is_enabled_when_that_is_done(call: Ca
         assert status(call, device) == "maintaining"
     command = Command.objects.get()
     assert (command.op, command.actor, command.reason) == ("install", "admin member reader of p1", "enabled")
-    placing.answer([placing.Answer(command.host_id, command.id, "succeeded")])
-    command_results.settle()
+    placing.store_answers([placing.CommandAnswer(command.host_id, command.id, "succeeded")])
+    command_results.end_answered_commands()
     assert status(call, device) == "enabled"
     call("POST", f"/v2/devices/{device.uuid}/disable")
     assert call("POST", f"/v2/devices/{device.uuid}/enable").status_code == 204

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from accelerators.api.v2.urls import urlpatterns
-from accelerators.api.v2.views import Nowhere
+from accelerators.api.v2.views import V2NotFoundView
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "compatibility.md").read_text()
@@ -34,7 +34,7 @@ def served() -> set[str]:
     found = set()
     for route in urlpatterns:
         view = route.callback.view_class
-        if view is not Nowhere:
+        if view is not V2NotFoundView:
             path = _readable(str(route.pattern))
             found |= {f"{method.upper()} {path}" for method in view.http_method_names if hasattr(view, method)}
     return found

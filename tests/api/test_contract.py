@@ -221,7 +221,7 @@ def test_who_prefers_html_gets_a_404_as_a_page_inside_the_string(get: Get) -> No
 
 @pytest.mark.parametrize("path", ["/v2/devices?foo=1", "/v2/devices/x", "/v2/deployables", "/v2/deployables/nope"])
 def test_a_token_without_a_project_is_refused_by_policy_before_anything_is_read(client: Client, path: str) -> None:
-    secret = ApiToken.make("system", User.objects.create_user("sam"), ["admin"], "")
+    secret = ApiToken.create_with_secret("system", User.objects.create_user("sam"), ["admin"], "")
     response = client.get(path, headers={"X-Auth-Token": secret, "OpenStack-API-Version": "2.3"})
     resource = "device" if "devices" in path else "deployable"
     rule = f"cyborg:{resource}:{'get_one' if path.count('/') == 3 else 'get_all'}"
@@ -294,12 +294,12 @@ def test_more_parameters_than_django_takes_are_a_400(get: Get) -> None:
 def test_what_nobody_foresaw_is_a_500_that_tells_no_secret(get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     from django.db import ProgrammingError
 
-    from accelerators.api.v2.resource import Resource
+    from accelerators.api.v2.resource import V2Resource
 
     def broken(*_: object) -> bytes:
         raise ProgrammingError("SELECT secret FROM /var/lib")
 
-    monkeypatch.setattr(Resource, "list", broken)
+    monkeypatch.setattr(V2Resource, "fetch_list", broken)
     response = get("/v2/devices")
     assert response.status_code == 500
     code, sentence = fault(response)
@@ -312,12 +312,12 @@ def test_what_nobody_foresaw_is_a_500_that_tells_no_secret(get: Get, monkeypatch
 def test_a_database_that_does_not_answer_is_a_503(get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     from django.db import OperationalError
 
-    from accelerators.api.v2.resource import Resource
+    from accelerators.api.v2.resource import V2Resource
 
     def away(*_: object) -> bytes:
         raise OperationalError("connection to server on socket /run/x failed")
 
-    monkeypatch.setattr(Resource, "list", away)
+    monkeypatch.setattr(V2Resource, "fetch_list", away)
     response = get("/v2/devices")
     assert response.status_code == 503
     assert fault(response) == ("Server", "The database does not answer; try again in a moment.")

@@ -44,7 +44,7 @@ def providers(db: None) -> list[str]:
     """Two ready cards on cmp1; the providers that Placement would name."""
     apply(a_host(), answer(card(1), card(2)))
     for uuid in Device.objects.values_list("uuid", flat=True):
-        lifecycle.enable(uuid, ADMIN)
+        lifecycle.enable_device(uuid, ADMIN)
     with conductor.writing():
         DeviceProfile.objects.create(name="dp", groups=GROUPS)
     return [str(uuid) for uuid in Deployable.objects.order_by("id").values_list("rp_uuid", flat=True)]

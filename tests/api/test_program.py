@@ -19,16 +19,16 @@ from msgspec import structs
 from accelerators import conductor
 from accelerators.api.v2 import deployables
 from accelerators.commands import placing, programming
-from accelerators.commands.placing import Answer
+from accelerators.commands.placing import CommandAnswer
 from accelerators.domain import traits
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import EventSource
 from accelerators.images import download, store
 from accelerators.inventory import attributes
 from accelerators.models import Attribute, Command, Deployable, Event, Host, Image, Intent
 from accelerators.workflows import command_results
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from agents.models import Agent
 from cyborgweb import asgi
 from cyborgweb.settings.keys import Keys
@@ -51,7 +51,7 @@ def _here(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def upload(**properties: str) -> Image:
-    return store.upload([BITS], len(BITS), "shell", properties, OPERATOR, Source.API)
+    return store.store_upload([BITS], len(BITS), "shell", properties, OPERATOR, EventSource.API)
 
 
 def program(image: object) -> list[dict[str, object]]:
@@ -70,8 +70,8 @@ def hosts(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
         while not over.wait(0.01):
             download.run()
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
-                placing.answer([Answer(command.host_id, command.pk, outcome, text)])
-            command_results.settle()
+                placing.store_answers([CommandAnswer(command.host_id, command.pk, outcome, text)])
+            command_results.end_answered_commands()
         connection.close()
 
     over = threading.Event()
@@ -141,7 +141,7 @@ def test_while_as_many_wait_as_may_lists_still_answer_and_no_connection_is_held(
     call: Call, offered: Offered, token: str
 ) -> None:
     image = upload()
-    for n in range(1, deployables.WAITERS + 1):
+    for n in range(1, deployables.MAX_WAITERS + 1):
         offered(n=n, acts="program")
     parts = [*Deployable.objects.select_related("device__host")]
     for one in parts:
@@ -149,7 +149,7 @@ def test_while_as_many_wait_as_may_lists_still_answer_and_no_connection_is_held(
     call("GET", "/v2/devices")
     from cyborgweb.models import ApiToken
 
-    secret = ApiToken.make("admin", ApiToken.objects.latest("id").user, ["admin"], "p1")
+    secret = ApiToken.create_with_secret("admin", ApiToken.objects.latest("id").user, ["admin"], "p1")
     statuses: list[int] = []
 
     def ask(method: str, path: str, body: object = None) -> http.client.HTTPResponse:
@@ -167,12 +167,12 @@ def test_while_as_many_wait_as_may_lists_still_answer_and_no_connection_is_held(
     gc.collect()  # closes what ended threads of earlier tests left
     before = threads_in_the_database()
     short, long = asgi.BoundedThreads(wsgi, 1, 1), asgi.BoundedThreads(wsgi, asgi.LONG_THREADS, 1)
-    gateway = Gateway(Keys())
-    with serving(asgi.Http(gateway, short, long)) as port:
+    gateway = AgentGateway(Keys())
+    with serving(asgi.HttpApplication(gateway, short, long)) as port:
         clients = [threading.Thread(target=wait, args=[one.uuid], daemon=True) for one in parts]
         for client in clients:
             client.start()
-        until(lambda: Command.objects.count() == deployables.WAITERS)
+        until(lambda: Command.objects.count() == deployables.MAX_WAITERS)
         assert ask("GET", "/v2/devices").status == 200
         full = ask("PATCH", f"/v2/deployables/{parts[0].uuid}/program", program(image.uuid))
         assert (full.status, full.headers["Retry-After"]) == (503, "1")
@@ -182,7 +182,7 @@ def test_while_as_many_wait_as_may_lists_still_answer_and_no_connection_is_held(
         with hosts():
             for client in clients:
                 client.join(20)
-    assert statuses == [200] * deployables.WAITERS
+    assert statuses == [200] * deployables.MAX_WAITERS
 
 
 @pytest.fixture
@@ -195,12 +195,12 @@ def reported(part: Deployable) -> Device:
     apply(part.device.host, answer(found), seq=2)
     with conductor.writing():
         image = {"id": str(uuid4()), "properties": {"accel:function_id": "new"}}
-        programming.programmed(part.device, part.name, image, "rita")
+        programming.store_programmed_image(part.device, part.name, image, "rita")
     return found
 
 
 def functions() -> list[tuple[str, str]]:
-    found = Attribute.objects.filter(value__startswith=traits.FUNCTION_ID).order_by("id")
+    found = Attribute.objects.filter(value__startswith=traits.FUNCTION_TRAIT_PREFIX).order_by("id")
     return [*found.values_list("value", "origin")]
 
 
@@ -219,16 +219,16 @@ def test_a_report_brings_no_second_function_back(reported: Device, part: Deploya
 def test_what_programming_wrote_is_changed_by_programming_only(call: Call, part: Deployable) -> None:
     uuid = str(uuid4())
     with conductor.writing():
-        programming.programmed(part.device, part.name, {"id": uuid, "properties": {}}, "rita")
+        programming.store_programmed_image(part.device, part.name, {"id": uuid, "properties": {}}, "rita")
     found = Attribute.objects.get(key="trait_function")
     assert found.value == f"CUSTOM_FPGA_FUNCTION_ID_TEST_{uuid.upper().replace('-', '_')}"
     with conductor.writing():
-        programming.programmed(part.device, part.name, {"id": str(uuid4()), "properties": {}}, "rita")
+        programming.store_programmed_image(part.device, part.name, {"id": str(uuid4()), "properties": {}}, "rita")
     again = Attribute.objects.get(key="trait_function")
     assert again.pk == found.pk and again.updated_at is not None and again.updated_at != found.updated_at
     body = {"deployable_id": part.pk, "key": "trait_function", "value": "CUSTOM_OTHER"}
     for response in (call("POST", "/v2/attributes", body), call("DELETE", f"/v2/attributes/{found.uuid}")):
         assert (response.status_code, "says what was programmed" in reason(response)) == (409, True)
     with pytest.raises(RefusedError) as refused:
-        attributes.remove(found.uuid, OPERATOR)
-    assert refused.value.reason == Reason.CONFLICT
+        attributes.remove_attribute(found.uuid, OPERATOR)
+    assert refused.value.reason == RefusalReason.CONFLICT

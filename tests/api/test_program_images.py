@@ -17,7 +17,7 @@ from accelerators.api.own import images as own
 from accelerators.domain import traits
 from accelerators.images import store
 from accelerators.models import Image
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from cyborgweb import asgi
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
@@ -34,7 +34,7 @@ def _here(settings: Any, tmp_path: Path) -> None:
 
 def secret(*roles: str) -> str:
     user, _ = User.objects.get_or_create(username="rita")
-    return ApiToken.make("rita's", user, list(roles), "p1")
+    return ApiToken.create_with_secret("rita's", user, list(roles), "p1")
 
 
 def send(client: Client, query: str = "", content: bytes = b"bits", roles: str = "admin", **more: Any) -> Any:
@@ -45,7 +45,7 @@ def send(client: Client, query: str = "", content: bytes = b"bits", roles: str =
 @pytest.mark.django_db(transaction=True)
 def test_an_image_larger_than_other_bodies_is_streamed_to_the_disk() -> None:
     threads = asgi.BoundedThreads(wsgi, 1, 1)
-    with serving(asgi.Http(Gateway(Keys()), threads, threads)) as port:
+    with serving(asgi.HttpApplication(AgentGateway(Keys()), threads, threads)) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         sent = {"X-Auth-Token": secret("admin"), "Content-Type": "application/octet-stream"}
         query = "name=shell&property=accel:function_id=AFU-1&property=vendor=a=b"
@@ -57,7 +57,7 @@ def test_an_image_larger_than_other_bodies_is_streamed_to_the_disk() -> None:
     assert shown["sha256"] == hashlib.sha256(LARGE).hexdigest() and shown["size"] == len(LARGE)
     assert shown["properties"] == {"accel:function_id": "AFU-1", "vendor": "a=b"}
     assert (shown["name"], shown["source"], shown["by"]) == ("shell", "upload", "rita's")
-    assert store.path(shown["uuid"]).read_bytes() == LARGE
+    assert store.get_image_path(shown["uuid"]).read_bytes() == LARGE
 
 
 @pytest.mark.django_db
@@ -94,15 +94,15 @@ def test_uploads_that_are_refused(client: Client, asked: dict[str, Any], status:
     response = send(client, **asked)
     assert response.status_code == status, response.content
     assert says in json.loads(response.content)["error"]["message"]
-    assert not Image.objects.exists() and not [*store.directory().iterdir()]
+    assert not Image.objects.exists() and not [*store.get_image_directory().iterdir()]
 
 
 @pytest.mark.django_db
 def test_only_so_many_are_taken_at_a_time(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(own.UPLOADS):
-        assert own._turns.acquire(blocking=False)
+    for _ in range(own.MAX_PARALLEL_UPLOADS):
+        assert own._upload_slots.acquire(blocking=False)
     assert send(client).status_code == 503
-    own._turns.release(own.UPLOADS)
+    own._upload_slots.release(own.MAX_PARALLEL_UPLOADS)
     assert send(client).status_code == 201
 
 
@@ -130,6 +130,6 @@ def test_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_functions_trait_has_only_characters_that_a_trait_may_have() -> None:
-    assert traits.function_trait("intel", "d8424dc4-a4a3") == "CUSTOM_FPGA_FUNCTION_ID_INTEL_D8424DC4_A4A3"
-    assert traits.function_trait("x.y", "ß é" * 200)[:36] == "CUSTOM_FPGA_FUNCTION_ID_X_Y_SS__SS__"
-    assert len(traits.function_trait("intel", "f" * 400)) == 255
+    assert traits.build_function_trait("intel", "d8424dc4-a4a3") == "CUSTOM_FPGA_FUNCTION_ID_INTEL_D8424DC4_A4A3"
+    assert traits.build_function_trait("x.y", "ß é" * 200)[:36] == "CUSTOM_FPGA_FUNCTION_ID_X_Y_SS__SS__"
+    assert len(traits.build_function_trait("intel", "f" * 400)) == 255

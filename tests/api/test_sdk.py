@@ -28,7 +28,7 @@ def connect(live_server: Any) -> Iterator[Connect]:
 
     Closed at the end, or the server's threads would keep their database connections as long as the client's.
     """
-    secret = ApiToken.make("sdk", User.objects.create_user("sdk"), ["admin"], "p1")
+    secret = ApiToken.create_with_secret("sdk", User.objects.create_user("sdk"), ["admin"], "p1")
     endpoint = f"{live_server.url}/accelerator/v2"
     with requests.Session() as http:
         made = session.Session(auth=Token(endpoint=endpoint, token=secret), session=http)

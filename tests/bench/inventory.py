@@ -60,7 +60,7 @@ def offer(count: int) -> list[tuple[str, str]]:
     hosts = fixtures.enrol(max(1, count // PER_HOST))
     for first in range(0, len(hosts), AT_ONCE):
         batch = enumerate(hosts[first : first + AT_ONCE], first)
-        merge.apply({host: [_report(number)] for number, host in batch})
+        merge.merge_reports({host: [_report(number)] for number, host in batch})
     with conductor.writing(), connection.cursor() as cursor:
         cursor.execute(OFFER)
         cursor.execute(MORE_HANDLES)
@@ -68,7 +68,7 @@ def offer(count: int) -> list[tuple[str, str]]:
         cursor.execute(OFFERS)
         offers: list[tuple[str, str]] = cursor.fetchall()
     _analyze()
-    profiles.forget()
+    profiles.clear_profile_cache()
     return offers
 
 
@@ -105,6 +105,6 @@ def tokens() -> dict[str, str]:
     user, _ = User.objects.get_or_create(username="bench-caller")
     ApiToken.objects.filter(user=user).delete()
     return {
-        "X-Auth-Token": ApiToken.make("bench-admin", user, ["admin", "member", "reader"], "bench"),
-        "X-Service-Token": ApiToken.make("bench-nova", user, ["service"], "services"),
+        "X-Auth-Token": ApiToken.create_with_secret("bench-admin", user, ["admin", "member", "reader"], "bench"),
+        "X-Service-Token": ApiToken.create_with_secret("bench-nova", user, ["service"], "services"),
     }

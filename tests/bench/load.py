@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agents import wire
-from agents.host.backoff import Backoff, Pace
+from agents.host.backoff import Backoff, ConnectionTiming
 from tests.bench import callers, messages, visible
 from tests.bench.orders import obey
 from tests.bench.peer import Address, Key, Peer, Refused, address, connect, key_of
@@ -55,7 +55,7 @@ class Load:
         gate, peers, refused = asyncio.Semaphore(at_once), [], dict[str, int]()
 
         async def one(number: int) -> None:
-            backoff = Backoff(Pace())
+            backoff = Backoff(ConnectionTiming())
             while True:
                 try:
                     async with gate:
@@ -67,7 +67,7 @@ class Load:
                     refused[reason] = refused.get(reason, 0) + 1
                 if not again:
                     return
-                await asyncio.sleep(after + backoff.next())
+                await asyncio.sleep(after + backoff.next_delay())
             peers.append(peer)
             welcomed(peer)
 
@@ -184,14 +184,14 @@ class Load:
     async def obey(self, group: str, port: int, count: int) -> dict[str, Any]:
         """Agents that take commands connect; when each command came in is kept for `came`."""
         self._prepare_keys(count)
-        hello = wire.encode(wire.Hello("bench", "bench", ("bench_driver",), OPS))
+        hello = wire.encode_message(wire.Hello("bench", "bench", ("bench_driver",), OPS))
 
         def take(peer: Peer, payload: bytes) -> None:
             at = time.monotonic()
             message = wire.decode_from_gateway(payload.decode())
             if isinstance(message, wire.Command):
                 self._came.append((message.number, at))
-                peer.send(wire.encode(wire.Taken((message.number,))))
+                peer.send(wire.encode_message(wire.Taken((message.number,))))
 
         def begin(peer: Peer) -> None:
             peer.on_message = take

@@ -58,7 +58,7 @@ def _device(number: int, host: str, model: str) -> Device:
 def report_parts(found: tuple[Device, ...], epoch: int = 1) -> tuple[str, str, str]:
     """A Report's text in three pieces: between them go `seq` and a hash of 40 characters."""
     seq, name = 987654321, "#" * 40
-    text = wire.encode(wire.Report(epoch, seq, name, (DriverReport("bench_driver", "", found),)))
+    text = wire.encode_message(wire.Report(epoch, seq, name, (DriverReport("bench_driver", "", found),)))
     head, _, rest = text.partition(str(seq))
     middle, _, tail = rest.partition(name)
     return head, middle, tail

@@ -59,7 +59,9 @@ class Address:
 def address(port: int, fingerprint: str = "") -> Address:
     """As the agent connects there; it checks the certificate as the agent does."""
     scheme = "https" if fingerprint else "http"
-    return Address(port, fingerprint, http.tls(http.Gateway(f"{scheme}://127.0.0.1:{port}", fingerprint)))
+    return Address(
+        port, fingerprint, http.create_tls_context(http.GatewayEndpoint(f"{scheme}://127.0.0.1:{port}", fingerprint))
+    )
 
 
 def key_of(number: int) -> Key:
@@ -114,11 +116,11 @@ class Peer(asyncio.Protocol):
     def prepare(self, nonce: str, fingerprint: str) -> None:
         """Sign the challenge."""
         host = messages.host_name(self.number)
-        signature = self._key.private.sign(credentials.signed_bytes(host, host, self.epoch, nonce, fingerprint))
+        signature = self._key.private.sign(credentials.build_connect_bytes(host, host, self.epoch, nonce, fingerprint))
         sealed = base64.urlsafe_b64encode(signature).decode()
         credential = credentials.Credential(host, host, self.epoch, nonce, self._key.public, sealed)
-        header = credentials.authorization(credential)
-        self._request = UPGRADE.format(path=wire.PATH, version=wire.VERSIONS[0], authorization=header).encode()
+        header = credentials.encode_authorization(credential)
+        self._request = UPGRADE.format(path=wire.AGENT_PATH, version=wire.VERSIONS[0], authorization=header).encode()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)

@@ -65,11 +65,11 @@ def _time_profile(whole: Whole, token: str, number: int) -> float:
     status, body = post(whole.port, PATH, token, [{"name": name, "groups": GROUPS}])
     if status != 201:
         raise CannotMeasure(f"POST {PATH}: {status} {body[:200]!r}")
-    if profiles.by_name(name) is None:
+    if profiles.get_profile_by_name(name) is None:
         raise CannotMeasure(f"profile {name} was created but cannot be found")
     status, body = delete(whole.port, f"{PATH}/{json.loads(body)['uuid']}", token)
     if status != 204:
         raise CannotMeasure(f"DELETE {PATH}/{name}: {status} {body[:200]!r}")
     began = monotonic()
-    wait_for(lambda: profiles.by_name(name) is None, "the profile is forgotten")
+    wait_for(lambda: profiles.get_profile_by_name(name) is None, "the profile is forgotten")
     return (monotonic() - began) * 1000

@@ -15,7 +15,7 @@ from django.db import connection, transaction
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import Order
+from accelerators.commands.placing import CommandOrder
 from accelerators.runtime import pubsub
 from tests.bench import fixtures
 from tests.bench.figures import Row, median
@@ -75,7 +75,7 @@ def _place(host: int) -> tuple[int, float]:
     committed: list[float] = []
     with conductor.writing():
         transaction.on_commit(lambda: committed.append(monotonic()))
-        (made,) = placing.place([Order("rescan", host=host, actor="bench")])
+        (made,) = placing.place_commands([CommandOrder("rescan", host=host, actor="bench")])
     return made.id, committed[0]
 
 

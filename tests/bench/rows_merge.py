@@ -14,7 +14,7 @@ from time import perf_counter, process_time
 from django.db import connection, transaction
 
 from agents import tasks
-from agents.gateway.writer import COPY, COPY_TYPES
+from agents.gateway.writer import COPY_TO_SPOOL, COPY_TYPES
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row, median
 
@@ -78,7 +78,7 @@ def rows(size: Size, progress: Callable[[str], None]) -> list[Row]:
 
 def _spool(ids: list[int]) -> None:
     now = datetime.now(UTC)
-    with transaction.atomic(), connection.cursor() as cursor, cursor.copy(COPY) as copy:
+    with transaction.atomic(), connection.cursor() as cursor, cursor.copy(COPY_TO_SPOOL) as copy:
         copy.set_types(COPY_TYPES)
         for number, host in enumerate(ids):
             parts = messages.report_parts(messages.devices(DEVICES, messages.host_name(number)))

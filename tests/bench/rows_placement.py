@@ -118,7 +118,7 @@ def _offer(hosts: int) -> None:
     ids = fixtures.enrol(hosts)
     for first in range(0, hosts, AT_ONCE):
         batch = enumerate(ids[first : first + AT_ONCE], first)
-        merge.apply({host: [_report(number)] for number, host in batch})
+        merge.merge_reports({host: [_report(number)] for number, host in batch})
     with conductor.writing(), connection.cursor() as cursor:
         cursor.execute(OFFER)
 
@@ -131,7 +131,7 @@ def _report(number: int) -> HostReport:
 def _run(hosts: int) -> float:
     """The job, as often as it says that there is more; seconds."""
     names = [messages.host_name(n) for n in range(hosts)]
-    conductor.providers_changed(Host.objects.filter(name__in=names))
+    conductor.raise_provider_intents(Host.objects.filter(name__in=names))
     began = perf_counter()
     while tasks.step():
         pass
@@ -207,7 +207,7 @@ def _rate(ours: list[float], bare: list[float], providers: int, calls: int) -> R
         f"{providers} new providers",
         mine,
         "calls/s",
-        f"the same calls bare, {tasks.AT_ONCE} at a time",
+        f"the same calls bare, {tasks.MAX_PARALLEL_HOSTS} at a time",
         0.80,
         theirs,
         mine / theirs,

@@ -16,7 +16,7 @@ from django.db import connection
 
 from accelerators.api.v2 import arguments
 from accelerators.api.v2.requests import REQUESTS
-from accelerators.api.v2.versions import MINIMUM
+from accelerators.api.v2.versions import MIN_VERSION
 from accelerators.domain.caller import Caller
 from accelerators.requests import binding
 from tests.bench import inventory
@@ -132,11 +132,11 @@ def _turn(offers: Offers, seconds: float) -> tuple[float, float]:
 
 def _cycle(host: str, provider: str) -> None:
     instance = str(uuid4())
-    (uuid,) = binding.create(PROFILE, WHO)
-    binding.bind([binding.Bind(uuid, host, provider, instance)], WHO)
+    (uuid,) = binding.create_requests(PROFILE, WHO)
+    binding.bind_requests([binding.BindSpec(uuid, host, provider, instance)], WHO)
     mine = "q.instance_uuid = %(instance)s::uuid"
-    seen = REQUESTS.list(arguments.ListQuery(), MINIMUM, "", mine, instance=instance, project=None)
+    seen = REQUESTS.fetch_list(arguments.ListQuery(), MIN_VERSION, "", mine, instance=instance, project=None)
     if b'"state":"Bound"' not in seen:
         raise CannotMeasure(f"{uuid} is bound, but reads {seen[:200]!r}")
-    binding.unbind([uuid], WHO)
-    binding.delete([uuid], WHO)
+    binding.unbind_requests([uuid], WHO)
+    binding.delete_requests([uuid], WHO)

@@ -111,7 +111,7 @@ def _turn(generator: Generator, server: Server, hosts: list[int], seconds: float
 def _look(hosts: list[int]) -> dict[int, Any]:
     from agents import telemetry
 
-    return telemetry.watch(hosts, EVERY_S, FOR_S).hosts
+    return telemetry.request_periodic_loads(hosts, EVERY_S, FOR_S).hosts
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:

@@ -71,7 +71,7 @@ def _host(lab: Lab, port: int) -> Iterator[Plug]:
     home = lab.home / "uevent"
     home.mkdir()
     (home / "drivers.toml").write_text(RULES)
-    token = enrolment.make_token(HOST, address=f"http://127.0.0.1:{port}", hours=1, created_by="bench")
+    token = enrolment.create_join_token(HOST, address=f"http://127.0.0.1:{port}", hours=1, created_by="bench")
     environment = os.environ | {
         "CYBORG_JOIN_TOKEN": token,
         "CYBORG_AGENT_STATE_DIR": str(home),

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 from django.db import connection
 
-from agents.gateway.writer import COPY, COPY_TYPES
+from agents.gateway.writer import COPY_TO_SPOOL, COPY_TYPES
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row, cpu_s, median
 from tests.bench.lab import SERVER_CORE, Generator, Lab, Server, on_cores, serving
@@ -165,7 +165,7 @@ def _plain(cursor: psycopg.Cursor[Any], rows: list[tuple[Any, ...]]) -> None:
 
 
 def _binary(cursor: psycopg.Cursor[Any], rows: list[tuple[Any, ...]]) -> None:
-    with cursor.copy(COPY) as copy:
+    with cursor.copy(COPY_TO_SPOOL) as copy:
         copy.set_types(COPY_TYPES)
         for row in rows:
             copy.write_row(row)

@@ -10,7 +10,7 @@ from typing import Any
 from agents import wire
 from tests.bench.peer import Peer
 
-HELLO = wire.encode(wire.Hello("bench", "bench", ("bench_driver",)))
+HELLO = wire.encode_message(wire.Hello("bench", "bench", ("bench_driver",)))
 BEAT = '{{"type":"Beat","seq":{}}}'
 WATCH = b'{"type":"Watch"'
 METRICS = (
@@ -26,7 +26,7 @@ METRICS = (
 def samples(devices: int) -> str:
     """One message, of a usual size."""
     loads = (wire.DeviceLoad(f"pci:0000:{n:02x}:00.0", dict.fromkeys(METRICS, 1234567.25)) for n in range(devices))
-    return wire.encode(wire.Samples(tuple(loads)))
+    return wire.encode_message(wire.Samples(tuple(loads)))
 
 
 class Sampling:

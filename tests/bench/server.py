@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from agents import credentials, wire
-from cyborgweb.settings.keys import keys
+from cyborgweb.settings.keys import get_keys
 from drivers.isolation.process import die_with_parent
 
 CHALLENGE = msgspec.json.encode(credentials.Challenge("n" * 24, 30.0, wire.VERSIONS))
-WELCOME = wire.encode(wire.Welcome(8.0, 1, "0" * 40, wire.MAX_MESSAGE))
+WELCOME = wire.encode_message(wire.Welcome(8.0, 1, "0" * 40, wire.MAX_MESSAGE_BYTES))
 ACK = '{"type":"Ack","seq":100000,"of":"Report"}'
 
 
@@ -69,11 +69,11 @@ def main() -> None:
     die_with_parent()
     if name == "granian":
         os.execv(sys.executable, [sys.executable, "-m", "granian", *sys.argv[1:]])  # the death signal stays
-    keys()
+    get_keys()
     if name in CEILINGS:
         stand_in: Any = types.ModuleType("cyborgweb.asgi")
         stand_in.application = CEILINGS[name]
-        stand_in.begin = stand_in.end = lambda *_: None
+        stand_in.set_gateway_url = stand_in.end_usage_streams = lambda *_: None
         sys.modules["cyborgweb.asgi"] = stand_in
     from cyborgweb.server import web
 

@@ -13,7 +13,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from accelerators.api.json import Json
+from accelerators.api.json import JsonRenderer
 from cyborgweb.urls import urlpatterns as product
 
 AGGREGATE = """
@@ -31,7 +31,7 @@ FROM accelerators_acceleratorrequest WHERE instance_uuid = %s
 class Aggregate(APIView):
     """PostgreSQL's own json_agg of the stored columns of every device, passed through."""
 
-    renderer_classes = [Json]
+    renderer_classes = [JsonRenderer]
     policy_rules = {"GET": "cyborg:device:get_all"}
 
     def get(self, request: Request) -> Response:
@@ -44,7 +44,7 @@ class Aggregate(APIView):
 class Indexed(APIView):
     """One query by the index of `instance_uuid`, its rows as they are."""
 
-    renderer_classes = [Json]
+    renderer_classes = [JsonRenderer]
     policy_rules = {"GET": "cyborg:arq:get_all"}
 
     def get(self, request: Request, instance: UUID) -> Response:

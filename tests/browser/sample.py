@@ -120,14 +120,14 @@ def fill() -> None:
         created_by="admin",
     )
     employ()
-    ApiToken.make("nova", User.objects.get(username="admin"), ["service"], "local")
+    ApiToken.create_with_secret("nova", User.objects.get(username="admin"), ["service"], "local")
 
 
 def employ() -> None:
     """A person in each group of `PEOPLE`, who logs in with her name and `PASSWORD`."""
     for name, group in PEOPLE.items():
         person = User.objects.create_user(name, password=PASSWORD, is_staff=True)
-        person.groups.add(roles.group(group))
+        person.groups.add(roles.get_group(group))
 
 
 def decide(now: datetime) -> None:

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from cyborgweb.database.postgres import socket_folder
+from cyborgweb.database.postgres import choose_socket_folder
 from tests.browser.conftest import Desk, Hardware
 from tests.support.webserver import until
 from tests.system.product import Product
@@ -55,7 +55,7 @@ def badge(page: Page) -> Locator:
 @contextmanager
 def outage(product: Product) -> Iterator[None]:
     """The database takes no connection meanwhile, and those that were there are gone."""
-    where = str(socket_folder(product.state / "postgres" / "run"))
+    where = str(choose_socket_folder(product.state / "postgres" / "run"))
     with psycopg.connect(host=where, user="postgres", dbname="postgres", autocommit=True) as connection:
         connection.execute("ALTER DATABASE cyborg ALLOW_CONNECTIONS false")
         try:

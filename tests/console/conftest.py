@@ -53,5 +53,5 @@ def _fill(devices: int, first: int = 0) -> list[Host]:
     JoinToken.objects.create(
         host_name="cmp99", secret_hash=f"{first:x}".rjust(64, "f"), expires_at=datetime.now(UTC) + timedelta(hours=1)
     )
-    ApiToken.make(f"nova-{first}", User.objects.get(), ["service"], "p1")
+    ApiToken.create_with_secret(f"nova-{first}", User.objects.get(), ["service"], "p1")
     return hosts

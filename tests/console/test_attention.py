@@ -28,9 +28,9 @@ QUIET = dict.fromkeys(
 
 def words(devices: dict[str, int] | None = None, down: int = 0, failing: int = 0, **doing: Any) -> list[str]:
     """The needs of a house, each as one line."""
-    hosts, now = {"down": down}, backlog.Work(**(QUIET | doing))
-    house = alerts.House(hosts, Counter(devices or {}), now, [], failing, 0, NOW)
-    return [f"{need.tone} {need.word}: {need.what} {need.then}" for need in alerts.needs(house)]
+    hosts, now = {"down": down}, backlog.Backlog(**(QUIET | doing))
+    house = alerts.SystemState(hosts, Counter(devices or {}), now, [], failing, 0, NOW)
+    return [f"{need.tone} {need.label}: {need.link_text} {need.explanation}" for need in alerts.list_alerts(house)]
 
 
 def test_nothing_wrong_needs_nobody() -> None:
@@ -47,14 +47,14 @@ def test_the_worst_comes_first_and_what_waits_for_a_decision_last() -> None:
 
 
 def test_who_is_behind_is_named_with_the_error_and_stuck_outdoes_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_jobs", dict(jobs._jobs))
-    late = backlog.Telling(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
+    monkeypatch.setattr(jobs, "_registered", dict(jobs._registered))
+    late = backlog.IntentBacklog(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
     assert words(intents={"provider": late}) == []  # no cloud is configured: nobody is told
-    jobs.register("placement", "none", cluster="work", intent="provider")
+    jobs.register_job("placement", "none", cluster="work", intent_kind="provider")
     assert words(intents={"provider": late}) == [
         "warn behind: Placement is behind by 4 min, 3 changes waiting: 503 from Placement"
     ]
-    stuck = backlog.Telling(3, 1, NOW, "x" * 300)
+    stuck = backlog.IntentBacklog(3, 1, NOW, "x" * 300)
     (line,) = words(intents={"provider": stuck})
     assert line.startswith("bad stuck: 1 intent failed ten times or more: xxx") and line.endswith("x…")
 
@@ -84,12 +84,12 @@ def test_capacity_counts_held_free_and_out_of_offer_by_class() -> None:
                 deployable=handle.deployable,
                 attach_handle=handle,
             )
-    (one,) = capacity.classes()
+    (one,) = capacity.list_resource_classes()
     assert (one.name, one.total, one.held, one.free, one.reserved) == ("FPGA", 12, 3, 5, 4)
     assert 'class="free" width="66.67"' in one.bar and 'class="held" width="25.00"' in one.bar
     with conductor.writing():
         Device.objects.filter(address="0000:02:00.0").update(state="retired")
-    assert capacity.classes()[0].total == 8
+    assert capacity.list_resource_classes()[0].total == 8
 
 
 @pytest.mark.django_db
@@ -103,10 +103,10 @@ def test_a_full_class_is_said_and_every_link_leads_somewhere(operator: Client, f
     with CaptureQueriesContext(connection) as captured:
         page = operator.get("/admin/")
     assert len(captured) <= 10
-    needs = {need.word: need for _, need in page.context["needs"]}
+    needs = {need.label: need for _, need in page.context["needs"]}
     assert {"missing", "failed", "broken", "failing", "stuck", "new"} <= needs.keys() and not page.context["calm"]
     for need in needs.values():
         if need.url.startswith("/"):
             assert operator.get(need.url).status_code == 200, need.url
-            if need.url.startswith("/admin/accelerators/device/") and need.word != "full":
-                assert operator.get(need.url).context["cl"].result_count >= int(need.what.split()[0])
+            if need.url.startswith("/admin/accelerators/device/") and need.label != "full":
+                assert operator.get(need.url).context["cl"].result_count >= int(need.link_text.split()[0])

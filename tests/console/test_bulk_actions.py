@@ -18,11 +18,11 @@ from django.urls import reverse
 from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.devices import lifecycle
-from accelerators.devices.lifecycle import Seen
+from accelerators.devices.lifecycle import SeenStates
 from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import Drain
+from accelerators.domain.states import DrainTarget
 from accelerators.models import Bulk, Command, Device, Event, Host
 from accelerators.workflows import bulk_actions
 from tests.console.conftest import Fill
@@ -55,7 +55,7 @@ def do(client: Client, bulk: Bulk, verb: str, **sent: Any) -> str:
 
 def work(most: int = 1000) -> None:
     """The job, until there is nothing left."""
-    assert any(not bulk_actions.step() for _ in range(most)), "there is always more"
+    assert any(not bulk_actions.process_next_slice() for _ in range(most)), "there is always more"
 
 
 def free(client: Client) -> QuerySet[Device]:
@@ -103,9 +103,9 @@ def test_what_changed_after_the_question_is_left_alone_and_said(operator: Client
         Device.objects.update(state="inactive")
     bulk = choose(operator, "quarantine")
     other = Device.objects.get(address="0000:02:00.0")
-    lifecycle.ask(Action.ENABLE, other.uuid, Caller("vera", "2", frozenset(), ""), "needed")
+    lifecycle.apply_action_to_device(Action.ENABLE, other.uuid, Caller("vera", "2", frozenset(), ""), "needed")
     gone = Device.objects.get(address="0000:05:00.0")
-    lifecycle.ask(Action.QUARANTINE, gone.uuid, OLGA)
+    lifecycle.apply_action_to_device(Action.QUARANTINE, gone.uuid, OLGA)
     assert "was inactive when it was chosen, is ready now" in operator.get(page(bulk)).content.decode()
     text = do(operator, bulk, "confirm", typed="10")
     other.refresh_from_db()
@@ -142,7 +142,7 @@ def test_what_is_bound_after_the_question_is_left_alone(operator: Client, fill: 
     with conductor.writing():
         Device.objects.update(state="ready")
     bulk = choose(operator, "drain")
-    bulk_actions.confirm(bulk, "", held_too=False)
+    bulk_actions.confirm_draft(bulk, "", held_too=False)
     bulk.refresh_from_db()
     assert bulk.refused > 0 and bulk.moved > 0
     assert {item.why for item in bulk.items.filter(outcome="refused")} == {"held"}
@@ -168,27 +168,27 @@ def test_a_dry_run_asks_everybody_and_changes_nothing(operator: Client, fill: Fi
 def test_a_large_set_is_a_job_that_survives_being_killed_and_can_be_stopped(
     operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_actions, "SLICE", 10)
+    monkeypatch.setattr(bulk_actions, "BULK_SLICE_SIZE", 10)
     fill(60)
     with conductor.writing():
         Device.objects.update(state="inactive")
     bulk = choose(operator, "quarantine")
     text = do(operator, bulk, "confirm", typed="60")
     assert "0 of 60" in text and "Stop before the next device" in text and reverse_now(bulk) in text
-    real = lifecycle.store
+    real = lifecycle.store_state_changes
 
     def killed(*said: Any) -> None:
         real(*said)
         raise Killed
 
-    assert bulk_actions.step()
+    assert bulk_actions.process_next_slice()
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(lifecycle, "store", killed)
-        bulk_actions.step()
+        patched.setattr(lifecycle, "store_state_changes", killed)
+        bulk_actions.process_next_slice()
     assert Device.objects.filter(state="quarantined").count() == 10
-    assert bulk_actions.step()
+    assert bulk_actions.process_next_slice()
     bulk.refresh_from_db()
-    assert bulk.worked == 20 and "20 of 60" in operator.get(reverse_now(bulk)).content.decode()
+    assert bulk.finished_count == 20 and "20 of 60" in operator.get(reverse_now(bulk)).content.decode()
     assert "40 not done" in do(operator, bulk, "cancel")
     work()
     assert (bulk.state, Device.objects.filter(state="quarantined").count()) == ("cancelled", 20)
@@ -215,8 +215,8 @@ def test_of_two_operators_at_once_one_wins_and_the_other_is_told(fill: Fill) -> 
     def ask(action: Action) -> None:
         start.wait(10)
         try:
-            seen = Seen({device.uuid: "inactive"})
-            said.append(lifecycle.ask(action, device.uuid, OLGA, f"to {action}", seen=seen).state)
+            seen = SeenStates({device.uuid: "inactive"})
+            said.append(lifecycle.apply_action_to_device(action, device.uuid, OLGA, f"to {action}", seen=seen).state)
         except RefusedError as refused:
             said.append(refused.text)
         finally:
@@ -257,18 +257,20 @@ def test_who_may_only_look_asks_for_nothing_and_nobody_confirms_anothers_set(ope
 @pytest.mark.django_db
 def test_bounds_and_what_is_kept(operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(10)
-    monkeypatch.setattr(bulk_actions, "MOST", 9)
+    monkeypatch.setattr(bulk_actions, "MAX_BULK_DEVICES", 9)
     every = Device.objects.all()
     with pytest.raises(RefusedError, match="More than 9 devices are chosen"):
-        bulk_actions.choose(Action.ENABLE, Drain.MAINTENANCE, every, OLGA)
+        bulk_actions.create_draft(Action.ENABLE, DrainTarget.MAINTENANCE, every, OLGA)
     with pytest.raises(RefusedError, match="No device is chosen"):
-        bulk_actions.choose(Action.ENABLE, Drain.MAINTENANCE, every.none(), OLGA)
-    bulk = bulk_actions.choose(Action.ENABLE, Drain.MAINTENANCE, every.filter(address__lte="0000:02:00.0"), OLGA)
+        bulk_actions.create_draft(Action.ENABLE, DrainTarget.MAINTENANCE, every.none(), OLGA)
+    bulk = bulk_actions.create_draft(
+        Action.ENABLE, DrainTarget.MAINTENANCE, every.filter(address__lte="0000:02:00.0"), OLGA
+    )
     assert [item.stood for item in bulk.items.all()] == [item.device.stands for item in bulk.items.all()]
     assert "A reason is at most 500" in do(operator, bulk, "confirm", reason="x" * 501, typed="3")
     assert (
-        not bulk_actions.forget()
-        and bulk_actions.forget(datetime.now(UTC) + timedelta(days=2))
+        not bulk_actions.delete_oldest_expired_bulk()
+        and bulk_actions.delete_oldest_expired_bulk(datetime.now(UTC) + timedelta(days=2))
         and not Bulk.objects.exists()
     )
     assert operator.get(reverse("admin:accelerators_bulk_changelist")).status_code == 200
@@ -293,7 +295,7 @@ def test_agents_are_asked_about_many_and_what_is_held_is_never_reset(operator: C
     held = {d.pk for d in devices if d.deployables.filter(attach_handles__request__isnull=False).exists()}
     assert 0 < len(held) < 10
     busy = next(device for device in devices if device.pk not in held)
-    placing.ask("reset", busy.uuid, OLGA)
+    placing.order_device_command("reset", busy.uuid, OLGA)
     bulk = choose(operator, "reset", Device.objects.filter(pk__in=[device.pk for device in devices]))
     asked = operator.get(page(bulk))
     coming = {one.text: one.number for _, one in asked.context["forecast"]}
@@ -314,7 +316,7 @@ def test_agents_are_asked_about_many_and_what_is_held_is_never_reset(operator: C
     assert {(one.actor, one.reason, one.exclusive) for one in placed} == {("olga", "after the storm", True)}
     listed = operator.get(re.findall(r'href="([^"]*together=[^"]*)"', text)[0].replace("&amp;", "&"))
     assert listed.context["cl"].result_count == going
-    assert "ordered with request" in {chip["name"] for chip in listed.context["cl"].chips()}
+    assert "ordered with request" in {chip["name"] for chip in listed.context["cl"].applied_filters()}
 
 
 @pytest.mark.django_db(transaction=True)

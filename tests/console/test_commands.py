@@ -50,14 +50,14 @@ def asks(client: Client, row: Device | Host) -> set[str]:
 
 
 def begun(device: Device, percent: int = 40, text: str = "unbinding it") -> Command:
-    command = placing.ask("health", device.uuid, OLGA, reason="looks ill")
-    placing.progressed([placing.Progress(command.host_id, command.id, percent, text)])
+    command = placing.order_device_command("health", device.uuid, OLGA, reason="looks ill")
+    placing.store_progress([placing.CommandProgress(command.host_id, command.id, percent, text)])
     return command
 
 
 def ended(command: Command, outcome: str = "succeeded", text: str = "it is well", **detail: str) -> None:
-    placing.answer([placing.Answer(command.host_id, command.id, outcome, text, detail)])
-    command_results.settle()
+    placing.store_answers([placing.CommandAnswer(command.host_id, command.id, outcome, text, detail)])
+    command_results.end_answered_commands()
 
 
 def test_the_page_says_what_installing_would_do_before_anybody_enables_it(operator: Client, device: Device) -> None:

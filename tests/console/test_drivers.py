@@ -104,4 +104,4 @@ def test_the_lists_take_as_many_statements_for_many_hosts_as_for_few(operator: C
     for n in range(3, 30):
         apply(a_host(f"cmp{n}"), DriverReport("pci_driver", state="absent"), answer(card(1)))
     assert statements(operator, LIST) == few <= 12
-    assert not driver_rollouts.step()
+    assert not driver_rollouts.advance_oldest_rollout()

@@ -16,9 +16,9 @@ from accelerators.audit import sealing
 from accelerators.devices import lifecycle
 from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import Device, Event, Seal
-from accelerators.models.records import saying
+from accelerators.models.records import event_has_words
 from cyborgweb.models import ApiToken
 from tests.console.conftest import Fill
 
@@ -37,11 +37,11 @@ def events(fill: Fill) -> list[Event]:
     fill(2)
     about = {"subject": (None, "NVIDIA H100 0000:3b:00.0"), "changes": {"state": ["ready", "missing"]}}
     with conductor.writing():
-        conductor.record_all(
+        conductor.record_events(
             [
-                conductor.event("device.missing", Source.PERSON, "Olga", **about),
-                conductor.event("device.back", Source.PERSON, "o'hara\\", **about),
-                conductor.event("profile.created", Source.API, "nova", subject=(None, "small & 'fast':*")),
+                conductor.build_event("device.missing", EventSource.PERSON, "Olga", **about),
+                conductor.build_event("device.back", EventSource.PERSON, "o'hara\\", **about),
+                conductor.build_event("profile.created", EventSource.API, "nova", subject=(None, "small & 'fast':*")),
             ]
         )
     return list(Event.objects.all())
@@ -86,7 +86,7 @@ def test_what_no_database_can_hold_is_no_error_of_ours(operator: Client, events:
 def test_a_search_is_by_index_whatever_is_asked(operator: Client, events: list[Event]) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SET LOCAL enable_seqscan = off")
-    plan = Event.objects.filter(saying("nova", "olga")).explain()
+    plan = Event.objects.filter(event_has_words("nova", "olga")).explain()
     assert plan.count("Bitmap Index Scan on") == plan.count("Bitmap Heap Scan on") > 1 and "Seq Scan" not in plan
     with CaptureQueriesContext(connection) as captured:
         operator.get(LIST, {"q": "device"})
@@ -100,7 +100,9 @@ def test_the_page_of_an_event_shows_before_and_after_who_and_what_came_with_it(o
     token = request_id.set("req-7c1f")
     try:
         for device in (first, second):
-            lifecycle.ask(Action.ENABLE, device.uuid, Caller("vera", "2", frozenset(), ""), "burnt in")
+            lifecycle.apply_action_to_device(
+                Action.ENABLE, device.uuid, Caller("vera", "2", frozenset(), ""), "burnt in"
+            )
     finally:
         request_id.reset(token)
     event = Event.objects.filter(action="device.ready", subject=first.uuid).get()
@@ -119,7 +121,7 @@ def test_what_an_event_holds_is_text(operator: Client, events: list[Event]) -> N
     evil = "<script>alert(1)</script>"
     with conductor.writing():
         said = {evil: [evil, {"nested": evil}], "odd": 7}
-        conductor.record("device.changed", Source.API, evil, subject=(None, evil), changes=said, reason=evil)
+        conductor.record_event("device.changed", EventSource.API, evil, subject=(None, evil), changes=said, reason=evil)
     shown = operator.get(page(Event.objects.get(reason=evil))).content.decode()
     assert evil not in shown and json.dumps(evil)[1:-1] not in shown
 
@@ -129,7 +131,7 @@ def test_the_page_of_an_event_says_under_which_seal_it_is(operator: Client, fill
     fill(1)
     event = Event.objects.get(action="device.found")
     assert "not yet" in operator.get(page(event)).content.decode()
-    sealing.seal()
+    sealing.seal_oldest_events()
     seal = Seal.objects.get()
     assert f"in №{seal.number}" in (shown := operator.get(page(event)).content.decode()) and seal.hash in shown
 
@@ -144,7 +146,7 @@ def test_whom_a_person_lets_in_is_an_event_without_secrets(operator: Client) -> 
     anew = {"password1": "Yu8-secret-y", "password2": "Yu8-secret-y", "usable_password": "true"}
     assert operator.post(reverse("admin:auth_user_password_change", args=[vera.pk]), anew).status_code == 302
     assert operator.post(reverse("admin:auth_user_delete", args=[vera.pk]), {"post": "yes"}).status_code == 302
-    ApiToken.make("nova", User.objects.get(), ["service"], "p1")
+    ApiToken.create_with_secret("nova", User.objects.get(), ["service"], "p1")
     token = reverse("admin:cyborgweb_apitoken_delete", args=[ApiToken.objects.get().pk])
     assert operator.post(token, {"post": "yes"}).status_code == 302
     told = list(Event.objects.filter(actor="olga").order_by("id"))

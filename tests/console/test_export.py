@@ -23,11 +23,11 @@ from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.devices import admission_rules
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Drain, Source
+from accelerators.domain.states import DrainTarget, EventSource
 from accelerators.models import Attachment, Device, Event, Host
 from accelerators.models.drivers import RolloutOp
 from accelerators.ui import export
-from accelerators.ui.changelist import Listing
+from accelerators.ui.changelist import ConsoleModelAdmin
 from accelerators.workflows import bulk_actions, driver_config, driver_rollouts
 from cyborgweb.models import Delivery, Maintenance, Subscription
 from placement_sync.models import Discrepancy, Tree
@@ -80,7 +80,7 @@ def test_many_rows_leave_in_slices_and_none_is_lost(
     operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(23)
-    monkeypatch.setattr(export, "SLICE", 5)
+    monkeypatch.setattr(export, "ROWS_PER_CHUNK", 5)
     answered = operator.get(f"{DEVICES}json")
     pieces = list(answered.streaming_content)
     assert len(pieces) == 6
@@ -108,7 +108,7 @@ def test_exports_are_for_whom_the_list_is_and_bounded_in_number(client: Client, 
     client.force_login(user)
     assert client.get(f"{DEVICES}csv").status_code == 403
     user.user_permissions.add(Permission.objects.get(codename="view_device"))
-    open_ones = [client.get(f"{DEVICES}csv") for _ in range(export.AT_ONCE)]
+    open_ones = [client.get(f"{DEVICES}csv") for _ in range(export.MAX_CONCURRENT_EXPORTS)]
     busy = client.get(f"{DEVICES}csv")
     assert (busy.status_code, busy["Retry-After"]) == (503, "10")
     for answered in open_ones:
@@ -124,25 +124,25 @@ def test_what_is_asked_wrongly_is_refused(asked: str, operator: Client) -> None:
     assert operator.get(f"{DEVICES}exe").status_code == 404
 
 
-def exported_lists() -> list[Listing]:
+def exported_lists() -> list[ConsoleModelAdmin]:
     """The console's lists that can be had as files."""
-    return [one for one in admin.site._registry.values() if isinstance(one, Listing)]
+    return [one for one in admin.site._registry.values() if isinstance(one, ConsoleModelAdmin)]
 
 
 def fill_the_other_lists(hosts: list[Host]) -> None:
     """Make a row of each list that `fill` leaves empty. There are two hosts, as a rollout to one orders it at once."""
     caller = Caller("olga", "u1", frozenset({"admin"}), "p1")
     device = Device.objects.order_by("id")[0]
-    bulk_actions.choose("maintenance", Drain.MAINTENANCE, Device.objects.all(), caller, "all of them")
-    change = driver_config.Change(RolloutOp.INSTALL, "pci_driver")
-    driver_rollouts.start(change, hosts, caller, reason="ticket 4711", source=Source.API)
-    admission_rules.create({"name": "all of rack 2", "driver": "pci_driver", "action": "ready"}, caller)
+    bulk_actions.create_draft("maintenance", DrainTarget.MAINTENANCE, Device.objects.all(), caller, "all of them")
+    change = driver_config.DriverChange(RolloutOp.INSTALL, "pci_driver")
+    driver_rollouts.start_rollout(change, hosts, caller, reason="ticket 4711", source=EventSource.API)
+    admission_rules.create_rule({"name": "all of rack 2", "driver": "pci_driver", "action": "ready"}, caller)
     with conductor.writing():
-        placing.place([placing.Order("health", device.uuid, actor="olga")])
-        conductor.intend("provider", {str(hosts[0].uuid): {}})
+        placing.place_commands([placing.CommandOrder("health", device.uuid, actor="olga")])
+        conductor.raise_intents("provider", {str(hosts[0].uuid): {}})
         attached = Attachment.objects.create(instance=uuid4(), project_id="p1", host=hosts[0].name, actor="olga")
         about: dict[str, Any] = {"subject": (attached.uuid, str(attached)), "changes": {"state": [None, "asked"]}}
-        conductor.record("attachment.asked", Source.API, "olga", **about)
+        conductor.record_event("attachment.asked", EventSource.API, "olga", **about)
     Tree.objects.create(host=hosts[0], root=uuid4(), problems=["its provider has two parents"])
     contradiction = {"provider": uuid4(), "provider_name": "node_0000:01:00.0", "instance": uuid4()}
     seen = {"since": datetime.now(UTC), "seen_at": datetime.now(UTC)}
@@ -166,7 +166,7 @@ def test_every_list_can_be_had_with_the_rows_and_values_that_are_stored(
     }
     for one in lists:
         stored_names = {field.name for field in one.opts.get_fields()}
-        paths = [path for path in export.columns(one, request) if path.split("__")[0] in stored_names]
+        paths = [path for path in export.list_export_fields(one, request) if path.split("__")[0] in stored_names]
         names = [path.replace("__", "_") for path in paths]
         assert names, one.opts.label_lower
         stored = [dict(zip(names, row, strict=True)) for row in one.model._default_manager.values_list(*paths)]

@@ -26,7 +26,7 @@ INDEX = "/admin/"
 
 def test_P3_it_costs_at_most_ten_statements_at_any_size(operator: Client, fill: Fill) -> None:
     fill(300)
-    telemetry.forget()  # the list of gateways is read once in a while: here, whichever test ran before
+    telemetry.forget_gateways()  # the list of gateways is read once in a while: here, whichever test ran before
     with CaptureQueriesContext(connection) as captured:
         assert operator.get(INDEX).status_code == 200
     assert len(captured) <= 10
@@ -48,7 +48,7 @@ def test_agents_up_late_and_down_by_the_age_of_their_lease(operator: Client, fil
     Lease.objects.filter(host=hosts[1]).update(seen_at=now - timedelta(seconds=15))
     Lease.objects.filter(host=hosts[2]).update(seen_at=now - timedelta(seconds=60))
     Lease.objects.filter(host=hosts[3]).delete()
-    conductor.mark_hosts([hosts[2].id], now)
+    conductor.set_hosts_stale_since([hosts[2].id], now)
     page = operator.get(INDEX)
     assert {word: number for _, word, number in page.context["agents"]} == {"up": 1, "late": 1, "down": 2}
     assert page.context["hosts"]["stale"] == 1
@@ -102,7 +102,7 @@ def test_who_may_not_view_devices_sees_a_sentence_and_no_numbers(client: Client,
     assert "devices" not in page.context
     assert "may log in but not see" in page.content.decode()
     guest.user_permissions.add(Permission.objects.get(codename="view_device"))
-    telemetry.forget()
+    telemetry.forget_gateways()
     with CaptureQueriesContext(connection) as captured:
         assert "devices" in client.get(INDEX).context
     assert len(captured) <= 10

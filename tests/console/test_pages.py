@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from accelerators import conductor
 from accelerators.admin import device_summaries
 from accelerators.commands import placing
-from accelerators.commands.placing import Answer
+from accelerators.commands.placing import CommandAnswer
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -32,7 +32,7 @@ from accelerators.requests import binding
 from accelerators.ui import badges
 from accelerators.workflows import command_results
 from agents.models import Agent
-from placement_sync.models import Discrepancy, Kind
+from placement_sync.models import Discrepancy, DiscrepancyKind
 from tests.support.reports import a_heard_host, a_host, answer, apply, card
 from tests.support.statements import statements
 
@@ -42,7 +42,7 @@ OTHER = '{"bus": "02", "device": "00", "domain": "0000", "function": "%x"}'
 
 
 def url(row: Model) -> str:
-    return badges.page(row._meta.model_name, row.pk)  # type: ignore[arg-type]
+    return badges.page_url(row._meta.model_name, row.pk)  # type: ignore[arg-type]
 
 
 def text(client: Client, row: Model) -> str:
@@ -66,15 +66,15 @@ def bound(bus: int = 1, times: int = 1) -> AcceleratorRequest:
     """Requests for instances of their own on a card; the last one."""
     provider = str(Deployable.objects.get(device__address=f"0000:{bus:02x}:00.0").rp_uuid)
     for _ in range(times):
-        (uuid,) = binding.create("small", NOVA)
-        binding.bind([binding.Bind(uuid, "cmp1", provider, str(uuid4()))], NOVA)
+        (uuid,) = binding.create_requests("small", NOVA)
+        binding.bind_requests([binding.BindSpec(uuid, "cmp1", provider, str(uuid4()))], NOVA)
     return AcceleratorRequest.objects.get(uuid=uuid)
 
 
 def a_fault(device: Device, instance: object) -> None:
     now = datetime.now(UTC)
     Discrepancy.objects.create(
-        kind=Kind.WITHOUT_DEVICE,
+        kind=DiscrepancyKind.WITHOUT_DEVICE,
         host=device.host,
         device=device,
         provider=uuid4(),
@@ -99,7 +99,7 @@ def test_handles_are_free_held_being_bound_reserved_missing_or_lost() -> None:
         AttachHandle.objects.filter(deployable__device=second).order_by("-id").update(attach_type="MDEV")
 
     def states() -> list[list[str]]:
-        return [[unit.state for unit in one.units] for one in device_summaries.of(host.devices.order_by("key"))]
+        return [[unit.state for unit in one.cells] for one in device_summaries.load_cards(host.devices.order_by("key"))]
 
     assert states()[0] == ["held", "missing and held", "missing", "missing"]
     assert states()[1][:2] == ["being bound", "free"]
@@ -117,9 +117,9 @@ def test_of_many_handles_those_that_matter_are_shown_and_all_are_counted() -> No
     with conductor.writing():
         handle = AttachHandle.objects.order_by("id").last()
         AcceleratorRequest.objects.update(attach_handle=handle)
-    (shown,) = device_summaries.of(list(host.devices.all()), 3)
-    assert [unit.state for unit in shown.units] == ["free", "free", "held"]
-    assert (shown.held, shown.counts.total(), shown.hidden.total()) == (1, 8, 5)
+    (shown,) = device_summaries.load_cards(list(host.devices.all()), 3)
+    assert [unit.state for unit in shown.cells] == ["free", "free", "held"]
+    assert (shown.held_count, shown.handle_counts.total(), shown.hidden_counts.total()) == (1, 8, 5)
 
 
 def test_the_host_is_a_picture_and_the_table_says_the_same(operator: Client) -> None:
@@ -178,10 +178,10 @@ def test_the_device_shows_what_its_driver_answered_last(operator: Client) -> Non
     with conductor.writing():
         Device.objects.update(acts="health")
     for limit in ("80", "90"):
-        command = placing.ask("health", device.uuid, NOVA)
+        command = placing.order_device_command("health", device.uuid, NOVA)
         detail = {"signals": json.dumps([{"name": "temperature", "value": "71", "unit": "°C", "limit": limit}])}
-        placing.answer([Answer(command.host_id, command.pk, "succeeded", "ok", detail)])
-        command_results.settle()
+        placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "ok", detail)])
+        command_results.end_answered_commands()
     page = text(operator, device)
     assert "<td>temperature</td><td>71 °C</td><td>90</td>" in page
     assert "<td>80</td>" not in page
@@ -192,9 +192,9 @@ def test_what_a_driver_answers_in_other_shapes_is_not_shown_and_breaks_nothing(o
     with conductor.writing():
         Device.objects.update(acts="health")
     for said in ("[1, 2]", "{", '{"a": 1}'):
-        command = placing.ask("health", device.uuid, NOVA)
-        placing.answer([Answer(command.host_id, command.pk, "succeeded", "", {"signals": said})])
-        command_results.settle()
+        command = placing.order_device_command("health", device.uuid, NOVA)
+        placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "", {"signals": said})])
+        command_results.end_answered_commands()
         assert operator.get(url(device)).status_code == 200
 
 
@@ -217,17 +217,17 @@ def test_the_course_of_a_bind_is_told_with_its_durations(operator: Client) -> No
     request = bound()
 
     def words() -> list[str]:
-        return [step.what.word for step in operator.get(url(request)).context["steps"]]
+        return [step.entry.word for step in operator.get(url(request)).context["steps"]]
 
     assert words() == ["requested", "bind started"]
     assert "unless its host answers" in text(operator, request)
     command = Command.objects.get(op="attach")
     with conductor.writing():
         Command.objects.update(taken_at=datetime.now(UTC), started_at=datetime.now(UTC))
-    placing.answer([Answer(command.host_id, command.pk, "succeeded", "the mdev is there")])
+    placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "the mdev is there")])
     with conductor.writing():  # a test is one transaction, and in one all is answered at its begin
         Command.objects.update(answered_at=datetime.now(UTC))
-    command_results.settle()
+    command_results.end_answered_commands()
     assert words() == ["requested", "bind started", "attach: taken", "attach: started", "attach: succeeded", "bound"]
     page = operator.get(url(request))
     assert re.fullmatch(r"bound after (\d+ ms|[\d.]+ s)", page.context["took"])
@@ -246,8 +246,14 @@ def test_why_a_bind_failed_stands_beside_its_state_and_in_its_course(operator: C
 
 
 def told(request: AcceleratorRequest, *actions: str, said: str = "") -> None:
-    about: conductor.About = {"subject": (request.uuid, ""), "changes": {"notice": [None, "completed"]}, "reason": said}
-    conductor.record_all([conductor.event(f"request.{one}", Source.SYSTEM, "nova", **about) for one in actions])
+    about: conductor.EventDetails = {
+        "subject": (request.uuid, ""),
+        "changes": {"notice": [None, "completed"]},
+        "reason": said,
+    }
+    conductor.record_events(
+        [conductor.build_event(f"request.{one}", EventSource.SYSTEM, "nova", **about) for one in actions]
+    )
 
 
 def test_each_answer_of_nova_is_told_and_what_still_waits(operator: Client) -> None:
@@ -266,7 +272,7 @@ def test_each_answer_of_nova_is_told_and_what_still_waits(operator: Client) -> N
     with conductor.writing():
         Intent.objects.all().delete()
     shown = operator.get(url(request)).context["told"]
-    assert [one.said for one in shown] == ["Nova answered 403", "200 taken"]
+    assert [one.answer for one in shown] == ["Nova answered 403", "200 taken"]
 
 
 def test_P3_the_request_page_costs_at_most_ten_statements(operator: Client) -> None:

@@ -10,19 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerators.admin import pci_tree, topology_svg
-from accelerators.admin.topology_svg import SHAPES, SHOWN, UNITS, WIDTH, Card, Unit
+from accelerators.admin.topology_svg import (
+    DEVICE_ICONS,
+    HANDLE_GLYPHS,
+    MAX_CELLS,
+    PICTURE_WIDTH,
+    DeviceCard,
+    HandleCell,
+)
 from accelerators.domain.states import DeviceType
 
 SVG = "{*}"
 
 
-def card(bus: str = "0000:3b", numa: int = 0, units: int = 1, hidden: int = 0, **changes: object) -> Card:
-    states = list(UNITS)
-    shown = tuple(Unit(f"{bus}:00.{n}", states[n % len(states)], f"/handle/{n}/") for n in range(units))
+def card(bus: str = "0000:3b", numa: int = 0, units: int = 1, hidden: int = 0, **changes: object) -> DeviceCard:
+    states = list(HANDLE_GLYPHS)
+    shown = tuple(HandleCell(f"{bus}:00.{n}", states[n % len(states)], f"/handle/{n}/") for n in range(units))
     counts = Counter(unit.state for unit in shown) + Counter(free=hidden)
-    values: dict[str, object] = {"name": f"L40S {bus}:00.0", "model": "L40S", "type": "GPU", "place": f"{bus}:00.0"}
-    values |= {"numa": numa, "bus": bus, "url": "/device/1/", "marks": (("ready", "good"),)}
-    return Card(**values | {"units": shown, "counts": counts} | changes)  # type: ignore[arg-type]
+    values: dict[str, object] = {"name": f"L40S {bus}:00.0", "model": "L40S", "type": "GPU", "address": f"{bus}:00.0"}
+    values |= {"numa": numa, "bus": bus, "url": "/device/1/", "status_badges": (("ready", "good"),)}
+    return DeviceCard(**values | {"cells": shown, "handle_counts": counts} | changes)  # type: ignore[arg-type]
 
 
 def titles(svg: str) -> list[str]:
@@ -30,20 +37,20 @@ def titles(svg: str) -> list[str]:
 
 
 def test_nodes_stand_in_pairs_the_unknown_last_and_alone_as_wide_as_two() -> None:
-    areas = topology_svg.layout([card(numa=-1), card(numa=1), card(numa=0)])
+    areas = topology_svg.place_cards([card(numa=-1), card(numa=1), card(numa=0)])
     assert [area.numa for area in areas] == [0, 1, -1]
     assert areas[0].y == areas[1].y < areas[2].y
     assert areas[0].x + areas[0].width < areas[1].x
-    assert areas[2].width == WIDTH
-    assert "NUMA node unknown" in topology_svg.host([card(numa=-1)], "cmp1")
+    assert areas[2].width == PICTURE_WIDTH
+    assert "NUMA node unknown" in topology_svg.draw_host([card(numa=-1)], "cmp1")
 
 
 def test_cards_of_one_bus_stay_together_behind_one_port() -> None:
-    found = [card("0000:d8"), card("0000:17"), card("0000:d8", place="0000:d8:00.1"), card("")]
-    columns = topology_svg.layout(found)[0].columns
+    found = [card("0000:d8"), card("0000:17"), card("0000:d8", address="0000:d8:00.1"), card("")]
+    columns = topology_svg.place_cards(found)[0].columns
     buses = [[placed.card.bus for placed in hung.cards] for column in columns for hung in column]
     assert buses == [["0000:17"], ["0000:d8", "0000:d8"], [""]]
-    assert {"PCI bus 0000:d8", "not on PCI"} <= set(titles(topology_svg.host([card("0000:d8"), card("")], "cmp1")))
+    assert {"PCI bus 0000:d8", "not on PCI"} <= set(titles(topology_svg.draw_host([card("0000:d8"), card("")], "cmp1")))
 
 
 PORT, UP = "0000:16:02.0", "0000:17:00.0"
@@ -53,7 +60,7 @@ PORT, UP = "0000:16:02.0", "0000:17:00.0"
 def test_bridges_are_boxes_around_what_hangs_behind_them_and_chains_are_one() -> None:
     behind_switch = [(f"0000:{n:02x}", (PORT, UP, f"0000:18:0{n - 0x19}.0")) for n in range(0x19, 0x1C)]
     alone, plain, off = ("0000:3b", ("0000:3a:01.0",)), ("0000:00", ()), ("", ())
-    told = pci_tree.of([plain, *behind_switch, alone, off])
+    told = pci_tree.build_tree([plain, *behind_switch, alone, off])
     assert [(one.depth, one.bus, one.bridges) for one in told] == [
         (0, plain, ()),
         (0, None, (PORT, UP)),
@@ -62,18 +69,18 @@ def test_bridges_are_boxes_around_what_hangs_behind_them_and_chains_are_one() ->
         (0, off, ()),
     ]
     assert [one.switch for one in told if one.bus is None] == [True]
-    legacy = pci_tree.of([("0000:41", (PORT,)), ("0000:42", (PORT, UP))])
+    legacy = pci_tree.build_tree([("0000:41", (PORT,)), ("0000:42", (PORT, UP))])
     assert (legacy[0].bus, legacy[0].switch) == (None, False)
 
 
 def test_a_switch_is_named_counted_and_its_cards_hang_on_it() -> None:
     gpus = [card(f"0000:{n:02x}", bridges=(PORT, UP, f"0000:18:0{n - 0x19}.0")) for n in range(0x19, 0x1B)]
-    said = titles(topology_svg.host([*gpus, card("0000:3b", bridges=("0000:3a:01.0",))], "cmp1"))
+    said = titles(topology_svg.draw_host([*gpus, card("0000:3b", bridges=("0000:3a:01.0",))], "cmp1"))
     assert f"switch: {PORT} › {UP}, 2 cards behind it" in said
     assert "PCI bus 0000:19, behind 0000:18:00.0" in said and "PCI bus 0000:3b, behind 0000:3a:01.0" in said
-    ((*column,),) = topology_svg.layout(gpus)[0].columns
+    ((*column,),) = topology_svg.place_cards(gpus)[0].columns
     assert [hung.x for hung in column] == [25, 25 + topology_svg.INSET, 25 + topology_svg.INSET]
-    assert {placed.width for hung in column for placed in hung.cards} == {topology_svg.WHOLE - topology_svg.INSET}
+    assert {placed.width for hung in column for placed in hung.cards} == {topology_svg.CARD_WIDTH - topology_svg.INSET}
 
 
 ADDRESS = st.sampled_from([f"0000:{n:02x}:00.0" for n in range(6)])
@@ -81,14 +88,14 @@ BRIDGES = st.lists(ADDRESS, max_size=9).map(tuple)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "0000:17", "0000:3b"]), BRIDGES), max_size=12, unique=True))
-def test_every_bus_hangs_once_behind_all_its_bridges(buses: list[pci_tree.Bus]) -> None:
-    told = pci_tree.of(buses)
+def test_every_bus_hangs_once_behind_all_its_bridges(buses: list[pci_tree.BusPosition]) -> None:
+    told = pci_tree.build_tree(buses)
     assert sorted(one.bus for one in told if one.bus) == sorted(buses)
     above: list[tuple[str, ...]] = []
     for one, following in zip_longest(told, told[1:]):
         assert one is not None
         above[one.depth :] = [one.bridges]
-        assert one.depth <= pci_tree.DEEPEST and len(above) == one.depth + 1
+        assert one.depth <= pci_tree.MAX_BOX_DEPTH and len(above) == one.depth + 1
         if one.bus:
             assert sum(above, ()) == one.bus[1]
         else:
@@ -102,69 +109,73 @@ def test_every_bus_hangs_once_behind_all_its_bridges(buses: list[pci_tree.Bus]) 
             card,
             bus=st.sampled_from(["", "0000:17", "0000:3b", "0000:d8"]),
             numa=st.integers(-1, 3),
-            units=st.sampled_from([0, 1, 16, 17, SHOWN]),
+            units=st.sampled_from([0, 1, 16, 17, MAX_CELLS]),
             hidden=st.sampled_from([0, 200]),
             bridges=BRIDGES,
         ),
         max_size=10,
     )
 )
-def test_nothing_overlaps_or_leaves_its_area_and_every_card_is_there(cards: list[Card]) -> None:
-    areas = topology_svg.layout(cards)
-    assert sum(len(area.placed) for area in areas) == len(cards)
+def test_nothing_overlaps_or_leaves_its_area_and_every_card_is_there(cards: list[DeviceCard]) -> None:
+    areas = topology_svg.place_cards(cards)
+    assert sum(len(area.placed_cards) for area in areas) == len(cards)
     for area in areas:
-        assert area.x >= 0 and area.x + area.width <= WIDTH
-        for one in area.placed:
+        assert area.x >= 0 and area.x + area.width <= PICTURE_WIDTH
+        for one in area.placed_cards:
             assert one.x >= 0 and one.x + one.width <= area.width and one.y + one.height <= area.height
         for column in area.columns:
-            boxes = [(hung.y - topology_svg.BOX // 2, topology_svg.BOX) for hung in column if hung.branch.bus is None]
+            boxes = [
+                (hung.y - topology_svg.BRIDGE_BOX_HEIGHT // 2, topology_svg.BRIDGE_BOX_HEIGHT)
+                for hung in column
+                if hung.branch.bus is None
+            ]
             drawn = sorted(boxes + [(one.y, one.height) for hung in column for one in hung.cards])
             assert all(y + high < following for (y, high), (following, _) in pairwise(drawn))
     if cards:
-        ElementTree.fromstring(topology_svg.host(cards, "cmp1"))
+        ElementTree.fromstring(topology_svg.draw_host(cards, "cmp1"))
 
 
 def test_a_state_is_a_fill_a_glyph_and_a_word_and_every_cell_is_a_link() -> None:
-    svg = ElementTree.fromstring(topology_svg.device(card(units=len(UNITS))))
+    svg = ElementTree.fromstring(topology_svg.draw_device(card(units=len(HANDLE_GLYPHS))))
     links = svg.findall(f".//{SVG}a")
     assert links[0].attrib["href"] == "/device/1/"
     cells = {
         cell.attrib["class"].removeprefix("cell "): cell for cell in svg.iter("g") if "cell " in cell.get("class", "")
     }
-    assert set(cells) == {state.replace(" ", "-") for state in UNITS}
-    assert len({(cell.find("text").text) for cell in cells.values()}) == len(UNITS)  # type: ignore[union-attr]
+    assert set(cells) == {state.replace(" ", "-") for state in HANDLE_GLYPHS}
+    assert len({(cell.find("text").text) for cell in cells.values()}) == len(HANDLE_GLYPHS)  # type: ignore[union-attr]
     assert [link.find("title").text for link in links[1:]] == [  # type: ignore[union-attr]
-        f"0000:3b:00.{n}: {state}" for n, state in enumerate(UNITS)
+        f"0000:3b:00.{n}: {state}" for n, state in enumerate(HANDLE_GLYPHS)
     ]
 
 
 def test_who_holds_a_function_is_said() -> None:
-    unit = Unit("0000:3b:00.2", "held", "/", 1, "PCI", "{}", "1a2b3c4d-…", "small", "i-1", "p-1")
-    assert unit.said == "0000:3b:00.2: held, instance i-1, request 1a2b3c4d of small, project p-1"
+    unit = HandleCell("0000:3b:00.2", "held", "/", 1, "PCI", "{}", "1a2b3c4d-…", "small", "i-1", "p-1")
+    assert unit.tooltip == "0000:3b:00.2: held, instance i-1, request 1a2b3c4d of small, project p-1"
 
 
 def test_many_functions_are_counted_not_drawn() -> None:
-    cards = [card(f"0000:{n:02x}", n % 2, SHOWN, 256 - SHOWN) for n in range(16)]
-    svg = topology_svg.host(cards, "cmp1")
-    assert svg.count(f"+{256 - SHOWN}<") == 16
-    assert f"{256 - SHOWN} more: {256 - SHOWN} free" in titles(svg)
-    assert max(area.height for area in topology_svg.layout(cards)) < 1500
-    assert sum(number for *_, number in topology_svg.legend(cards)) == 16 * 256
+    cards = [card(f"0000:{n:02x}", n % 2, MAX_CELLS, 256 - MAX_CELLS) for n in range(16)]
+    svg = topology_svg.draw_host(cards, "cmp1")
+    assert svg.count(f"+{256 - MAX_CELLS}<") == 16
+    assert f"{256 - MAX_CELLS} more: {256 - MAX_CELLS} free" in titles(svg)
+    assert max(area.height for area in topology_svg.place_cards(cards)) < 1500
+    assert sum(number for *_, number in topology_svg.build_legend(cards)) == 16 * 256
 
 
 def test_what_a_driver_says_is_text_and_has_no_power() -> None:
     evil = '"><script>alert(1)</script>'
-    svg = topology_svg.host([card(model=evil, name=evil, place=evil, type=evil)], evil)
+    svg = topology_svg.draw_host([card(model=evil, name=evil, address=evil, type=evil)], evil)
     assert "<script" not in svg
     assert evil in "".join(titles(svg))
     assert " style=" not in svg
 
 
 def test_each_type_has_a_shape_of_its_own_and_others_a_plain_one() -> None:
-    assert set(SHAPES) == {kind.value for kind in DeviceType} | {""}
-    assert len(set(SHAPES.values())) == len(SHAPES)
-    assert SHAPES[""] in topology_svg.device(card(type="TPU"))
+    assert set(DEVICE_ICONS) == {kind.value for kind in DeviceType} | {""}
+    assert len(set(DEVICE_ICONS.values())) == len(DEVICE_ICONS)
+    assert DEVICE_ICONS[""] in topology_svg.draw_device(card(type="TPU"))
 
 
 def test_an_empty_host_has_no_picture() -> None:
-    assert topology_svg.host([], "cmp1") == ""
+    assert topology_svg.draw_host([], "cmp1") == ""

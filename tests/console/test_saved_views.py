@@ -29,7 +29,7 @@ def viewer(operator: Client, fill: Fill) -> Client:
 
 
 def views(client: Client) -> list[str]:
-    return [view.name for view in client.get(DEVICES).context["cl"].views()]
+    return [view.name for view in client.get(DEVICES).context["cl"].saved_views()]
 
 
 def columns(client: Client, **asked: str) -> list[str]:
@@ -57,12 +57,12 @@ def test_who_sees_one_project_is_shown_no_views_but_their_own(operator: Client) 
     keep = reverse("list_keep", args=["accelerators.acceleratorrequest"])
     tenant = Client()
     user = User.objects.create(username="tina", is_staff=True)
-    user.groups.add(roles.group("project:p1"))
+    user.groups.add(roles.get_group("project:p1"))
     tenant.force_login(user)
     operator.post(keep, {"name": "bank's", "query": "q=bank", "shared": "on"})
     tenant.post(keep, {"name": "mine", "query": "q=a"})
     page = tenant.get(requests)
-    assert [view.name for view in page.context["cl"].views()] == ["mine"]
+    assert [view.name for view in page.context["cl"].saved_views()] == ["mine"]
     assert b"bank" not in page.content
 
 
@@ -70,7 +70,7 @@ def test_a_name_is_saved_once_and_many_are_refused(operator: Client, monkeypatch
     for query in ("stale=yes", "stale=no"):
         operator.post(KEEP, {"name": "mine", "query": query})
     assert SavedView.objects.get().query == "stale=no"
-    monkeypatch.setattr("cyborgweb.pages.saved_views.MOST", 1)
+    monkeypatch.setattr("cyborgweb.pages.saved_views.MAX_VIEWS", 1)
     for name in ("second", "", "x" * 65, "\0"):
         operator.post(KEEP, {"name": name, "query": ""})
     assert SavedView.objects.count() == 1
@@ -82,7 +82,7 @@ def test_columns_are_chosen_by_address_and_for_good(operator: Client, viewer: Cl
     operator.post(KEEP, {"columns": ["model", "state"], "query": "o=3&q=cmp0"})
     assert columns(operator) == ["shown_model", "shown_state"]
     assert columns(viewer) == every
-    assert operator.get(DEVICES).context["cl"].as_saved() == "columns=model%2Cstate"
+    assert operator.get(DEVICES).context["cl"].shareable_query() == "columns=model%2Cstate"
     operator.post(KEEP, {"reset": "yes", "query": ""})
     assert columns(operator) == every
 

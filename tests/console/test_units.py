@@ -48,7 +48,7 @@ def test_a_device_leads_to_the_page_on_which_it_is_divided(operator: Client) -> 
 def test_many_devices_of_several_backends_are_divided_at_once(operator: Client) -> None:
     reported(divisible(1, 4, "a"), divisible(2, 4, "b"), divisible(3, 4, "b"), divisible(4, 0, "b", sized_by=""))
     held = hold(device(3).deployables.get().attach_handles.first())
-    chosen = {"action": "of_list", "_selected_action": [one.pk for one in Device.objects.all()]}
+    chosen = {"action": "change_units", "_selected_action": [one.pk for one in Device.objects.all()]}
     asked = operator.post("/admin/accelerators/device/", chosen).content.decode()
     uuids = re.findall(r'name="device" value="([^"]+)"', asked)
     assert uuids == [str(device(n).uuid) for n in (1, 2, 3)] and "bind=…" in asked

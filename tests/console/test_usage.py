@@ -16,7 +16,7 @@ from accelerators import conductor
 from accelerators.models import Device, Host
 from agents import telemetry
 from agents.models import Agent, Lease
-from agents.telemetry import HostLoad, Loads
+from agents.telemetry import HostLoad, LoadSnapshot
 from tests.console.conftest import Fill
 
 pytestmark = pytest.mark.django_db
@@ -36,15 +36,17 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The first device of every host says VALUES; what is put into the list are gateways that do not answer."""
     silent: list[str] = []
 
-    def said(hosts: Collection[int] | None, *_: float) -> Loads:
+    def said(hosts: Collection[int] | None, *_: float) -> LoadSnapshot:
         found = Host.objects.all() if hosts is None else Host.objects.filter(pk__in=hosts)
         devices = {host.pk: host.devices.order_by("id").first() for host in found}
         at = time.time() - 2
-        return Loads({pk: HostLoad(pk, at, {one.key: VALUES}) for pk, one in devices.items() if one}, tuple(silent))
+        return LoadSnapshot(
+            {pk: HostLoad(pk, at, {one.key: VALUES}) for pk, one in devices.items() if one}, tuple(silent)
+        )
 
-    monkeypatch.setattr(telemetry, "last", lambda hosts=None: said(hosts))
-    monkeypatch.setattr(telemetry, "watch", said)
-    monkeypatch.setattr(telemetry, "census", said)
+    monkeypatch.setattr(telemetry, "get_last_loads", lambda hosts=None: said(hosts))
+    monkeypatch.setattr(telemetry, "request_periodic_loads", said)
+    monkeypatch.setattr(telemetry, "run_load_census", said)
     return silent
 
 
@@ -103,11 +105,11 @@ def test_who_takes_one_census_too_many_is_told_so(
     fill(1)
     texts = []
 
-    def another(*_: object) -> Loads:
+    def another(*_: object) -> LoadSnapshot:
         texts.append(operator.post(CENSUS, {"count": "1"}).content.decode())
-        return Loads({})
+        return LoadSnapshot({})
 
-    monkeypatch.setattr(telemetry, "census", another)
+    monkeypatch.setattr(telemetry, "run_load_census", another)
     operator.post(CENSUS, {"count": "1"})
     assert ["2 censuses are under way" in text for text in texts] == [True, False]
 
@@ -143,9 +145,9 @@ def test_why_there_are_no_samples(
     what: str, why: str, operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (host,) = fill(1)
-    nothing = Loads({}, ("web-2",) if what == "away" else ())
-    monkeypatch.setattr(telemetry, "last", lambda hosts=None: nothing)
-    monkeypatch.setattr(telemetry, "watch", lambda *_: nothing)
+    nothing = LoadSnapshot({}, ("web-2",) if what == "away" else ())
+    monkeypatch.setattr(telemetry, "get_last_loads", lambda hosts=None: nothing)
+    monkeypatch.setattr(telemetry, "request_periodic_loads", lambda *_: nothing)
     if what == "down":
         Lease.objects.all().delete()
     elif what == "barred":

@@ -68,5 +68,5 @@ def actor(see: str = "Findings()", deadline_s: float = 10.0) -> DriverProcess:
 
 
 if __name__ == "__main__":
-    catalogue.load = lambda name: Actor()
+    catalogue.load_driver = lambda name: Actor()
     sys.exit(driver_main.main())

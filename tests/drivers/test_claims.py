@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from drivers.inventory import AttachHandle, Backend, Deployable, Device, DriverReport
 from drivers.pci.functions import PciDriver
-from drivers.pci.ownership import settle
+from drivers.pci.ownership import resolve_conflicts
 
 ADDRESSES = [f"0000:3b:00.{function}" for function in range(4)]
 
@@ -43,7 +43,7 @@ devices = st.builds(
 
 
 def last(reports: list[DriverReport]) -> dict[str, DriverReport]:
-    return {report.driver: report for report in settle(reports)}
+    return {report.driver: report for report in resolve_conflicts(reports)}
 
 
 @st.composite
@@ -63,7 +63,7 @@ def test_the_first_enabled_driver_keeps_the_address() -> None:
         DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),)),
         DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]), card("pci:y", ADDRESSES[1]))),
     )
-    kept, later = settle([first, second])
+    kept, later = resolve_conflicts([first, second])
     assert kept == first
     assert [device.key for device in later.devices] == ["pci:y"]
     assert later.faults[0].subject == ADDRESSES[0]
@@ -72,7 +72,7 @@ def test_the_first_enabled_driver_keeps_the_address() -> None:
 
 def test_an_address_handed_out_as_a_handle_is_claimed_too() -> None:
     nic = DriverReport("nic", devices=(card("serial:1", ADDRESSES[0], deployable("n", ADDRESSES[1])),))
-    _, pci = settle([nic, DriverReport("pci_driver", devices=(card("pci:v", ADDRESSES[1]),))])
+    _, pci = resolve_conflicts([nic, DriverReport("pci_driver", devices=(card("pci:v", ADDRESSES[1]),))])
     assert pci.devices == ()
     assert "already belongs to nic" in pci.faults[0].reason
 
@@ -81,7 +81,7 @@ def test_a_failing_driver_keeps_what_it_had() -> None:
     good = DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),))
     other = DriverReport("pci_driver", devices=(card("pci:x", ADDRESSES[0]),))
     held = last([good, other])
-    failing, while_failing = settle([DriverReport("nvidia", error="it hangs"), other], held)
+    failing, while_failing = resolve_conflicts([DriverReport("nvidia", error="it hangs"), other], held)
     assert (failing.error, failing.devices) == ("it hangs", good.devices)
     assert while_failing.devices == ()
     assert while_failing.faults[0].reason == f"{ADDRESSES[0]} already belongs to nvidia"
@@ -91,10 +91,10 @@ def test_who_had_a_device_and_names_it_still_keeps_it_whatever_the_others_begin_
     pci = DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]),))
     held = last([DriverReport("nvidia"), pci])
     nvidia = DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),))
-    first, second = settle([nvidia, pci], held)
+    first, second = resolve_conflicts([nvidia, pci], held)
     assert (first.devices, second) == ((), pci)
     assert first.faults[0].reason == f"{ADDRESSES[0]} already belongs to {PciDriver.name}"
-    let_go, _ = settle([nvidia, DriverReport(PciDriver.name)], held)
+    let_go, _ = resolve_conflicts([nvidia, DriverReport(PciDriver.name)], held)
     assert let_go == nvidia
 
 
@@ -102,16 +102,16 @@ def test_of_two_backends_the_one_that_had_a_device_keeps_it() -> None:
     parts = {name: replace(card("pci:x", ADDRESSES[0]), backend=name) for name in "ab"}
     both = DriverReport("generic", devices=tuple(parts.values()), backends=tuple(Backend(n, "pci") for n in parts))
     held = last([replace(both, devices=(parts["b"],))])
-    (kept,) = settle([both], held)
+    (kept,) = resolve_conflicts([both], held)
     assert kept.devices == (parts["b"],)
     assert kept.faults[0].reason == f"{ADDRESSES[0]} already belongs to generic:b"
-    (fresh,) = settle([both])
+    (fresh,) = resolve_conflicts([both])
     assert fresh.devices == (parts["a"],)
 
 
 def test_one_identity_on_two_cards_makes_both_ambiguous() -> None:
     twins = DriverReport("a", devices=(card("serial:1", ADDRESSES[0]), card("serial:1", ADDRESSES[1])))
-    (settled,) = settle([twins])
+    (settled,) = resolve_conflicts([twins])
     assert settled.devices == ()
     assert {fault.subject for fault in settled.faults} == set(ADDRESSES[:2])
 
@@ -119,14 +119,14 @@ def test_one_identity_on_two_cards_makes_both_ambiguous() -> None:
 def test_twins_inside_a_device_are_its_drivers_mistake() -> None:
     same_name = card("k1", None, deployable("n"), deployable("n"))
     same_handle = card("k2", None, deployable("m", ADDRESSES[0], ADDRESSES[0]))
-    (settled,) = settle([DriverReport("a", devices=(same_name, same_handle))])
+    (settled,) = resolve_conflicts([DriverReport("a", devices=(same_name, same_handle))])
     assert settled.devices == ()
     assert [fault.subject for fault in settled.faults] == ["k1", "k2"]
 
 
 @given(answers())
 def test_everything_has_one_owner_and_nothing_vanishes_silently(reports: list[DriverReport]) -> None:
-    settled = settle(reports)
+    settled = resolve_conflicts(reports)
     kept = [device for report in settled for device in report.devices]
     names = [part.name for device in kept for part in device.deployables]
     addresses = [device.address for device in kept if device.address]
@@ -140,23 +140,23 @@ def test_everything_has_one_owner_and_nothing_vanishes_silently(reports: list[Dr
 
 @given(answers())
 def test_what_is_settled_stays_settled(reports: list[DriverReport]) -> None:
-    settled = settle(reports)
-    assert settle(settled) == settled
+    settled = resolve_conflicts(reports)
+    assert resolve_conflicts(settled) == settled
 
 
 @given(answers(), st.randoms())
 def test_another_order_of_the_drivers_moves_no_device(reports: list[DriverReport], random: Random) -> None:
     before = last(reports)
-    for report in settle(random.sample(reports, len(reports)), before):
+    for report in resolve_conflicts(random.sample(reports, len(reports)), before):
         assert report.devices == before[report.driver].devices
 
 
 @given(answers(), st.data())
 def test_a_driver_that_fails_changes_nothing_for_the_others(reports: list[DriverReport], data: st.DataObject) -> None:
-    settled = settle(reports, last(reports))
+    settled = resolve_conflicts(reports, last(reports))
     broken = data.draw(st.integers(0, len(reports) - 1))
     failing = [*reports[:broken], DriverReport(reports[broken].driver, error="gone"), *reports[broken + 1 :]]
-    again = settle(failing, last(reports))
+    again = resolve_conflicts(failing, last(reports))
     assert again[:broken] + again[broken + 1 :] == settled[:broken] + settled[broken + 1 :]
 
 
@@ -168,6 +168,6 @@ def test_a_backend_that_fails_keeps_its_devices_from_others() -> None:
     greedy = (replace(mine, backend="b"), replace(others, backend="b"))
     rival = DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]),))
     held = last([said("", mine), rival])
-    settled, rest = settle([said("it hung", *greedy), rival], held)
+    settled, rest = resolve_conflicts([said("it hung", *greedy), rival], held)
     assert [(device.key, device.backend) for device in settled.devices] == [(mine.key, "a"), (others.key, "b")]
     assert not rest.devices and "already belongs to generic:a" in rest.faults[0].reason

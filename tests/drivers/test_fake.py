@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drivers.errors import Invalid
-from drivers.fake.driver import FakeDriver, moving
+from drivers.fake.driver import FakeDriver, simulate_load
 from drivers.inventory import Attribute, Device, Sample
 from drivers.machine import Machine
 from drivers.plan import Ask
@@ -68,12 +68,12 @@ def test_any_number_of_devices_have_names_and_addresses_of_their_own(tmp_path: P
 
 
 def test_its_load_moves_by_itself_within_bounds_each_device_at_its_own_pace() -> None:
-    hour = [moving("fake_driver:0000:0c:00.0", float(second)) for second in range(0, 3600, 20)]
+    hour = [simulate_load("fake_driver:0000:0c:00.0", float(second)) for second in range(0, 3600, 20)]
     busy = [load["utilization_percent"] for load in hour]
     assert min(busy) >= 0 and max(busy) <= 100 and max(busy) - min(busy) > 50
     assert all(0 < load["memory_used_bytes"] <= load["memory_total_bytes"] for load in hour)
-    assert hour != [moving("fake_driver:0000:0d:00.0", float(second)) for second in range(0, 3600, 20)]
-    assert moving("a", 1e9) == moving("a", 1e9) != moving("a", 1e9 + 30)
+    assert hour != [simulate_load("fake_driver:0000:0d:00.0", float(second)) for second in range(0, 3600, 20)]
+    assert simulate_load("a", 1e9) == simulate_load("a", 1e9) != simulate_load("a", 1e9 + 30)
 
 
 def test_its_load_is_what_the_script_says_and_moves_again_without(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_its_load_is_what_the_script_says_and_moves_again_without(tmp_path: Path
     settings: dict[str, object] = {"control_file": str(control)}
     assert FakeDriver().stats(Machine("n"), settings, ask) == (Sample(ask.key, "power_watts", 12.5),)
     assert change(control, "set", "stats", "null").returncode == 0
-    assert {one.metric for one in FakeDriver().stats(Machine("n"), settings, ask)} == moving("a", 0.0).keys()
+    assert {one.metric for one in FakeDriver().stats(Machine("n"), settings, ask)} == simulate_load("a", 0.0).keys()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"count": -1}', '{"cuont": 1}', "\xff"])

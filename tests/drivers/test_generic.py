@@ -13,11 +13,11 @@ import pytest
 from drivers.base import Findings
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.generic import GenericDriver
-from drivers.generic.backend import Kind
-from drivers.generic.driver import Look
+from drivers.generic.backend import BackendBase
+from drivers.generic.driver import BackendDiscovery
 from drivers.inventory import Device, DriverReport, Service
 from drivers.machine import Machine
-from drivers.pci.ownership import settle
+from drivers.pci.ownership import resolve_conflicts
 from drivers.plan import Ask, Image
 from tests.drivers.doing import Doer
 from tests.support import modelkinds
@@ -260,7 +260,7 @@ def test_of_three_backends_one_hangs_and_one_fails_and_the_third_answers(host: M
         work.plan("install", Ask("remote:stuck"))
 
 
-class Broken(Kind, tag="broken"):
+class Broken(BackendBase, tag="broken"):
     """A kind as its author left it."""
 
     kind = "pci"
@@ -284,14 +284,14 @@ def throw(error: Exception) -> object:
     ],
 )
 def test_whatever_a_kind_does_is_its_backends_error(host: ModelMachine, fails: Callable[[], object], says: str) -> None:
-    look = Look(Broken(fails=fails), host.machine)
+    look = BackendDiscovery(Broken(fails=fails), host.machine)
     look.run()
     assert says in look.error and look.findings == Findings()
 
 
 def test_the_first_backend_that_takes_a_card_has_it(host: ModelMachine) -> None:
     found = look(doer(host, disks=PCI, all=PCI | {"match": [{"class": "0108*"}, {"class": "03*"}]}))
-    (settled,) = settle([DriverReport("generic_driver", "", found.devices, found.faults, found.backends)])
+    (settled,) = resolve_conflicts([DriverReport("generic_driver", "", found.devices, found.faults, found.backends)])
     assert {device.address: device.backend for device in settled.devices} == {DISK: "disks", GPU: "all"}
     assert [fault.reason for fault in settled.faults] == [f"{DISK} already belongs to generic_driver:disks"]
 

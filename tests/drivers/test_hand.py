@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Invalid, Timeout, Unsupported
-from drivers.isolation.host_writer import HostWriter, _problem
+from drivers.isolation.host_writer import HostWriter, _make_error
 from drivers.plan import Image
 
 SLOT = "/sys/class/firmware/secure-update0"
@@ -146,7 +146,7 @@ def test_who_no_longer_waits_leaves_no_worker(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_kernel_refuses_is_said_in_our_words(code: int, at: str, kind: type[DriverError], words: str) -> None:
-    problem = _problem({"errno": code, "at": at, "path": "/somewhere"}, "/sys/x")
+    problem = _make_error({"errno": code, "at": at, "path": "/somewhere"}, "/sys/x")
     assert type(problem) is kind
     assert str(problem).startswith("/sys/x: ")
     assert words in str(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drivers.errors import DriverError
-from drivers.pci.host_usage import used_by_host
+from drivers.pci.host_usage import find_functions_used_by_host
 from tests.drivers.tree import Host
 
 DISK, OTHER = "0000:00:02.0", "0000:00:05.0"
@@ -16,21 +16,21 @@ def test_a_mounted_partition_holds_its_controller(host: Host) -> None:
     host.block("vda1", "254:1", disk)
     host.mount("254:1", "/var/lib", "/dev/vda1")
     host.mount("254:1", "/", "/dev/root")
-    assert used_by_host(host.machine) == {DISK: "the host uses it: vda1 is mounted at /"}
+    assert find_functions_used_by_host(host.machine) == {DISK: "the host uses it: vda1 is mounted at /"}
 
 
 def test_a_mounted_disk_is_found_by_its_path_where_the_mount_table_has_another_number(host: Host) -> None:
     host.block("sdb", "8:16", host.pci(DISK, "0x1000", "0x0097", "0x010700"))
     host.mount("0:45", "/srv", "/dev/sdb")
-    assert used_by_host(host.machine) == {DISK: "the host uses it: sdb is mounted at /srv"}
+    assert find_functions_used_by_host(host.machine) == {DISK: "the host uses it: sdb is mounted at /srv"}
 
 
 def test_words_stay_the_same_when_more_is_mounted(host: Host) -> None:
     host.block("vda", "254:0", host.pci(DISK, "0x1af4", "0x1042", "0x018000"))
     host.mount("254:0", "/", "/dev/vda")
-    before = used_by_host(host.machine)
+    before = find_functions_used_by_host(host.machine)
     host.mount("254:0", "/var/lib/kubelet/pods/1/volume\\040a", "/dev/vda")
-    assert used_by_host(host.machine) == before
+    assert find_functions_used_by_host(host.machine) == before
 
 
 def test_lvm_on_raid_holds_every_disk(host: Host) -> None:
@@ -40,7 +40,7 @@ def test_lvm_on_raid_holds_every_disk(host: Host) -> None:
     host.block("md0", "9:0", virtual, slaves=("sd0", "sd1"))
     host.block("dm-0", "253:0", virtual, slaves=("md0",))
     host.mount("253:0", "/", "/dev/mapper/root")
-    used = used_by_host(host.machine)
+    used = find_functions_used_by_host(host.machine)
     assert set(used) == {DISK, OTHER}
     assert "dm-0 is mounted at /" in used[DISK]
 
@@ -48,7 +48,7 @@ def test_lvm_on_raid_holds_every_disk(host: Host) -> None:
 def test_a_raid_nobody_mounted_holds_its_disks_too(host: Host) -> None:
     host.block("sda", "8:0", host.pci(DISK, "0x1000", "0x0097", "0x010700"))
     host.block("md0", "9:0", host.sys / "devices/virtual/block", slaves=("sda",))
-    assert used_by_host(host.machine) == {DISK: "the host uses it: sda is part of md0"}
+    assert find_functions_used_by_host(host.machine) == {DISK: "the host uses it: sda is part of md0"}
 
 
 def test_nvme_multipath_holds_every_controller(host: Host) -> None:
@@ -60,7 +60,7 @@ def test_nvme_multipath_holds_every_controller(host: Host) -> None:
     namespace = host.block("nvme0n1", "259:0", subsystem)
     host.block("nvme0n1p1", "259:1", namespace)
     host.mount("259:1", "/boot", "/dev/nvme0n1p1")
-    assert set(used_by_host(host.machine)) == {DISK, OTHER}
+    assert set(find_functions_used_by_host(host.machine)) == {DISK, OTHER}
 
 
 def test_swap_and_every_disk_of_a_btrfs(host: Host) -> None:
@@ -68,7 +68,7 @@ def test_swap_and_every_disk_of_a_btrfs(host: Host) -> None:
     host.file(host.proc / "swaps", "Filename Type Size Used Priority\n/dev/zz0 partition 1 0 -2\n")
     other = host.block("zz1", "8:1", host.pci(OTHER, "0x1000", "0x0097", "0x010700"))
     host.link(host.sys / "fs/btrfs/0b1a-22/devices/zz1", other)
-    assert used_by_host(host.machine) == {
+    assert find_functions_used_by_host(host.machine) == {
         DISK: "the host uses it: zz0 is swap space",
         OTHER: "the host uses it: zz1 is in a btrfs file system",
     }
@@ -82,7 +82,7 @@ def test_a_default_route_over_vlan_and_bond_holds_both_ports(host: Host, family:
     host.net("bond0", lower=("eth0", "eth1"))
     host.net("bond0.7", lower=("bond0",))
     getattr(host, family)("bond0.7")
-    used = used_by_host(host.machine)
+    used = find_functions_used_by_host(host.machine)
     assert set(used) == {DISK, OTHER}
     assert used[DISK] == "the host uses it: eth0 carries the default route of bond0.7"
 
@@ -93,7 +93,7 @@ def test_an_open_vswitch_bridge_may_leave_by_any_of_its_ports(host: Host) -> Non
     host.net("eth1", host.pci(OTHER, "0x8086", "0x1572", "0x020000"))
     host.net("br-ex")
     host.default_route("br-ex")
-    assert set(used_by_host(host.machine)) == {DISK}
+    assert set(find_functions_used_by_host(host.machine)) == {DISK}
 
 
 def test_a_virtual_function_in_use_keeps_its_physical_one(host: Host) -> None:
@@ -102,10 +102,10 @@ def test_a_virtual_function_in_use_keeps_its_physical_one(host: Host) -> None:
     host.link(virtual / "physfn", physical)
     host.net("eth0", virtual)
     host.default_route("eth0")
-    assert set(used_by_host(host.machine)) == {DISK, "0000:00:02.1"}
+    assert set(find_functions_used_by_host(host.machine)) == {DISK, "0000:00:02.1"}
 
 
 def test_what_cannot_be_read_is_never_called_free(host: Host) -> None:
     (host.proc / "self/mountinfo").unlink()
     with pytest.raises(DriverError, match="mountinfo"):
-        used_by_host(host.machine)
+        find_functions_used_by_host(host.machine)

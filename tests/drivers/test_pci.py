@@ -13,7 +13,7 @@ from drivers.errors import Busy, Gone, Invalid
 from drivers.inventory import Attribute, Device, Fault
 from drivers.machine import Machine
 from drivers.pci.functions import PciDriver
-from drivers.pci.host_usage import used_by_host
+from drivers.pci.host_usage import find_functions_used_by_host
 from drivers.plan import Ask
 from tests.drivers.tree import Host
 
@@ -328,7 +328,7 @@ def test_every_function_of_this_machine_is_offered_or_refused_with_a_reason() ->
 
 def test_this_machine_never_offers_what_it_lives_on() -> None:
     found = real_bus()
-    used = used_by_host(Machine("here"))
+    used = find_functions_used_by_host(Machine("here"))
     root = os.stat("/").st_dev
     disk = Path(f"/sys/dev/block/{os.major(root)}:{os.minor(root)}")
     if disk.exists() and "/virtual/" not in str(disk.resolve()) and "/pci" in str(disk.resolve()):

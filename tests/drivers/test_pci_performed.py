@@ -10,7 +10,7 @@ import pytest
 
 from drivers.errors import DriverError
 from drivers.inventory import DriverReport
-from drivers.isolation.driver_main import Ready
+from drivers.isolation.driver_main import Manifest
 from drivers.pci import sriov
 from drivers.pci.functions import PciDriver
 from drivers.plan import Act, Ask, Plan, Vitals
@@ -26,7 +26,7 @@ class InProcess:
     def __init__(self, host: ModelMachine, **rule: object) -> None:
         self._host, self._driver = host, PciDriver()
         self._settings: dict[str, object] = {"rules": [{"vendor": "1b36", **rule}]}
-        self.manifest = Ready(name="drv", writes=PciDriver.writes)
+        self.manifest = Manifest(name="drv", writes=PciDriver.writes)
 
     async def discover(self) -> DriverReport:
         try:
@@ -67,7 +67,7 @@ def test_install_and_uninstall(tmp_path: Path) -> None:
         result = await shop.do(command(1, "install", key=KEY))
         assert (result.outcome, result.text) == ("succeeded", "4 virtual functions, bound to vfio-pci")
         assert {host.driver_of(f"0000:01:00.{number}") for number in range(1, 5)} == {"vfio-pci"}
-        device = shop.reporter.device("drv", KEY)
+        device = shop.reporter.find_device("drv", KEY)
         assert device and (device.deployables[0].num_accelerators, device.to_install) == (4, "")
         result = await shop.do(command(2, "uninstall", key=KEY))
         assert result.outcome == "succeeded"
@@ -79,8 +79,8 @@ def test_install_and_uninstall(tmp_path: Path) -> None:
 
 
 def test_a_partition_whose_number_is_not_made_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sriov, "MAKE_S", 0.2)
-    monkeypatch.setattr(sriov, "EACH_S", 0.0)
+    monkeypatch.setattr(sriov, "CREATE_S", 0.2)
+    monkeypatch.setattr(sriov, "PER_FUNCTION_S", 0.0)
 
     async def story(host: ModelMachine, shop: Workshop) -> None:
         result = await shop.do(command(1, "partition", key=KEY, layout={"vfs": "3"}))

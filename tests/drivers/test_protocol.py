@@ -214,7 +214,7 @@ def test_what_a_driver_cannot_do_is_unsupported() -> None:
 def test_a_kernel_without_the_walls_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     code = (
         "import sys\nfrom drivers.isolation import driver_main, sandbox\n"
-        "sandbox.LANDLOCK_CREATE_RULESET = 100_000\nsandbox.NATIVE.clear()\nsys.exit(driver_main.main())"
+        "sandbox.LANDLOCK_CREATE_RULESET = 100_000\nsandbox.SYSCALL_NUMBERS.clear()\nsys.exit(driver_main.main())"
     )
     process = DriverProcess("fake_driver", "n", {}, command=[sys.executable, "-c", code, "fake_driver"])
 

@@ -123,7 +123,7 @@ def test_a_refusal_costs_no_process() -> None:
 
 
 def test_a_broken_driver_waits_and_then_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivers.isolation.runner.FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr("drivers.isolation.runner.FIRST_BACKOFF_S", 0.2)
     starts = tmp_path / "starts"
 
     async def story() -> None:
@@ -144,7 +144,7 @@ def test_a_broken_driver_waits_and_then_starts_again(tmp_path: Path, monkeypatch
 def test_a_driver_that_broke_five_times_is_started_no_more_until_it_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivers.isolation.runner.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("drivers.isolation.runner.FIRST_BACKOFF_S", 0.01)
     starts = tmp_path / "starts"
 
     async def story() -> None:
@@ -168,8 +168,8 @@ def test_a_driver_that_broke_five_times_is_started_no_more_until_it_is_released(
 
 
 def test_breaks_that_lie_far_apart_are_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivers.isolation.runner.FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("drivers.isolation.runner.WITHIN_S", 0.0)
+    monkeypatch.setattr("drivers.isolation.runner.FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr("drivers.isolation.runner.FAILURE_WINDOW_S", 0.0)
     reports = ask(lambda: DriverProcess("x", "n", {}, command=["/nonexistent/python"]), times=6)
     assert {report.error for report in reports} == {reports[0].error}
     assert "started again" in reports[0].error

@@ -78,7 +78,7 @@ def test_how_a_device_is_can_be_said_whatever_its_load_does(does: str) -> None:
         told = await process.health(Ask(does, layout={"is": "ok"}))
         assert told.status == "ok" and told.samples in ((), (Sample(does, "memory_used_bytes", 7.0),))
         assert (await process.health(Ask(GOOD, layout={"is": "ok"}))).samples == (Sample(GOOD, "power_watts", 1.5),)
-        assert process.pid == pid and not process.quarantined
+        assert process.pid == pid and not process.is_quarantined
 
     running(process, story)
 
@@ -92,7 +92,7 @@ def test_a_device_that_hangs_is_left_out_and_everything_else_is_answered(monkeyp
         assert await process.samples(three) == (Sample(GOOD, "power_watts", 1.5),)
         assert (await process.discover()).error == ""
         assert {sample.value for sample in await process.samples(three)} == {1.5, 2.0}
-        assert process.pid == pid and not process.quarantined
+        assert process.pid == pid and not process.is_quarantined
 
     running(process, story)
 
@@ -154,7 +154,7 @@ def test_a_process_that_breaks_over_its_load_loses_nothing_by_it(
 ) -> None:
     monkeypatch.setattr("drivers.isolation.runner.SAMPLES_S", 0.3)
     monkeypatch.setattr("drivers.isolation.runner.CATCH_UP_S", 5.0 if same else 0.3)
-    monkeypatch.setattr("drivers.isolation.runner.BREAKS", 2)
+    monkeypatch.setattr("drivers.isolation.runner.MAX_FAILURES", 2)
     process = script(body)
 
     async def story() -> None:
@@ -164,6 +164,6 @@ def test_a_process_that_breaks_over_its_load_loses_nothing_by_it(
                 await process.samples(asks(GOOD))
             assert (await process.discover()).error == "", "the next call is answered at once"
             assert (process.pid == pid) is same
-        assert not process.quarantined
+        assert not process.is_quarantined
 
     running(process, story)

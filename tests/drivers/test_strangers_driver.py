@@ -69,7 +69,7 @@ class Stranger:
 
 
 def test_the_sample_of_the_generic_driver_is_understood() -> None:
-    backends = generic.read(tomllib.loads(BLOCKS["drivers.toml"])["generic_driver"])
+    backends = generic.parse_backends(tomllib.loads(BLOCKS["drivers.toml"])["generic_driver"])
     assert {name: kind.kind for name, kind in backends.items()} == {
         "disks": "pci",
         "vgpu": "mdev",

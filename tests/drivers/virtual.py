@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 
-from agents.host.discovery.change_watcher import Watch
+from agents.host.discovery.change_watcher import ChangeWatcher
 from drivers.inventory import Device
 from drivers.isolation.process import die_with_parent
 from drivers.isolation.runner import DriverProcess
@@ -35,7 +35,7 @@ class Host:
         self.kernel.load("nvme", "1b36:0010")
         self.kernel.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
         self.driver = DriverProcess(driver, "n", SETTINGS[driver])
-        self.watch = Watch({driver: self.driver}, debounce_s=0.05, rescan_s=3600)
+        self.watch = ChangeWatcher({driver: self.driver}, debounce_s=0.05, rescan_s=3600)
 
     async def do(self, act: Act, ask: Ask) -> None:
         """Plan it and write it."""
@@ -53,7 +53,7 @@ class Host:
         """Look when the watch says so, for no other reason, until the card is so."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                await self.watch.changed()
+                await self.watch.wait_for_changes()
                 if so(device := await self.look()):
                     return device
 

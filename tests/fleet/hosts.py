@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agents import wire
-from agents.host.backoff import Backoff, Owed, Pace
+from agents.host.backoff import Backoff, ConnectionTiming, PendingAcks
 from drivers.inventory import DriverReport
 from tests.bench import messages
 from tests.bench.orders import obey
@@ -58,7 +58,7 @@ class Host:
     doings: Doings
     bad: bool = False
     where: Address = field(default_factory=lambda: Address(0))
-    pace: Pace = field(default_factory=Pace)
+    pace: ConnectionTiming = field(default_factory=ConnectionTiming)
     epoch: int = field(default_factory=lambda: int(time.time()))
     """From the clock, as of an agent that has lost its journal: above what an earlier fleet has told."""
     seq: int = 0
@@ -70,7 +70,7 @@ class Host:
     peer: Peer | None = None
     task: asyncio.Task[None] | None = None
     _report_from: float = 0.0
-    _owed: Owed = field(default_factory=lambda: Owed(8.0, Pace()))
+    _owed: PendingAcks = field(default_factory=lambda: PendingAcks(8.0, ConnectionTiming()))
     _acknowledged: Sent | None = None
     _since: list[Sent] = field(default_factory=list)
     """Reports sent later, which the conductor may have or not."""
@@ -108,7 +108,7 @@ class Host:
         while True:
             began, after = clock(), 0.0
             try:
-                async with asyncio.timeout(2 * self.pace.open):
+                async with asyncio.timeout(2 * self.pace.open_timeout_s):
                     peer = await connect(self.where, self.number, self.key, self.epoch)
                 await self._talk(peer)
             except Refused as error:
@@ -120,9 +120,9 @@ class Host:
                 self.doings.refused[type(error).__name__] += 1
             finally:
                 self._end()
-            if clock() - began >= self.pace.settled:
+            if clock() - began >= self.pace.stable_after_s:
                 backoff.reset()
-            await asyncio.sleep(after + backoff.next())
+            await asyncio.sleep(after + backoff.next_delay())
 
     def _end(self) -> None:
         if self._samples:
@@ -140,50 +140,50 @@ class Host:
         if welcome.epoch > self.epoch:
             self.epoch, self.seq = welcome.epoch + 1, 0
         self.peer = peer
-        self._owed = Owed(welcome.beat_s, self.pace)
-        self._owed.answered = loop.time()
-        self._report_from = loop.time() + self.pace.draw() * welcome.jitter_s
+        self._owed = PendingAcks(welcome.beat_s, self.pace)
+        self._owed.last_ack_at = loop.time()
+        self._report_from = loop.time() + self.pace.draw_fraction() * welcome.jitter_s
         peer.on_message, peer.on_lost = self._hear, lambda _: self._changed.set()
-        peer.send(wire.encode(wire.Hello("fleet", f"boot-{self.epoch}", (DRIVER,))))
-        beat_at, beat = loop.time() + self.pace.draw() * welcome.beat_s, 0
+        peer.send(wire.encode_message(wire.Hello("fleet", f"boot-{self.epoch}", (DRIVER,))))
+        beat_at, beat = loop.time() + self.pace.draw_fraction() * welcome.beat_s, 0
         while not peer.lost:
             now = loop.time()
-            if self._owed.overdue(now):
+            if self._owed.describe_overdue(now):
                 self.doings.counts["silences"] += 1
                 return
             if now >= beat_at:
                 beat, beat_at = beat + 1, now + welcome.beat_s
-                self._owed.sent("Beat", beat, now)
+                self._owed.record_sent("Beat", beat, now)
                 peer.send(f'{{"type":"Beat","seq":{beat}}}')
                 self.doings.counts["beats"] += 1
             self._report(peer, now)
             self._changed.clear()
-            until = min(beat_at, self._owed.due(), self._report_from if now < self._report_from else beat_at)
+            until = min(beat_at, self._owed.next_deadline(), self._report_from if now < self._report_from else beat_at)
             timer = loop.call_at(until, self._changed.set)
             await self._changed.wait()
             timer.cancel()
 
     def _report(self, peer: Peer, now: float) -> None:
-        if not self.owes or self._owed.report is not None or (now < self._report_from and not self.failing):
+        if not self.owes or self._owed.pending_report_seq is not None or (now < self._report_from and not self.failing):
             return
         if self.oversized:
             self.oversized = False
             self.doings.counts["oversized"] += 1
-            peer.send(wire.encode(wire.Report(self.epoch, self.seq, "0" * 40, (), ())) + " " * OVERSIZED)
+            peer.send(wire.encode_message(wire.Report(self.epoch, self.seq, "0" * 40, (), ())) + " " * OVERSIZED)
             return
         told = self.told()
-        content = wire.content_hash(told)
+        content = wire.hash_report_content(told)
         self.seq += 1
         model = "" if self.failing else f"g{self.generation}"
         self._since.append(Sent(self.epoch, self.seq, self.generation, content, model))
-        self._owed.sent("Report", self.seq, now)
-        peer.send(wire.encode(wire.Report.of(self.epoch, self.seq, content, told)))
+        self._owed.record_sent("Report", self.seq, now)
+        peer.send(wire.encode_message(wire.Report.from_driver_reports(self.epoch, self.seq, content, told)))
         self.doings.counts["reports"] += 1
 
     def _hear(self, peer: Peer, payload: bytes) -> None:
         message = wire.decode_from_gateway(payload)
         if isinstance(message, wire.Ack):
-            self._owed.acknowledged(message.of, message.seq, asyncio.get_running_loop().time())
+            self._owed.record_ack(message.of, message.seq, asyncio.get_running_loop().time())
             if message.of == "Report" and self._since and message.seq == self._since[-1].seq:
                 self._acknowledged = self._since[-1]
                 self._since.clear()
@@ -197,14 +197,14 @@ class Host:
             end = asyncio.get_running_loop().time() + message.for_s
             self._sample(peer, max(message.every_s, 0.5), end)
         elif isinstance(message, wire.Probe):
-            peer.send(wire.encode(wire.Alive(message.nonce)))
+            peer.send(wire.encode_message(wire.Alive(message.nonce)))
         elif isinstance(message, wire.Refuse):
             self.doings.refused[message.code] += 1
 
     def _sample(self, peer: Peer, every_s: float, end: float) -> None:
         loop = asyncio.get_running_loop()
         found = messages.devices(self.devices)
-        peer.send(wire.encode(wire.Samples(tuple(wire.DeviceLoad(one.key, LOAD) for one in found))))
+        peer.send(wire.encode_message(wire.Samples(tuple(wire.DeviceLoad(one.key, LOAD) for one in found))))
         self.doings.counts["samples"] += 1
         self._samples = loop.call_later(every_s, self._sample, peer, every_s, end) if loop.time() < end else None
 

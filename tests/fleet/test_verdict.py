@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agents import wire
-from agents.host.backoff import Owed, Pace
+from agents.host.backoff import ConnectionTiming, PendingAcks
 from tests.fleet import verdict
 from tests.fleet.__main__ import TEACHES
 from tests.fleet.hosts import Doings, Host, open_files
@@ -52,7 +52,7 @@ class There:
 
 def report(host: Host) -> tuple[str, str]:
     """Sends what is there now; its hash and model."""
-    host._owed = Owed(8.0, Pace())
+    host._owed = PendingAcks(8.0, ConnectionTiming())
     host._report(Silent(), time.monotonic())  # type: ignore[arg-type]
     return host._since[-1].content, host._since[-1].model
 
@@ -61,7 +61,7 @@ def acknowledge(host: Host, seq: int) -> None:
     """As the gateway does."""
 
     async def hear() -> None:
-        host._hear(Silent(), wire.encode(wire.Ack(seq, "Report")).encode())  # type: ignore[arg-type]
+        host._hear(Silent(), wire.encode_message(wire.Ack(seq, "Report")).encode())  # type: ignore[arg-type]
 
     asyncio.run(hear())
 

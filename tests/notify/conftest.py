@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Source
-from cyborgweb.models.event_types import Kind
+from accelerators.domain.states import EventSource
+from cyborgweb.models.event_types import NotificationKind
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import subscriptions
 from tests.notify.receiver import Receiver, receiving
@@ -42,9 +42,9 @@ def subscribe(db: None) -> Subscribe:
     """`subscribe(way="inbox", caller=OLGA, **values)`: to all there is, of all of the cloud. It was made long ago."""
 
     def make(way: str = "inbox", caller: Caller = OLGA, **values: Any) -> Subscription:
-        said = {"name": "mine", "kinds": list(Kind), "scope": "cloud", "way": way} | values
+        said = {"name": "mine", "kinds": list(NotificationKind), "scope": "cloud", "way": way} | values
         personal = said.pop("personal", way == "inbox")
-        row, _ = subscriptions.create(said, caller, Source.API, personal=personal)
+        row, _ = subscriptions.create(said, caller, EventSource.API, personal=personal)
         Subscription.objects.filter(pk=row.pk).update(created_at=LONG_AGO)
         return row
 

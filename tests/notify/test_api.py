@@ -13,7 +13,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import Event
 from cyborgweb.auth import read_only, roles
 from cyborgweb.models.notify import Delivery, Subscription
@@ -109,7 +109,7 @@ def test_mail_goes_to_our_own_domain_unless_others_are_named(ask: Ask, settings:
 
 
 def test_there_are_at_most_so_many(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriptions, "MOST", 2)
+    monkeypatch.setattr(subscriptions, "MAX_SUBSCRIPTIONS", 2)
     for _ in range(2):
         made(ask, HOOK)
     assert "delete one first" in message(ask("/api/subscriptions/", "member", "p1", "POST", HOOK), 409)
@@ -186,7 +186,7 @@ def test_x4_tokens_of_one_name_share_a_user_and_no_messages(ask: Ask, subscribe:
 
 def test_x4_the_consoles_inbox_of_who_sees_one_project_is_that_projects(client: Client, subscribe: Subscribe) -> None:
     user = User.objects.create(username="tina", is_staff=True)
-    user.groups.add(roles.group("project:p1"))
+    user.groups.add(roles.get_group("project:p1"))
     member = Caller("tina", str(user.pk), frozenset({"member"}), "")
     for project in ("p1", "p2"):
         row = subscribe(name=f"of {project}", caller=replace(member, project_id=project), scope="project")
@@ -203,15 +203,15 @@ def test_an_inbox_is_read_while_everything_is_read_only(ask: Ask) -> None:
     mine = Subscription.objects.get(uuid=made(ask, INBOX)["uuid"])
     for number in range(2):
         mine.deliveries.create(kind="device.failed", reader=mine.person, event=number)
-    read_only.switch(True, OLGA, "", Source.PERSON)
-    read_only._heard(None)
+    read_only.switch_read_only(True, OLGA, "", EventSource.PERSON)
+    read_only._drop_cached(None)
     try:
         message(ask("/api/subscriptions/", "member", "p1", "POST", INBOX), 503)
         one = results(ask("/api/inbox/", "member"))[0]
         assert ask(f"{at(one)}read/", "member", "p1", "POST").status_code == 200
         assert json.loads(ask("/api/inbox/read_all/", "member", "p1", "POST").content) == {"read": 1}
     finally:
-        read_only._heard(None)
+        read_only._drop_cached(None)
 
 
 def test_p3_lists_take_at_most_five_statements(ask: Ask, subscribe: Subscribe) -> None:
@@ -260,7 +260,7 @@ def test_the_console_subscribes_shows_and_marks_read(client: Client, receiver: R
 def test_who_may_not_change_it_neither_sees_nor_guesses_the_url(client: Client, subscribe: Subscribe) -> None:
     hook = subscribe("webhook", caller=replace(OLGA, project_id="local"), scope="project", target=HOOK["target"])
     user = User.objects.create(username="aude", is_staff=True)
-    user.groups.add(roles.group(roles.AUDITORS.group))
+    user.groups.add(roles.get_group(roles.AUDITORS.group))
     page = f"/admin/cyborgweb/subscription/{hook.pk}/change/"
     client.force_login(user)
     shown = client.get(page).content.decode()

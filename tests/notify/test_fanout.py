@@ -15,10 +15,10 @@ from django.test.utils import CaptureQueriesContext
 from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Event
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from cyborgweb.models.notify import Delivery, Reader, Subscription
 from cyborgweb.notify import fanout
 from tests.notify.conftest import LONG_AGO, OLGA, Subscribe
@@ -39,9 +39,9 @@ def _reader() -> None:
 def bound(device: Device, who: Caller, label: str = "") -> str:
     """A request of `who` on this device; its uuid."""
     DeviceProfile.objects.filter(name="one").exists() or _profile()
-    (request,) = binding.create("one", who)
+    (request,) = binding.create_requests("one", who)
     provider = str(device.deployables.get().rp_uuid)
-    binding.bind([Bind(request, device.host.name, provider, str(uuid.uuid4()))], who)
+    binding.bind_requests([BindSpec(request, device.host.name, provider, str(uuid.uuid4()))], who)
     with conductor.writing():
         AcceleratorRequest.objects.filter(uuid=request).update(label=label)
     return request
@@ -56,7 +56,7 @@ def ready(host: str = "cmp1", handles: int = 2) -> Device:
     """A device that is offered."""
     apply(a_host(host), answer(card(0, handles=handles)))
     device = Device.objects.select_related("host").get(host__name=host)
-    lifecycle.enable(device.uuid, OLGA)
+    lifecycle.enable_device(device.uuid, OLGA)
     return Device.objects.select_related("host").get(pk=device.pk)
 
 
@@ -77,7 +77,7 @@ def test_what_happens_is_told_to_whom_it_concerns_and_nobody_else(subscribe: Sub
     request = bound(device, NOVA, "training")
     apply(a_host(), answer(card(0, handles=2, status="failed", status_reason="it is hot at /sys/inner")), seq=2)
     apply(a_host(), answer(), seq=3)
-    binding.delete([request], NOVA)
+    binding.delete_requests([request], NOVA)
     fanout.run()
     everything = ["device.ready", "request.bound", "device.health", "device.missing", "request.unbound"]
     assert told(cloud) == told(here) == everything
@@ -154,7 +154,7 @@ def _parameters() -> dict[str, Any]:
 
 def _event(subject: uuid.UUID) -> None:
     changes = {"project_id": [None, "p1"]}
-    conductor.record("request.bound", Source.SYSTEM, "a", subject=(subject, ""), changes=changes)
+    conductor.record_event("request.bound", EventSource.SYSTEM, "a", subject=(subject, ""), changes=changes)
 
 
 class Killed(BaseException):
@@ -181,7 +181,7 @@ def killed_at(number: int) -> Callable[..., Any]:
 def test_killed_at_any_statement_none_is_lost_and_none_doubled(
     subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fanout, "BATCH", 2)
+    monkeypatch.setattr(fanout, "MAX_EVENTS", 2)
     mine, others = subscribe(), subscribe(name="ours", scope="project", caller=NOVA)
     number, reached, events = 0, True, 0
     while reached:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cyborgweb.models.event_types import Kind
+from cyborgweb.models.event_types import NotificationKind
 from cyborgweb.notify import mail, sender, webhook
 from tests.notify.conftest import Subscribe
 from tests.notify.receiver import Receiver
@@ -22,7 +22,7 @@ def test_the_manuals_receiver_takes_what_we_send_once_and_nothing_else(
     subscribe: Subscribe, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = "whsec_" + "A" * 43 + "="
-    monkeypatch.setattr(webhook, "new_secret", lambda: secret)
+    monkeypatch.setattr(webhook, "generate_secret", lambda: secret)
     world: dict[str, Any] = {}
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(code.replace("whsec_…", secret), world)
@@ -43,8 +43,13 @@ def test_its_figures_are_the_codes() -> None:
     units = {"s": 1, "min": 60, "h": 3600}
     (said,) = re.findall(r"After (5 s.*?);", PAGE, re.DOTALL)
     tries = tuple(int(number) * units[unit] for number, unit in re.findall(r"(\d+)\s+(s|min|h)\b", said))
-    assert tries == sender.PAUSES_S
-    assert all(f"`{kind}`" in PAGE for kind in Kind)
-    assert (sender.GIVEN_UP_S, sender.PAUSED_S, sender.KEPT_S) == (3 * 86_400, 3 * 86_400, 30 * 86_400)
-    assert (mail.WHOLE_S, sender.AWAY_S) == (20, 30)
-    assert (sender.PER_DESTINATION, sender.BATCH, sender.DIGEST, sender.MAIL_PAUSE_S) == (4, 64, 100, 15)
+    assert tries == sender.RETRY_DELAYS_S
+    assert all(f"`{kind}`" in PAGE for kind in NotificationKind)
+    assert (sender.MAX_WAIT_S, sender.PAUSE_AFTER_S, sender.RETENTION_S) == (3 * 86_400, 3 * 86_400, 30 * 86_400)
+    assert (mail.MAIL_TIMEOUT_S, sender.MAIL_SERVER_RETRY_S) == (20, 30)
+    assert (
+        sender.MAX_ATTEMPTS_PER_HOST,
+        sender.MAX_WEBHOOKS_PER_ROUND,
+        sender.MAX_MESSAGES_PER_MAIL,
+        sender.MAIL_COLLECT_S,
+    ) == (4, 64, 100, 15)

@@ -17,7 +17,7 @@ from accelerators.models import Event
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import mail as letters
 from cyborgweb.notify import sender, subscriptions, webhook
-from cyborgweb.notify.webhook import Outcome
+from cyborgweb.notify.webhook import AttemptOutcome
 from tests.notify.conftest import LONG_AGO, OLGA, Subscribe, due_now
 from tests.notify.receiver import Receiver
 
@@ -33,7 +33,7 @@ def waiting(subscription: Subscription, count: int = 1, **data: Any) -> list[Del
 def test_a_receiver_that_does_everything_wrong_gets_it_in_the_end_once_with_one_id(
     subscribe: Subscribe, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook, "WHOLE_S", 0.3)
+    monkeypatch.setattr(webhook, "ATTEMPT_TIMEOUT_S", 0.3)
     receiver.moods = ["500", "hangs", "302", "rubbish", "closes"]
     hook = subscribe("webhook", target=receiver.url)
     (one,) = waiting(hook)
@@ -73,7 +73,7 @@ def test_what_is_sent_says_what_happened_and_nothing_of_the_secret(
         "timestamp": receiver.bodies()[0]["timestamp"],
         "data": {"request": "r", "profile": "small"},
     }
-    wanted = webhook.signature(secret, headers["webhook-id"], int(headers["webhook-timestamp"]), body)
+    wanted = webhook.sign_message(secret, headers["webhook-id"], int(headers["webhook-timestamp"]), body)
     assert headers["webhook-signature"] == wanted
     events = str(list(Event.objects.values()))
     for hidden in (secret, "in-the-url"):
@@ -90,8 +90,8 @@ def test_killed_after_the_try_it_is_tried_again_with_the_same_id(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(sender, "settle", dies)
-        sender.step()
+        patch.setattr(sender, "store_outcomes", dies)
+        sender.send_webhooks()
     sender.run()
     assert len(receiver.got) == 2 and len(set(receiver.ids())) == 1
 
@@ -99,22 +99,22 @@ def test_killed_after_the_try_it_is_tried_again_with_the_same_id(
 def test_one_destination_that_hangs_keeps_nobody_waiting(
     subscribe: Subscribe, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhook, "WHOLE_S", 0.5)
+    monkeypatch.setattr(webhook, "ATTEMPT_TIMEOUT_S", 0.5)
     slow = subscribe("webhook", name="slow", target=receiver.url.replace("127.0.0.1", "127.0.0.2"))
     twin = subscribe("webhook", name="twin", target=receiver.url)
     many, few = waiting(subscribe("webhook", target=receiver.url), 30), waiting(twin, 2)
     stuck = waiting(slow, 100)
-    sender.step()
+    sender.send_webhooks()
     arrived = Delivery.objects.filter(progress="delivered")
-    assert arrived.filter(pk__in=[row.pk for row in many + few]).count() == sender.PER_DESTINATION
-    assert receiver.most_at_once <= sender.PER_DESTINATION
+    assert arrived.filter(pk__in=[row.pk for row in many + few]).count() == sender.MAX_ATTEMPTS_PER_HOST
+    assert receiver.most_at_once <= sender.MAX_ATTEMPTS_PER_HOST
     assert Delivery.objects.filter(pk__in=[row.pk for row in stuck], attempts=0).count() == 96
     sender.run()
     assert len(receiver.got) == 32
     due_now()
-    sender.step()
+    sender.send_webhooks()
     tried = Delivery.objects.filter(pk__in=[row.pk for row in stuck], attempts__gt=0)
-    assert tried.count() <= sender.PER_DESTINATION + 1, "what fails is probed with one message"
+    assert tried.count() <= sender.MAX_ATTEMPTS_PER_HOST + 1, "what fails is probed with one message"
 
 
 def test_what_is_never_taken_is_given_up_and_shown_and_can_be_replayed(
@@ -122,14 +122,14 @@ def test_what_is_never_taken_is_given_up_and_shown_and_can_be_replayed(
 ) -> None:
     receiver.moods = ["500"] * 20
     (one,) = waiting(subscribe("webhook", target=receiver.url))
-    for _ in range(len(sender.PAUSES_S) + 1):
+    for _ in range(len(sender.RETRY_DELAYS_S) + 1):
         due_now()
         sender.run()
     one.refresh_from_db()
     assert (one.progress, one.attempts, one.last_error) == ("given up", 10, "The receiver answered 500.")
     receiver.moods.clear()
-    assert subscriptions.replay(Delivery.objects.all(), OLGA) == 1
-    assert subscriptions.replay(Delivery.objects.all(), OLGA) == 0, "it waits already"
+    assert subscriptions.replay_deliveries(Delivery.objects.all(), OLGA) == 1
+    assert subscriptions.replay_deliveries(Delivery.objects.all(), OLGA) == 0, "it waits already"
     due_now()
     sender.run()
     assert receiver.ids() == [f"msg_{one.message}"]
@@ -143,7 +143,7 @@ def test_what_fails_for_days_is_paused_and_gone_is_gone_and_its_owner_is_told(
     waiting(hook, 3)
     receiver.moods = ["500"] * 3
     sender.run()
-    long_ago = datetime.now(UTC) - timedelta(seconds=sender.PAUSED_S + 60)
+    long_ago = datetime.now(UTC) - timedelta(seconds=sender.PAUSE_AFTER_S + 60)
     Subscription.objects.update(failing_since=long_ago)
     receiver.moods = ["500"]
     due_now()
@@ -156,7 +156,7 @@ def test_what_fails_for_days_is_paused_and_gone_is_gone_and_its_owner_is_told(
     hook = subscriptions.edit(hook.pk, {"standing": "active"}, OLGA)
     assert (hook.failures, hook.failing_since) == (0, None)
     receiver.moods = ["410"]
-    subscriptions.test(hook.pk, OLGA)
+    subscriptions.queue_test_message(hook.pk, OLGA)
     sender.run()
     hook.refresh_from_db()
     assert hook.standing == "gone"
@@ -167,7 +167,7 @@ def test_what_waits_for_days_is_given_up_and_what_is_old_is_forgotten(subscribe:
     off = subscribe("webhook", target="https://example.org/", standing="off")
     old, late, new = waiting(off, 3)
     Delivery.objects.filter(pk=old.pk).update(created_at=LONG_AGO)
-    Delivery.objects.filter(pk=late.pk).update(created_at=datetime.now(UTC) - timedelta(seconds=sender.GIVEN_UP_S + 9))
+    Delivery.objects.filter(pk=late.pk).update(created_at=datetime.now(UTC) - timedelta(seconds=sender.MAX_WAIT_S + 9))
     sender.run()
     assert dict(Delivery.objects.values_list("pk", "progress")) == {late.pk: "given up", new.pk: "waiting"}
 
@@ -195,18 +195,18 @@ def test_while_the_mail_server_is_away_nothing_is_lost(
     settings.EMAIL_HOST, settings.EMAIL_PORT = "127.0.0.1", 1
     for number in range(3):
         waiting(subscribe("email", name=str(number), target=f"p{number}@example.org"))
-    assert not sender.mail_step()
+    assert not sender.send_mails()
     sender.run_mails()
     assert list(Delivery.objects.order_by("id").values_list("attempts", flat=True)) == [1, 0, 0]
-    assert not sender.due("email", 9), "nobody finds out again at once"
+    assert not sender.fetch_due_deliveries("email", 9), "nobody finds out again at once"
     assert "cannot be reached" in Delivery.objects.order_by("id")[0].last_error
 
 
 def test_a_slow_mail_server_ends_a_round_early(subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "MAIL_S", -1)
+    monkeypatch.setattr(sender, "MAX_MAIL_ROUND_S", -1)
     for number in range(3):
         waiting(subscribe("email", name=str(number), target=f"p{number}@example.org"))
-    assert sender.mail_step()
+    assert sender.send_mails()
     assert len(mail.outbox) == Delivery.objects.filter(progress="delivered").count() == 1
     sender.run_mails()
     assert len(mail.outbox) == 3
@@ -215,7 +215,7 @@ def test_a_slow_mail_server_ends_a_round_early(subscribe: Subscribe, monkeypatch
 def test_a_letter_is_bounded_as_a_whole(subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(EmailMessage, "send", lambda self: released.wait(30))
-    monkeypatch.setattr(letters, "WHOLE_S", 0.05)
+    monkeypatch.setattr(letters, "MAIL_TIMEOUT_S", 0.05)
     waiting(subscribe("email", target="olga@example.org"))
     sender.run_mails()
     released.set()
@@ -253,11 +253,11 @@ def test_while_it_posts_and_mails_no_transaction_is_open_and_nobody_else_does_it
         finally:
             connection.close()
 
-    def post(*_: Any) -> Outcome:
+    def post(*_: Any) -> AttemptOutcome:
         look()
-        return Outcome()
+        return AttemptOutcome()
 
-    monkeypatch.setattr(webhook, "post", post)
+    monkeypatch.setattr(webhook, "post_message", post)
     monkeypatch.setattr(EmailMessage, "send", lambda self: look())
     waiting(subscribe("webhook", target="https://hook.example/"))
     waiting(subscribe("email", target="olga@example.org"))
@@ -276,13 +276,13 @@ def test_a_secret_of_another_key_is_said(subscribe: Subscribe, receiver: Receive
 
 
 def test_statements_of_a_round_do_not_grow(subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "post", lambda *_: Outcome())
+    monkeypatch.setattr(webhook, "post_message", lambda *_: AttemptOutcome())
     counts = []
     for count in (1, 20):
         for number in range(count):
             waiting(subscribe("webhook", caller=OLGA, name=f"{count}-{number}", target=f"https://h{number}.org/"))
             Subscription.objects.update(project_id=f"{count}{number}")
         with CaptureQueriesContext(connection) as captured:
-            sender.step()
+            sender.send_webhooks()
         counts.append(len(captured))
     assert counts[0] == counts[1] <= 8

@@ -9,19 +9,25 @@ import hmac
 import pytest
 
 from cyborgweb.notify import webhook
-from cyborgweb.notify.webhook import Allowed, Outcome, networks, post, where
+from cyborgweb.notify.webhook import (
+    AllowedDestinations,
+    AttemptOutcome,
+    parse_networks,
+    parse_webhook_url,
+    post_message,
+)
 from tests.notify.receiver import Receiver, receiving
 
-PUBLIC = Allowed()
-OPEN = Allowed(http=True, networks=networks(["127.0.0.0/8"]))
+PUBLIC = AllowedDestinations()
+OPEN = AllowedDestinations(allow_http=True, networks=parse_networks(["127.0.0.0/8"]))
 
 
 def test_the_signature_is_the_standards() -> None:
     """The example of the specification, and by hand."""
     secret, message, at = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330
     wanted = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
-    assert webhook.signature(secret, message, at, b'{"test": 2432232314}') == wanted
-    key = base64.b64decode(webhook.new_secret().removeprefix("whsec_"))
+    assert webhook.sign_message(secret, message, at, b'{"test": 2432232314}') == wanted
+    key = base64.b64decode(webhook.generate_secret().removeprefix("whsec_"))
     assert len(key) == 32
     assert hmac.new(key, b"a", hashlib.sha256).digest()
 
@@ -46,13 +52,13 @@ def test_the_signature_is_the_standards() -> None:
     ],
 )
 def test_a_name_that_leads_inside_is_refused_when_it_is_sent(address: str) -> None:
-    outcome = post("https://hook.example/x", {}, b"{}", PUBLIC, lambda host, port: ["93.184.216.34", address])
+    outcome = post_message("https://hook.example/x", {}, b"{}", PUBLIC, lambda host, port: ["93.184.216.34", address])
     assert "that is not public" in outcome.error
     assert address.partition("%")[0] not in outcome.error, "what a name means inside is nobody's"
     literal = address.partition("%")[0]
     url = f"https://[{literal}]/" if ":" in literal else f"https://{literal}/"
     with pytest.raises(webhook.WebhookUrlError, match="not public"):
-        where(url, PUBLIC)
+        parse_webhook_url(url, PUBLIC)
 
 
 def test_the_connection_goes_to_the_address_that_was_checked() -> None:
@@ -65,7 +71,7 @@ def test_the_connection_goes_to_the_address_that_was_checked() -> None:
             return ["127.0.0.1"] if len(asked) == 1 else ["127.9.9.9"]
 
         url = receiver.url.replace("127.0.0.1", "hook.example")
-        assert post(url, {"webhook-id": "a"}, b"{}", OPEN, lookup) == Outcome()
+        assert post_message(url, {"webhook-id": "a"}, b"{}", OPEN, lookup) == AttemptOutcome()
         assert asked == ["hook.example"]
         assert receiver.calls[0][0]["host"].startswith("hook.example:")
 
@@ -89,8 +95,8 @@ def test_the_connection_goes_to_the_address_that_was_checked() -> None:
 )
 def test_a_url_that_cannot_be_used_is_refused_with_a_sentence(url: str, says: str) -> None:
     with pytest.raises(webhook.WebhookUrlError, match=says):
-        where(url, PUBLIC)
-    assert says in post(url, {}, b"", PUBLIC).error
+        parse_webhook_url(url, PUBLIC)
+    assert says in post_message(url, {}, b"", PUBLIC).error
 
 
 @pytest.mark.parametrize(
@@ -106,25 +112,25 @@ def test_a_url_that_cannot_be_used_is_refused_with_a_sentence(url: str, says: st
     ],
 )
 def test_what_an_answer_means(monkeypatch: pytest.MonkeyPatch, mood: str, error: str) -> None:
-    monkeypatch.setattr(webhook, "WHOLE_S", 0.3)
+    monkeypatch.setattr(webhook, "ATTEMPT_TIMEOUT_S", 0.3)
     with receiving() as receiver:
         receiver.moods = [mood]
-        outcome = post(receiver.url, {"webhook-id": "a"}, b"{}", OPEN)
+        outcome = post_message(receiver.url, {"webhook-id": "a"}, b"{}", OPEN)
         assert error in outcome.error and bool(error) == bool(outcome.error)
         assert len(receiver.calls) == 1
 
 
 def test_gone_is_gone_and_nobody_there_is_said(receiver: Receiver) -> None:
     receiver.moods = ["410"]
-    assert post(receiver.url, {"webhook-id": "a"}, b"", OPEN).gone
-    assert "cannot be reached: Connection refused" in post("http://127.0.0.1:1/", {}, b"", OPEN).error
-    assert "cannot be resolved" in post("https://nowhere.invalid/", {}, b"", PUBLIC).error
-    assert "cannot be reached" in post(receiver.url.replace("http:", "https:"), {}, b"", OPEN).error
+    assert post_message(receiver.url, {"webhook-id": "a"}, b"", OPEN).is_gone
+    assert "cannot be reached: Connection refused" in post_message("http://127.0.0.1:1/", {}, b"", OPEN).error
+    assert "cannot be resolved" in post_message("https://nowhere.invalid/", {}, b"", PUBLIC).error
+    assert "cannot be reached" in post_message(receiver.url.replace("http:", "https:"), {}, b"", OPEN).error
 
 
 def test_a_network_that_is_listed_may_be_reached_and_its_neighbour_not() -> None:
-    some = Allowed(networks=networks(["10.1.0.0/16", "fd00::/8"]))
-    assert where("https://10.1.2.3/", some).host == "10.1.2.3"
-    assert where("https://[fd00::1]/", some)
+    some = AllowedDestinations(networks=parse_networks(["10.1.0.0/16", "fd00::/8"]))
+    assert parse_webhook_url("https://10.1.2.3/", some).host == "10.1.2.3"
+    assert parse_webhook_url("https://[fd00::1]/", some)
     with pytest.raises(webhook.WebhookUrlError, match=r"10\.2"):
-        where("https://10.2.2.3/", some)
+        parse_webhook_url("https://10.2.2.3/", some)

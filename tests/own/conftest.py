@@ -27,7 +27,7 @@ from accelerators.models import (
     Seal,
 )
 from cyborgweb.models import ApiToken
-from placement_sync.models import Discrepancy, Kind
+from placement_sync.models import Discrepancy, DiscrepancyKind
 from tests.support.reports import a_heard_host
 
 Ask = Callable[..., HttpResponse]
@@ -54,7 +54,7 @@ def ask(client: Client, db: None) -> Ask:
     ) -> HttpResponse:
         who = (by, project)
         if by and who not in tokens:
-            tokens[who] = ApiToken.make(f"{by}-{project}", user, ROLES[by], project)
+            tokens[who] = ApiToken.create_with_secret(f"{by}-{project}", user, ROLES[by], project)
         sent = ({"X-Auth-Token": tokens[who]} if by else {}) | headers
         body = data if isinstance(data, bytes) else b"" if data is None else json.dumps(data).encode()
         kind = headers.get("Content-Type", "application/json")
@@ -100,12 +100,12 @@ def fill(db: None) -> Fill:
             Image.objects.create(name="shell", size=1, sha256="0" * 64, source="upload")
             facts = {"month": "2026-01", "tx": 0, "event": 0, "events": 0, "sealed_at": datetime.now(UTC)}
             Seal.objects.get_or_create(number=1, defaults=facts | {"digest": "0" * 64, "hash": "0" * 64})
-            placing.place([placing.Order("rescan", host=host.id, actor="olga") for host in hosts])
+            placing.place_commands([placing.CommandOrder("rescan", host=host.id, actor="olga") for host in hosts])
         seen = dict.fromkeys(("since", "seen_at"), datetime.now(UTC))
         for host in hosts:
             about = {"host": host, "device": host.devices.first(), "provider_name": host.name, "said": "It is loose."}
             ids = {"provider": uuid.uuid4(), "instance": uuid.uuid4()}
-            Discrepancy.objects.create(kind=Kind.UNATTACHED, **about, **ids, **seen)
+            Discrepancy.objects.create(kind=DiscrepancyKind.UNATTACHED, **about, **ids, **seen)
         return hosts
 
     return make

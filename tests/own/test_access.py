@@ -10,7 +10,7 @@ from django.test import Client
 from accelerators import conductor
 from accelerators.api.own import instances
 from accelerators.audit import sealing
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Event
 from tests.own.conftest import INSTANCES, Ask, Fill, message, results
 
@@ -42,7 +42,7 @@ def test_x4_a_project_sees_its_own_requests_accelerators_and_events(ask: Ask, fi
     own = AcceleratorRequest.objects.filter(project_id="p1").first()
     with conductor.writing():
         for request in (foreign, own):
-            conductor.record("request.bound", Source.API, "nova", subject=(request.uuid, str(request.uuid)))
+            conductor.record_event("request.bound", EventSource.API, "nova", subject=(request.uuid, str(request.uuid)))
     for collection in ("requests", "accelerators"):
         seen = results(ask(f"/api/{collection}/", "reader"))
         assert {row["project"] for row in seen} == {"p1"}
@@ -59,7 +59,7 @@ def test_x4_a_project_sees_its_own_requests_accelerators_and_events(ask: Ask, fi
 @pytest.mark.django_db(transaction=True)
 def test_a_seal_is_shown_with_its_hash(ask: Ask, fill: Fill) -> None:
     fill(1)
-    sealing.seal()
+    sealing.seal_oldest_events()
     seal, *_ = results(ask("/api/seals/", "manager"))
     assert seal["events"] == Event.objects.count() and len(seal["hash"]) == 64 and "marks" not in seal
     assert json.loads(ask(seal["url"].removeprefix("http://testserver"), "operator").content) == seal
@@ -135,13 +135,13 @@ def test_an_accelerator_is_joined_with_what_nova_says(ask: Ask, fill: Fill, monk
     fill(3)
     asked = []
 
-    def nova(wanted: object) -> dict[str, instances.Known]:
+    def nova(wanted: object) -> dict[str, instances.InstanceState]:
         asked.append(wanted)
-        return {INSTANCES[0]: instances.Known("ACTIVE", "web-1")}
+        return {INSTANCES[0]: instances.InstanceState("ACTIVE", "web-1")}
 
     monkeypatch.setattr(instances, "_sources", [nova])
     first, second = results(ask("/api/accelerators/"))
-    assert asked == [{instances.Instance(INSTANCES[0], "p1"), instances.Instance(INSTANCES[1], "p2")}]
+    assert asked == [{instances.InstanceKey(INSTANCES[0], "p1"), instances.InstanceKey(INSTANCES[1], "p2")}]
     assert first["instance"] == {"uuid": INSTANCES[0], "state": "ACTIVE", "name": "web-1"}
     assert second["instance"]["state"] == "unknown"
     assert (first["driver"], first["host"]["name"], first["handle"]["info"]["bus"]) == ("pci_driver", "cmp0", "00")

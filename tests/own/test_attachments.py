@@ -13,7 +13,7 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 
 from accelerators.domain import libvirt_xml
-from accelerators.domain.libvirt_xml import Handle
+from accelerators.domain.libvirt_xml import HeldHandle
 from accelerators.models import AcceleratorRequest, Attachment, Device, Event
 from tests.own.conftest import Ask, message, results
 from tests.placement import attaching as lab
@@ -174,19 +174,19 @@ def test_at_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_libvirt_wants() -> None:
-    mdev = Handle(NOBODY, "MDEV", '{"asked_type": "nvidia-223"}')
-    node = Handle(NOBODY, "DEV", '{"path": "/dev/accel/accel0"}')
-    test = Handle(NOBODY, "TEST_PCI", '{"bus": "00", "device": "1", "domain": "0000", "function": "0"}')
-    odd = Handle(NOBODY, "PCI", '{"bus": "\'/>", "device": "00", "domain": "0000", "function": "0"}')
-    own = Handle(
+    mdev = HeldHandle(NOBODY, "MDEV", '{"asked_type": "nvidia-223"}')
+    node = HeldHandle(NOBODY, "DEV", '{"path": "/dev/accel/accel0"}')
+    test = HeldHandle(NOBODY, "TEST_PCI", '{"bus": "00", "device": "1", "domain": "0000", "function": "0"}')
+    odd = HeldHandle(NOBODY, "PCI", '{"bus": "\'/>", "device": "00", "domain": "0000", "function": "0"}')
+    own = HeldHandle(
         NOBODY, "PCI", '{"bus": "3b", "device": "00", "domain": "0x0000", "function": "1", "managed": "false"}'
     )
-    hostile = [Handle(NOBODY, "PCI", info) for info in ("[]", "null", "no JSON", '{"bus": {}}')]
-    assert libvirt_xml.elements([node, test, odd, *hostile]) == []
-    (first, second) = libvirt_xml.elements([mdev, own])
+    hostile = [HeldHandle(NOBODY, "PCI", info) for info in ("[]", "null", "no JSON", '{"bus": {}}')]
+    assert libvirt_xml.render_hostdev_elements([node, test, odd, *hostile]) == []
+    (first, second) = libvirt_xml.render_hostdev_elements([mdev, own])
     assert first == (
         f'<hostdev mode="subsystem" type="mdev" model="vfio-pci"><source><address uuid="{NOBODY}" /></source></hostdev>'
     )
     assert 'managed="no"' in second and 'bus="0x3b"' in second
-    assert "there is nothing to plug" in libvirt_xml.sentence([test], "cmp1")
-    assert libvirt_xml.sentence([], "cmp1") == ""
+    assert "there is nothing to plug" in libvirt_xml.describe_plugging([test], "cmp1")
+    assert libvirt_xml.describe_plugging([], "cmp1") == ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accelerators import conductor
-from accelerators.api.own.commands import WAITERS, _turns
+from accelerators.api.own.commands import MAX_WAITERS, _waiter_slots
 from accelerators.commands import placing, programming
 from accelerators.models import Command, Device, Event, Host
 from accelerators.workflows import command_results
@@ -66,12 +66,12 @@ def test_a_command_is_ordered_and_followed_to_its_end(ask: Ask, device: Device) 
     row = Command.objects.get()
     tag = ask("/api/commands/")["ETag"]
     assert ask("/api/commands/", **{"If-None-Match": tag}).status_code == 304
-    placing.progressed([placing.Progress(row.host_id, row.id, 50, "making them")])
+    placing.store_progress([placing.CommandProgress(row.host_id, row.id, 50, "making them")])
     assert ask("/api/commands/", **{"If-None-Match": tag}).status_code == 200
     followed = get(ask, command["url"])
     assert (followed["state"], followed["percent"], followed["progress"]) == ("started", 50, "making them")
-    placing.answer([placing.Answer(row.host_id, row.id, "failed", "no memory for them", {"left": "2"})])
-    command_results.settle()
+    placing.store_answers([placing.CommandAnswer(row.host_id, row.id, "failed", "no memory for them", {"left": "2"})])
+    command_results.end_answered_commands()
     followed = get(ask, command["url"])
     assert (followed["state"], followed["text"], followed["detail"]) == ("failed", "no memory for them", {"left": "2"})
     assert followed["ended_at"] and get(ask, f"/api/devices/{device.uuid}/")["busy_with"] is None
@@ -175,17 +175,17 @@ def test_the_end_can_be_waited_for(ask: Ask, device: Device, monkeypatch: pytest
         """Who waits for news lets the agent end it."""
 
         def wait(self, seconds: float) -> None:
-            placing.answer([placing.Answer(row.host_id, row.id, "succeeded", "it is well")])
-            command_results.settle()
+            placing.store_answers([placing.CommandAnswer(row.host_id, row.id, "succeeded", "it is well")])
+            command_results.end_answered_commands()
 
         clear = set = lambda self: None
 
     monkeypatch.setattr(programming, "threading", SimpleNamespace(Event=Agent))
-    for _ in range(WAITERS):
-        assert _turns.acquire(blocking=False)
+    for _ in range(MAX_WAITERS):
+        assert _waiter_slots.acquire(blocking=False)
     assert get(ask, f"{command['url']}?wait=30")["state"] == "queued"
-    for _ in range(WAITERS):
-        _turns.release()
+    for _ in range(MAX_WAITERS):
+        _waiter_slots.release()
     assert get(ask, f"{command['url']}?wait=30&fields=state") == {"state": "succeeded"}
     for text in ("-1", "31", "x", "1.5", "%C2%B2", "001"):
         assert "wait: say a number" in message(ask(f"/api/commands/{row.uuid}/?wait={text}"), 400)

@@ -74,7 +74,7 @@ def test_a_drain_is_shown_with_what_is_left_of_it(ask: Ask, fill: Fill) -> None:
     assert results(ask("/api/devices/?fields=draining&draining=true")) == [{"draining": device["draining"]}]
     assert len(results(ask("/api/devices/?draining=false"))) == 2
     tag = ask(path(HELD))["ETag"]
-    binding.delete([str(AcceleratorRequest.objects.get(deployable__device__uuid=device["uuid"]).uuid)], NOVA)
+    binding.delete_requests([str(AcceleratorRequest.objects.get(deployable__device__uuid=device["uuid"]).uuid)], NOVA)
     assert ask(path(HELD), **{"If-None-Match": tag}).status_code == 200
     assert did(ask, HELD, "enable")["draining"] is None
 

@@ -14,9 +14,16 @@ import pytest
 from keystoneauth1.noauth import NoAuth
 from keystoneauth1.session import Session
 
-from accelerators.api.own.instances import Instance, Known
+from accelerators.api.own.instances import InstanceKey, InstanceState
 from drivers.configuration import ConfigurationError
-from placement_sync.nova.client import AT_ONCE, GONE, REMEMBERED_S, Nova, NovaUnavailableError, servers
+from placement_sync.nova.client import (
+    CACHE_S,
+    GONE,
+    MAX_PARALLEL_CALLS,
+    InstanceStateCache,
+    NovaUnavailableError,
+    get_servers,
+)
 from tests.support.webserver import until
 
 
@@ -80,17 +87,17 @@ def compute() -> Iterator[Compute]:
         yield made
 
 
-def nova(compute: Compute, deadline_s: float = 10.0) -> tuple[Nova, list[float]]:
+def nova(compute: Compute, deadline_s: float = 10.0) -> tuple[InstanceStateCache, list[float]]:
     """A source that asks it, and the clock it goes by."""
     clock = [0.0]
     session = Session(auth=NoAuth(endpoint=compute.address))
-    return Nova(lambda: session, compute.address, deadline_s, lambda: clock[0]), clock
+    return InstanceStateCache(lambda: session, compute.address, deadline_s, lambda: clock[0]), clock
 
 
 def test_one_listing_for_each_project_remembered_for_a_while(compute: Compute) -> None:
     ask, clock = nova(compute)
-    wanted = [Instance("a", "p1"), Instance("c", "p1"), Instance("d", "p2"), Instance("z", "p1")]
-    expected = {n: Known("ACTIVE", f"vm-{n}") for n in ("a", "c", "d")} | {"z": GONE}
+    wanted = [InstanceKey("a", "p1"), InstanceKey("c", "p1"), InstanceKey("d", "p2"), InstanceKey("z", "p1")]
+    expected = {n: InstanceState("ACTIVE", f"vm-{n}") for n in ("a", "c", "d")} | {"z": GONE}
     assert ask(wanted) == expected
     assert sorted(query["project_id"] for query in compute.asked) == ["p1", "p1", "p2"]
     assert all(query["all_tenants"] == "1" for query in compute.asked)
@@ -98,21 +105,21 @@ def test_one_listing_for_each_project_remembered_for_a_while(compute: Compute) -
     assert ask(wanted) == expected
     assert len(compute.asked) == 3
     compute.servers["p2"][0]["status"] = "SHUTOFF"
-    clock[0] += REMEMBERED_S
-    assert ask([Instance("d", "p2")]) == {"d": Known("SHUTOFF", "vm-d")}
+    clock[0] += CACHE_S
+    assert ask([InstanceKey("d", "p2")]) == {"d": InstanceState("SHUTOFF", "vm-d")}
 
 
 def test_while_nova_is_away_everything_is_unknown_and_it_is_left_alone(compute: Compute) -> None:
     ask, clock = nova(compute)
-    known = ask([Instance("a", "p1")])
+    known = ask([InstanceKey("a", "p1")])
     compute.status = 503
-    assert ask([Instance("a", "p1"), Instance("d", "p2")]) == known
+    assert ask([InstanceKey("a", "p1"), InstanceKey("d", "p2")]) == known
     calls = len(compute.asked)
-    assert ask([Instance("d", "p2")]) == {}
+    assert ask([InstanceKey("d", "p2")]) == {}
     assert len(compute.asked) == calls
     compute.status = 200
-    clock[0] += REMEMBERED_S
-    assert ask([Instance("d", "p2")])["d"].state == "ACTIVE"
+    clock[0] += CACHE_S
+    assert ask([InstanceKey("d", "p2")])["d"].state == "ACTIVE"
 
 
 def test_an_outage_of_nova_is_logged_once_until_nova_was_back(
@@ -122,8 +129,8 @@ def test_an_outage_of_nova_is_logged_once_until_nova_was_back(
 
     def lines_after_asking_with(status: int) -> list[str]:
         compute.status = status
-        clock[0] += REMEMBERED_S
-        ask([Instance("d", "p2")])
+        clock[0] += CACHE_S
+        ask([InstanceKey("d", "p2")])
         return [line.getMessage() for line in caplog.records if line.name == "placement_sync.nova.client"]
 
     (line,) = lines_after_asking_with(503)
@@ -136,13 +143,13 @@ def test_an_outage_of_nova_is_logged_once_until_nova_was_back(
 def test_a_nova_that_does_not_answer_is_not_waited_for(compute: Compute) -> None:
     compute.status = 0
     ask, _ = nova(compute, deadline_s=0.1)
-    assert ask([Instance("a", "p1")]) == {}
+    assert ask([InstanceKey("a", "p1")]) == {}
 
 
 def test_after_the_deadline_nova_is_asked_for_no_further_instance(compute: Compute) -> None:
     compute.status = 0
     session = Session(auth=NoAuth(endpoint=compute.address))
-    found = servers(session, compute.address, [str(n) for n in range(10 * AT_ONCE)], deadline_s=0.1)
+    found = get_servers(session, compute.address, [str(n) for n in range(10 * MAX_PARALLEL_CALLS)], deadline_s=0.1)
     assert {str(answer) for answer in found.values()} >= {"Nova did not answer in time"}
     assert all(isinstance(answer, NovaUnavailableError) for answer in found.values())
     until(lambda: not any(thread.name.startswith("servers") for thread in threading.enumerate()))
@@ -155,4 +162,4 @@ def test_without_a_cloud_everything_is_unknown() -> None:
     def session() -> None:
         raise ConfigurationError("No cloud is configured")
 
-    assert Nova(session)([Instance("a", "p1")]) == {}
+    assert InstanceStateCache(session)([InstanceKey("a", "p1")]) == {}

@@ -104,7 +104,7 @@ def test_v2_has_pages_for_browsers_and_for_nobody_else(ask: Ask, fill: Fill) -> 
 def test_a_list_of_v2_is_cut_on_a_page_and_goes_on_from_there(
     ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(browsable, "ROWS", 4)
+    monkeypatch.setattr(browsable, "MAX_ROWS", 4)
     fill(6)
     text = page(ask, "/v2/devices")
     assert text.count('<td class="tight mono">') == 4

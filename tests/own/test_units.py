@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import Answer
+from accelerators.commands.placing import CommandAnswer
 from accelerators.devices import partitioning
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Device, DeviceProfile, Event, Host
 from accelerators.workflows import command_results
 from drivers.inventory import Device as Card
@@ -61,8 +61,8 @@ def patch(ask: Ask, one: Device, status: int = 202, by: str = "admin", **said: A
 
 def ended(command: Command, outcome: str = "succeeded", text: str = "") -> None:
     """Its agent answers, after a report that is applied."""
-    placing.answer([Answer(command.host_id, command.id, outcome, text)])
-    while command_results.settle():
+    placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
+    while command_results.end_answered_commands():
         pass
 
 
@@ -266,12 +266,12 @@ def test_pages_of_free_units_follow_each_other_in_few_statements(ask: Ask, djang
 @pytest.mark.django_db(transaction=True)
 def test_of_two_operators_at_once_exactly_one_wins(ask: Ask) -> None:
     reported(divisible(1, 2))
-    target, start = partitioning.Target(device(1).uuid), threading.Barrier(2)
+    target, start = partitioning.PartitionTarget(device(1).uuid), threading.Barrier(2)
 
-    def more(_: int) -> partitioning.Result:
+    def more(_: int) -> partitioning.PartitionResult:
         start.wait(30)
         try:
-            (result,) = partitioning.change([target], partitioning.Change(2, generation=0), OLGA)
+            (result,) = partitioning.partition_devices([target], partitioning.PartitionChange(2, generation=0), OLGA)
             return result
         finally:
             connection.close()
@@ -279,6 +279,6 @@ def test_of_two_operators_at_once_exactly_one_wins(ask: Ask) -> None:
     with ThreadPoolExecutor(2) as threads:
         won, lost = sorted(threads.map(more, range(2)), key=lambda result: result.command is None)
     assert won.command == Command.objects.get() and won.command.arguments["layout"] == {"vfs": "4"}
-    assert lost.reason is Reason.CONFLICT and "is at generation 1 now, not 0" in lost.refused
+    assert lost.reason is RefusalReason.CONFLICT and "is at generation 1 now, not 0" in lost.refused
     with pytest.raises(RefusedError, match="generation 1 now, not 0"):
-        partitioning.update(device(1).uuid, {"vfs": "8"}, OLGA, generation=0)
+        partitioning.update_layout(device(1).uuid, {"vfs": "8"}, OLGA, generation=0)

@@ -11,7 +11,7 @@ from accelerators.models import Command
 from accelerators.workflows import command_results
 from agents import credentials, enrolment, tasks, wire
 from agents.gateway import command_dispatch
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Device as Card
 from tests.agents.conftest import House
@@ -30,8 +30,10 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
     """It may join; a gateway serves it."""
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
     house = House()
-    house.gateway = Gateway(Keys(lease_flush_s=0.05))
-    join = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    join = credentials.parse_join_string(
+        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+    )
     with serving(house) as port:
         yield WireAgent(port, token=join.secret)
         house.gateway.stop()
@@ -39,7 +41,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
 
 def a_report(*cards: Card, seq: int) -> wire.Report:
     drivers = (answer(*cards, driver="generic_driver"),)
-    return wire.Report(1, seq, wire.content_hash(drivers), drivers)
+    return wire.Report(1, seq, wire.hash_report_content(drivers), drivers)
 
 
 def seen(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:

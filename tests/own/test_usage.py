@@ -19,10 +19,10 @@ from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
 from accelerators.requests import candidates
 from agents import telemetry
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from agents.models import Agent, Lease
-from agents.telemetry import HostLoad, Loads
-from cyborgweb.asgi import Http
+from agents.telemetry import HostLoad, LoadSnapshot
+from cyborgweb.asgi import HttpApplication
 from cyborgweb.settings.keys import Keys
 from tests.own.conftest import Ask, Fill, message, results
 from tests.support.reports import a_heard_host, a_host
@@ -57,14 +57,14 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
         mute.update({host.pk} if quiet else ())
         away.extend([silent] if silent else ())
 
-    def last(hosts: Collection[int] | None = None) -> Loads:
-        return Loads({pk: one for pk, one in known.items() if hosts is None or pk in hosts}, tuple(away))
+    def last(hosts: Collection[int] | None = None) -> LoadSnapshot:
+        return LoadSnapshot({pk: one for pk, one in known.items() if hosts is None or pk in hosts}, tuple(away))
 
-    def census(hosts: Collection[int], within_s: float) -> Loads:
-        return Loads({pk: known[pk] for pk in hosts if pk in known and pk not in mute}, tuple(away))
+    def census(hosts: Collection[int], within_s: float) -> LoadSnapshot:
+        return LoadSnapshot({pk: known[pk] for pk in hosts if pk in known and pk not in mute}, tuple(away))
 
-    monkeypatch.setattr(telemetry, "last", last)
-    monkeypatch.setattr(telemetry, "census", census)
+    monkeypatch.setattr(telemetry, "get_last_loads", last)
+    monkeypatch.setattr(telemetry, "run_load_census", census)
     return say
 
 
@@ -130,18 +130,18 @@ def test_free_is_what_a_bind_would_get(ask: Ask, heard: Heard) -> None:
         Deployable.objects.filter(device=crowded).update(num_accelerators=0)
     (all_,) = results(ask("/api/usage/"))
     assert [all_[name] for name in ("total", "held", "free", "reserved")] == [8, 2, 3, 5]
-    assert all_["free"] == sum(one.free for one in candidates.of(host))
+    assert all_["free"] == sum(one.free for one in candidates.find_candidates(host))
     with conductor.writing():
         Deployable.objects.filter(device=plain).update(num_accelerators=1)
     assert [one["free"] for one in results(ask("/api/usage/?by=host,type"))] == [2], "Placement gives no more"
-    there = candidates.of(host)
+    there = candidates.find_candidates(host)
     assert [one.free for one in there] == [1, 1], "nor does an attachment, or a census"
-    assert candidates.of(host, crowded.uuid) == []
+    assert candidates.find_candidates(host, crowded.uuid) == []
     wanted = [{"resources:FPGA": "1"}]
-    assert candidates.room(wanted, there, 5) == 2
-    assert set(candidates.choose(wanted * 2, there, "there").providers) == {one.provider for one in there}
+    assert candidates.count_possible_choices(wanted, there, 5) == 2
+    assert set(candidates.choose_providers(wanted * 2, there, "there").providers) == {one.provider for one in there}
     with pytest.raises(RefusedError, match="no free unit"):
-        candidates.choose([{"resources:FPGA": "2"}], there, "there")
+        candidates.choose_providers([{"resources:FPGA": "2"}], there, "there")
 
 
 def test_what_cannot_be_is_not_counted(ask: Ask, fill: Fill, heard: Heard) -> None:
@@ -321,11 +321,11 @@ def test_only_so_many_censuses_at_once(ask: Ask, heard: Heard, monkeypatch: pyte
     a_heard_host("cmp0", 1)
     meanwhile = []
 
-    def another(hosts: Collection[int], within_s: float) -> Loads:
+    def another(hosts: Collection[int], within_s: float) -> LoadSnapshot:
         meanwhile.append(ask(CENSUS, method="POST", data={}))
-        return Loads({})
+        return LoadSnapshot({})
 
-    monkeypatch.setattr(telemetry, "census", another)
+    monkeypatch.setattr(telemetry, "run_load_census", another)
     for _ in range(2):
         meanwhile.clear()
         assert ask(CENSUS, method="POST", data={}).status_code == 200
@@ -353,7 +353,7 @@ def test_a_census_takes_no_thread_from_lists(method: str, path: str, where: str)
     async def long(*_: Any) -> None:
         taken.append("long")
 
-    http = Http(Gateway(Keys()), short, long)  # type: ignore[arg-type]
+    http = HttpApplication(AgentGateway(Keys()), short, long)  # type: ignore[arg-type]
     asyncio.run(http({"type": "http", "method": method, "path": path, "headers": []}, None, None))
     assert taken == [where]
 

@@ -14,11 +14,11 @@ from django.test import Client
 
 from accelerators.models import Device
 from agents import credentials, enrolment, telemetry, wire
-from agents.gateway.app import Gateway
+from agents.gateway.app import AgentGateway
 from agents.wire import DeviceLoad, Samples, Watch
-from cyborgweb.asgi import BoundedThreads, Http
+from cyborgweb.asgi import BoundedThreads, HttpApplication
 from cyborgweb.live import usage
-from cyborgweb.live.usage import Pace, Usage
+from cyborgweb.live.usage import StreamIntervals, UsageStream
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application as wsgi
@@ -38,8 +38,8 @@ class House:
 
     port = 0
     threads: BoundedThreads
-    gateway: Gateway
-    http: Http
+    gateway: AgentGateway
+    http: HttpApplication
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await (self.http if scope["type"] == "http" else self.gateway)(scope, receive, send)
@@ -55,19 +55,19 @@ def house() -> Iterator[House]:
 
 @pytest.fixture
 def device(house: House) -> Iterator[Device]:
-    house.gateway = Gateway(Keys(lease_flush_s=0.05))
-    house.http = Http(house.gateway, house.threads, house.threads)
-    house.http.usage = Usage(house.threads, Pace(event=0.05, judge=0.1))
-    telemetry.forget()
+    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    house.http = HttpApplication(house.gateway, house.threads, house.threads)
+    house.http.usage = UsageStream(house.threads, StreamIntervals(event_s=0.05, permission_check_s=0.1))
+    telemetry.forget_gateways()
     yield a_heard_host("cmp1", 2).devices.get(key=KEY)
-    house.http.usage.stop()
+    house.http.usage.end_all_streams()
     house.gateway.stop()
-    telemetry.forget()
+    telemetry.forget_gateways()
 
 
 @pytest.fixture
 def token(db: None) -> str:
-    return ApiToken.make("m", User.objects.create_user("mona"), ["manager", "member", "reader"], "p1")
+    return ApiToken.create_with_secret("m", User.objects.create_user("mona"), ["manager", "member", "reader"], "p1")
 
 
 class Stream:
@@ -95,7 +95,9 @@ class Stream:
 
 @contextmanager
 def an_agent(port: int) -> Iterator[Any]:
-    secret = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    secret = credentials.parse_join_string(
+        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+    )
     with WireAgent(port, token=secret.secret).speaking() as socket:
         yield socket
 
@@ -107,7 +109,7 @@ def saying(socket: Any) -> Callable[[float], None]:
 
     def say(busy: float) -> None:
         loads = (DeviceLoad(OTHER, {"utilization_percent": 1.0}), DeviceLoad(KEY, {"utilization_percent": busy}))
-        socket.send(wire.encode(Samples(loads)))
+        socket.send(wire.encode_message(Samples(loads)))
 
     return say
 
@@ -168,7 +170,7 @@ def test_many_who_listen_are_asked_for_once_and_each_hears_its_own(house: House,
 def test_a_stream_ends_with_its_process(house: House, device: Device, token: str) -> None:
     stream = Stream(house.port, f"/api/devices/{device.uuid}/usage/", **{"X-Auth-Token": token})
     next(iter(stream))
-    house.http.usage.stop()
+    house.http.usage.end_all_streams()
     list(stream)
     assert stream.head.isclosed()
 
@@ -177,7 +179,7 @@ def test_who_may_not_listen_is_told_why_as_elsewhere(
     house: House, device: Device, token: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"/api/devices/{device.uuid}/usage/"
-    member = ApiToken.make("x", User.objects.get(username="mona"), ["member", "reader"], "p1")
+    member = ApiToken.create_with_secret("x", User.objects.get(username="mona"), ["member", "reader"], "p1")
     for path, sent, status, says in (
         (address, {}, 401, "requires authentication"),
         (address, {"X-Auth-Token": member}, 403, "cyborg:device:get_usage"),

@@ -19,7 +19,7 @@ from accelerators.models import AcceleratorRequest, Attachment, Deployable, Devi
 from accelerators.workflows import attachments
 from placement_sync.jobs import attachments as attaching
 from placement_sync.jobs import providers
-from placement_sync.reconcile import Observed
+from placement_sync.reconcile import ObservedProvider
 from tests.placement.session import Session
 from tests.placement.trouble import Troubled
 from tests.support.nova import Nova, recording
@@ -52,7 +52,7 @@ class Cloud:
 
     def has(self, instance: str = VM) -> dict[str, dict[str, int]]:
         """What the instance has in Placement, without its VCPU."""
-        found = self.placement.model.consumer(instance).allocations
+        found = self.placement.model.read_consumer(instance).allocations
         return {provider: amounts for provider, amounts in found.items() if provider != ROOT}
 
 
@@ -74,21 +74,21 @@ def a_cloud(settings: Any) -> Iterator[Cloud]:
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": nova.url})
         one = Cloud(nova)
         there.__init__(one)  # type: ignore[misc]
-        one.placement.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+        one.placement.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
         one.boots(VM)
-        looks = list(attachments._looks)
-        attachments.register(attaching.look)
+        looks = list(attachments._instance_lookups)
+        attachments.register_instance_lookup(attaching.look_up_instance)
         try:
             yield one
         finally:
-            attachments._looks[:] = looks
+            attachments._instance_lookups[:] = looks
 
 
 def cards(count: int = 1, handles: int = 2, **changes: Any) -> None:
     """So many ready cards on cmp1, all known to Placement; a profile `one` that asks for one of them."""
     apply(a_host(), answer(*(card(n, handles=handles, **changes) for n in range(count))))
     for device in Device.objects.values_list("uuid", flat=True):
-        lifecycle.enable(device, OLGA)
+        lifecycle.enable_device(device, OLGA)
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
         DeviceProfile.objects.create(name="two", groups=[{"resources:FPGA": "2", "trait:CUSTOM_TEST": "required"}])
@@ -102,7 +102,7 @@ def provider(number: int = 0) -> str:
 
 def ask(profile: str = "one", instance: str = VM, **more: Any) -> Attachment:
     """Somebody wants it attached."""
-    return attachments.ask(uuid.UUID(instance), OLGA, profile=profile, **more)
+    return attachments.order_attachment(uuid.UUID(instance), OLGA, profile=profile, **more)
 
 
 def work(most: int = 30) -> None:

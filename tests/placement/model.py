@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from placement_sync.allocations import Consumer
+from placement_sync.allocations import ConsumerAllocations
 from placement_sync.client import PlacementConflictError
-from placement_sync.reconcile import Inventory, Observed
+from placement_sync.reconcile import Inventory, ObservedProvider
 
 DEFAULTS = {"reserved": 0, "min_unit": 1, "max_unit": 2147483647, "step_size": 1, "allocation_ratio": 1.0}
 CHANGED = PlacementConflictError("placement.concurrent_update", "somebody was faster")
@@ -21,31 +21,31 @@ CHANGED = PlacementConflictError("placement.concurrent_update", "somebody was fa
 class Model:
     """Everything there is. `allocated`: (provider, class) → amount by consumer; `written`: consumer → generation."""
 
-    providers: dict[str, Observed] = field(default_factory=dict)
+    providers: dict[str, ObservedProvider] = field(default_factory=dict)
     allocated: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
     before_write: Callable[[], None] = lambda: None
     reads: int = 0
     writes: int = 0
 
-    def root(self, name: str) -> Observed | None:
+    def find_compute_provider(self, name: str) -> ObservedProvider | None:
         self.reads += 1
         return next((one for one in self.providers.values() if one.name == name), None)
 
-    def tree(self, root: str) -> dict[str, Observed]:
+    def read_tree(self, root: str) -> dict[str, ObservedProvider]:
         self.reads += 1
         inside = {uuid: one for uuid, one in self.providers.items() if root in (uuid, one.parent)}
-        return {uuid: Observed(uuid, one.name, one.parent, one.generation) for uuid, one in inside.items()}
+        return {uuid: ObservedProvider(uuid, one.name, one.parent, one.generation) for uuid, one in inside.items()}
 
-    def provider(self, uuid: str) -> Observed | None:
+    def read_provider(self, uuid: str) -> ObservedProvider | None:
         self.reads += 1
         return self.providers.get(uuid)
 
-    def filled(self, bare: Observed) -> Observed:
+    def read_details(self, bare: ObservedProvider) -> ObservedProvider:
         self.reads += 2
         return self.providers[bare.uuid]
 
-    def allocations(self, uuid: str) -> dict[str, dict[str, int]]:
+    def read_allocations(self, uuid: str) -> dict[str, dict[str, int]]:
         self.reads += 1
         found: dict[str, dict[str, int]] = {}
         for (provider, name), consumers in self.allocated.items():
@@ -54,11 +54,11 @@ class Model:
                     found.setdefault(consumer, {})[name] = amount
         return found
 
-    def consumer(self, uuid: str) -> Consumer:
+    def read_consumer(self, uuid: str) -> ConsumerAllocations:
         self.reads += 1
         return self._consumer(uuid)
 
-    def allocate(self, uuid: str, body: Mapping[str, Any]) -> None:
+    def replace_allocations(self, uuid: str, body: Mapping[str, Any]) -> None:
         """Replaces all that a consumer has; refuses another generation, and more than there is."""
         self._write()
         before = self._consumer(uuid)
@@ -75,12 +75,16 @@ class Model:
         for provider in {provider for provider, _ in wanted} & self.providers.keys():
             self._next(provider)
 
-    def _consumer(self, uuid: str) -> Consumer:
+    def _consumer(self, uuid: str) -> ConsumerAllocations:
         has: dict[str, dict[str, int]] = {}
         for (provider, name), consumers in self.allocated.items():
             if amount := consumers.get(uuid):
                 has.setdefault(provider, {})[name] = amount
-        return Consumer(uuid, self.written.setdefault(uuid, 1), has, "p1", "u1") if has else Consumer(uuid)
+        return (
+            ConsumerAllocations(uuid, self.written.setdefault(uuid, 1), has, "p1", "u1")
+            if has
+            else ConsumerAllocations(uuid)
+        )
 
     def _refuse_above(self, uuid: str, provider: str, name: str, amount: int) -> None:
         entry = self.providers[provider].inventories.get(name)
@@ -91,14 +95,14 @@ class Model:
                 "placement.undefined_code", f"Unable to allocate inventory: {name} is over capacity"
             )
 
-    def create(self, uuid: str, name: str, parent: str) -> int:
+    def create_provider(self, uuid: str, name: str, parent: str) -> int:
         self._write()
         if uuid in self.providers or any(one.name == name for one in self.providers.values()):
             raise PlacementConflictError("", "there is one")
-        self.providers[uuid] = Observed(uuid, name, parent, 0)
+        self.providers[uuid] = ObservedProvider(uuid, name, parent, 0)
         return 0
 
-    def move(self, uuid: str, name: str, parent: str) -> int:
+    def move_provider(self, uuid: str, name: str, parent: str) -> int:
         self._write()
         self.providers[uuid] = replace(self.providers[uuid], name=name, parent=parent)
         return self._next(uuid)
@@ -117,9 +121,9 @@ class Model:
         self.providers[uuid] = replace(self.providers[uuid], traits=frozenset(traits))
         return self._next(uuid)
 
-    def delete(self, uuid: str) -> None:
+    def delete_provider(self, uuid: str) -> None:
         self._write()
-        if self.allocations(uuid):
+        if self.read_allocations(uuid):
             raise PlacementConflictError("placement.resource_provider.inuse", "it is allocated")
         self.providers.pop(uuid, None)
 
@@ -127,7 +131,7 @@ class Model:
         self.writes += 1
         self.before_write()
 
-    def _guarded(self, uuid: str, generation: int) -> Observed:
+    def _guarded(self, uuid: str, generation: int) -> ObservedProvider:
         self._write()
         if uuid not in self.providers or self.providers[uuid].generation != generation:
             raise CHANGED

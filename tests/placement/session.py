@@ -13,7 +13,7 @@ import requests
 from keystoneauth1.exceptions import ConnectFailure
 
 from placement_sync.client import PlacementConflictError
-from placement_sync.reconcile import Observed
+from placement_sync.reconcile import ObservedProvider
 from tests.placement.model import Model
 
 FIRST, ERROR_CODES = (1, 0), (1, 23)
@@ -64,9 +64,9 @@ class Session:
 
     def _consumer(self, method: str, uuid: str, body: Any) -> dict[str, Any]:
         if method == "PUT":
-            self.model.allocate(uuid, body)
+            self.model.replace_allocations(uuid, body)
             return {}
-        one = self.model.consumer(uuid)
+        one = self.model.read_consumer(uuid)
         if one.generation is None:
             return {"allocations": {}}
         held = {rp: {"resources": amounts, "generation": 1} for rp, amounts in one.allocations.items()}
@@ -75,13 +75,13 @@ class Session:
 
     def _tree(self, query: dict[str, list[str]]) -> dict[str, Any]:
         if "name" in query:
-            root = self.model.root(query["name"][0])
+            root = self.model.find_compute_provider(query["name"][0])
             return {"resource_providers": [_shown(root)] if root else []}
-        return {"resource_providers": [_shown(one) for one in self.model.tree(query["in_tree"][0]).values()]}
+        return {"resource_providers": [_shown(one) for one in self.model.read_tree(query["in_tree"][0]).values()]}
 
     def _provider(self, uuid: str, part: str = "") -> dict[str, Any]:
         now = self.model.providers[uuid]
-        held = {consumer: {"resources": amount} for consumer, amount in self.model.allocations(uuid).items()}
+        held = {consumer: {"resources": amount} for consumer, amount in self.model.read_allocations(uuid).items()}
         return {
             "": _shown(now),
             "inventories": {"resource_provider_generation": now.generation, "inventories": dict(now.inventories)},
@@ -93,15 +93,15 @@ class Session:
         model, generation = self.model, (body or {}).get("resource_provider_generation")
         match method, words:
             case "POST", []:
-                now = model.create(body["uuid"], body["name"], body["parent_provider_uuid"])
+                now = model.create_provider(body["uuid"], body["name"], body["parent_provider_uuid"])
             case "PUT", [uuid]:
-                now = model.move(uuid, body["name"], body["parent_provider_uuid"])
+                now = model.move_provider(uuid, body["name"], body["parent_provider_uuid"])
             case "PUT", [uuid, "inventories"]:
                 now = model.set_inventories(uuid, generation, body["inventories"])
             case "PUT", [uuid, "traits"]:
                 now = model.set_traits(uuid, generation, body["traits"])
             case "DELETE", [uuid]:
-                model.delete(uuid)
+                model.delete_provider(uuid)
                 now = 0
         return {"generation": now, "resource_provider_generation": now}
 
@@ -112,7 +112,7 @@ def _microversion(headers: Mapping[str, str]) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _shown(one: Observed) -> dict[str, Any]:
+def _shown(one: ObservedProvider) -> dict[str, Any]:
     return {
         "uuid": one.uuid,
         "name": one.name,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from accelerators.models import AcceleratorRequest, Attachment, Event, Intent
 from accelerators.workflows import attachments
 from placement_sync import allocations
-from placement_sync.allocations import Change, Consumer, Share
+from placement_sync.allocations import AllocationWrite, ClaimShare, ConsumerAllocations
 from placement_sync.jobs import attachments as attaching
 from tests.placement import attaching as lab
 from tests.placement.attaching import OLGA, ROOT, VM, Cloud, ask, cards, due_now, provider, state, there
@@ -121,7 +121,7 @@ def test_it_is_taken_back_once(cloud: Cloud, wanted: str, killed: Callable[[Clou
     row = ask()
     while wanted not in (state(row), row.step):
         attaching.step()
-    attachments.detach(row.uuid, OLGA)
+    attachments.order_detachment(row.uuid, OLGA)
     for where in killed(cloud):
         nothing_left(cloud, row, where)
 
@@ -140,7 +140,7 @@ def test_what_is_refused_leaves_nothing(cloud: Cloud) -> None:
 def test_a_claim_that_arrives_when_nobody_wants_it_any_more(cloud: Cloud) -> None:
     """Nobody heard of the first write, and it is under way when the attachment is taken back."""
     model, late = cloud.placement.model, []
-    real = model.allocate
+    real = model.replace_allocations
 
     def slow(uuid: str, body: dict[str, Any]) -> None:
         late.append(body)
@@ -149,10 +149,10 @@ def test_a_claim_that_arrives_when_nobody_wants_it_any_more(cloud: Cloud) -> Non
     row = ask()
     while state(row) != "attaching" or row.step != "claiming":
         attaching.step()
-    model.allocate = slow  # type: ignore[method-assign]
+    model.replace_allocations = slow  # type: ignore[method-assign]
     attaching.step()
-    model.allocate = real  # type: ignore[method-assign]
-    attachments.detach(row.uuid, OLGA)
+    model.replace_allocations = real  # type: ignore[method-assign]
+    attachments.order_detachment(row.uuid, OLGA)
     _until_done()
     assert state(row) == "failed"
     with pytest.raises(Exception, match="somebody was faster"):
@@ -161,7 +161,7 @@ def test_a_claim_that_arrives_when_nobody_wants_it_any_more(cloud: Cloud) -> Non
 
 
 PROVIDERS = ("a", "b")
-SHARES = {"a": Share("FPGA", 1), "b": Share("FPGA", 2)}
+SHARES = {"a": ClaimShare("FPGA", 1), "b": ClaimShare("FPGA", 2)}
 
 
 class Counter:
@@ -171,14 +171,16 @@ class Counter:
         self.generation, self.crashes = 3, iter(crashes)
         self.allocations = {ROOT: {"VCPU": 1}} | {rp: {"FPGA": n} for rp, n in has.items() if n}
 
-    def seen(self) -> Consumer:
-        return Consumer(VM, self.generation, copy.deepcopy(self.allocations), "p", "u")
+    def seen(self) -> ConsumerAllocations:
+        return ConsumerAllocations(VM, self.generation, copy.deepcopy(self.allocations), "p", "u")
 
-    def step(self, shares: dict[str, Share], last: Change | None, decide: Callable[..., Change | None]) -> Any:
+    def step(
+        self, shares: dict[str, ClaimShare], last: AllocationWrite | None, decide: Callable[..., AllocationWrite | None]
+    ) -> Any:
         """One look, one record, one write; what happens between is drawn: (done, recorded)."""
         fate, seen = next(self.crashes, 0), self.seen()
         change = decide(seen, last)
-        if change is None or (change.nothing and decide.__name__ == "claim"):
+        if change is None or (change.is_noop and decide.__name__ == "claim"):
             return True, last
         if change != last:
             return False, change
@@ -186,7 +188,7 @@ class Counter:
             self.other()
         taken = change.generation == self.generation
         if taken and not fate & 2:
-            body = allocations.body(seen, shares, change)
+            body = allocations.build_body(seen, shares, change)
             self.allocations = {rp: one["resources"] for rp, one in body["allocations"].items()}
             self.generation += 1
         heard = taken and not fate & 6
@@ -210,11 +212,11 @@ def test_claims_are_added_once_and_taken_back_once(has: dict[str, int], fates: l
     there = Counter(has, fates)
     claim, release = None, None
 
-    def claim_(seen: Consumer, last: Change | None) -> Change | None:
-        return allocations.claiming(seen, SHARES, last)
+    def claim_(seen: ConsumerAllocations, last: AllocationWrite | None) -> AllocationWrite | None:
+        return allocations.plan_claim(seen, SHARES, last)
 
-    def release_(seen: Consumer, last: Change | None) -> Change | None:
-        return allocations.releasing(seen, SHARES, has, last)
+    def release_(seen: ConsumerAllocations, last: AllocationWrite | None) -> AllocationWrite | None:
+        return allocations.plan_release(seen, SHARES, has, last)
 
     claim_.__name__ = "claim"
     done = False
@@ -232,9 +234,9 @@ def test_claims_are_added_once_and_taken_back_once(has: dict[str, int], fates: l
 
 def test_a_session_answers_for_consumers() -> None:
     """The model is asked as Placement is: through the client."""
-    from placement_sync.client import Placement
+    from placement_sync.client import PlacementClient
 
     one = Session()
     one.model.allocated[ROOT, "VCPU"] = {VM: 2}
-    assert Placement(one).consumer(VM) == Consumer(VM, 1, {ROOT: {"VCPU": 2}}, "p1", "u1")
-    assert Placement(one).consumer("nobody") == Consumer("nobody")
+    assert PlacementClient(one).read_consumer(VM) == ConsumerAllocations(VM, 1, {ROOT: {"VCPU": 2}}, "p1", "u1")
+    assert PlacementClient(one).read_consumer("nobody") == ConsumerAllocations("nobody")

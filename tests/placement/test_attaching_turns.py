@@ -14,19 +14,19 @@ from keystoneauth1.exceptions import ConnectFailure
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, Attachment, Device, Intent
 from accelerators.runtime import jobs
 from accelerators.workflows import attachments
 from placement_sync import allocations
-from placement_sync.allocations import Change, Consumer, Share
+from placement_sync.allocations import AllocationWrite, ClaimShare, ConsumerAllocations
 from placement_sync.client import PlacementConflictError
 from tests.placement import attaching as lab
 from tests.placement.attaching import LONG_AGO, OLGA, VM, Cloud, ask, cards, held, provider, state, work
 
 database = pytest.mark.django_db
 LATER = "2999-01-01T00:00:00Z"
-SHARES = {"a": Share("FPGA", 1)}
+SHARES = {"a": ClaimShare("FPGA", 1)}
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def turn(row: Attachment, until: str = "") -> None:
 
 def unheard(cloud: Cloud, number: int, late: bool) -> None:
     """Nobody answers the write of that number: it did not happen, or (`late`) it did."""
-    writes, real = count(1), cloud.placement.model.allocate
+    writes, real = count(1), cloud.placement.model.replace_allocations
 
     def allocate(consumer: str, body: Any) -> None:
         mine = next(writes) == number
@@ -67,7 +67,7 @@ def unheard(cloud: Cloud, number: int, late: bool) -> None:
         if mine:
             raise ConnectFailure("no answer")
 
-    cloud.placement.model.allocate = allocate  # type: ignore[method-assign]
+    cloud.placement.model.replace_allocations = allocate  # type: ignore[method-assign]
 
 
 @pytest.mark.exhaustive
@@ -80,7 +80,7 @@ def test_two_of_one_instance_on_one_provider(cloud: Cloud, attached: int, turns:
     rows = [ask() for _ in range(attached)]
     work()
     for row in rows:
-        attachments.detach(row.uuid, OLGA)
+        attachments.order_detachment(row.uuid, OLGA)
     left = 2 - attached
     rows += [ask() for _ in range(left)]
     before = cloud.placement
@@ -101,7 +101,7 @@ def test_one_waits_for_the_other_and_says_so(cloud: Cloud, given_up: bool) -> No
     first, second = ask(), ask()
     turn(first, "claiming")
     if given_up:
-        attachments.detach(first.uuid, OLGA)
+        attachments.order_detachment(first.uuid, OLGA)
     turn(second, "chosen")
     turn(second)
     assert second.step == "chosen"
@@ -120,7 +120,7 @@ def test_what_is_claimed_and_not_bound_yet_is_not_given_back_with_another(cloud:
     model = cloud.placement.model
     model.allocated[provider(), "FPGA"][VM] = 1
     model.written[VM] += 1
-    attachments.detach(rows[0].uuid, OLGA)
+    attachments.order_detachment(rows[0].uuid, OLGA)
     alternately(rows, "000111")
     assert [state(row) for row in rows] == ["detached", "attached"]
     assert cloud.has() == {provider(): {"FPGA": 1}}
@@ -142,12 +142,12 @@ def test_pci_and_another_kind_that_were_chosen_at_once(cloud: Cloud) -> None:
 @database
 def test_it_is_detached_though_nova_is_switched_off_meanwhile(cloud: Cloud, settings: Any) -> None:
     cards(handles=4)
-    assert jobs.has_taker("attachment"), "whatever is configured"
+    assert jobs.has_handler("attachment"), "whatever is configured"
     rows = [ask()]
     work()
     rows.append(ask())
     settings.KEYS.nova_endpoint = "off"
-    attachments.detach(rows[0].uuid, OLGA)
+    attachments.order_detachment(rows[0].uuid, OLGA)
     work()
     assert [state(row) for row in rows] == ["detached", "failed"]
     assert (cloud.has(), AcceleratorRequest.objects.count()) == ({}, 0)
@@ -174,14 +174,14 @@ def test_what_placement_refuses_for_anothers_sake_ends(cloud: Cloud) -> None:
 
 @database
 def test_one_that_nova_cannot_tell_of_delays_no_other(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half_blind(instance: str, project: str | None = None) -> attachments.Instance:
+    def half_blind(instance: str, project: str | None = None) -> attachments.NovaInstance:
         if instance == VM:
-            raise RefusedError(Reason.AWAY, "Nova cannot tell.")
-        return lab.attaching.look(instance, project)
+            raise RefusedError(RefusalReason.AWAY, "Nova cannot tell.")
+        return lab.attaching.look_up_instance(instance, project)
 
     cards(handles=4)
     rows = [ask(), ask(instance=cloud.boots(str(uuid.uuid4())))]
-    attachments.register(half_blind)
+    attachments.register_instance_lookup(half_blind)
     while lab.attaching.step():
         pass
     assert [state(row) for row in rows] == ["asked", "attached"]
@@ -194,12 +194,14 @@ def test_x4_strangers_do_not_learn_which_instances_there_are(cloud: Cloud) -> No
     cloud.placement.model.allocated[lab.ROOT, "VCPU"].clear()
     stranger = Caller("eve", "u", frozenset({"member"}), "p2")
     with pytest.raises(RefusedError) as error:
-        attachments.ask(uuid.UUID(VM), stranger, profile="one", everyone=False)
-    assert (error.value.reason, error.value.text) == (Reason.UNKNOWN, f"Nova has no instance {VM}.")
+        attachments.order_attachment(uuid.UUID(VM), stranger, profile="one", all_projects=False)
+    assert (error.value.reason, error.value.text) == (RefusalReason.UNKNOWN, f"Nova has no instance {VM}.")
 
 
 def test_a_consumer_that_was_made_again_counts_from_the_beginning() -> None:
     """The generation is that of the record, and the amounts are not."""
-    again = Consumer(VM, 3, {"r": {"VCPU": 1}}, "p", "u")
-    assert allocations.claiming(again, SHARES, Change(3, {"a": 2}, {"a": 3})) == Change(3, {"a": 0}, {"a": 1})
-    assert allocations.releasing(again, SHARES, {}, Change(3, {"a": 2}, {"a": 1})) is None
+    again = ConsumerAllocations(VM, 3, {"r": {"VCPU": 1}}, "p", "u")
+    assert allocations.plan_claim(again, SHARES, AllocationWrite(3, {"a": 2}, {"a": 3})) == AllocationWrite(
+        3, {"a": 0}, {"a": 1}
+    )
+    assert allocations.plan_release(again, SHARES, {}, AllocationWrite(3, {"a": 2}, {"a": 1})) is None

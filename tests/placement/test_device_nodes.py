@@ -12,10 +12,10 @@ from django.urls import reverse
 from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from cyborgweb.models import ApiToken
 from drivers.inventory import AttachHandle as Handle
 from drivers.inventory import Attribute
@@ -33,23 +33,23 @@ def node() -> AttachHandle:
     """A ready accelerator that is a node, beside an ordinary card."""
     apply(a_host(), answer(card(1, deployables=(NODE,)), card(2)))
     for device in Device.objects.all():
-        lifecycle.enable(device.uuid, ADMIN)
+        lifecycle.enable_device(device.uuid, ADMIN)
     return AttachHandle.objects.get(attach_type="DEV")
 
 
 def test_placement_is_told_of_none(node: AttachHandle) -> None:
-    (part,) = repository.parts(a_host())
+    (part,) = repository.load_deployables(a_host())
     assert part.name == "node_0000:02:00.0" and part.total == 1
 
 
 def test_no_bind_gets_one(node: AttachHandle) -> None:
     with conductor.writing():
         DeviceProfile.objects.create(name="fpga", groups=[{"resources:FPGA": "1"}])
-    (request,) = binding.create("fpga", ADMIN)
+    (request,) = binding.create_requests("fpga", ADMIN)
     provider = Deployable.objects.get(pk=node.deployable_id).rp_uuid
     with pytest.raises(RefusedError, match="device nodes") as caught:
-        binding.bind([Bind(request, "cmp1", str(provider), str(uuid4()), None)], ADMIN)
-    assert caught.value.reason == Reason.NONE_FREE
+        binding.bind_requests([BindSpec(request, "cmp1", str(provider), str(uuid4()), None)], ADMIN)
+    assert caught.value.reason == RefusalReason.NONE_FREE
     assert AcceleratorRequest.objects.get().attach_handle is None
 
 
@@ -59,7 +59,7 @@ def test_it_is_shown_as_such(node: AttachHandle, client: Client) -> None:
     listed = reverse("admin:accelerators_attachhandle_changelist")
     for page in (client.get(device).content.decode(), client.get(listed).content.decode()):
         assert "/dev/accel/accel0" in page and "not offered to Nova" in page
-    token = ApiToken.make("t", user, ["admin"], "p")
+    token = ApiToken.create_with_secret("t", user, ["admin"], "p")
     rows = client.get("/api/attach_handles/?fields=type,not_offered", headers={"X-Auth-Token": token}).json()["results"]
     assert {row["type"]: row["not_offered"].partition(":")[0] for row in rows} == {
         "DEV": "not offered to Nova",
@@ -70,7 +70,7 @@ def test_it_is_shown_as_such(node: AttachHandle, client: Client) -> None:
 def test_a_card_that_becomes_a_node_is_taken_out_of_placement(node: AttachHandle) -> None:
     attributes = (Attribute("rc", "FPGA"),)
     apply(a_host(), answer(card(1, deployables=(NODE,)), card(2, deployables=(named("02", attributes),))), seq=2)
-    assert repository.parts(a_host()) == []
+    assert repository.load_deployables(a_host()) == []
 
 
 def named(bus: str, attributes: tuple[Attribute, ...]) -> Part:

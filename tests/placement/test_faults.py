@@ -16,10 +16,10 @@ from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from placement_sync.jobs import discrepancies, providers
-from placement_sync.models import Discrepancy, Kind, Tree, WrittenProvider
-from placement_sync.reconcile import Observed
+from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
+from placement_sync.reconcile import ObservedProvider
 from tests.placement.session import Session
 from tests.support.nova import Nova, recording
 from tests.support.reports import a_host, answer, apply, card
@@ -50,7 +50,7 @@ def cloud() -> Session:
 @pytest.fixture(autouse=True)
 def nova(settings: Any) -> Iterator[Nova]:
     there.__init__()  # type: ignore[misc]
-    there.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+    there.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
     settings.SERVICE_SESSION = "tests.placement.test_faults.cloud"
     keys = settings.KEYS
     with recording() as one:
@@ -63,14 +63,14 @@ def bound(cards: int = 1) -> list[str]:
     """So many cards on cmp1, each held by an instance that Placement knows of; all looked at, all compared."""
     apply(a_host(), answer(*(card(n, handles=2) for n in range(cards))))
     for device in Device.objects.values_list("uuid", flat=True):
-        lifecycle.enable(device, NOVA)
+        lifecycle.enable_device(device, NOVA)
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
     instances = []
     for provider in Deployable.objects.order_by("id").values_list("rp_uuid", flat=True):
         instances.append(str(uuid.uuid4()))
-        (request,) = binding.create("one", NOVA)
-        binding.bind([Bind(request, "cmp1", str(provider), instances[-1])], NOVA)
+        (request,) = binding.create_requests("one", NOVA)
+        binding.bind_requests([BindSpec(request, "cmp1", str(provider), instances[-1])], NOVA)
         allocate(str(provider), instances[-1])
     look()
     assert shown() == []
@@ -115,12 +115,12 @@ def test_a_bound_request_without_an_allocation_is_unclaimed_until_it_has_one() -
     allocate(provider())
     look()
     (row,) = Discrepancy.objects.all()
-    assert (row.kind, str(row.instance), row.device) == (Kind.UNCLAIMED, instance, Device.objects.get())
+    assert (row.kind, str(row.instance), row.device) == (DiscrepancyKind.UNCLAIMED, instance, Device.objects.get())
     assert instance in row.said
     assert "Shelve and unshelve" in row.said
-    (found,) = discrepancies.of([row.device_id])
+    (found,) = discrepancies.list_discrepancies_of_devices([row.device_id])
     assert (found.kind, found.host, found.instance) == ("attached but unclaimed", "cmp1", instance)
-    assert discrepancies.at(row.host_id) == [found]
+    assert discrepancies.list_discrepancies_of_host(row.host_id) == [found]
     event = Event.objects.get(action="discrepancy.appeared")
     assert (event.subject, event.host, event.changes["instance"]) == (row.device.uuid, "cmp1", [None, instance])
 
@@ -136,7 +136,7 @@ def test_a_deleted_allocation_moves_no_generation_and_is_found_all_the_same() ->
     there.model.allocated.clear()
     look()
     assert shown() == []
-    discrepancies.reread(Tree.objects.values_list("pk", flat=True))
+    discrepancies.invalidate_claims(Tree.objects.values_list("pk", flat=True))
     look()
     assert [kind for kind, _ in shown()] == ["unclaimed"]
 
@@ -167,7 +167,7 @@ def test_a_claim_without_a_request_is_a_fault_at_the_second_look() -> None:
     a_minute_passes()
     discrepancies.step()
     (row,) = Discrepancy.objects.all()
-    assert (row.kind, str(row.instance)) == (Kind.UNATTACHED, stranger)
+    assert (row.kind, str(row.instance)) == (DiscrepancyKind.UNATTACHED, stranger)
     assert f"allocation unset --provider {provider()} {stranger}" in row.said
     del there.model.allocated[provider(), "FPGA"][stranger]
     Tree.objects.update(compare_at=LONG_AGO)
@@ -181,8 +181,8 @@ def test_a_claim_that_is_bound_meanwhile_is_none() -> None:
     late = str(uuid.uuid4())
     allocate(provider(), instance, late)
     look()
-    (request,) = binding.create("one", NOVA)
-    binding.bind([Bind(request, "cmp1", provider(), late)], NOVA)
+    (request,) = binding.create_requests("one", NOVA)
+    binding.bind_requests([BindSpec(request, "cmp1", provider(), late)], NOVA)
     a_minute_passes()
     discrepancies.step()
     assert shown() == []
@@ -201,7 +201,7 @@ def test_an_instance_that_runs_without_its_device(nova: Nova) -> None:
     nova.shown[instance] = ("ACTIVE", "cmp1")
     look()
     (row,) = Discrepancy.objects.all()
-    assert (row.kind, str(row.instance)) == (Kind.WITHOUT_DEVICE, instance)
+    assert (row.kind, str(row.instance)) == (DiscrepancyKind.WITHOUT_DEVICE, instance)
     assert "the device is missing: its driver did not see it" in row.said
     nova.status = 503
     look()

@@ -17,15 +17,15 @@ from keystoneauth1.token_endpoint import Token
 from accelerators import conductor, outbox
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.provider_ids import provider_uuid
+from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.models import AcceleratorRequest, Attribute, Device, DeviceProfile, Event, Host, Intent
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from accelerators.workflows import sweep
 from placement_sync.jobs import providers
 from placement_sync.models import Look, Vanished
 from placement_sync.nova import deleted_instances, notices_job
-from placement_sync.reconcile import Observed
+from placement_sync.reconcile import ObservedProvider
 from tests.placement.model import Model
 from tests.placement.session import Session
 from tests.placement.trouble import Killed, Trouble, Troubled
@@ -99,11 +99,11 @@ def ready(host: str, *cards: int) -> None:
     """A host with these cards, ready."""
     apply(a_host(host), answer(*(card(n, handles=2) for n in cards)))
     for device in Device.objects.filter(state="inactive"):
-        lifecycle.enable(device.uuid, WHO)
+        lifecycle.enable_device(device.uuid, WHO)
 
 
 def uuid_of(n: int) -> str:
-    return str(provider_uuid(f"node_0000:{n:02x}:00.0"))
+    return str(compute_provider_uuid(f"node_0000:{n:02x}:00.0"))
 
 
 def have(n: int, **attributes: str) -> None:
@@ -117,21 +117,21 @@ def changed() -> None:
     """Everything at once: a new provider, one that moved here, others' words, other ours, gone, gone while in use."""
     there.session = Session()
     for name, root in ROOTS.items():
-        model().providers[root] = Observed(root, name, "", 0)
+        model().providers[root] = ObservedProvider(root, name, "", 0)
     ready("cmp1", 0, 1, 2, 3)
     providers.step()
     model().allocated |= {(uuid_of(2), "FPGA"): {"vm-2": 1}, (uuid_of(3), "FPGA"): {"vm-3": 2}}
     apply(a_host("cmp1"), answer(card(0, handles=2), card(3, handles=2)), seq=2)
-    assert not sweep.remove_missing(datetime.now(UTC) + timedelta(days=2))
+    assert not sweep.remove_missing_devices(datetime.now(UTC) + timedelta(days=2))
     have(0, trait0="CUSTOM_OTHER")
     have(3, rc="PGPU")
-    model().providers[uuid_of(5)] = Observed(uuid_of(5), "node_0000:05:00.0", ROOTS["cmp1"], 4)
+    model().providers[uuid_of(5)] = ObservedProvider(uuid_of(5), "node_0000:05:00.0", ROOTS["cmp1"], 4)
     ready("cmp2", 4, 5)
     again()
 
 
 def again() -> None:
-    conductor.providers_changed(Host.objects.all())
+    conductor.raise_provider_intents(Host.objects.all())
 
 
 def in_step() -> None:
@@ -182,7 +182,7 @@ def told(nova: Nova) -> dict[str, str]:
         instance, requests = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(2)]
         nova.known[instance] = code
         payload = {"instance": instance, "completed": status == "completed", "host": "cmp1"}
-        conductor.intend("notice", dict.fromkeys(requests, payload))
+        conductor.raise_intents("notice", dict.fromkeys(requests, payload))
         wanted |= dict.fromkeys(requests, status)
     return wanted
 
@@ -194,7 +194,7 @@ def test_nova_hears_of_each_request_once_or_more(nova: Nova) -> None:
         notices_job.run()
         heard = {request: set(statuses) for request, statuses in nova.told().items()}
         assert heard == {request: {status} for request, status in wanted.items()}, where
-        assert not outbox.due("notice", 1), where
+        assert not outbox.load_due_intents("notice", 1), where
         events = Event.objects.filter(action="request.notified").values_list("subject", flat=True)
         assert sorted(map(str, events)) == sorted(wanted), where
         calls = len(nova.calls)
@@ -230,8 +230,8 @@ def held_by_instances(count: int) -> list[str]:
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
     instances = [str(uuid.uuid4()) for _ in range(count)]
     for number, instance in enumerate(instances):
-        (request,) = binding.create("one", WHO)
-        binding.bind([Bind(request, "cmp1", uuid_of(number), instance)], WHO)
+        (request,) = binding.create_requests("one", WHO)
+        binding.bind_requests([BindSpec(request, "cmp1", uuid_of(number), instance)], WHO)
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     return instances

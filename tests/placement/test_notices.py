@@ -14,7 +14,7 @@ from keystoneauth1.token_endpoint import Token
 from accelerators import conductor
 from accelerators.models import Event, Intent
 from placement_sync.nova import notices_job
-from placement_sync.nova.notices import Notice, judge
+from placement_sync.nova.notices import Notice, interpret_answer
 from tests.support.nova import Nova, recording
 
 pytestmark = pytest.mark.django_db
@@ -35,7 +35,7 @@ def nova(settings: Any) -> Iterator[Nova]:
 def raised(instance: str, count: int = 1, completed: bool = True) -> list[str]:
     requests = [str(uuid.uuid4()) for _ in range(count)]
     payload = {"instance": instance, "completed": completed, "host": "cmp1"}
-    conductor.intend("notice", dict.fromkeys(requests, payload))
+    conductor.raise_intents("notice", dict.fromkeys(requests, payload))
     return requests
 
 
@@ -111,5 +111,10 @@ def test_switched_off_nobody_is_told(nova: Nova, settings: Any) -> None:
 def test_entries_are_judged_one_by_one() -> None:
     notices = [Notice(name, "vm", True) for name in "abcd"]
     events = [{"tag": "a", "code": 200}, {"tag": "b", "code": 422}, {"tag": "c", "code": 400}]
-    answers = judge(notices, 207, {"events": events})
-    assert [(one.done, one.alarm) for one in answers] == [(True, False), (True, False), (False, True), (False, True)]
+    answers = interpret_answer(notices, 207, {"events": events})
+    assert [(one.is_final, one.needs_attention) for one in answers] == [
+        (True, False),
+        (True, False),
+        (False, True),
+        (False, True),
+    ]

@@ -10,31 +10,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerators.domain.provider_ids import provider_uuid
-from placement_sync.client import Placement, PlacementConflictError, PlacementRejectedError
-from placement_sync.mapping import Part, desired
-from placement_sync.reconcile import Observed, Written
-from placement_sync.sync import Outcome, ProviderMissingError, bring
+from accelerators.domain.provider_ids import compute_provider_uuid
+from placement_sync.client import PlacementClient, PlacementConflictError, PlacementRejectedError
+from placement_sync.mapping import DeployableRecord, compute_desired_providers
+from placement_sync.reconcile import ObservedProvider, WrittenRecord
+from placement_sync.sync import ProviderMissingError, SyncOutcome, synchronize_host
 from tests.placement.model import Model
 from tests.placement.session import Session
 
 HOST, ROOT = "cmp1", "11111111-1111-1111-1111-111111111111"
 
 
-def part(name: str = "cmp1_FakeDevice", total: int = 16, offered: bool = True, **attributes: str) -> Part:
+def part(name: str = "cmp1_FakeDevice", total: int = 16, offered: bool = True, **attributes: str) -> DeployableRecord:
     known = {"rc": "FPGA", "traits1": "CUSTOM_FAKE_DEVICE"} | attributes
-    return Part(name, "", total, known, offered)
+    return DeployableRecord(name, "", total, known, offered)
 
 
 def model() -> Model:
-    return Model({ROOT: Observed(ROOT, HOST, "", 1, {"VCPU": {"total": 8}})})
+    return Model({ROOT: ObservedProvider(ROOT, HOST, "", 1, {"VCPU": {"total": 8}})})
 
 
-def sync(placement: Model, parts: list[Part], written: dict[str, Written], dry_run: bool = False) -> Outcome:
-    return bring(placement, HOST, desired(parts)[0], written, ROOT, dry_run)  # type: ignore[arg-type]
+def sync(
+    placement: Model, parts: list[DeployableRecord], written: dict[str, WrittenRecord], dry_run: bool = False
+) -> SyncOutcome:
+    return synchronize_host(placement, HOST, compute_desired_providers(parts)[0], written, ROOT, dry_run)  # type: ignore[arg-type]
 
 
-UUID = str(provider_uuid("cmp1_FakeDevice"))
+UUID = str(compute_provider_uuid("cmp1_FakeDevice"))
 
 
 def test_a_new_deployable_is_what_upstream_makes_of_it_in_three_writes() -> None:
@@ -95,8 +97,8 @@ def test_a_provider_that_is_allocated_is_never_deleted() -> None:
 
 def test_a_provider_in_another_tree_is_moved_here() -> None:
     placement = model()
-    placement.providers["other"] = Observed("other", "cmp2", "", 0)
-    placement.providers[UUID] = Observed(UUID, "cmp1_FakeDevice", "other", 7)
+    placement.providers["other"] = ObservedProvider("other", "cmp2", "", 0)
+    placement.providers[UUID] = ObservedProvider(UUID, "cmp1_FakeDevice", "other", 7)
     sync(placement, [part()], {})
     assert placement.providers[UUID].parent == ROOT
     assert placement.providers[UUID].inventories["FPGA"]["total"] == 16
@@ -104,7 +106,7 @@ def test_a_provider_in_another_tree_is_moved_here() -> None:
 
 def test_without_a_compute_provider_it_waits() -> None:
     with pytest.raises(ProviderMissingError, match="waiting for compute provider cmp1"):
-        bring(Model(), HOST, desired([part()])[0], {})  # type: ignore[arg-type]
+        synchronize_host(Model(), HOST, compute_desired_providers([part()])[0], {})  # type: ignore[arg-type]
 
 
 def test_a_second_writer_that_never_rests_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,17 +129,17 @@ def test_a_second_writer_that_never_rests_is_given_up_on(monkeypatch: pytest.Mon
 
 
 def test_what_placement_rejects_is_an_error_with_its_words() -> None:
-    placement = Placement(Session(model()))
+    placement = PlacementClient(Session(model()))
     with pytest.raises(PlacementRejectedError, match=f"^PUT /resource_providers/{UUID}: 404 no such provider$"):
-        placement.move(UUID, "cmp1_FakeDevice", ROOT)
+        placement.move_provider(UUID, "cmp1_FakeDevice", ROOT)
     with pytest.raises(
         PlacementRejectedError, match=f"^GET /resource_providers/{UUID}/inventories: 404 no such provider$"
     ):
-        placement.filled(Observed(UUID, "cmp1_FakeDevice", ROOT, 1))
+        placement.read_details(ObservedProvider(UUID, "cmp1_FakeDevice", ROOT, 1))
 
 
 def test_what_cannot_be_said_is_named() -> None:
-    providers, problems = desired([part(rc="gpu", traits1="bad trait"), part("x", rc="CUSTOM_X")])
+    providers, problems = compute_desired_providers([part(rc="gpu", traits1="bad trait"), part("x", rc="CUSTOM_X")])
     assert [one.resource_class for one in providers.values()] == ["", "CUSTOM_X"]
     assert problems == [
         "cmp1_FakeDevice has no usable resource class ('gpu'), so it has no inventory",
@@ -163,7 +165,7 @@ TAMPERS = st.lists(
 
 
 def _tamper(placement: Model, name: str, how: str) -> None:
-    uuid = str(provider_uuid(name))
+    uuid = str(compute_provider_uuid(name))
     now = placement.providers.get(uuid)
     if how == "free" or now is None:
         placement.allocated = {at: held for at, held in placement.allocated.items() if at[0] != uuid}
@@ -171,7 +173,7 @@ def _tamper(placement: Model, name: str, how: str) -> None:
         for resource_class in now.inventories:
             placement.allocated[uuid, resource_class] = {"vm": 1}
     elif how == "delete":
-        if not placement.allocations(uuid):
+        if not placement.read_allocations(uuid):
             del placement.providers[uuid]
     else:
         changes: dict[str, Any] = {
@@ -189,7 +191,7 @@ def test_L4_it_converges_and_a_second_run_writes_nothing(
 ) -> None:
     """Desired and tampered with at random: in step after one run, nothing to write in the next, allocations kept."""
     placement, written = model(), {}
-    foreign = Observed("foreign", "cmp1_theirs", ROOT, 3, {"CUSTOM_T": {"total": 1}}, frozenset({"CUSTOM_T"}))
+    foreign = ObservedProvider("foreign", "cmp1_theirs", ROOT, 3, {"CUSTOM_T": {"total": 1}}, frozenset({"CUSTOM_T"}))
     placement.providers["foreign"] = foreign
     for wanted, tampers in rounds:
         for tamper in tampers:
@@ -200,7 +202,7 @@ def test_L4_it_converges_and_a_second_run_writes_nothing(
         written = first.written
         assert held <= placement.providers.keys()
         assert placement.providers["foreign"] == foreign
-        for uuid, provider in desired(parts)[0].items():
+        for uuid, provider in compute_desired_providers(parts)[0].items():
             now = placement.providers[uuid]
             assert (now.name, now.parent) == (provider.name, ROOT)
             assert provider.traits <= now.traits

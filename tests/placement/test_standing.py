@@ -22,8 +22,8 @@ from accelerators.domain.caller import Caller
 from accelerators.models import Device, Host, Intent
 from cyborgweb.models import ApiToken
 from placement_sync.jobs import providers
-from placement_sync.models import Discrepancy, Kind
-from placement_sync.reconcile import Observed
+from placement_sync.models import Discrepancy, DiscrepancyKind
+from placement_sync.reconcile import ObservedProvider
 from tests.placement.session import Session
 from tests.support.reports import a_host, answer, apply, card
 
@@ -40,7 +40,7 @@ def cloud() -> Session:
 @pytest.fixture(autouse=True)
 def placement(settings: Any) -> Session:
     there.__init__()  # type: ignore[misc]
-    there.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+    there.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
     settings.SERVICE_SESSION = "tests.placement.test_standing.cloud"
     return there
 
@@ -55,7 +55,7 @@ def ready(cards: int = 1) -> Host:
     host = a_host()
     apply(host, answer(*(card(n, handles=4) for n in range(cards))))
     for device in Device.objects.values_list("uuid", flat=True):
-        lifecycle.enable(device, ADMIN)
+        lifecycle.enable_device(device, ADMIN)
     return host
 
 
@@ -79,7 +79,7 @@ def test_the_page_says_what_shall_be_beside_what_was_seen(operator: Client) -> N
     for fact in ("in step", ROOT, "generation 2", "CUSTOM_TEST", "Placement is up to date", "by</dt>"):
         assert fact in told
     assert "</span>differs" not in told
-    lifecycle.disable(Device.objects.get().uuid, ADMIN)
+    lifecycle.disable_device(Device.objects.get().uuid, ADMIN)
     assert "reserved 0 → 4" in page(operator, host)
 
 
@@ -160,7 +160,7 @@ def _statements(operator: Client, host: Host) -> int:
 def discrepancy(host: Host) -> Discrepancy:
     now, instance = datetime.now(UTC), uuid.uuid4()
     return Discrepancy.objects.create(
-        kind=Kind.UNCLAIMED,
+        kind=DiscrepancyKind.UNCLAIMED,
         host=host,
         device=Device.objects.first(),
         provider=uuid.uuid4(),
@@ -192,7 +192,7 @@ def test_discrepancies_are_in_the_api_for_who_sees_the_inventory(client: Client)
     row = discrepancy(ready())
     user = User.objects.create(username="rita")
     admin, reader = (
-        {"X-Auth-Token": ApiToken.make(name, user, roles, "p1")}
+        {"X-Auth-Token": ApiToken.create_with_secret(name, user, roles, "p1")}
         for name, roles in (("a", ["admin", "manager", "member", "reader"]), ("r", ["reader"]))
     )
     assert client.get("/api/discrepancies/", headers=reader).status_code == 403

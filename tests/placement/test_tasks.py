@@ -14,12 +14,12 @@ from django.test.utils import CaptureQueriesContext
 from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.provider_ids import provider_uuid
+from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.models import Device, Host, Intent, Tick
 from accelerators.runtime import jobs
 from placement_sync.jobs import providers
 from placement_sync.models import Tree, WrittenProvider
-from placement_sync.reconcile import Observed
+from placement_sync.reconcile import ObservedProvider
 from tests.placement.session import Session
 from tests.support.reports import a_host, answer, apply, card
 
@@ -36,7 +36,7 @@ def cloud() -> Session:
 @pytest.fixture(autouse=True)
 def placement(settings: Any) -> Session:
     there.__init__()  # type: ignore[misc]
-    there.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+    there.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
     settings.SERVICE_SESSION = "tests.placement.test_tasks.cloud"
     return there
 
@@ -45,7 +45,7 @@ def ready(cards: int = 1, seq: int = 1) -> Host:
     host = a_host()
     apply(host, answer(*(card(n, handles=4) for n in range(cards))), seq=seq)
     for uuid in Device.objects.values_list("uuid", flat=True):
-        lifecycle.enable(uuid, ADMIN)
+        lifecycle.enable_device(uuid, ADMIN)
     return host
 
 
@@ -54,8 +54,8 @@ def due_now() -> None:
         Intent.objects.update(next_at="2020-01-01T00:00:00Z")
 
 
-def provider(n: int = 0) -> Observed:
-    return there.model.providers[str(provider_uuid(f"node_0000:{n:02x}:00.0"))]
+def provider(n: int = 0) -> ObservedProvider:
+    return there.model.providers[str(compute_provider_uuid(f"node_0000:{n:02x}:00.0"))]
 
 
 def test_what_leaves_inactive_becomes_a_provider_and_its_reserve_follows_its_state() -> None:
@@ -64,7 +64,7 @@ def test_what_leaves_inactive_becomes_a_provider_and_its_reserve_follows_its_sta
     assert (provider().inventories["FPGA"]["total"], provider().inventories["FPGA"]["reserved"]) == (4, 0)
     assert provider().traits == {"CUSTOM_TEST"}
     assert not Intent.objects.filter(kind="provider")
-    lifecycle.disable(Device.objects.get().uuid, ADMIN)
+    lifecycle.disable_device(Device.objects.get().uuid, ADMIN)
     providers.step()
     assert provider().inventories["FPGA"]["reserved"] == 4
     apply(host, answer(), seq=2)
@@ -82,12 +82,12 @@ def writes(placement: Session) -> list[str]:
 def test_a_report_that_changes_devices_wakes_the_job_and_an_equal_one_does_not(
     monkeypatch: pytest.MonkeyPatch, django_capture_on_commit_callbacks: Any
 ) -> None:
-    monkeypatch.setitem(jobs._jobs, "placement", jobs.Job("placement", "unused", "work", intent="provider"))
+    monkeypatch.setitem(jobs._registered, "placement", jobs.Job("placement", "unused", "work", intent_kind="provider"))
     host = a_host()
     with django_capture_on_commit_callbacks(execute=True):
         apply(host, answer(card(1)))
     assert Tick.objects.filter(name="placement").count() == 1
-    jobs.take_up("placement")
+    jobs.clear_tick("placement")
     with django_capture_on_commit_callbacks(execute=True):
         apply(host, answer(card(1)), seq=2)
     assert not Tick.objects.filter(name="placement").exists()
@@ -102,18 +102,18 @@ def test_L4_reconciling_twice_writes_once(placement: Session) -> None:
         if forgets:
             WrittenProvider.objects.all().delete()
         with conductor.writing():
-            conductor.providers_changed([host])
+            conductor.raise_provider_intents([host])
         assert Intent.objects.filter(kind="provider").exists()
         providers.step()
         assert placement.seen, "it was looked at again"
         assert writes(placement) == []
         assert not Intent.objects.filter(kind="provider").exists()
     assert {uuid: one.generation for uuid, one in placement.model.providers.items()} == generations
-    lifecycle.disable(Device.objects.order_by("id")[0].uuid, ADMIN)
+    lifecycle.disable_device(Device.objects.order_by("id")[0].uuid, ADMIN)
     providers.step()
     assert len(writes(placement)) == 1, "one provider has changed"
     with conductor.writing():
-        conductor.providers_changed([host])
+        conductor.raise_provider_intents([host])
     providers.step()
     assert writes(placement) == []
 
@@ -152,7 +152,7 @@ def test_a_compute_provider_that_is_not_there_yet_is_waited_for(placement: Sessi
     placement.model.providers.clear()
     providers.step()
     assert Intent.objects.get(kind="provider").last_error == "waiting for compute provider cmp1"
-    placement.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+    placement.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
     due_now()
     providers.step()
     assert provider().inventories["FPGA"]["total"] == 4
@@ -177,7 +177,7 @@ def test_an_intent_raised_again_meanwhile_is_not_done(placement: Session) -> Non
 
 def _raise_elsewhere(host: Host) -> None:
     try:
-        conductor.providers_changed([host])
+        conductor.raise_provider_intents([host])
     finally:
         connection.close()
 

@@ -13,7 +13,7 @@ from accelerators.models import AttachHandle, Intent
 from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync.jobs import providers
-from placement_sync.reconcile import Observed
+from placement_sync.reconcile import ObservedProvider
 from tests.accelerators.test_bind_commands import ADDER, NOVA, PROVIDER, bound, ends, handle, one_open, pci, state
 from tests.placement.session import Session
 
@@ -30,20 +30,20 @@ def cloud() -> Session:
 @pytest.fixture
 def placement(settings: Any) -> Iterator[Session]:
     there.__init__()  # type: ignore[misc]
-    there.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+    there.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
     settings.SERVICE_SESSION = "tests.placement.test_told_first.cloud"
-    jobs.register("placement", "placement_sync.jobs.providers.run", cluster="work", intent="provider")
-    jobs.register("notices", "placement_sync.nova.notices_job.run", cluster="work", intent="notice")
+    jobs.register_job("placement", "placement_sync.jobs.providers.run", cluster="work", intent_kind="provider")
+    jobs.register_job("notices", "placement_sync.nova.notices_job.run", cluster="work", intent_kind="notice")
     yield there
     for name in ("placement", "notices"):
-        del jobs._jobs[name]
+        del jobs._registered[name]
 
 
 def test_bound_waits_for_placement(handle: AttachHandle, placement: Session) -> None:
     pci()
     (request,) = bound("adder")
     attach = one_open("attach")
-    placing.prepared(attach.id, ADDER)
+    placing.mark_image_ready(attach.id, ADDER)
     placement.away = True
     ends(attach)
     assert state(request) == ("BindStarted", "")
@@ -58,16 +58,16 @@ def test_bound_waits_for_placement(handle: AttachHandle, placement: Session) -> 
     assert "CUSTOM_FPGA_FUNCTION_ID_TEST_ADDER" in placement.model.providers[PROVIDER].traits
     notice = Intent.objects.get(kind="notice")
     assert (notice.key, notice.payload["completed"]) == (str(request.uuid), True)
-    assert not Intent.objects.filter(kind=binding.PROGRAMMED).exists()
+    assert not Intent.objects.filter(kind=binding.PROGRAMMED_INTENT).exists()
 
 
 def test_a_request_that_is_gone_meanwhile_is_not_missed(handle: AttachHandle, placement: Session) -> None:
     pci()
     (request,) = bound("adder")
     attach = one_open("attach")
-    placing.prepared(attach.id, ADDER)
+    placing.mark_image_ready(attach.id, ADDER)
     ends(attach)
-    binding.unbind([str(request.uuid)], NOVA)
+    binding.unbind_requests([str(request.uuid)], NOVA)
     providers.step()
     assert state(request)[0] == "Unbound"
-    assert not Intent.objects.filter(kind=binding.PROGRAMMED).exists()
+    assert not Intent.objects.filter(kind=binding.PROGRAMMED_INTENT).exists()

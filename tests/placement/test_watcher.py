@@ -16,7 +16,7 @@ from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from placement_sync.models import Look, Vanished
 from placement_sync.nova import deleted_instances
 from tests.support.nova import Nova, recording
@@ -49,14 +49,14 @@ def _keys(settings: Any) -> None:
 def bound(count: int) -> list[str]:
     """So many instances that hold a request each."""
     apply(a_host(), answer(card(1, handles=count)))
-    lifecycle.enable(Device.objects.get().uuid, NOVA)
+    lifecycle.enable_device(Device.objects.get().uuid, NOVA)
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
     provider = str(Deployable.objects.get().rp_uuid)
     instances = [str(uuid.uuid4()) for _ in range(count)]
     for instance in instances:
-        (request,) = binding.create("one", NOVA)
-        binding.bind([Bind(request, "cmp1", provider, instance)], NOVA)
+        (request,) = binding.create_requests("one", NOVA)
+        binding.bind_requests([BindSpec(request, "cmp1", provider, instance)], NOVA)
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     return instances
@@ -92,7 +92,7 @@ def test_what_nova_still_knows_is_kept(nova: Nova, monkeypatch: pytest.MonkeyPat
     look()
     Vanished.objects.update(since=LONG_AGO)
     nova.servers = [*rest, hidden]
-    monkeypatch.setattr(deleted_instances._Nova, "listed", lambda _: set(rest))
+    monkeypatch.setattr(deleted_instances._NovaQueries, "list_instances", lambda _: set(rest))
     look()
     assert hidden in held()
 

@@ -15,12 +15,12 @@ from keystoneauth1.token_endpoint import Token
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Attachment, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from placement_sync.jobs import holder_checks
-from placement_sync.reconcile import Observed
+from placement_sync.reconcile import ObservedProvider
 from tests.placement.session import Session
 from tests.support.nova import Nova, recording
 from tests.support.reports import a_host, answer, apply, card
@@ -43,10 +43,10 @@ def real_session() -> keystoneauth1.session.Session:
 def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     there.__init__()  # type: ignore[misc]
     settings.SERVICE_SESSION = "tests.placement.test_witness.cloud"
-    monkeypatch.setattr(holder_checks, "_away", {})
-    safety.register("placement", holder_checks.allocations)
+    monkeypatch.setattr(holder_checks, "_outages", {})
+    safety.register_holder_check("placement", holder_checks.check_placement)
     yield there
-    del safety._witnesses["placement"]
+    del safety._holder_checks["placement"]
 
 
 @pytest.fixture
@@ -54,16 +54,16 @@ def device() -> Device:
     """In maintenance, so that it could be retired; its provider is in Placement."""
     apply(a_host(), answer(card(1)))
     device = Device.objects.get()
-    lifecycle.enable(device.uuid, ADMIN)
-    lifecycle.disable(device.uuid, ADMIN)
+    lifecycle.enable_device(device.uuid, ADMIN)
+    lifecycle.disable_device(device.uuid, ADMIN)
     provider = str(Deployable.objects.get().rp_uuid)
-    there.model.providers[provider] = Observed(provider, "node_0000:01:00.0", "", 0)
+    there.model.providers[provider] = ObservedProvider(provider, "node_0000:01:00.0", "", 0)
     return device
 
 
 def retire(device: Device) -> RefusedError | None:
     try:
-        lifecycle.ask(lifecycle.Action.RETIRE, device.uuid, ADMIN)
+        lifecycle.apply_action_to_device(lifecycle.Action.RETIRE, device.uuid, ADMIN)
     except RefusedError as refused:
         return refused
     return None
@@ -74,7 +74,7 @@ def test_an_allocation_holds_a_device_and_its_end_frees_it(device: Device, place
     placement.model.allocated[provider, "FPGA"] = {"vm-1": 1}
     refused = retire(device)
     assert refused
-    assert (refused.reason, "Placement's consumer vm-1" in refused.text) == (Reason.HELD, True)
+    assert (refused.reason, "Placement's consumer vm-1" in refused.text) == (RefusalReason.HELD, True)
     placement.model.allocated.clear()
     assert retire(device) is None
     assert Device.objects.get().state == "retired"
@@ -84,7 +84,7 @@ def test_an_empty_answer_is_not_taken_for_nobody(device: Device, placement: Sess
     placement.empty = True
     refused = retire(device)
     assert refused
-    assert (refused.reason, "the answer is empty" in refused.text) == (Reason.AWAY, True)
+    assert (refused.reason, "the answer is empty" in refused.text) == (RefusalReason.AWAY, True)
 
 
 def test_nobody_to_answer_counts_as_held_and_is_not_asked_again_at_once(device: Device, placement: Session) -> None:
@@ -92,7 +92,7 @@ def test_nobody_to_answer_counts_as_held_and_is_not_asked_again_at_once(device: 
     for _ in range(3):
         refused = retire(device)
         assert refused
-        assert refused.reason == Reason.AWAY
+        assert refused.reason == RefusalReason.AWAY
     assert len(placement.seen) == 1
 
 
@@ -101,36 +101,36 @@ def nova(settings: Any, placement: Session, monkeypatch: pytest.MonkeyPatch) -> 
     """Nova alone is asked, through HTTP."""
     keys = settings.KEYS
     settings.SERVICE_SESSION = "tests.placement.test_witness.real_session"
-    monkeypatch.setitem(safety._witnesses, "placement", lambda _: holder_checks.NOBODY)
-    monkeypatch.setattr(holder_checks, "_gone", set())
+    monkeypatch.setitem(safety._holder_checks, "placement", lambda _: holder_checks.NO_HOLDERS)
+    monkeypatch.setattr(holder_checks, "_unknown_instances", set())
     with recording() as one:
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
-        safety.register("nova", holder_checks.instances)
+        safety.register_holder_check("nova", holder_checks.check_nova)
         yield one
-        del safety._witnesses["nova"]
+        del safety._holder_checks["nova"]
 
 
-def had(device: Device, give_back: Any = binding.delete) -> str:
+def had(device: Device, give_back: Any = binding.delete_requests) -> str:
     """An instance that had the device, and whose request was then unbound or deleted by hand."""
-    lifecycle.enable(device.uuid, ADMIN)
+    lifecycle.enable_device(device.uuid, ADMIN)
     instance = str(uuid.uuid4())
     with conductor.writing():
         DeviceProfile.objects.get_or_create(name="one", defaults={"groups": [{"resources:FPGA": "1"}]})
-    (request,) = binding.create("one", ADMIN)
-    binding.bind([Bind(request, "cmp1", str(Deployable.objects.get().rp_uuid), instance)], ADMIN)
+    (request,) = binding.create_requests("one", ADMIN)
+    binding.bind_requests([BindSpec(request, "cmp1", str(Deployable.objects.get().rp_uuid), instance)], ADMIN)
     give_back([request], ADMIN)
-    lifecycle.disable(device.uuid, ADMIN)
+    lifecycle.disable_device(device.uuid, ADMIN)
     return instance
 
 
-@pytest.mark.parametrize("give_back", [binding.unbind, binding.delete])
+@pytest.mark.parametrize("give_back", [binding.unbind_requests, binding.delete_requests])
 def test_an_instance_that_lives_on_with_the_device_holds_it(device: Device, nova: Nova, give_back: Any) -> None:
     instance = had(device, give_back)
     nova.shown[instance] = ("ACTIVE", "cmp1")
     refused = retire(device)
     assert refused
-    assert refused.reason is Reason.HELD
+    assert refused.reason is RefusalReason.HELD
     assert f"instance {instance} (ACTIVE on cmp1), which may still use it, according to Nova" in refused.text
 
 
@@ -166,9 +166,9 @@ def test_one_that_ended_or_went_elsewhere_does_not(device: Device, nova: Nova, s
 
 def test_nova_is_asked_of_nobody_in_vain(device: Device, nova: Nova) -> None:
     had(device)
-    assert holder_checks.instances(device) == holder_checks.NOBODY
+    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
     assert len(nova.asked) == 1
-    assert holder_checks.instances(device) == holder_checks.NOBODY
+    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
     assert len(nova.asked) == 1, "what Nova does not know it never will"
 
 
@@ -177,23 +177,23 @@ def test_while_nova_is_away_nobody_knows(device: Device, nova: Nova) -> None:
     nova.status = 503
     refused = retire(device)
     assert refused
-    assert (refused.reason, "Nova answered 503" in refused.text) == (Reason.AWAY, True)
+    assert (refused.reason, "Nova answered 503" in refused.text) == (RefusalReason.AWAY, True)
     nova.status = 0
     nova.shown[instance] = ("ACTIVE", "")
     nova.rubbish = True
-    holder_checks._away.clear()
+    holder_checks._outages.clear()
     refused = retire(device)
     assert refused
-    assert (refused.reason, "does not describe a server" in refused.text) == (Reason.AWAY, True)
+    assert (refused.reason, "does not describe a server" in refused.text) == (RefusalReason.AWAY, True)
     nova.rubbish = False
     apply(device.host, answer(card(1), card(2)), seq=2)
-    assert holder_checks.instances(Device.objects.latest("id")) == holder_checks.NOBODY, (
+    assert holder_checks.check_nova(Device.objects.latest("id")) == holder_checks.NO_HOLDERS, (
         "no instance has had it: Nova is not asked"
     )
     refused = retire(device)
     assert refused
-    assert refused.reason is Reason.AWAY, "for ten seconds it is not asked again"
-    holder_checks._away.clear()
+    assert refused.reason is RefusalReason.AWAY, "for ten seconds it is not asked again"
+    holder_checks._outages.clear()
     refused = retire(device)
     assert refused
-    assert refused.reason is Reason.HELD, "a Nova that does not tell hosts counts against the act"
+    assert refused.reason is RefusalReason.HELD, "a Nova that does not tell hosts counts against the act"

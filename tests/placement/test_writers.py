@@ -15,18 +15,18 @@ from django.urls import reverse
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import Answer
+from accelerators.commands.placing import CommandAnswer
 from accelerators.devices import lifecycle
 from accelerators.domain.errors import RefusedError
 from accelerators.models import Command, Device, Event, Host, Intent
 from accelerators.workflows import command_results
 from agents.models import Agent, Lease
-from placement_sync.client import Placement
-from placement_sync.direct import Work
+from placement_sync.client import PlacementClient
+from placement_sync.direct import ProviderWork
 from placement_sync.jobs import providers, writer_election
 from placement_sync.models import Tree, WrittenProvider
-from placement_sync.reconcile import Observed
-from placement_sync.sync import bring
+from placement_sync.reconcile import ObservedProvider
+from placement_sync.sync import synchronize_host
 from tests.placement.session import Session
 from tests.placement.test_tasks import ADMIN, ROOT, due_now, provider, ready
 
@@ -41,7 +41,7 @@ def cloud() -> Session:
 @pytest.fixture(autouse=True)
 def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Session:
     there.__init__()  # type: ignore[misc]
-    there.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+    there.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
     monkeypatch.setattr("tests.placement.test_tasks.there", there)
     settings.SERVICE_SESSION = "tests.placement.test_writers.cloud"
     return there
@@ -53,7 +53,7 @@ def host() -> Host:
     host = ready()
     Agent.objects.create(host=host, public_key="k", version="0.2", wire="v1", boot_id="b", ops="placement", writes="")
     Lease.objects.create(host=host, seen_at=datetime.now(UTC))
-    writer_election.switch("agents", "olga", "closer to the hardware")
+    writer_election.switch_writer("agents", "olga", "closer to the hardware")
     return host
 
 
@@ -66,15 +66,15 @@ def intent() -> Intent:
 
 
 def ends(command: Command, outcome: str = "succeeded", text: str = "") -> None:
-    placing.answer([Answer(command.host_id, command.pk, outcome, text)])
-    command_results.settle()
+    placing.store_answers([CommandAnswer(command.host_id, command.pk, outcome, text)])
+    command_results.end_answered_commands()
 
 
 def does(command: Command) -> int:
     """What an agent does with it; how often it wrote."""
-    work = msgspec.json.decode(command.arguments["payload"], type=Work)
-    at = Placement(there, work.endpoint)
-    bring(at, command.host.name, work.desired, work.written, work.root)
+    work = msgspec.json.decode(command.arguments["payload"], type=ProviderWork)
+    at = PlacementClient(there, work.endpoint)
+    synchronize_host(at, command.host.name, work.desired, work.written, work.root)
     ends(command)
     return at.writes
 
@@ -108,7 +108,7 @@ def test_what_differs_goes_to_the_agent_and_the_conductor_looks_and_notes(host: 
 
 def test_what_is_raised_meanwhile_waits_for_the_command_and_is_told_next(host: Host) -> None:
     providers.step()
-    lifecycle.disable(Device.objects.get().uuid, ADMIN)
+    lifecycle.disable_device(Device.objects.get().uuid, ADMIN)
     providers.step()
     (first,) = placed()
     does(first)
@@ -157,8 +157,8 @@ def test_for_who_cannot_the_conductor_writes_and_shows_why(host: Host, changes: 
 def test_it_does_not_write_beside_an_agent_but_takes_over_from_one_that_is_silent(host: Host) -> None:
     providers.step()
     (command,) = placed()
-    placing.taken([(host.id, command.pk)])
-    writer_election.switch("conductor", "olga")
+    placing.mark_commands_taken([(host.id, command.pk)])
+    writer_election.switch_writer("conductor", "olga")
     due_now()
     providers.step()
     assert (wrote(), intent().last_error) == (0, "its agent is writing")
@@ -168,7 +168,7 @@ def test_it_does_not_write_beside_an_agent_but_takes_over_from_one_that_is_silen
     assert wrote() == 0
     with conductor.writing():
         Command.objects.update(end_by="2020-01-01T00:00:00Z")  # a test is one transaction, whose clock stands still
-    command_results.expire()
+    command_results.end_late_commands()
     providers.step()
     assert provider() and not Intent.objects.filter(kind="provider")
     command.refresh_from_db()
@@ -177,27 +177,27 @@ def test_it_does_not_write_beside_an_agent_but_takes_over_from_one_that_is_silen
 
 def test_a_switch_is_an_event_raises_the_epoch_and_withdraws_what_nobody_took(host: Host) -> None:
     providers.step()
-    assert writer_election.switch("agents", "olga").epoch == 1, "it is already"
-    assert writer_election.switch("conductor", "olga", "audit").epoch == 2
+    assert writer_election.switch_writer("agents", "olga").epoch == 1, "it is already"
+    assert writer_election.switch_writer("conductor", "olga", "audit").epoch == 2
     event = Event.objects.filter(action="placement.writer").latest("id")
     assert (event.actor, event.reason) == ("olga", "audit")
     assert event.changes == {"writer": ["agents", "conductor"], "epoch": [1, 2]}
-    command_results.settle()
+    command_results.end_answered_commands()
     assert (placed()[0].state, placed()[0].text) == ("refused", "the writer is now: conductor")
     providers.step()
     assert provider() and not Intent.objects.filter(kind="provider")
     wrote()
     for who in ("agents", "conductor"):
-        writer_election.switch(who, "olga")
-        conductor.providers_changed([host])
+        writer_election.switch_writer(who, "olga")
+        conductor.raise_provider_intents([host])
         providers.step()
     assert (wrote(), len(placed())) == (0, 1), "a switch writes nothing"
     with pytest.raises(RefusedError, match="name conductor or agents"):
-        writer_election.switch("nova", "olga")
+        writer_election.switch_writer("nova", "olga")
 
 
 def test_more_than_a_command_holds_is_written_by_the_conductor(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_election, "LONGEST", 10)
+    monkeypatch.setattr(writer_election, "MAX_PAYLOAD_BYTES", 10)
     providers.step()
     providers.step()
     assert provider() and not placed()
@@ -231,10 +231,10 @@ def test_the_console_changes_it_and_says_who_cannot(host: Host, client: Client) 
     assert "<td>cmp1</td><td>the host has no credentials</td>" in page
     address = reverse("admin:placement_sync_writer_change", args=[1])
     client.post(address, {"who": "conductor", "reason": "audit"})
-    now = writer_election.current()
+    now = writer_election.get_writer()
     assert (now.who, now.epoch, now.by, now.reason) == ("conductor", 2, "olga", "audit")
     assert client.post(address, {"who": "nova", "reason": ""}).status_code == 200
-    assert writer_election.current().epoch == 2
+    assert writer_election.get_writer().epoch == 2
     viewer = User.objects.create(username="vera", is_staff=True)
     viewer.user_permissions.add(Permission.objects.get(codename="view_writer"))
     client.force_login(viewer)

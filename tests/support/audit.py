@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from accelerators import conductor
-from accelerators.conductor_sql import EVENTS
+from accelerators.conductor_sql import INSERT_EVENTS
 from tests.support.writeguard import note
 
 EVENT = "accelerators_event"
@@ -119,7 +119,7 @@ def _remember_events(told: dict[str, set[Any]], sql: str, params: Any) -> None:
 
     For `record_all` each event's subject is known; for other statements only the subject type is (EACH).
     """
-    if sql == EVENTS:
+    if sql == INSERT_EVENTS:
         for one in json.loads(params[0]):
             told.setdefault(one["subject_type"], set()).add(one["subject"] or EACH)
     else:

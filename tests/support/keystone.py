@@ -20,8 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from cyborgweb.auth import policy
-from cyborgweb.auth.keystone import service_session, tokens
-from cyborgweb.settings.keys import keys
+from cyborgweb.auth.keystone import get_token_cache, service_session
+from cyborgweb.settings.keys import get_keys
 
 SERVICE = {"OS_USERNAME": "cyborg", "OS_PASSWORD": "service-secret", "OS_PROJECT_NAME": "service"}
 
@@ -139,7 +139,7 @@ def vouching(**settings: str) -> Iterator[Keystone]:
 
 def forget() -> None:
     """Clear the caches of this process: its configuration, the service session, tokens and the policy."""
-    for remembered in (keys, service_session, tokens, policy._policy):
+    for remembered in (get_keys, service_session, get_token_cache, policy._get_policy):
         remembered.cache_clear()
 
 

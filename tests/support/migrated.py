@@ -19,7 +19,7 @@ import django
 import psycopg
 
 from cyborgweb.database import postgres as embedded
-from cyborgweb.database.postgres import Postgres, PostgresError, socket_folder
+from cyborgweb.database.postgres import Postgres, PostgresError, choose_socket_folder
 from tests.support.cache import KEPT_ENTRIES, ROOT, cache_folder, delete_old_entries, fingerprint, locked, mark_used
 from tests.support.environment import without_settings
 
@@ -68,7 +68,7 @@ def copy_prepared(server: Postgres, name: str, content: bytes, fill: Callable[[P
     `content` is what the result depends on: when it changes, `fill` prepares a new data directory on a running server.
     Return the cache entry.
     """
-    binaries = embedded.find(server.pg_bin)
+    binaries = embedded.find_binaries(server.pg_bin)
     made_by = f"{binaries.folder} {binaries.major} {sys.version} {os.getuid()}".encode()
     recipe = Path(__file__).read_bytes() + Path(embedded.__file__).read_bytes()
     entry = cache_folder() / f"{name}-{fingerprint(content, made_by, recipe)}"
@@ -95,7 +95,7 @@ def _make(entry: Path, pg_bin: str, fill: Callable[[Postgres], None]) -> None:
             fill(server)
         finally:
             server.stop()
-            shutil.rmtree(socket_folder(server.home / "run"), ignore_errors=True)
+            shutil.rmtree(choose_socket_folder(server.home / "run"), ignore_errors=True)
         entry.mkdir(parents=True)
         shutil.move(server.data, entry / "data")
     (entry / "complete").touch()

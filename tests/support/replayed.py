@@ -6,7 +6,15 @@ from __future__ import annotations
 from datetime import UTC
 from typing import Any
 
-from accelerators.audit.replay import BITSTREAM, DEPLOYABLE, REPRODUCED, Fields, State, Told, fold
+from accelerators.audit.replay import (
+    BITSTREAM_SUFFIX,
+    DEPLOYABLE_PREFIX,
+    REPRODUCED_FIELDS,
+    ReplayedFields,
+    ReplayedState,
+    ReplayEvent,
+    replay_events,
+)
 from accelerators.models import (
     AcceleratorRequest,
     AdmissionRule,
@@ -21,25 +29,27 @@ from accelerators.models import (
 )
 
 
-def told() -> State:
+def told() -> ReplayedState:
     """Return the state that results from replaying all events in order."""
     columns = Event.objects.order_by("id").values_list("action", "subject_type", "subject", "host", "changes")
-    state = fold(Told(action, kind, str(subject or ""), *rest) for action, kind, subject, *rest in columns)
+    state = replay_events(
+        ReplayEvent(action, kind, str(subject or ""), *rest) for action, kind, subject, *rest in columns
+    )
     return {kind: {uuid: _said(fields) for uuid, fields in found.items()} for kind, found in state.items()}
 
 
-def stored() -> State:
+def stored() -> ReplayedState:
     """Return the state of the tables, in the same form as `told`."""
     models = (Host, Device, AcceleratorRequest, DeviceProfile, AdmissionRule, Command, Image, Attachment)
     return {
         kind: {str(row.uuid): _said(_fields(kind, row)) for row in model.objects.all()}
-        for kind, model in zip(REPRODUCED, models, strict=True)
+        for kind, model in zip(REPRODUCED_FIELDS, models, strict=True)
     }
 
 
-def _fields(kind: str, row: Any) -> Fields:
+def _fields(kind: str, row: Any) -> ReplayedFields:
     columns = {"group": "group_id", "attach_handle": "attach_handle_id"} if kind == "request" else {}
-    found = {name: getattr(row, columns.get(name, name)) for name in REPRODUCED[kind]}
+    found = {name: getattr(row, columns.get(name, name)) for name in REPRODUCED_FIELDS[kind]}
     if kind == "host" and row.stale_since:
         found["stale_since"] = row.stale_since.astimezone(UTC).isoformat(timespec="seconds")
     if kind == "request":
@@ -47,11 +57,11 @@ def _fields(kind: str, row: Any) -> Fields:
     if kind == "command" and not row.ended_at:
         found["state"] = "preparing" if "wanted" in row.arguments else "queued"
     for part in Deployable.objects.filter(device=row) if kind == "device" else ():
-        found[DEPLOYABLE + part.name] = "missing" if part.missing_since else part.num_accelerators
-        found[part.name + BITSTREAM] = part.bitstream_id and str(part.bitstream_id)
+        found[DEPLOYABLE_PREFIX + part.name] = "missing" if part.missing_since else part.num_accelerators
+        found[part.name + BITSTREAM_SUFFIX] = part.bitstream_id and str(part.bitstream_id)
     return found
 
 
-def _said(fields: Fields) -> Fields:
+def _said(fields: ReplayedFields) -> ReplayedFields:
     """Return the fields without empty values, because the event of a new object does not name them."""
     return {name: value for name, value in fields.items() if value not in (None, "")}

@@ -58,4 +58,4 @@ def a_heard_host(name: str, devices: int) -> Host:
 
 def apply(host: Host, *drivers: DriverReport, seq: int = 1) -> int:
     """Merge one report of `host` into the database."""
-    return merge.apply({host.id: [report(*drivers, seq=seq)]})
+    return merge.merge_reports({host.id: [report(*drivers, seq=seq)]})

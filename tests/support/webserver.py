@@ -19,12 +19,12 @@ def serving(application: Any, **options: Any) -> Iterator[int]:
 
     WebSockets have the product's settings, with the default message size limit. `options` are passed to uvicorn.
     """
-    from cyborgweb.server.web import websocket_settings
+    from cyborgweb.server.web import make_websocket_settings
     from cyborgweb.settings.keys import Keys
 
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    values = websocket_settings(Keys().max_message_bytes) | {"log_config": None, "lifespan": "off"} | options
+    values = make_websocket_settings(Keys().max_message_bytes) | {"log_config": None, "lifespan": "off"} | options
     server = uvicorn.Server(uvicorn.Config(application, **values))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()

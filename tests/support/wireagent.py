@@ -34,7 +34,7 @@ class WireAgent:
     @property
     def public_key(self) -> str:
         """The public key as base64url text."""
-        return credentials.public_text(self.key.public_key())
+        return credentials.encode_public_key(self.key.public_key())
 
     def challenge(self) -> str:
         """Fetch a nonce from the gateway."""
@@ -48,11 +48,11 @@ class WireAgent:
 
     def credential(self, nonce: str, **changes: object) -> str:
         """Return the Authorization header; `changes` replace single fields after signing, to forge them."""
-        signed = credentials.signed_bytes(self.host, self.node, self.epoch, nonce, self.fingerprint)
-        signature = credentials.sign(self.key, signed)
+        signed = credentials.build_connect_bytes(self.host, self.node, self.epoch, nonce, self.fingerprint)
+        signature = credentials.sign_data(self.key, signed)
         fields = {"host": self.host, "node": self.node, "epoch": self.epoch, "nonce": nonce, "token": self.token}
         values = fields | {"public_key": self.public_key, "signature": signature} | changes
-        return credentials.authorization(credentials.Credential(**values))  # type: ignore[arg-type]
+        return credentials.encode_authorization(credentials.Credential(**values))  # type: ignore[arg-type]
 
     def connect(self, authorization: str | None = None) -> ClientConnection:
         """Open a WebSocket and return it after the gateway's Welcome, which is kept in `welcome`.
@@ -61,7 +61,7 @@ class WireAgent:
         """
         header = authorization if authorization is not None else self.credential(self.challenge())
         socket = connect(
-            f"{'wss' if self.tls else 'ws'}://127.0.0.1:{self.port}{wire.PATH}",
+            f"{'wss' if self.tls else 'ws'}://127.0.0.1:{self.port}{wire.AGENT_PATH}",
             ssl=self.tls,
             additional_headers={"Authorization": header},
             subprotocols=list(self.versions),  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class WireAgent:
     def speaking(self, ops: tuple[str, ...] = ()) -> ClientConnection:
         """Connect, send Hello, and return the socket; `ops` are the command types that the agent accepts."""
         socket = self.connect()
-        socket.send(wire.encode(wire.Hello("9.9", self.boot_id, (), ops)))
+        socket.send(wire.encode_message(wire.Hello("9.9", self.boot_id, (), ops)))
         return socket
 
     def refused(self, authorization: str | None = None) -> tuple[int, str]:
@@ -89,9 +89,11 @@ class WireAgent:
         raise AssertionError("it was let in")
 
 
-def ask(socket: ClientConnection, message: wire.Message | str) -> wire.Ack | wire.Refuse | wire.Welcome | wire.Unknown:
+def ask(
+    socket: ClientConnection, message: wire.Message | str
+) -> wire.Ack | wire.Refuse | wire.Welcome | wire.UnknownMessage:
     """Send one message and return the next message from the gateway."""
-    socket.send(message if isinstance(message, str) else wire.encode(message))
+    socket.send(message if isinstance(message, str) else wire.encode_message(message))
     return wire.decode_from_gateway(socket.recv(timeout=10))
 
 
@@ -121,7 +123,7 @@ def told(socket: ClientConnection, timeout: float = 10) -> wire.Command:
 def take(socket: ClientConnection, timeout: float = 10) -> wire.Command:
     """Return the next command, after sending Taken for it."""
     command = told(socket, timeout)
-    socket.send(wire.encode(wire.Taken((command.number,))))
+    socket.send(wire.encode_message(wire.Taken((command.number,))))
     return command
 
 
@@ -129,7 +131,7 @@ def end(
     socket: ClientConnection, command: wire.Command, outcome: str = "succeeded", text: str = "", **more: Any
 ) -> None:
     """Send the Result of a command; `more` are further fields of Result."""
-    socket.send(wire.encode(wire.Result(command.number, outcome, text, **more)))  # type: ignore[arg-type]
+    socket.send(wire.encode_message(wire.Result(command.number, outcome, text, **more)))  # type: ignore[arg-type]
 
 
 def acknowledged(socket: ClientConnection, timeout: float = 10) -> int:

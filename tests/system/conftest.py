@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cyborgweb.database.postgres import socket_folder
+from cyborgweb.database.postgres import choose_socket_folder
 from tests.support.sharing import group_of
 from tests.system.keystone import keystone
 from tests.system.placement import placement
@@ -72,6 +72,6 @@ class fresh:
 
     def __exit__(self, *_: object) -> None:
         for data in self.path.rglob("postgres"):
-            if (run := socket_folder(data / "run")).parent != data:
+            if (run := choose_socket_folder(data / "run")).parent != data:
                 shutil.rmtree(run, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)

@@ -24,7 +24,7 @@ import psycopg
 from cyborgweb.database import postgres
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
-from drivers.configuration import load
+from drivers.configuration import load_configuration
 from tests.support.webserver import until
 from tests.system import processes
 from tests.system.namespaces import Machine, Network
@@ -117,9 +117,9 @@ class Deployment:
         first, second = (self.state(node) for node in NODES)
         for state in (first, second):
             state.mkdir(mode=0o700)
-        tls.fingerprint(load(Keys, {"CYBORG_STATE_DIR": str(first)}))
+        tls.read_fingerprint(load_configuration(Keys, {"CYBORG_STATE_DIR": str(first)}))
         (first / "secret-key").write_text(os.urandom(24).hex())
-        for path in (first / "secret-key", first / tls.FILE):
+        for path in (first / "secret-key", first / tls.CERTIFICATE_FILE):
             shutil.copy(path, second)
         for path in (first, second, *first.iterdir(), *second.iterdir()):
             os.chown(path, owner(), -1)
@@ -127,7 +127,7 @@ class Deployment:
     @property
     def certificate(self) -> Path:
         """What the proxy shows to people."""
-        return self.state("node1") / tls.FILE
+        return self.state("node1") / tls.CERTIFICATE_FILE
 
     def start(self, machine: str, name: str, *words: str | Path, env: Mapping[str, str] | None = None) -> None:
         """Run the words there as `name`; what they say goes into a log."""
@@ -176,7 +176,11 @@ class Deployment:
 
     def _begin_database(self) -> None:
         """PostgreSQL as a distribution sets it up: by password over the network."""
-        binaries, home, plain = postgres.find(os.environ.get("CYBORG_PG_BIN", "")), self.state("db"), as_plain_user()
+        binaries, home, plain = (
+            postgres.find_binaries(os.environ.get("CYBORG_PG_BIN", "")),
+            self.state("db"),
+            as_plain_user(),
+        )
         home.mkdir(mode=0o700)
         os.chown(home, owner(), -1)
         make = ["-D", home / "data", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]

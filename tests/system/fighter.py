@@ -18,9 +18,9 @@ django.setup()
 from django.db import connection  # noqa: E402
 
 from accelerators.domain.caller import Caller  # noqa: E402
-from accelerators.domain.errors import Reason, RefusedError  # noqa: E402
+from accelerators.domain.errors import RefusalReason, RefusedError  # noqa: E402
 from accelerators.requests import binding  # noqa: E402
-from accelerators.requests.binding import Bind  # noqa: E402
+from accelerators.requests.binding import BindSpec  # noqa: E402
 from drivers.isolation.process import die_with_parent  # noqa: E402
 
 NOVA = Caller("nova", "u", frozenset({"member"}), "p1", service=True)
@@ -35,9 +35,9 @@ def main() -> None:
     def fight(barrier: Barrier, uuid: str) -> str:
         barrier.wait()
         try:
-            binding.bind([Bind(uuid, "cmp1", provider, uuid)], NOVA)
+            binding.bind_requests([BindSpec(uuid, "cmp1", provider, uuid)], NOVA)
         except RefusedError as refused:
-            assert refused.reason == Reason.NONE_FREE, refused.text
+            assert refused.reason == RefusalReason.NONE_FREE, refused.text
             return ""
         return uuid
 

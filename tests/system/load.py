@@ -79,7 +79,7 @@ class ReportingHost:
             while not self.stop.is_set():
                 self.sent = self.acked + 1
                 content = (DriverReport(DRIVER, devices=devices(self.sent)),)
-                report = wire.Report(self.agent.epoch, self.sent, wire.content_hash(content), content)
+                report = wire.Report(self.agent.epoch, self.sent, wire.hash_report_content(content), content)
                 answer = ask(socket, report)
                 if not isinstance(answer, wire.Ack):
                     raise ConnectionClosed(None, None)

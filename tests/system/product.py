@@ -23,7 +23,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from cyborgweb.database.postgres import Postgres, socket_folder
+from cyborgweb.database.postgres import Postgres, choose_socket_folder
 from tests.support.environment import without_settings
 from tests.support.migrated import copy_migrated
 from tests.support.webserver import until
@@ -186,7 +186,7 @@ class Product:
 
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         """Run a statement and return its rows. Raises psycopg.OperationalError while the database is down."""
-        where = str(self.database or socket_folder(self.state / "postgres" / "run"))
+        where = str(self.database or choose_socket_folder(self.state / "postgres" / "run"))
         with psycopg.connect(host=where, user="postgres", dbname="cyborg", connect_timeout=5) as connection:
             return connection.execute(statement, values).fetchall()
 

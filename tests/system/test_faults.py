@@ -16,10 +16,10 @@ from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Host
 from accelerators.requests import binding
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from drivers.inventory import Device as Card
 from placement_sync.jobs import discrepancies, providers
-from placement_sync.models import Discrepancy, Kind, Tree, WrittenProvider
+from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
 from tests.support.nova import Nova, recording
 from tests.support.reports import a_host, answer, apply, card
 from tests.system.keystone import Keystone
@@ -44,7 +44,7 @@ def host(keystone: Keystone, placement: Placement, settings: Any) -> Iterator[Ho
     placement.compute(name)
     host = a_host(name)
     apply(host, answer(_named(card(1, handles=4), name)))
-    lifecycle.enable(Device.objects.get().uuid, NOVA)
+    lifecycle.enable_device(Device.objects.get().uuid, NOVA)
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
     look()
@@ -85,8 +85,8 @@ def found() -> list[tuple[str, str]]:
 
 
 def bind(host: Host, instance: str) -> None:
-    (request,) = binding.create("one", NOVA)
-    binding.bind([Bind(request, host.name, provider(), instance)], NOVA)
+    (request,) = binding.create_requests("one", NOVA)
+    binding.bind_requests([BindSpec(request, host.name, provider(), instance)], NOVA)
 
 
 def test_a_generation_moves_when_something_is_allocated_and_not_when_it_is_deleted(
@@ -108,11 +108,11 @@ def test_an_allocation_that_is_removed_behind_our_back(host: Host, placement: Pl
     assert found() == []
     kept = placement.call("GET", f"/allocations/{instance}")
     placement.release(instance)
-    discrepancies.reread([host.pk])
+    discrepancies.invalidate_claims([host.pk])
     look()
-    assert found() == [(Kind.UNCLAIMED, instance)]
-    (shown,) = discrepancies.of([Device.objects.get().pk])
-    assert instance in shown.said
+    assert found() == [(DiscrepancyKind.UNCLAIMED, instance)]
+    (shown,) = discrepancies.list_discrepancies_of_devices([Device.objects.get().pk])
+    assert instance in shown.explanation
     body = {name: kept[name] for name in ("project_id", "user_id", "consumer_type")}
     allocations = {rp: {"resources": entry["resources"]} for rp, entry in kept["allocations"].items()}
     body |= {"allocations": allocations, "consumer_generation": None}
@@ -126,8 +126,11 @@ def test_an_allocation_that_nobody_asked_us_for(host: Host, placement: Placement
     look()
     assert found() == [], "its bind may be on its way"
     look()
-    assert found() == [(Kind.UNATTACHED, stranger)]
-    assert f"allocation unset --provider {provider()} {stranger}" in discrepancies.at(host.pk)[0].said
+    assert found() == [(DiscrepancyKind.UNATTACHED, stranger)]
+    assert (
+        f"allocation unset --provider {provider()} {stranger}"
+        in discrepancies.list_discrepancies_of_host(host.pk)[0].explanation
+    )
     placement.release(stranger)
     look()
     assert found() == []
@@ -148,7 +151,7 @@ def test_an_instance_that_is_back_without_its_device(host: Host, placement: Plac
     nova.shown[instance] = ("ACTIVE", host.name)
     apply(host, answer(), seq=2)
     look()
-    assert found() == [(Kind.WITHOUT_DEVICE, instance)]
+    assert found() == [(DiscrepancyKind.WITHOUT_DEVICE, instance)]
     apply(host, answer(_named(card(1, handles=4), host.name)), seq=3)
     look()
     assert found() == []

@@ -12,11 +12,11 @@ import pytest
 from keystoneauth1.identity import V3Password
 from keystoneauth1.session import Session
 
-from accelerators.domain.provider_ids import provider_uuid
+from accelerators.domain.provider_ids import compute_provider_uuid
 from placement_sync import client
-from placement_sync.mapping import Part, desired
-from placement_sync.reconcile import Written
-from placement_sync.sync import Outcome, ProviderMissingError, bring
+from placement_sync.mapping import DeployableRecord, compute_desired_providers
+from placement_sync.reconcile import WrittenRecord
+from placement_sync.sync import ProviderMissingError, SyncOutcome, synchronize_host
 from tests.system import environments
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
@@ -31,15 +31,17 @@ class Site:
         self.there, self.session = there, session
         self.host = f"cmp-{uuid.uuid4().hex[:8]}"
         self.root = there.compute(self.host)
-        self.written: dict[str, Written] = {}
+        self.written: dict[str, WrittenRecord] = {}
 
-    def part(self, name: str = "FakeDevice", total: int = 16, offered: bool = True, **attributes: str) -> Part:
+    def part(
+        self, name: str = "FakeDevice", total: int = 16, offered: bool = True, **attributes: str
+    ) -> DeployableRecord:
         known = {"rc": "FPGA", "traits1": "CUSTOM_FAKE_DEVICE", "trait2": "OWNER_CYBORG"} | attributes
-        return Part(f"{self.host}_{name}", "", total, known, offered)
+        return DeployableRecord(f"{self.host}_{name}", "", total, known, offered)
 
-    def sync(self, *parts: Part, **more: Any) -> Outcome:
-        self.asked = client.Placement(self.session, **more)
-        outcome = bring(self.asked, self.host, desired(parts)[0], self.written, self.root)
+    def sync(self, *parts: DeployableRecord, **more: Any) -> SyncOutcome:
+        self.asked = client.PlacementClient(self.session, **more)
+        outcome = synchronize_host(self.asked, self.host, compute_desired_providers(parts)[0], self.written, self.root)
         self.written = outcome.written
         return outcome
 
@@ -47,7 +49,7 @@ class Site:
         return {name.removeprefix(f"{self.host}_"): one for name, one in self.there.tree(self.root).items()}
 
     def uuid(self, name: str = "FakeDevice") -> str:
-        return str(provider_uuid(f"{self.host}_{name}"))
+        return str(compute_provider_uuid(f"{self.host}_{name}"))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,9 @@ def test_a_host_that_moved_takes_its_providers_along(site: Site) -> None:
     site.sync(site.part())
     consumer = site.there.allocate(site.uuid(), 1)
     other = Site(site.there, site.session)
-    bring(client.Placement(site.session), other.host, desired([site.part()])[0], {}, other.root)
+    synchronize_host(
+        client.PlacementClient(site.session), other.host, compute_desired_providers([site.part()])[0], {}, other.root
+    )
     assert site.show() == {}
     assert other.there.tree(other.root)[f"{site.host}_FakeDevice"]["inventories"]["FPGA"]["total"] == 16
     assert site.there.call("GET", f"/allocations/{consumer}")["allocations"]
@@ -129,7 +133,9 @@ def test_a_host_that_moved_takes_its_providers_along(site: Site) -> None:
 
 def test_no_compute_provider_and_no_placement(site: Site) -> None:
     with pytest.raises(ProviderMissingError, match="waiting for compute provider nowhere"):
-        bring(client.Placement(site.session), "nowhere", desired([site.part()])[0], {})
+        synchronize_host(
+            client.PlacementClient(site.session), "nowhere", compute_desired_providers([site.part()])[0], {}
+        )
     with pytest.raises(client.PlacementUnavailableError):
         site.sync(site.part(), endpoint="http://127.0.0.1:1")
     with pytest.raises(client.PlacementUnavailableError):

@@ -45,7 +45,11 @@ def fighters() -> Iterator[list[subprocess.Popen[str]]]:
     parent = os.environ | {"CYBORG_PARENT": str(os.getpid())}
     started = [
         subprocess.Popen(
-            [*command, *binding.create("p", NOVA)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=parent
+            [*command, *binding.create_requests("p", NOVA)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=parent,
         )
         for _ in range(PROCESSES)
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cyborgweb.database.postgres import find
+from cyborgweb.database.postgres import find_binaries
 from tests.system.plain import as_plain_user
 from tests.system.product import Product, sweep
 
@@ -78,7 +78,7 @@ def test_data_of_another_major_version_of_postgresql(folder: Path) -> None:
 def test_data_that_are_damaged(folder: Path) -> None:
     data = folder / "state" / "postgres" / "data"
     data.mkdir(parents=True, mode=0o700)
-    (data / "PG_VERSION").write_text(f"{find(os.environ.get('CYBORG_PG_BIN', '')).major}\n")
+    (data / "PG_VERSION").write_text(f"{find_binaries(os.environ.get('CYBORG_PG_BIN', '')).major}\n")
     said = refusal(Product(folder / "state"))
     assert "PostgreSQL does not start" in said and "postgres/log" in said
 

@@ -16,7 +16,7 @@ import pytest
 from keystoneauth1.session import Session
 
 from placement_sync import client
-from placement_sync.mapping import Part, desired
+from placement_sync.mapping import DeployableRecord, compute_desired_providers
 from tests.support.webserver import until
 from tests.system import trouble
 from tests.system.test_placement import Site, session, site
@@ -30,7 +30,7 @@ TIMEOUT_S = 0.6
 """Shorter than the proxy is slow, longer than Placement is."""
 
 
-def brought(site: Site, parts: list[Part], **more: Any) -> int:
+def brought(site: Site, parts: list[DeployableRecord], **more: Any) -> int:
     """Try until it is done, as the job does; how often it took."""
     for tried in range(1, TRIES):
         try:
@@ -41,10 +41,10 @@ def brought(site: Site, parts: list[Part], **more: Any) -> int:
     raise AssertionError("never done")
 
 
-def in_step(site: Site, parts: list[Part]) -> None:
+def in_step(site: Site, parts: list[DeployableRecord]) -> None:
     """The tree is right, and there is nothing more to write."""
     shown = {one["uuid"]: one for one in site.there.tree(site.root).values()}
-    for wanted in desired(parts)[0].values():
+    for wanted in compute_desired_providers(parts)[0].values():
         now = shown[wanted.uuid]
         entry = now["inventories"][wanted.resource_class]
         assert (now["name"], now["parent_provider_uuid"]) == (wanted.name, site.root)
@@ -67,7 +67,7 @@ class Rivals:
     @contextmanager
     def hammering(self, name: str) -> Iterator[None]:
         """Meanwhile; everybody has got through at least once before it begins."""
-        todo: list[Callable[[client.Placement, str, int], None]] = [self.ratio, self.trait, self.allocation]
+        todo: list[Callable[[client.PlacementClient, str, int], None]] = [self.ratio, self.trait, self.allocation]
         threads = [threading.Thread(target=self._run, args=(one, self.site.uuid(name))) for one in todo]
         for thread in threads:
             thread.start()
@@ -79,8 +79,8 @@ class Rivals:
             for thread in threads:
                 thread.join()
 
-    def _run(self, write: Callable[[client.Placement, str, int], None], provider: str) -> None:
-        mine, number = client.Placement(self.session), 0
+    def _run(self, write: Callable[[client.PlacementClient, str, int], None], provider: str) -> None:
+        mine, number = client.PlacementClient(self.session), 0
         while not self.stop.is_set():
             try:
                 write(mine, provider, number := number + 1)
@@ -88,21 +88,21 @@ class Rivals:
             except (client.PlacementConflictError, AssertionError):
                 continue
 
-    def ratio(self, mine: client.Placement, provider: str, number: int) -> None:
+    def ratio(self, mine: client.PlacementClient, provider: str, number: int) -> None:
         """An operator's ratio, and a class of somebody else's."""
-        seen = mine.provider(provider)
+        seen = mine.read_provider(provider)
         assert seen
         known = {name: {**entry, "allocation_ratio": 1.0 + number % 3} for name, entry in seen.inventories.items()}
         mine.set_inventories(provider, seen.generation, known | {"VGPU": {"total": number}})
 
-    def trait(self, mine: client.Placement, provider: str, number: int) -> None:
+    def trait(self, mine: client.PlacementClient, provider: str, number: int) -> None:
         """Another trait each time."""
-        seen = mine.provider(provider)
+        seen = mine.read_provider(provider)
         assert seen
         kept = {name for name in seen.traits if not name.startswith("CUSTOM_RIVAL")}
         mine.set_traits(provider, seen.generation, kept | {f"CUSTOM_RIVAL{number % 5}"})
 
-    def allocation(self, _: client.Placement, provider: str, number: int) -> None:
+    def allocation(self, _: client.PlacementClient, provider: str, number: int) -> None:
         """Instances come and go; every third one stays."""
         consumer = self.site.there.allocate(provider, 1)
         if number % 3 or len(self.held) == 4:
@@ -139,7 +139,7 @@ def test_whatever_is_on_the_line_it_ends_right(site: Site) -> None:
             line.share = 0.0
             in_step(site, parts)
             for part in parts:
-                if part.offered and part.attributes["rc"] == "FPGA" and len(held) < 3:
+                if part.is_offered and part.attributes["rc"] == "FPGA" and len(held) < 3:
                     held[site.there.allocate(site.uuid(part.name.removeprefix(f"{site.host}_")), 1)] = part.name
             for consumer in held:
                 assert site.there.call("GET", f"/allocations/{consumer}")["allocations"], held[consumer]
@@ -150,7 +150,7 @@ def test_whatever_is_on_the_line_it_ends_right(site: Site) -> None:
     assert site.show() == {}
 
 
-def _some(site: Site, name: str, chance: random.Random) -> Part:
+def _some(site: Site, name: str, chance: random.Random) -> DeployableRecord:
     total, offered = chance.randrange(4, 16), chance.random() < 0.7
     attributes = {"rc": chance.choice(["FPGA", "PGPU"]), "traits1": f"CUSTOM_SOME{chance.randrange(4)}"}
     return site.part(name, total, offered, **attributes)

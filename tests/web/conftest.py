@@ -38,7 +38,7 @@ def cyborg(url: str, transactional_db: None) -> Cyborg:
 
     def call(*words: str, role: str = "admin", **environment: str) -> Result:
         roles = {"admin": ["admin", "manager", "member", "reader"]}.get(role, [role])
-        token = ApiToken.make(role, person, roles, "p1")
+        token = ApiToken.create_with_secret(role, person, roles, "p1")
         return run(*words, CYBORG_URL=url, CYBORG_TOKEN=token, **environment)
 
     return call

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cyborgweb.asgi import BoundedThreads
-from cyborgweb.server.web import reached_at
+from cyborgweb.server.web import find_own_url
 from tests.support.webserver import serving, until
 
 
@@ -29,7 +29,7 @@ def test_a_gateway_is_reached_where_it_listens_or_where_it_faces_the_database(
     listen: str, database: str, reached: str
 ) -> None:
     with socket.create_server((listen, 0)) as listener:
-        assert reached_at(listener, database) == f"http://{reached}:{listener.getsockname()[1]}"
+        assert find_own_url(listener, database) == f"http://{reached}:{listener.getsockname()[1]}"
 
 
 class Slow:
@@ -69,7 +69,7 @@ def test_beyond_threads_and_queue_the_answer_is_503_at_once_and_nobody_inside_is
         clients = [threading.Thread(target=lambda: statuses.append(get(port)[0])) for _ in range(3)]
         for client in clients:
             client.start()
-        until(lambda: slow.inside == 2 and bounded.inside == 3)
+        until(lambda: slow.inside == 2 and bounded.active_requests == 3)
         assert get(port) == (503, "1")
         slow.go.set()
         for client in clients:

@@ -25,11 +25,11 @@ from accelerators import conductor
 from accelerators.models import Device
 from cyborgweb.auth.keystone import service_session
 from cyborgweb.cli import connection, outcomes, output
-from cyborgweb.cli.main import VERBS
-from cyborgweb.cli.problems import Exit, printable
+from cyborgweb.cli.main import VERB_COMMANDS
+from cyborgweb.cli.problems import ExitCode, to_printable_line
 from cyborgweb.models import ApiToken
 from cyborgweb.server import tls
-from cyborgweb.settings.keys import Keys, keys
+from cyborgweb.settings.keys import Keys, get_keys
 from tests.support.keystone import Keystone, User, vouching
 from tests.support.reports import a_heard_host
 from tests.web.conftest import Cyborg, refused, run
@@ -43,16 +43,16 @@ def test_help_costs_nothing_and_every_verb_teaches_by_an_example() -> None:
     heavy = "[m for m in ('django', 'requests', 'keystoneauth1', 'yaml', 'openstack') if m in sys.modules]"
     code = f"import sys; from cyborgweb.cli.main import cli; cli(['--help'], standalone_mode=False); print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.endswith("[]\n") and all(verb.name in done.stdout for verb in VERBS)
-    for verb in VERBS:
+    assert done.stdout.endswith("[]\n") and all(verb.name in done.stdout for verb in VERB_COMMANDS)
+    for verb in VERB_COMMANDS:
         told = run(verb.name or "", "--help")
         assert told.exit_code == 0 and f"Example:\n    cyborg {verb.name} " in told.output, told.output
 
 
 def test_the_manual_has_every_verb_and_every_exit_code() -> None:
     manual = (ROOT / "docs" / "cli.md").read_text()
-    assert [verb.name for verb in VERBS if f"$ cyborg {verb.name} " not in manual.replace("\n", " ")] == []
-    assert [code for code in Exit if f"| {code.value} |" not in manual] == []
+    assert [verb.name for verb in VERB_COMMANDS if f"$ cyborg {verb.name} " not in manual.replace("\n", " ")] == []
+    assert [code for code in ExitCode if f"| {code.value} |" not in manual] == []
 
 
 def test_a_shell_completes_verbs_and_words() -> None:
@@ -85,7 +85,7 @@ def test_a_list_as_table_json_yaml_and_csv(cyborg: Cyborg) -> None:
 
 @stored
 def test_pages_are_followed_to_the_end_or_the_limit(cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PAGE", 2)
+    monkeypatch.setattr(connection, "PAGE_SIZE", 2)
     a_heard_host("cmp1", 5)
     words = ("device-list", "--state", "inactive", "--state", "ready", "-f", "json", "-c", "address")
     assert len(json.loads(cyborg(*words).stdout)) == 5
@@ -156,7 +156,7 @@ def test_of_several_some_may_be_refused(cyborg: Cyborg) -> None:
 @stored
 def test_a_token_file_may_be_what_manage_py_printed(cyborg: Cyborg, url: str, tmp_path: Path) -> None:
     file = tmp_path / "token"
-    token = ApiToken.make("me", Person.objects.get(), ["admin"], "p1")
+    token = ApiToken.create_with_secret("me", Person.objects.get(), ["admin"], "p1")
     file.write_text(f"Token 'me' with the role admin:\n{token}\n")
     assert run("device-list", CYBORG_URL=f"{url}/api/", CYBORG_TOKEN_FILE=str(file)).exit_code == 0
     assert run("device-list", "--url", url, "--token-file", str(file), CYBORG_TOKEN="x").stderr == "No devices.\n"
@@ -175,7 +175,7 @@ clouds:
 def test_a_cloud_of_clouds_yaml_or_of_the_environment(url: str, tmp_path: Path) -> None:
     with vouching() as keystone:
         keystone.users.append(User("alice", "secret", {"p1": ["admin"]}))
-        service_session(), keys()  # the service reads its own variables before the command is given others
+        service_session(), get_keys()  # the service reads its own variables before the command is given others
         told = keystone.log_in
 
         def with_catalogue(wanted: dict[str, Any]) -> str | None:
@@ -290,7 +290,7 @@ def test_who_is_silent_is_waited_for_only_so_long() -> None:
 
 
 def test_every_row_of_several_has_an_outcome_and_a_text() -> None:
-    rows = outcomes.each(["a", "b"], lambda target: {"target": target})
+    rows = outcomes.run_for_each(["a", "b"], lambda target: {"target": target})
     assert rows == [{"outcome": "done", "text": "", "target": target} for target in "ab"]
 
 
@@ -299,7 +299,11 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 @given(st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=8), st.integers(40, 120))
 def test_a_table_fits_its_width_and_steers_no_terminal(rows: list[tuple[str, ...]], width: int) -> None:
-    lines = list(output.table([("a", "b", "c"), *([printable(text) for text in row] for row in rows)], width))
+    lines = list(
+        output.format_table_lines(
+            [("a", "b", "c"), *([to_printable_line(text) for text in row] for row in rows)], width
+        )
+    )
     assert len(lines) == len(rows) + 1
     assert all(len(line) <= width and line.isprintable() for line in lines)
 
@@ -307,24 +311,24 @@ def test_a_table_fits_its_width_and_steers_no_terminal(rows: list[tuple[str, ...
 def test_what_is_said_goes_on_below_instead_of_being_cut() -> None:
     sentence = "the driver says that there is no memory for as many functions as that"
     rows = [("host", "text"), ("cmp1.example", sentence), ("cmp2", "done")]
-    lines = list(output.table(rows, 40))
+    lines = list(output.format_table_lines(rows, 40))
     assert len(lines) == 5 and all(len(line) <= 40 for line in lines)
     assert " ".join(line[14:].strip() for line in lines[1:-1]) == sentence
-    assert list(output.table(rows, 0))[1] == f"cmp1.example  {sentence}"
+    assert list(output.format_table_lines(rows, 0))[1] == f"cmp1.example  {sentence}"
     uuid = "6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b"
-    assert list(output.table([("uuid", "host"), (uuid, "cmp1")], 30))[1] == "6a0c1d0e-0a53  cmp1"
+    assert list(output.format_table_lines([("uuid", "host"), (uuid, "cmp1")], 30))[1] == "6a0c1d0e-0a53  cmp1"
 
 
 @given(texts)
 def test_a_cell_of_csv_is_never_a_formula(text: str) -> None:
-    assert not str(output._plain(text)).startswith(output.FORMULA)
+    assert not str(output._format_csv_cell(text)).startswith(output.FORMULA_SIGNS)
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Strange, "answer", (503, "application/json", '{"error_message": "It is busy."}', ""))
-    tls.fingerprint(Keys(state_dir=str(tmp_path)))
+    tls.read_fingerprint(Keys(state_dir=str(tmp_path)))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / tls.FILE)
+    context.load_cert_chain(tmp_path / tls.CERTIFICATE_FILE)
     with strangers(context) as port:
         there = ("device-list", "--url", f"https://localhost:{port}", "--token", "nope")
         refused(run(*there), 5, "cannot be trusted (self-signed certificate)", "--cacert")

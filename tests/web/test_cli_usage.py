@@ -11,7 +11,7 @@ import pytest
 from accelerators import conductor
 from accelerators.models import Deployable, Device, DeviceProfile
 from agents import telemetry
-from agents.telemetry import HostLoad, Loads
+from agents.telemetry import HostLoad, LoadSnapshot
 from tests.support.reports import a_heard_host, a_host
 from tests.web.conftest import Cyborg, refused
 
@@ -42,7 +42,9 @@ def test_a_census_says_who_fits_who_is_silent_and_ends_accordingly(
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
     said = {key: {"utilization_percent": 12.0} for key in host.devices.values_list("key", flat=True)}
     monkeypatch.setattr(
-        telemetry, "census", lambda hosts, within_s: Loads({host.pk: HostLoad(host.pk, time.time(), said)})
+        telemetry,
+        "run_load_census",
+        lambda hosts, within_s: LoadSnapshot({host.pk: HostLoad(host.pk, time.time(), said)}),
     )
     fits = cyborg("load-census", "--profile", "one", "--before", "4", "--within", "0.5")
     assert fits.exit_code == 0, fits.output

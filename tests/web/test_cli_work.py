@@ -15,7 +15,7 @@ from django.db import connection
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.commands.placing import Answer, Progress
+from accelerators.commands.placing import CommandAnswer, CommandProgress
 from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachments, command_results, driver_rollouts
@@ -47,11 +47,11 @@ def agents(outcome: str = "succeeded", text: str = "done", **of: str) -> Iterato
     def work() -> None:
         while not over.wait(0.01):
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
-                placing.progressed([Progress(command.host_id, command.pk, 50, "half of it")])
+                placing.store_progress([CommandProgress(command.host_id, command.pk, 50, "half of it")])
                 told.append(command.op)
             for command in Command.objects.filter(state="started", answered_at__isnull=True):
-                placing.answer([Answer(command.host_id, command.pk, of.get(command.op, outcome), text)])
-            command_results.settle()
+                placing.store_answers([CommandAnswer(command.host_id, command.pk, of.get(command.op, outcome), text)])
+            command_results.end_answered_commands()
             driver_rollouts.run()
         connection.close()
 
@@ -70,8 +70,8 @@ def test_on_a_terminal_a_bar_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch)
     terminal = StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", terminal)
-    seen = [following.Progress(50, "half of it", False), following.Progress(100, "ended", True)]
-    following.follow("install", "cyborg command show", lambda: seen.pop(0))
+    seen = [following.WorkProgress(50, "half of it", False), following.WorkProgress(100, "ended", True)]
+    following.follow_until_ended("install", "cyborg command show", lambda: seen.pop(0))
     assert "50%" in terminal.getvalue() and "100%" in terminal.getvalue()
 
 
@@ -230,7 +230,7 @@ def attaching(**states: str) -> Iterator[None]:
             for row in Attachment.objects.filter(state__in=states):
                 fault = "Placement has no room" if states[row.state] == "undoing" else row.fault
                 with conductor.writing():
-                    attachments.advance(row, AttachmentState(states[row.state]), "bound", "", fault=fault)
+                    attachments.advance_attachment(row, AttachmentState(states[row.state]), "bound", "", fault=fault)
         connection.close()
 
     over = Event()
@@ -246,8 +246,8 @@ def attaching(**states: str) -> Iterator[None]:
 def test_an_instance_is_given_accelerators_and_they_are_taken_back(
     cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = attachments.Instance(INSTANCE, "p1", "ACTIVE", frozenset({"cmp1"}))
-    monkeypatch.setattr(attachments, "_looks", [lambda instance, project: known])
+    known = attachments.NovaInstance(INSTANCE, "p1", "ACTIVE", frozenset({"cmp1"}))
+    monkeypatch.setattr(attachments, "_instance_lookups", [lambda instance, project: known])
     with conductor.writing():
         Device.objects.update(state="ready")
         Deployable.objects.filter(device__address="0000:02:00.0").update(rp_uuid=INSTANCE)

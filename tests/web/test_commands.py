@@ -21,9 +21,9 @@ from accelerators.models import AdmissionRule
 from agents import credentials
 from agents.models import JoinToken
 from cyborgweb.management.commands import prepare
-from cyborgweb.models import ApiToken, digest
-from cyborgweb.settings.keys import Keys, listen_address
-from drivers.configuration import ConfigurationError, load
+from cyborgweb.models import ApiToken, hash_token
+from cyborgweb.settings.keys import Keys, parse_listen_address
+from drivers.configuration import ConfigurationError, load_configuration
 
 pytestmark = pytest.mark.django_db
 
@@ -37,7 +37,7 @@ def said(*args: str, **options: object) -> list[str]:
 def test_api_token_prints_the_token_last_and_stores_its_hash_alone() -> None:
     secret = said("api_token", "ci")[-1]
     token = ApiToken.objects.get()
-    assert token.token_hash == digest(secret) and secret not in repr(token.__dict__)
+    assert token.token_hash == hash_token(secret) and secret not in repr(token.__dict__)
     assert token.roles == ["admin", "manager", "member", "reader"]
 
 
@@ -74,7 +74,7 @@ def test_a_setting_that_cannot_be_used_is_one_sentence_on_the_shell() -> None:
 
 
 def test_prepare_makes_the_first_login_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "keys", lambda: Keys(state_dir=str(tmp_path)))
+    monkeypatch.setattr(prepare, "get_keys", lambda: Keys(state_dir=str(tmp_path)))
     facts = json.loads(said("prepare", "--address", "http://127.0.0.1:1")[-1])
     login = tmp_path / "first-login"
     assert stat.S_IMODE(login.stat().st_mode) == 0o600
@@ -86,22 +86,22 @@ def test_prepare_makes_the_first_login_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_prepare_lets_fake_devices_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "keys", lambda: Keys(state_dir=str(tmp_path)))
+    monkeypatch.setattr(prepare, "get_keys", lambda: Keys(state_dir=str(tmp_path)))
     words = ("prepare", "--address", "http://127.0.0.1:1")
     said(*words, "--sample-rules")
     rule = AdmissionRule.objects.get()
     assert (rule.driver, rule.action) == ("fake_driver", "ready")
-    admission_rules.delete(rule.uuid, Caller("olga", "", frozenset(), ""))
-    prepare._sample_rules()
+    admission_rules.delete_rule(rule.uuid, Caller("olga", "", frozenset(), ""))
+    prepare._create_sample_rule()
     assert not AdmissionRule.objects.exists()
 
 
 def test_configuration_comes_from_environment_then_file(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('CYBORG_LISTEN = "0.0.0.0:80"\nCYBORG_BEAT_S = 3\n')
-    keys = load(Keys, {"CYBORG_CONFIG": str(file), "CYBORG_LISTEN": "[::1]:0"})
+    keys = load_configuration(Keys, {"CYBORG_CONFIG": str(file), "CYBORG_LISTEN": "[::1]:0"})
     assert (keys.listen, keys.beat_s) == ("[::1]:0", 3.0)
-    assert listen_address(keys.listen) == ("::1", 0)
+    assert parse_listen_address(keys.listen) == ("::1", 0)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_configuration_comes_from_environment_then_file(tmp_path: Path) -> None:
 )
 def test_unusable_configuration_names_the_key(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(environ))):
-        load(Keys, environ)
+        load_configuration(Keys, environ)
 
 
 @pytest.mark.parametrize("listen", ["8000", "host:port", ":1", "1.2.3.4:70000"])
 def test_an_unusable_address_is_explained(listen: str) -> None:
     with pytest.raises(ConfigurationError, match="ADDRESS:PORT"):
-        listen_address(listen)
+        parse_listen_address(listen)
 
 
 @override_settings(DEBUG=False)

@@ -12,7 +12,7 @@ from django.test import Client
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Event
 from cyborgweb.auth import read_only, roles
 from cyborgweb.models import ApiToken
@@ -29,7 +29,7 @@ def enter() -> Enter:
 
     def come(group: str) -> Client:
         user = User.objects.create(username=group, is_staff=True, is_superuser=group == "role:administrator")
-        user.groups.add(roles.group(group))
+        user.groups.add(roles.get_group(group))
         client = Client()
         client.force_login(user)
         return client
@@ -108,14 +108,14 @@ def test_a_tenant_sees_its_own_project_s_requests_wherever_it_looks(enter: Enter
 def test_a_group_of_one_s_own_means_nothing_and_one_of_a_project_is_given_what_it_takes(enter: Enter) -> None:
     Group.objects.create(name="operators")
     User.objects.create(username="max").groups.add(Group.objects.get(name="operators"))
-    assert roles.words_of(User.objects.get(username="max")) == {"reader"}
+    assert roles.get_keystone_roles(User.objects.get(username="max")) == {"reader"}
     admin = enter("role:administrator")
     admin.post("/admin/auth/group/add/", {"name": "project:p9"})
     given = Group.objects.get(name="project:p9").permissions.values_list("codename", flat=True)
     assert set(given) == {"view_acceleratorrequest", "view_deviceprofile"}
     Group.objects.create(name="project:")
     User.objects.get(username="max").groups.set([Group.objects.get(name="project:")])
-    assert roles.project_of(User.objects.get(username="max")) == ""
+    assert roles.get_only_project(User.objects.get(username="max")) == ""
     assert not User.objects.get(username="max").has_perm("accelerators.view_acceleratorrequest")
 
 
@@ -132,7 +132,11 @@ def test_django_s_own_permission_does_as_well(device: Device, client: Client) ->
 @pytest.mark.django_db(transaction=True)
 def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device: Device) -> None:
     ada = enter("role:administrator")
-    token = {"X-Auth-Token": ApiToken.make("t", User.objects.get(), sorted(roles.ADMINISTRATORS.words), "p1")}
+    token = {
+        "X-Auth-Token": ApiToken.create_with_secret(
+            "t", User.objects.get(), sorted(roles.ADMINISTRATORS.keystone_roles), "p1"
+        )
+    }
     ada.post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes", "reason": "the database moves"})
     because = "by role:administrator: the database moves. Try again later."
     for path, body in (
@@ -163,7 +167,7 @@ def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device
 
 def test_who_may_not_switch_it_does_not(enter: Enter) -> None:
     enter("role:operator").post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes"})
-    assert read_only.current() is None
+    assert read_only.get_maintenance() is None
 
 
 @pytest.mark.django_db(transaction=True)
@@ -181,9 +185,9 @@ def test_the_switch_at_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_process_that_heard_nothing_learns_of_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_only, "_known", None)  # what this test remembers no other one shall
-    assert read_only.current() is None
-    monkeypatch.setattr(read_only, "_ring", lambda: None)
-    read_only.switch(True, ADMIN, "", Source.PERSON)
+    monkeypatch.setattr(read_only, "_cached", None)  # what this test remembers no other one shall
+    assert read_only.get_maintenance() is None
+    monkeypatch.setattr(read_only, "_notify_processes", lambda: None)
+    read_only.switch_read_only(True, ADMIN, "", EventSource.PERSON)
     monkeypatch.setattr(read_only.time, "monotonic", lambda: float("inf"))
-    assert read_only.current() is not None
+    assert read_only.get_maintenance() is not None

@@ -15,7 +15,7 @@ from django.test import Client, override_settings
 from agents.wire import CHALLENGE_PATH
 from cyborgweb import asgi
 from cyborgweb.settings import over_tls
-from cyborgweb.settings.keys import keys
+from cyborgweb.settings.keys import get_keys
 from drivers.configuration import ConfigurationError
 from tests.support.webserver import serving
 
@@ -47,13 +47,13 @@ def test_without_it_our_own_words_say_what_to_set() -> None:
 def test_an_unusable_address_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CYBORG_PUBLIC_URL", url)
     with pytest.raises(ConfigurationError, match="write https://NAME"):
-        keys.__wrapped__()
+        get_keys.__wrapped__()
 
 
 @pytest.fixture
 def people() -> Iterator[Client]:
     """A browser, where the key is set."""
-    with override_settings(**over_tls.settings(PUBLIC)):
+    with override_settings(**over_tls.make_tls_settings(PUBLIC)):
         yield Client(enforce_csrf_checks=True)
 
 

@@ -9,12 +9,12 @@ import pytest
 from django.test import Client
 from django.urls import URLPattern, URLResolver, get_resolver, reverse
 
-from cyborgweb.middleware.headers import PERMISSIONS, policy
+from cyborgweb.middleware.headers import PERMISSIONS_POLICY, build_content_policy
 
 pytestmark = pytest.mark.django_db
 
 UUID = "00000000-0000-0000-0000-000000000001"
-STOCK = policy((("script-src", "'unsafe-eval'"), ("style-src", "'unsafe-inline'")))
+STOCK = build_content_policy((("script-src", "'unsafe-eval'"), ("style-src", "'unsafe-inline'")))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_every_route_bears_them(client: Client) -> None:
         assert answered.headers["X-Content-Type-Options"] == "nosniff", address
         assert answered.headers["Referrer-Policy"] == "same-origin", address
         assert answered.headers["Cross-Origin-Opener-Policy"] == "same-origin", address
-        assert answered.headers["Permissions-Policy"] == PERMISSIONS, address
+        assert answered.headers["Permissions-Policy"] == PERMISSIONS_POLICY, address
         said = answered.headers["Content-Security-Policy"]
         assert said.startswith("default-src 'none'; script-src 'self'"), address
         assert "frame-ancestors 'none'" in said, address
@@ -60,10 +60,10 @@ def test_every_route_bears_them(client: Client) -> None:
 def test_our_own_pages_are_strict_and_stock_ones_get_what_they_need(operator: Client) -> None:
     ours = ["/admin/", "/admin/nowhere/", "/api/", "/api/devices/", "/v2", "/healthz", "/static/console/page.css"]
     for path in ours:
-        assert operator.get(path).headers["Content-Security-Policy"] == policy(), path
+        assert operator.get(path).headers["Content-Security-Policy"] == build_content_policy(), path
     for path in (reverse("admin:accelerators_device_changelist"), reverse("admin:auth_user_add")):
         assert operator.get(path).headers["Content-Security-Policy"] == STOCK, path
     swagger = operator.get("/api/docs/", headers={"accept": "text/html"}).headers["Content-Security-Policy"]
-    assert swagger == policy((("style-src", "'unsafe-inline'"),))
-    assert Client().get("/admin/login/").headers["Content-Security-Policy"] == policy()
-    assert "unsafe" not in policy()
+    assert swagger == build_content_policy((("style-src", "'unsafe-inline'"),))
+    assert Client().get("/admin/login/").headers["Content-Security-Policy"] == build_content_policy()
+    assert "unsafe" not in build_content_policy()

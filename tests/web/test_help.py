@@ -15,9 +15,9 @@ from django.test import Client
 from django.urls import reverse
 
 from cyborgweb.manual import contents, fields, pages, places, sequence, site
-from cyborgweb.middleware.headers import policy
+from cyborgweb.middleware.headers import build_content_policy
 
-NAMES = [entry.name for entry in contents.entries()]
+NAMES = [entry.name for entry in contents.load_entries()]
 
 
 @pytest.fixture
@@ -51,16 +51,16 @@ def test_strangers_are_sent_to_the_login(client: Client, db: None) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_shown_strictly_and_says_where_it_is(reader: Client, name: str) -> None:
-    answered = reader.get(site.SERVED.page(name))
+    answered = reader.get(site.SERVED_EDITION.page_url(name))
     text = answered.content.decode()
     assert answered.status_code == 200
-    assert answered.headers["Content-Security-Policy"] == policy()
+    assert answered.headers["Content-Security-Policy"] == build_content_policy()
     assert text.count('aria-current="page"') == text.count("<h1") == 1
     assert not re.search(r"<script(?![^>]*src=)|\son\w+=|\sstyle=", text)
 
 
 def test_every_link_of_every_page_leads_somewhere(reader: Client) -> None:
-    found = {site.SERVED.page(name): Found(site.page(name)) for name in NAMES}
+    found = {site.SERVED_EDITION.page_url(name): Found(site.complete_page(name)) for name in NAMES}
     checked: set[str] = set()
     for url, here in found.items():
         for link in here.links:
@@ -93,7 +93,7 @@ def test_as_files_it_leads_nowhere_else(tmp_path: Path) -> None:
 
 
 def test_it_is_found_by_its_words_headings_first(reader: Client) -> None:
-    hits = site.find("join TOKEN")
+    hits = site.search_sections("join TOKEN")
     assert [hit.url for hit in hits[:3]].count("/help/first-day/#join-a-host") == 1
     shown = reader.get("/help/search/", {"q": "join TOKEN"}).content.decode()
     assert html.escape(hits[0].url) in shown
@@ -109,7 +109,9 @@ def test_what_is_not_of_the_manual_is_not_there(reader: Client, address: str) ->
 
 
 def test_html_in_a_page_is_shown_and_not_obeyed() -> None:
-    page = pages.render("x", "# A\n\n<script>alert(1)</script> a<br>b [l](javascript:alert(1))", site.SERVED.address)
+    page = pages.render_page(
+        "x", "# A\n\n<script>alert(1)</script> a<br>b [l](javascript:alert(1))", site.SERVED_EDITION.docs_url
+    )
     assert "<script" not in page.html
     assert "a<br>b" in page.html
     assert 'href="javascript' not in page.html
@@ -117,35 +119,40 @@ def test_html_in_a_page_is_shown_and_not_obeyed() -> None:
 
 def test_a_drawing_that_is_not_understood_is_refused() -> None:
     with pytest.raises(ValueError, match="loop"):
-        sequence.svg("sequenceDiagram\nloop for ever\nend", "x")
+        sequence.render_svg("sequenceDiagram\nloop for ever\nend", "x")
 
 
 def test_the_question_mark_leads_from_each_page_to_its_part(client: Client, db: None) -> None:
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
-    for _, one in fields.kinds():
+    for _, one in fields.iterate_lists():
         name = f"{one.opts.app_label}_{one.opts.model_name}"
         if name == "placement_sync_writer":
             continue  # one row, no list
         shown = client.get(reverse(f"admin:{name}_changelist"), follow=True).content.decode()
-        assert f'href="{site.SERVED.address(places.PLACES.get(name, places.DEFAULT))}"' in shown, name
-    for place in {*places.PLACES.values(), places.DEFAULT}:
+        assert (
+            f'href="{site.SERVED_EDITION.docs_url(places.PLACE_BY_URL_NAME.get(name, places.DEFAULT_PLACE))}"' in shown
+        ), name
+    for place in {*places.PLACE_BY_URL_NAME.values(), places.DEFAULT_PLACE}:
         path, _, anchor = place.partition("#")
-        sections = site.body(path.removesuffix(".md"), site.SERVED).sections
+        sections = site.render_body(path.removesuffix(".md"), site.SERVED_EDITION).sections
         assert not anchor or anchor in [section.anchor for section in sections], place
 
 
 def test_every_field_of_the_console_has_its_sentence() -> None:
     silent = [
-        f"{one.opts.model_name}.{name}" for _, one in fields.kinds() for name, _, said in fields.shown(one) if not said
+        f"{one.opts.model_name}.{name}"
+        for _, one in fields.iterate_lists()
+        for name, _, said in fields.iterate_console_fields(one)
+        if not said
     ]
     assert not silent, "say in docs/fields.toml, or as the model's help text, what they are"
-    assert "| Freshness | Whether its agent is heard" in fields.markdown()
+    assert "| Freshness | Whether its agent is heard" in fields.render_fields_page()
 
 
 def test_a_form_says_the_manuals_sentence(client: Client, db: None) -> None:
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
     form = client.get(reverse("admin:accelerators_admissionrule_add")).content.decode()
-    assert fields.sentence("admissionrule", "type") in html.unescape(form)
+    assert fields.field_sentence("admissionrule", "type") in html.unescape(form)
 
 
 def test_every_field_of_the_api_has_its_sentence() -> None:
@@ -153,7 +160,7 @@ def test_every_field_of_the_api_has_its_sentence() -> None:
 
     silent = [
         f"{name}.{field}"
-        for name, schema in openapi.document()["components"]["schemas"].items()
+        for name, schema in openapi.generate_document()["components"]["schemas"].items()
         for field, said in schema.get("properties", {}).items()
         if said.keys().isdisjoint({"$ref", "description"})
     ]

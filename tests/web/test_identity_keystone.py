@@ -16,7 +16,7 @@ from rest_framework.request import Request
 
 from accelerators.domain.caller import Caller
 from cyborgweb.auth.authentication import CallerAuthentication, KeystoneUnavailableError
-from cyborgweb.auth.keystone import tokens
+from cyborgweb.auth.keystone import get_token_cache
 from tests.support import keystone as standin
 from tests.support.keystone import Keystone, vouching
 from tests.support.webserver import until
@@ -106,7 +106,7 @@ def test_a_revoked_token_is_refused_once_it_is_asked_about_again(client: Client,
     assert asked(client, token).status_code == 200
     del keystone.tokens[token]
     assert asked(client, token).status_code == 200
-    tokens.cache_clear()
+    get_token_cache.cache_clear()
     assert asked(client, token).status_code == 401
 
 
@@ -115,7 +115,9 @@ def test_l3_with_keystone_away_known_tokens_work_and_unknown_ones_get_a_503(
 ) -> None:
     token = keystone.token("reader")
     assert asked(client, token).status_code == 200
-    monkeypatch.setattr(tokens(), "_steady", lambda: float("inf"))  # nothing that is remembered is fresh any more
+    monkeypatch.setattr(
+        get_token_cache(), "_monotonic", lambda: float("inf")
+    )  # nothing that is remembered is fresh any more
     keystone.fails_with = 503
     assert asked(client, token).status_code == 200
     response = asked(client, keystone.token("reader"))
@@ -151,7 +153,7 @@ def test_a_keystone_that_hangs_is_a_503_after_the_time_it_may_take(
 def test_concurrent_requests_with_one_token_are_one_question(keystone: Keystone) -> None:
     token, keystone.held = keystone.token("reader"), threading.Event()
     with ThreadPoolExecutor(6) as pool:
-        callers = [pool.submit(tokens().caller, token) for _ in range(6)]
+        callers = [pool.submit(get_token_cache().find_caller, token) for _ in range(6)]
         until(lambda: keystone.calls["log in"])
         keystone.held.set()
         assert {caller.result(20) for caller in callers} == {Caller("alice", "u-alice", frozenset({"reader"}), "p1")}

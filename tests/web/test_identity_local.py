@@ -35,8 +35,8 @@ def caller(token: str, service: str = "") -> Caller:
 def test_a_second_token_with_the_service_role_makes_a_service(
     owner: User, django_assert_num_queries: DjangoAssertNumQueries
 ) -> None:
-    member = ApiToken.make("ci", owner, ["member"], "p1")
-    nova = ApiToken.make("nova", owner, ["service"], "service")
+    member = ApiToken.create_with_secret("ci", owner, ["member"], "p1")
+    nova = ApiToken.create_with_secret("nova", owner, ["service"], "service")
     assert caller(member) == Caller("ci", str(owner.pk), frozenset({"member"}), "p1")
     with django_assert_num_queries(1):
         assert caller(member, nova) == Caller("ci", str(owner.pk), frozenset({"member"}), "p1", service=True)
@@ -44,15 +44,15 @@ def test_a_second_token_with_the_service_role_makes_a_service(
 
 
 def test_a_bad_service_token_is_a_401_as_keystonemiddleware_has_it(owner: User) -> None:
-    member, admin = (ApiToken.make(role, owner, [role], "p1") for role in ("member", "admin"))
-    nova = ApiToken.make("nova", owner, ["service"], "service")
+    member, admin = (ApiToken.create_with_secret(role, owner, [role], "p1") for role in ("member", "admin"))
+    nova = ApiToken.create_with_secret("nova", owner, ["service"], "service")
     for pair in ((member, "nope"), (member, admin), (member, "x" * 9000), ("nope", nova), ("", nova)):
         with pytest.raises(AuthenticationFailed):
             caller(*pair)
 
 
 def test_tokens_of_a_user_who_is_switched_off_are_no_good(owner: User) -> None:
-    token = ApiToken.make("ci", owner, ["member"], "p1")
+    token = ApiToken.create_with_secret("ci", owner, ["member"], "p1")
     User.objects.update(is_active=False)
     with pytest.raises(AuthenticationFailed):
         caller(token)

@@ -10,14 +10,14 @@ import pytest
 
 from accelerators.domain.caller import Caller
 from cyborgweb.auth.token_cache import (
-    FRESH_S,
-    PAUSE_S,
-    REFUSED,
-    REFUSED_S,
-    TRY_S,
-    Judged,
+    PROBE_TIMEOUT_S,
+    UNKNOWN_CACHE_S,
+    UNKNOWN_TOKEN,
+    UNREACHABLE_PAUSE_S,
+    VALID_CACHE_S,
+    TokenCache,
     TokenCheckUnavailableError,
-    Tokens,
+    TokenResult,
 )
 from tests.support.webserver import until
 
@@ -27,22 +27,22 @@ ALICE = Caller("alice", "u1", frozenset({"member"}), "p1")
 
 @dataclass
 class World:
-    """A clock and a Keystone, as `Tokens` sees them."""
+    """A clock and a Keystone, as `TokenCache` sees them."""
 
     now: float = START
-    known: dict[str, Judged] = field(default_factory=lambda: {"good": Judged(ALICE, START + LIFE)})
+    known: dict[str, TokenResult] = field(default_factory=lambda: {"good": TokenResult(ALICE, START + LIFE)})
     asked: list[tuple[str, bool]] = field(default_factory=list)
     failure: TokenCheckUnavailableError | None = None
 
-    def ask(self, token: str, allow_expired: bool) -> Judged:
+    def ask(self, token: str, allow_expired: bool) -> TokenResult:
         self.asked.append((token, allow_expired))
         if self.failure:
             raise self.failure
-        judged = self.known.get(token, REFUSED)
-        return judged if allow_expired or judged.expires_at > self.now else REFUSED
+        judged = self.known.get(token, UNKNOWN_TOKEN)
+        return judged if allow_expired or judged.expires_at > self.now else UNKNOWN_TOKEN
 
-    def tokens(self, entries: int = 100) -> Tokens:
-        return Tokens(self.ask, clock=lambda: self.now, steady=lambda: self.now, entries=entries)
+    def tokens(self, entries: int = 100) -> TokenCache:
+        return TokenCache(self.ask, clock=lambda: self.now, monotonic=lambda: self.now, max_entries=entries)
 
 
 AWAY = TokenCheckUnavailableError("nobody answers", unreachable=True)
@@ -52,76 +52,76 @@ REFUSES_US = TokenCheckUnavailableError("our password is wrong", unreachable=Fal
 def test_an_answer_is_good_for_its_time_and_a_revocation_is_seen_after_it() -> None:
     world = World()
     tokens = world.tokens()
-    assert tokens.caller("good") == tokens.caller("good") == ALICE
+    assert tokens.find_caller("good") == tokens.find_caller("good") == ALICE
     world.known.clear()  # revoked
-    world.now += FRESH_S - 1
-    assert tokens.caller("good") == ALICE and len(world.asked) == 1
+    world.now += VALID_CACHE_S - 1
+    assert tokens.find_caller("good") == ALICE and len(world.asked) == 1
     world.now += 1
-    assert tokens.caller("good") is None and len(world.asked) == 2
+    assert tokens.find_caller("good") is None and len(world.asked) == 2
 
 
 def test_a_refusal_is_remembered_for_a_while() -> None:
     world = World()
     tokens = world.tokens()
-    assert tokens.caller("bad") is None and tokens.caller("bad") is None
+    assert tokens.find_caller("bad") is None and tokens.find_caller("bad") is None
     assert len(world.asked) == 1
     world.known["bad"] = world.known["good"]
-    world.now += REFUSED_S
-    assert tokens.caller("bad") == ALICE
+    world.now += UNKNOWN_CACHE_S
+    assert tokens.find_caller("bad") == ALICE
 
 
 def test_a_token_ends_when_it_ends_and_costs_no_question_afterwards() -> None:
-    world = World(known={"good": Judged(ALICE, START + 10)})
+    world = World(known={"good": TokenResult(ALICE, START + 10)})
     tokens = world.tokens()
     world.now += 9.999
-    assert tokens.caller("good") == ALICE
+    assert tokens.find_caller("good") == ALICE
     world.now = START + 10
-    assert tokens.caller("good") is None and tokens.caller("good") is None
+    assert tokens.find_caller("good") is None and tokens.find_caller("good") is None
     assert len(world.asked) == 1
 
 
 def test_with_a_service_token_an_ended_token_lives_as_long_as_keystone_says() -> None:
-    world = World(known={"good": Judged(ALICE, START - 10)})
+    world = World(known={"good": TokenResult(ALICE, START - 10)})
     tokens = world.tokens()
-    assert tokens.caller("good") is None
-    assert tokens.caller("good", allow_expired=True) == ALICE == tokens.caller("good", allow_expired=True)
-    assert tokens.caller("good") is None
+    assert tokens.find_caller("good") is None
+    assert tokens.find_caller("good", allow_expired=True) == ALICE == tokens.find_caller("good", allow_expired=True)
+    assert tokens.find_caller("good") is None
     assert world.asked == [("good", False), ("good", True)]
 
 
 def test_while_keystone_is_away_known_tokens_go_on_until_they_end_and_unknown_ones_are_unavailable() -> None:
     world = World()
     tokens = world.tokens()
-    assert tokens.caller("good") == ALICE
+    assert tokens.find_caller("good") == ALICE
     world.failure = AWAY
     for _ in range(int((LIFE - 1) // 60)):
         world.now += 60
-        assert tokens.caller("good") == ALICE
+        assert tokens.find_caller("good") == ALICE
     with pytest.raises(TokenCheckUnavailableError):
-        tokens.caller("other")
+        tokens.find_caller("other")
     world.now = START + LIFE
-    assert tokens.caller("good") is None
+    assert tokens.find_caller("good") is None
 
 
 def test_keystone_saying_no_is_never_overruled_by_memory() -> None:
     world = World()
     tokens = world.tokens()
-    assert tokens.caller("good") == ALICE
+    assert tokens.find_caller("good") == ALICE
     world.known.clear()
-    world.now += FRESH_S
-    assert tokens.caller("good") is None
-    world.failure, world.now = AWAY, world.now + REFUSED_S
+    world.now += VALID_CACHE_S
+    assert tokens.find_caller("good") is None
+    world.failure, world.now = AWAY, world.now + UNKNOWN_CACHE_S
     with pytest.raises(TokenCheckUnavailableError):
-        tokens.caller("good")
+        tokens.find_caller("good")
 
 
 def test_memory_does_not_stretch_when_keystone_is_there_but_refuses_the_service_user() -> None:
     world = World()
     tokens = world.tokens()
-    assert tokens.caller("good") == ALICE
-    world.failure, world.now = REFUSES_US, START + FRESH_S
+    assert tokens.find_caller("good") == ALICE
+    world.failure, world.now = REFUSES_US, START + VALID_CACHE_S
     with pytest.raises(TokenCheckUnavailableError):
-        tokens.caller("good")
+        tokens.find_caller("good")
 
 
 def test_after_a_failure_one_request_in_a_while_tries_and_the_others_do_not_wait(
@@ -131,14 +131,14 @@ def test_after_a_failure_one_request_in_a_while_tries_and_the_others_do_not_wait
     tokens = world.tokens()
     for token in ("a", "b", "c"):
         with pytest.raises(TokenCheckUnavailableError):
-            tokens.caller(token)
+            tokens.find_caller(token)
     assert len(world.asked) == 1
-    world.now += PAUSE_S
+    world.now += UNREACHABLE_PAUSE_S
     with pytest.raises(TokenCheckUnavailableError):
-        tokens.caller("d")
+        tokens.find_caller("d")
     assert len(world.asked) == 2
-    world.failure, world.now = None, world.now + PAUSE_S
-    assert tokens.caller("good") == ALICE and tokens.caller("b") is None
+    world.failure, world.now = None, world.now + UNREACHABLE_PAUSE_S
+    assert tokens.find_caller("good") == ALICE and tokens.find_caller("b") is None
     assert [record.message.split()[0] for record in caplog.records] == ["tokens", "Keystone"]
 
 
@@ -147,9 +147,9 @@ def test_a_refused_service_user_makes_nobody_wait(caplog: pytest.LogCaptureFixtu
     tokens = world.tokens()
     for token in ("a", "b"):
         with pytest.raises(TokenCheckUnavailableError):
-            tokens.caller(token)
+            tokens.find_caller(token)
     world.failure = None
-    assert tokens.caller("good") == ALICE
+    assert tokens.find_caller("good") == ALICE
     assert (len(world.asked), len(caplog.records)) == (3, 2)
 
 
@@ -157,22 +157,22 @@ def test_only_one_request_hangs_with_a_hanging_keystone() -> None:
     world = World(failure=AWAY)
     tokens = world.tokens()
     with pytest.raises(TokenCheckUnavailableError):
-        tokens.caller("a")
+        tokens.find_caller("a")
     go, inside = threading.Event(), threading.Event()
 
-    def hang(token: str, allow_expired: bool) -> Judged:
+    def hang(token: str, allow_expired: bool) -> TokenResult:
         inside.set()
         go.wait(20)
         return world.known["good"]
 
-    tokens._ask = hang
-    world.now += PAUSE_S
+    tokens._validate = hang
+    world.now += UNREACHABLE_PAUSE_S
     with ThreadPoolExecutor(1) as pool:
-        trying = pool.submit(tokens.caller, "good")
+        trying = pool.submit(tokens.find_caller, "good")
         assert inside.wait(20)
-        world.now += TRY_S - 1
+        world.now += PROBE_TIMEOUT_S - 1
         with pytest.raises(TokenCheckUnavailableError):
-            tokens.caller("b")
+            tokens.find_caller("b")
         go.set()
         assert trying.result(20) == ALICE
 
@@ -180,33 +180,33 @@ def test_only_one_request_hangs_with_a_hanging_keystone() -> None:
 def test_many_threads_with_one_token_ask_once() -> None:
     world, waiting, go = World(), threading.Barrier(9), threading.Event()
 
-    def slow(token: str, allow_expired: bool) -> Judged:
+    def slow(token: str, allow_expired: bool) -> TokenResult:
         go.wait(20)
         return world.ask(token, allow_expired)
 
-    tokens = Tokens(slow, clock=lambda: world.now, steady=lambda: world.now)
+    tokens = TokenCache(slow, clock=lambda: world.now, monotonic=lambda: world.now)
 
     def asking() -> Caller | None:
         waiting.wait(20)
-        return tokens.caller("good")
+        return tokens.find_caller("good")
 
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(asking) for _ in range(8)]
         waiting.wait(20)
-        until(lambda: tokens._asking)
+        until(lambda: tokens._pending)
         go.set()
         assert {answer.result(20) for answer in answers} == {ALICE}
-    assert len(world.asked) == 1 and not tokens._asking
+    assert len(world.asked) == 1 and not tokens._pending
 
 
 def test_memory_is_bounded_and_made_up_tokens_push_no_good_one_out() -> None:
-    world = World(known={f"good{n}": Judged(ALICE, START + LIFE) for n in range(20)})
+    world = World(known={f"good{n}": TokenResult(ALICE, START + LIFE) for n in range(20)})
     tokens = world.tokens(entries=5)
     for n in range(20):
-        tokens.caller(f"good{n}")
+        tokens.find_caller(f"good{n}")
     for n in range(50):
-        tokens.caller(f"bad{n}")
-    assert (len(tokens._good), len(tokens._bad)) == (5, 5)
+        tokens.find_caller(f"bad{n}")
+    assert (len(tokens._valid), len(tokens._unknown)) == (5, 5)
     asked = len(world.asked)
-    assert tokens.caller("good19") == ALICE and len(world.asked) == asked
-    assert not any(b"good" in key for key, _ in tokens._good)
+    assert tokens.find_caller("good19") == ALICE and len(world.asked) == asked
+    assert not any(b"good" in key for key, _ in tokens._valid)

@@ -18,13 +18,13 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from accelerators import conductor
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Device, DeviceProfile
 from cyborgweb.auth import roles
 from cyborgweb.live import session_permissions
-from cyborgweb.live.feed import Feed, Pace
-from cyborgweb.live.list_snapshot import Shown
-from cyborgweb.live.socket import Console
+from cyborgweb.live.feed import FeedIntervals, LiveFeed
+from cyborgweb.live.list_snapshot import ListSnapshot
+from cyborgweb.live.socket import ConsoleSocket
 from tests.support.reports import a_heard_host, a_host, answer, apply, card
 from tests.support.webserver import PATIENCE, serving
 
@@ -51,7 +51,9 @@ def house() -> Iterator[House]:
 
 @pytest.fixture
 def port(house: House) -> Iterator[int]:
-    house.console = Console(Feed(Pace(look=0.02, rights=0.02, hint=0.1, clock=0.02)))
+    house.console = ConsoleSocket(
+        LiveFeed(FeedIntervals(look_s=0.02, permission_check_s=0.02, reload_hint_s=0.1, uncounted_query_s=0.02))
+    )
     yield house.port
     house.console.feed.stop()
 
@@ -191,12 +193,12 @@ def test_who_sees_one_project_s_rows_and_who_sees_all_are_each_told_of_their_own
         profile = DeviceProfile.objects.create(name="small", groups=[{"resources:FPGA": "1"}])
         make = {"state": "Initial", "profile": profile, "group": {}}
         made = [AcceleratorRequest.objects.create(project_id=project, **make) for project in ("p1", "p2")]
-        conductor.record("request.created", Source.SYSTEM, "test")
+        conductor.record_event("request.created", EventSource.SYSTEM, "test")
     mine, theirs = (str(one.pk) for one in made)
     requests, tabs = "/admin/accelerators/acceleratorrequest/", []
     for group in ("project:p1", "role:administrator"):
         user = User.objects.create(username=group, is_staff=True, is_superuser=group == "role:administrator")
-        user.groups.add(roles.group(group))
+        user.groups.add(roles.get_group(group))
         client = Client()
         client.force_login(user)
         tabs.append(Tab(port, client, requests))
@@ -207,7 +209,7 @@ def test_who_sees_one_project_s_rows_and_who_sees_all_are_each_told_of_their_own
     admin.until(lambda: admin.live)
     with conductor.writing():
         AcceleratorRequest.objects.update(hostname="cmp77")
-        conductor.record("request.bound", Source.SYSTEM, "test")
+        conductor.record_event("request.bound", EventSource.SYSTEM, "test")
     admin.until(lambda: all("cmp77" in cells["field-hostname"] for cells in admin.cells.values()))
     tenant.until(lambda: "cmp77" in tenant.cells[mine]["field-hostname"])
     assert not admin.gone and set(tenant.cells) == {mine}
@@ -305,15 +307,15 @@ def test_a_list_that_fails_ends_for_who_looks_at_it_and_the_others_go_on(
     devices, agents = Tab(port, page), Tab(port, page, "/admin/agents/agent/")
     devices.until(lambda: devices.live)
     agents.until(lambda: agents.live)
-    cells = Shown.cells
+    cells = ListSnapshot.render_rows
 
-    def failing(shown: Shown, keys: Any) -> Any:
+    def failing(shown: ListSnapshot, keys: Any) -> Any:
         if shown.admin.opts.label_lower == "accelerators.device":
             raise AttributeError("a column of one changed row")
         return cells(shown, keys)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Shown, "cells", failing)
+        patched.setattr(ListSnapshot, "render_rows", failing)
         move("ready")
         assert devices.closed() == 1013
         agent.version = "9.9"
@@ -324,7 +326,7 @@ def test_a_list_that_fails_ends_for_who_looks_at_it_and_the_others_go_on(
     again.until(lambda: again.live)
 
 
-@pytest.mark.parametrize("asked", ["alive", "who"])
+@pytest.mark.parametrize("asked", ["filter_live_sessions", "user_of_session"])
 def test_nothing_that_fails_ends_the_feed(
     port: int, page: Client, monkeypatch: pytest.MonkeyPatch, asked: str, house: House
 ) -> None:
@@ -337,7 +339,7 @@ def test_nothing_that_fails_ends_the_feed(
 
     with monkeypatch.context() as patched:
         patched.setattr(session_permissions, asked, failing)
-        if asked == "alive":
+        if asked == "filter_live_sessions":
             tab.until(lambda: not tab.live)
         else:
             assert Tab(port, page).closed() == 1013

@@ -16,8 +16,8 @@ from django.http import HttpResponse
 from django.test import Client
 
 from cyborgweb.auth import roles
-from cyborgweb.auth.keystone import tokens
-from cyborgweb.auth.login import AWAY, BACKEND, REFUSED, LoginForm
+from cyborgweb.auth.keystone import get_token_cache
+from cyborgweb.auth.login import BACKEND_PATH, REFUSED_TEXT, UNAVAILABLE_TEXT, LoginForm
 from cyborgweb.models import KeystoneUser
 from tests.support.keystone import Keystone, vouching
 from tests.support.keystone import User as Person
@@ -31,7 +31,7 @@ ROLES = {"admin": ["admin", "manager", "member", "reader"], "manager": ["manager
 @pytest.fixture
 def console(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two lines of the settings that `CYBORG_AUTH=keystone` changes."""
-    settings.AUTHENTICATION_BACKENDS = [BACKEND]
+    settings.AUTHENTICATION_BACKENDS = [BACKEND_PATH]
     monkeypatch.setattr(admin.site, "login_form", LoginForm)
 
 
@@ -153,7 +153,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_whatever_is_wrong_the_sentence_is_the_same(client: Client, keystone: Keystone, wrong: dict[str, str]) -> None:
-    assert log_in(client, **({"name": "admin"} | wrong)) == REFUSED
+    assert log_in(client, **({"name": "admin"} | wrong)) == REFUSED_TEXT
     assert not User.objects.exists()
 
 
@@ -171,7 +171,7 @@ def test_overlong_fields_never_reach_keystone(client: Client, keystone: Keystone
 @pytest.mark.parametrize("status", [500, 403])
 def test_with_keystone_away_the_sentence_says_so(client: Client, keystone: Keystone, status: int) -> None:
     keystone.fails_with = status
-    assert log_in(client, "admin") == AWAY
+    assert log_in(client, "admin") == UNAVAILABLE_TEXT
 
 
 def test_people_are_told_apart_by_keystones_id_not_by_name(client: Client, keystone: Keystone) -> None:
@@ -197,10 +197,10 @@ def test_a_user_switched_off_in_the_console_stays_out(client: Client, keystone: 
 def test_who_has_no_roles_in_the_session_is_nobody_to_the_apis(client: Client, keystone: Keystone) -> None:
     assert log_in(client, "admin") == ""
     user, session = User.objects.get(), dict(client.session)
-    assert roles.session_caller(user, session)
-    assert roles.session_caller(user, {}) is None
+    assert roles.get_session_caller(user, session)
+    assert roles.get_session_caller(user, {}) is None
     user.is_staff = False
-    assert roles.session_caller(user, session) is None
+    assert roles.get_session_caller(user, session) is None
 
 
 def test_a_session_ends_at_a_fixed_time_and_holds_no_secret(client: Client, console: None) -> None:
@@ -211,7 +211,7 @@ def test_a_session_ends_at_a_fixed_time_and_holds_no_secret(client: Client, cons
         session = Session.objects.get()
         assert before + timedelta(hours=2) <= session.expire_date <= datetime.now(UTC) + timedelta(hours=2)
         held = session.get_decoded()
-        assert held[roles.SESSION] == {
+        assert held[roles.SESSION_KEY] == {
             "name": "admin",
             "id": keystone.users[-1].id,
             "project": "p1",
@@ -226,15 +226,15 @@ def test_neither_password_nor_token_is_logged_or_remembered(
     client: Client, keystone: Keystone, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    assert log_in(client, "admin") == "" and log_in(client, "admin", password=PASSWORD + "!") == REFUSED
+    assert log_in(client, "admin") == "" and log_in(client, "admin", password=PASSWORD + "!") == REFUSED_TEXT
     assert PASSWORD not in caplog.text and not any(token in caplog.text for token in keystone.tokens)
-    assert not tokens()._good and not tokens()._bad
+    assert not get_token_cache()._valid and not get_token_cache()._unknown
     assert PASSWORD not in str(list(User.objects.values()))
 
 
 def test_a_local_password_opens_nothing_here(client: Client, keystone: Keystone) -> None:
     User.objects.create_superuser("root", password="a long enough secret")
-    assert log_in(client, "root", "a long enough secret") == REFUSED
+    assert log_in(client, "root", "a long enough secret") == REFUSED_TEXT
     assert not client.login(username="root", password="a long enough secret")
 
 

@@ -32,14 +32,14 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
 from accelerators.requests import binding, profiles
-from accelerators.requests.binding import Bind
+from accelerators.requests.binding import BindSpec
 from accelerators.runtime import metric_files
 from agents import credentials, enrolment, tasks, telemetry, wire
 from agents.gateway import metrics
-from agents.gateway.app import Gateway
-from cyborgweb.asgi import BoundedThreads, Http
+from agents.gateway.app import AgentGateway
+from cyborgweb.asgi import BoundedThreads, HttpApplication
 from cyborgweb.monitoring import calls, page, served, snapshot
-from cyborgweb.settings.keys import Keys, keys
+from cyborgweb.settings.keys import Keys, get_keys
 from cyborgweb.wsgi import application
 from drivers.configuration import ConfigurationError
 from tests.support.reports import a_heard_host, a_host, answer, apply, card
@@ -55,16 +55,16 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 @pytest.fixture(autouse=True)
 def _afresh() -> None:
     """What another test collected a moment ago, or its gateway counted last, is not told to this one."""
-    page.collected.forget()
-    metrics.push()
+    page.metrics_cache.clear()
+    metrics.push_metrics()
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
     """The house as one process serves it, with a gateway that tells its counts at once."""
-    gateway = Gateway(Keys(lease_flush_s=0.05))
+    gateway = AgentGateway(Keys(lease_flush_s=0.05))
     threads = BoundedThreads(application, 2, 20)
-    http = Http(gateway, threads, threads)
+    http = HttpApplication(gateway, threads, threads)
 
     async def house(scope: Any, receive: Any, send: Any) -> None:
         await (http if scope["type"] == "http" else gateway)(scope, receive, send)
@@ -76,7 +76,7 @@ def port() -> Iterator[int]:
 
 def scrape(port: int = 0) -> Series:
     """Every sample, by its name and labels."""
-    page.collected.forget()
+    page.metrics_cache.clear()
     address = f"http://127.0.0.1:{port}/metrics"
     text = (urllib.request.urlopen(address, timeout=20).read() if port else Client().get("/metrics").content).decode()
     return {(one.name, frozenset(one.labels.items())): one.value for family in parsed(text) for one in family.samples}
@@ -94,12 +94,12 @@ def moved(before: Series, after: Series) -> Callable[..., float]:
 
 def test_what_agents_and_callers_do_is_seen_in_the_next_scrape(port: int) -> None:
     before = scrape(port)
-    made = enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t")
+    made = enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     agent = WireAgent(port, token=credentials.parse_join_string(made).secret)
     drivers = (answer(card(1), card(2)),)
     with agent.connect() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
-        assert ask(socket, wire.Report(1, 2, wire.content_hash(drivers), drivers)) == wire.Ack(2, "Report")
+        assert ask(socket, wire.Report(1, 2, wire.hash_report_content(drivers), drivers)) == wire.Ack(2, "Report")
         assert WireAgent(port, host="cmp2").refused()[0] == 403
         assert Client().get(f"/api/devices/{uuid4()}/").status_code == 401
         until(lambda: moved(before, scrape(port))("cyborg_agent_reports_total") == 1)
@@ -128,12 +128,12 @@ def test_binds_are_counted_by_what_became_of_them() -> None:
         first, _ = AttachHandle.objects.order_by("id")
         AttachHandle.objects.exclude(id=first.id).update(attach_type="MDEV")
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
-    profiles.forget()
+    profiles.clear_profile_cache()
     before = scrape()
 
     def bind() -> None:
-        (uuid,) = binding.create("one", nova)
-        binding.bind([Bind(uuid, "cmp1", rp, str(uuid4()))], nova)
+        (uuid,) = binding.create_requests("one", nova)
+        binding.bind_requests([BindSpec(uuid, "cmp1", rp, str(uuid4()))], nova)
 
     bind()
     bind()
@@ -141,7 +141,7 @@ def test_binds_are_counted_by_what_became_of_them() -> None:
         bind()
     with conductor.writing():
         AcceleratorRequest.objects.filter(state="BindStarted").update(deadline="2020-01-01T00:00:00Z")
-    binding.expire()
+    binding.fail_overdue_binds()
     after = moved(before, scrape())
     assert [after("cyborg_binds_total", outcome=word) for word in ("bound", "started", "failed")] == [1, 1, 2]
     assert after("cyborg_bind_answer_seconds_count", outcome="reserved") == 2
@@ -151,7 +151,7 @@ def test_binds_are_counted_by_what_became_of_them() -> None:
 
 
 def test_calls_to_the_cloud_are_counted_by_service_and_by_what_came_of_them(port: int) -> None:
-    before, session = scrape(), calls.counted(Session(auth=NoAuth()))
+    before, session = scrape(), calls.count_calls(Session(auth=NoAuth()))
     session.get(f"http://127.0.0.1:{port}/healthz", endpoint_filter={"service_type": "placement"})
     with pytest.raises(Unauthorized):
         session.get(f"http://127.0.0.1:{port}/nowhere", endpoint_filter={"service_type": "compute"})
@@ -208,8 +208,8 @@ def test_a_scrape_is_as_many_statements_at_any_size_and_ten_scrapers_cost_one(
     for hosts in (["cmp1"], [f"cmp{n}" for n in range(2, 8)]):
         for name in hosts:
             a_heard_host(name, 10)
-        telemetry.forget()
-        page.collected.forget()
+        telemetry.forget_gateways()
+        page.metrics_cache.clear()
         with django_assert_max_num_queries(10) as context:
             client.get("/metrics")
         spent.append(len(context))
@@ -236,18 +236,18 @@ def test_without_the_database_it_says_so_and_tells_what_was_counted(client: Clie
 def test_what_devices_have_to_do_is_told_where_that_is_wanted_and_no_more_than_is_bearable(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t")
+    made = enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     agent = WireAgent(port, token=credentials.parse_join_string(made).secret)
     with agent.speaking() as socket:
         apply(Host.objects.get(), answer(card(1)))
         device = Device.objects.get()
         loads = (wire.DeviceLoad(device.key, {"power_watts": 71.5, "utilization_percent": 40.0}),)
-        socket.send(wire.encode(wire.Samples((*loads, wire.DeviceLoad("pci:gone", {"power_watts": 1.0})))))
+        socket.send(wire.encode_message(wire.Samples((*loads, wire.DeviceLoad("pci:gone", {"power_watts": 1.0})))))
         ask(socket, wire.Beat(1))
         before = scrape(port)
         monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
         after = scrape(port)
-        monkeypatch.setattr(snapshot, "MOST_SERIES", 1)
+        monkeypatch.setattr(snapshot, "MAX_SERIES", 1)
         bounded = scrape(port)
     labels = {"host": "cmp1", "device": str(device.uuid), "type": "FPGA", "metric": "power_watts"}
     assert not [name for name, _ in before if name.startswith("cyborg_device_load")]
@@ -262,16 +262,16 @@ def test_a_host_takes_no_other_hosts_place_and_makes_up_no_names(monkeypatch: py
     kept = {"temperature_celsius": 61.0, "temperature_celsius_63": 50.0, "power_watts": 75.0}
     made_up = dict.fromkeys(("of_my_own", "temperature_celsius_064", "temperature_celsius_100", "power_watts_2"), 1.0)
 
-    def last() -> telemetry.Loads:
+    def last() -> telemetry.LoadSnapshot:
         said = {host: dict.fromkeys(host.devices.values_list("key", flat=True), kept) for host in (greedy, modest)}
         said[greedy] = {key: made_up | values for key, values in said[greedy].items()}
-        return telemetry.Loads(
+        return telemetry.LoadSnapshot(
             {host.pk: telemetry.HostLoad(host.pk, time.time(), devices) for host, devices in said.items()}
         )
 
-    monkeypatch.setattr(telemetry, "last", last)
+    monkeypatch.setattr(telemetry, "get_last_loads", last)
     monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
-    monkeypatch.setattr(snapshot, "MOST_OF_HOST", 4)
+    monkeypatch.setattr(snapshot, "MAX_SERIES_PER_HOST", 4)
     told = scrape()
     series = [dict(labels) for name, labels in told if name == "cyborg_device_load"]
     assert Counter(one["host"] for one in series) == {"cmp1": 4, "cmp2": 3}
@@ -285,7 +285,7 @@ def test_every_route_has_a_template_that_people_can_read() -> None:
             route = before + str(pattern.pattern)
             yield from routes(pattern, route) if hasattr(pattern, "url_patterns") else [route]
 
-    made = {route: served.template(route) for route in routes(get_resolver())}
+    made = {route: served.format_route(route) for route in routes(get_resolver())}
     assert not [pair for pair in made.items() if not re.fullmatch(r"(?:/[\w.{}-]*)+|\(none\)", pair[1])]
     assert {"/v2/devices/{uuid}", "/api/hosts/{uuid}", "/admin/accelerators/device/", "/healthz"} <= {*made.values()}
     assert "/v2/deployables/{uuid}/program" in made.values()
@@ -295,11 +295,11 @@ COUNTING = """
 import json, os, signal, sys
 from pathlib import Path
 from accelerators.runtime import metric_files, metrics
-where = metric_files.folder()
-done, now = metrics.counter("cyborg_done_total", "Done.", "by"), metrics.gauge("cyborg_now", "Now.")
+where = metric_files.metrics_folder()
+done, now = metrics.create_counter("cyborg_done_total", "Done.", "by"), metrics.create_gauge("cyborg_now", "Now.")
 
 def told():
-    return {sample.name: sample.value for metric in metrics.counted() for sample in metric.samples
+    return {sample.name: sample.value for metric in metrics.collect_metrics() for sample in metric.samples
             if sample.name in ("cyborg_done_total", "cyborg_now")} | {"files": len(list(where.iterdir()))}
 
 def children(count):
@@ -323,7 +323,7 @@ def children(count):
 
 done.labels("child").inc()
 found = [children(3), children(3)]
-metric_files.clear(where)
+metric_files.delete_files_of_dead_processes(where)
 print(json.dumps([*found, told()]))
 """
 
@@ -331,7 +331,7 @@ print(json.dumps([*found, told()]))
 def test_what_forks_count_is_added_up_and_outlives_them_in_no_more_files(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-c", COUNTING],
-        env=os.environ | {metric_files.VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
+        env=os.environ | {metric_files.FOLDER_VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -348,10 +348,10 @@ FAILING = """
 import os
 from contextlib import suppress
 from accelerators.runtime import metric_files, metrics
-where = metric_files.folder()
-metrics.gauge("cyborg_now", "Now.").set(1)
+where = metric_files.metrics_folder()
+metrics.create_gauge("cyborg_now", "Now.").set(1)
 room = {file.name: file.stat().st_blocks * 512 for file in where.glob("*.db")}
-assert len(room) == 3 and min(room.values()) >= metric_files.ROOM_BYTES, room
+assert len(room) == 3 and min(room.values()) >= metric_files.PREALLOCATED_BYTES, room
 where.rename(where.with_name("away"))
 where.write_text("no folder")
 for counts in (True, False):
@@ -359,11 +359,11 @@ for counts in (True, False):
         mine = []
         for _ in range(2):
             if counts:
-                metrics.merged(0.1, 1, 1)
-                metrics._answers.labels("new").observe(0.1)
+                metrics.record_merge(0.1, 1, 1)
+                metrics._bind_answer_seconds.labels("new").observe(0.1)
             else:
                 with suppress(OSError):
-                    metric_files.mine()
+                    metric_files.acquire_process_number()
             mine = mine or [os.open("/", os.O_RDONLY)]
         os._exit(not all(os.fstat(one) for one in mine))
     assert os.waitpid(pid, 0)[1] == 0, counts
@@ -373,7 +373,7 @@ for counts in (True, False):
 def test_what_is_counted_goes_on_where_a_fork_finds_no_files_and_no_file_is_without_room(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-c", FAILING],
-        env=os.environ | {metric_files.VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
+        env=os.environ | {metric_files.FOLDER_VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -385,11 +385,11 @@ def test_what_is_counted_goes_on_where_a_fork_finds_no_files_and_no_file_is_with
 
 def test_a_folder_that_cannot_be_used_costs_no_more_than_the_sum(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    count = "metrics.counter('a_total', 'A.').inc(); print(len(list(metrics.counted())) > 0)"
+    count = "metrics.create_counter('a_total', 'A.').inc(); print(len(list(metrics.collect_metrics())) > 0)"
     code = f"from accelerators.runtime import metrics; {count}"
-    environ = os.environ | {metric_files.VARIABLE: str(tmp_path / "file")}
+    environ = os.environ | {metric_files.FOLDER_VARIABLE: str(tmp_path / "file")}
     said = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert said.stdout == "True\n" and metric_files.VARIABLE in said.stderr
+    assert said.stdout == "True\n" and metric_files.FOLDER_VARIABLE in said.stderr
 
 
 def test_agents_commands_and_the_supervisor_do_not_load_it() -> None:
@@ -402,4 +402,4 @@ def test_agents_commands_and_the_supervisor_do_not_load_it() -> None:
 def test_a_token_that_could_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CYBORG_METRICS_TOKEN", "short")
     with pytest.raises(ConfigurationError, match="16 characters"):
-        keys.__wrapped__()
+        get_keys.__wrapped__()

@@ -44,7 +44,7 @@ def locked(table: str) -> Iterator[None]:
     ids=["login", "discovery"],
 )
 def test_a_failed_login_is_keystone_s_and_not_of_whom_the_call_was_for(auth: Any, raised: type[Exception]) -> None:
-    before, session = scrape(), calls.counted(Session(auth=auth))
+    before, session = scrape(), calls.count_calls(Session(auth=auth))
     with pytest.raises(raised):
         session.get("http://127.0.0.1:1/servers", endpoint_filter=NOVA, connect_retries=0)
     after = moved(before, scrape())
@@ -57,7 +57,7 @@ def test_a_failed_login_is_keystone_s_and_not_of_whom_the_call_was_for(auth: Any
 
 
 def test_who_asks_again_after_a_failure_is_counted_again() -> None:
-    before, session = scrape(), calls.counted(Session(auth=NoAuth()))
+    before, session = scrape(), calls.count_calls(Session(auth=NoAuth()))
     try:
         session.get(f"{AWAY}/auth", connect_retries=0)
     except ConnectFailure:
@@ -69,13 +69,13 @@ def test_who_asks_again_after_a_failure_is_counted_again() -> None:
 
 
 def test_a_locked_registry_of_gateways_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "PATIENCE_MS", 100)
+    monkeypatch.setattr(telemetry, "STATEMENT_TIMEOUT_MS", 100)
     monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
     with locked("agents_gateway"):
-        telemetry.forget()
+        telemetry.forget_gateways()
         began = time.monotonic()
         with pytest.raises(OperationalError, match="statement timeout"):
-            telemetry.last()
+            telemetry.get_last_loads()
         assert value(scrape(), "cyborg_database_up") == 0
         assert time.monotonic() - began < 5 * PATIENCE
     assert value(scrape(), "cyborg_database_up") == 1
@@ -90,11 +90,11 @@ def test_whose_transaction_it_is_waits_as_before_and_what_is_repeated_is_read_ea
     Gateway.objects.create(name="far", url=AWAY)
     before = patience()
     for _ in range(8):
-        telemetry.forget()
-        assert telemetry._everybody._registered() == {"far": AWAY}
+        telemetry.forget_gateways()
+        assert telemetry._gateway_pool._read_live_gateways() == {"far": AWAY}
         assert patience() == before
         with transaction.atomic():
-            telemetry.forget()
-            assert telemetry._everybody._registered() == {"far": AWAY}
+            telemetry.forget_gateways()
+            assert telemetry._gateway_pool._read_live_gateways() == {"far": AWAY}
             assert patience() == before
-    telemetry.forget()
+    telemetry.forget_gateways()

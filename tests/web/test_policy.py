@@ -15,8 +15,8 @@ from django.test import Client
 from accelerators.domain.caller import Caller
 from cyborgweb.auth import policy
 from cyborgweb.auth.policy import Policy
-from cyborgweb.auth.policy_rules import BLOCKS, OWN, RULES, UPSTREAM
-from cyborgweb.management.commands.policy_sample import sample
+from cyborgweb.auth.policy_rules import BUILDING_BLOCKS, OWN_RULES, RULES, UPSTREAM_RULES
+from cyborgweb.management.commands.policy_sample import render_policy_sample
 from cyborgweb.models import ApiToken
 from tests.support.keystone import Keystone, vouching
 
@@ -79,12 +79,12 @@ def test_the_matrix(defaults: dict[bool, Policy], rule: str, new: bool, row: str
 
 
 def test_every_rule_of_upstream_is_in_the_matrix_and_no_name_is_taken_twice() -> None:
-    assert {rule.name for rule in UPSTREAM} == {rule for rules, *_ in MATRIX for rule in rules}
+    assert {rule.name for rule in UPSTREAM_RULES} == {rule for rules, *_ in MATRIX for rule in rules}
     assert len({rule.name for rule in RULES}) == len(RULES)
 
 
 WITHOUT_A_PROJECT = [{"project_id": ""}, {"system_scope": "all"}, {"domain_id": "d1"}]
-OPEN = "\n".join(f'"{rule.name}": "@"' for rule in (*UPSTREAM, *OWN))
+OPEN = "\n".join(f'"{rule.name}": "@"' for rule in (*UPSTREAM_RULES, *OWN_RULES))
 
 
 @pytest.mark.parametrize("scope", WITHOUT_A_PROJECT, ids=["unscoped", "system", "domain"])
@@ -95,7 +95,7 @@ def test_a_token_without_a_project_gets_nothing_even_from_a_file_that_lets_every
     (tmp_path / "policy.yaml").write_text(OPEN)
     admin = somebody(*PERSONAS["admin"], "service")
     opened = Policy(tmp_path / "policy.yaml", new)
-    for rule in (*UPSTREAM, *OWN):
+    for rule in (*UPSTREAM_RULES, *OWN_RULES):
         assert opened.allows(admin, rule.name)
         for which in (opened, defaults[new]):
             assert not which.allows(replace(admin, **scope), rule.name)
@@ -104,8 +104,8 @@ def test_a_token_without_a_project_gets_nothing_even_from_a_file_that_lets_every
 @pytest.mark.parametrize("scope", WITHOUT_A_PROJECT, ids=["unscoped", "system", "domain"])
 def test_a_denied_token_without_a_project_is_told_to_be_of_a_project(scope: dict[str, str]) -> None:
     member = somebody(*PERSONAS["member"])
-    assert policy.remedy(replace(member, **scope), "cyborg:device:disable") == "Use a project-scoped token."
-    assert policy.remedy(member, "cyborg:device:disable") == "The role admin would be sufficient."
+    assert policy.describe_remedy(replace(member, **scope), "cyborg:device:disable") == "Use a project-scoped token."
+    assert policy.describe_remedy(member, "cyborg:device:disable") == "The role admin would be sufficient."
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_cve_2026_40214_unscoped_tokens_neither_read_nor_delete_other_projects_r
 
 @pytest.mark.django_db
 def test_the_refusal_is_upstreams_sentence(client: Client) -> None:
-    token = ApiToken.make("ci", User.objects.create_user("ci"), ["member"], "p1")
+    token = ApiToken.create_with_secret("ci", User.objects.create_user("ci"), ["member"], "p1")
     path = "/v2/devices/604c1d0e-3f10-4d5c-9c6b-6e0f9a3c1b2d/disable"
     response = client.post(path, headers={"X-Auth-Token": token})
     fault = json.loads(json.loads(response.content)["error_message"])["faultstring"]
@@ -177,7 +177,7 @@ def clock(tmp_path: Path) -> Clock:
 
 @pytest.fixture
 def edited(clock: Clock) -> Policy:
-    return Policy(clock.path, False, steady=lambda: clock.now)
+    return Policy(clock.path, False, monotonic=lambda: clock.now)
 
 
 def test_the_file_is_read_anew_when_it_is_edited(clock: Clock, edited: Policy) -> None:
@@ -259,8 +259,8 @@ def test_decisions_are_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(policy, "MAX_DECISIONS", 10)
     for n in range(25):
         assert asked.allows(somebody("member", user_id=f"u{n}"), RULE)
-    assert len(asked._in_force.decisions) <= 10
-    enforcer = asked._in_force.enforcer
+    assert len(asked._loaded.decisions) <= 10
+    enforcer = asked._loaded.enforcer
     monkeypatch.setattr(enforcer, "authorize", None)
     assert asked.allows(somebody("member", user_id="u24"), RULE)
 
@@ -271,17 +271,17 @@ def test_a_rule_there_is_not_is_our_own_fault() -> None:
 
 
 def test_the_sample_names_every_rule_and_is_the_published_one() -> None:
-    text = sample()
-    for rule in (*BLOCKS, *UPSTREAM, *OWN):
+    text = render_policy_sample()
+    for rule in (*BUILDING_BLOCKS, *UPSTREAM_RULES, *OWN_RULES):
         assert f'#"{rule.name}": "{rule.check}"' in text
     published = Path(__file__).resolve().parents[2] / "docs" / "policy.yaml.sample"
     assert published.read_text() == text, "run `manage.py policy_sample > docs/policy.yaml.sample`"
 
 
 def test_the_sample_without_its_marks_is_the_defaults(tmp_path: Path) -> None:
-    lines = [line[1:] for line in sample().splitlines() if line.startswith('#"')]
+    lines = [line[1:] for line in render_policy_sample().splitlines() if line.startswith('#"')]
     (tmp_path / "policy.yaml").write_text("\n".join(lines))
     written, new = Policy(tmp_path / "policy.yaml", False), Policy(NOWHERE, True)
-    for rule in (*UPSTREAM, *OWN):
+    for rule in (*UPSTREAM_RULES, *OWN_RULES):
         for roles in PERSONAS.values():
             assert written.allows(somebody(*roles), rule.name) is new.allows(somebody(*roles), rule.name)

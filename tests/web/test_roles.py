@@ -15,8 +15,8 @@ from django.test import Client
 from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, DeviceProfile, Event
-from cyborgweb.auth.policy import ROLES, Policy
-from cyborgweb.auth.policy_rules import ELEVATED, OPERATOR, OWN
+from cyborgweb.auth.policy import IMPLIED_ROLES, Policy
+from cyborgweb.auth.policy_rules import ELEVATED, OPERATOR, OWN_RULES
 from cyborgweb.models import ApiToken
 from tests.support.reports import a_heard_host
 
@@ -31,7 +31,7 @@ TARGETS = {"targets": [{"device": NOBODY}], "count": 1}
 def ask(client: Client) -> Ask:
     """`ask(by, method, path, body)`, with a token of our own table in project p1."""
     user = User.objects.create(username="rita")
-    tokens = {role: ApiToken.make(role, user, sorted(ROLES[role]), "p1") for role in WHO}
+    tokens = {role: ApiToken.create_with_secret(role, user, sorted(IMPLIED_ROLES[role]), "p1") for role in WHO}
 
     def call(by: str, method: str, path: str, body: Any = None) -> HttpResponse:
         sent = b"" if body is None else json.dumps(body).encode()
@@ -120,8 +120,8 @@ def test_who_is_elevated_is_one_line_of_the_policy_file(tmp_path: Path) -> None:
     written.write_text('"elevated": "role:cards"\n')
     policy = Policy(written, False)
     operator = Caller("olga", "u1", frozenset({"cards"}), "p1")
-    manager = Caller("max", "u2", ROLES["manager"], "p1")
-    rules = [rule.name for rule in OWN if rule.check == ELEVATED]
+    manager = Caller("max", "u2", IMPLIED_ROLES["manager"], "p1")
+    rules = [rule.name for rule in OWN_RULES if rule.check == ELEVATED]
     assert "cyborg:attachment:create" in rules and "cyborg:driver:rollout" in rules
     for rule in rules:
         assert policy.allows(operator, rule) and not policy.allows(manager, rule)

@@ -19,27 +19,27 @@ from rest_framework.response import Response
 from accelerators import conductor
 from accelerators.api.own import instances
 from accelerators.api.own.fields import (
-    Chosen,
-    Closed,
+    ClosedSerializer,
     DeviceReference,
     HandleReference,
     HostReference,
-    Number,
     ProfileReference,
-    Text,
-    Url,
-    Uuid,
+    RowSerializer,
+    StrictIntegerField,
+    StrictTextField,
+    StrictUuidField,
+    UrlField,
 )
-from accelerators.api.own.views import Collection
+from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
 from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import RequestState, Source
+from accelerators.domain.states import EventSource, RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle
 
 FREE = "free"
-HELD = Q(request__isnull=False)
-HIGHEST = 2**63 - 1
+IS_HELD = Q(request__isnull=False)
+MAX_GENERATION = 2**63 - 1
 
 
 class InstanceSerializer(serializers.Serializer):
@@ -54,7 +54,7 @@ class InstanceSerializer(serializers.Serializer):
 class AcceleratorFilter(filters.FilterSet):
     """Filter by driver, backend, instance, device, host, project or state."""
 
-    attached = filters.BooleanFilter(method="also_free", help_text="With false, free units are listed as well.")
+    attached = filters.BooleanFilter(method="ignore_attached", help_text="With false, free units are listed as well.")
     driver = filters.CharFilter(field_name="deployable__device__driver")
     backend = filters.CharFilter(field_name="deployable__device__backend")
     instance = filters.UUIDFilter(field_name="request__instance_uuid")
@@ -62,22 +62,22 @@ class AcceleratorFilter(filters.FilterSet):
     host = filters.CharFilter(field_name="deployable__device__host__name", help_text="Exactly this host name.")
     project = filters.CharFilter(field_name="request__project_id")
     state = filters.MultipleChoiceFilter(
-        choices=[(str(word), str(word)) for word in (*RequestState, FREE)], method="by_state"
+        choices=[(str(word), str(word)) for word in (*RequestState, FREE)], method="filter_by_state"
     )
 
-    def also_free(self, rows: QuerySet[AttachHandle], name: str, wanted: bool) -> QuerySet[AttachHandle]:
+    def ignore_attached(self, rows: QuerySet[AttachHandle], name: str, wanted: bool) -> QuerySet[AttachHandle]:
         """Return `rows` unchanged. `AcceleratorView.get_queryset` includes or excludes free units, because that depends
         on the caller."""
         return rows
 
-    def by_state(self, rows: QuerySet[AttachHandle], name: str, wanted: list[str]) -> QuerySet[AttachHandle]:
+    def filter_by_state(self, rows: QuerySet[AttachHandle], name: str, wanted: list[str]) -> QuerySet[AttachHandle]:
         """Keep units in any of the `wanted` states; `free` stands for a unit without a request."""
         if not wanted:
             return rows
-        return rows.filter(Q(request__state__in=wanted) | (~HELD if FREE in wanted else Q(pk__in=[])))
+        return rows.filter(Q(request__state__in=wanted) | (~IS_HELD if FREE in wanted else Q(pk__in=[])))
 
 
-class Label(Text):
+class LabelField(StrictTextField):
     """The project's own name for an attached unit; empty for a free unit."""
 
     def get_attribute(self, instance: AttachHandle) -> Any:
@@ -85,16 +85,16 @@ class Label(Text):
         return super().get_attribute(instance) or ""
 
 
-class AcceleratorSerializer(Chosen):
+class AcceleratorSerializer(RowSerializer):
     """One unit, the device it belongs to and the instance that holds it. For a free unit the fields about its holder
     are null."""
 
     uuid = serializers.UUIDField(
         source="request.uuid", read_only=True, allow_null=True, help_text="The uuid of its request."
     )
-    url = Url("accelerators", source="request.uuid", allow_null=True)
-    request = Url("requests", source="request.uuid", allow_null=True)
-    label = Label(
+    url = UrlField("accelerators", source="request.uuid", allow_null=True)
+    request = UrlField("requests", source="request.uuid", allow_null=True)
+    label = LabelField(
         source="request.label",
         max_length=255,
         allow_blank=True,
@@ -133,85 +133,87 @@ class AcceleratorSerializer(Chosen):
 
     def get_state(self, unit: AttachHandle) -> str:
         """Return the state of the request that holds the unit, or `free`."""
-        held = holder(unit)
-        return held.state if held else FREE
+        request = get_holding_request(unit)
+        return request.state if request else FREE
 
     def get_instance(self, unit: AttachHandle) -> InstanceSerializer:
         """Return the instance that holds the unit, with its state and name from Nova."""
-        held = holder(unit)
-        if held is None:
+        request = get_holding_request(unit)
+        if request is None:
             return {"uuid": None, "state": "", "name": ""}  # type: ignore[return-value]
-        known = self.context["instances"].get(str(held.instance_uuid), instances.Known())
-        return {"uuid": held.instance_uuid and str(held.instance_uuid), **known._asdict()}  # type: ignore[return-value]
+        instance_state = self.context["instances"].get(str(request.instance_uuid), instances.InstanceState())
+        return {"uuid": request.instance_uuid and str(request.instance_uuid), **instance_state._asdict()}  # type: ignore[return-value]
 
 
-def holder(unit: AttachHandle) -> AcceleratorRequest | None:
+def get_holding_request(unit: AttachHandle) -> AcceleratorRequest | None:
     """Return the request that holds `unit`, or None if it is free."""
     return getattr(unit, "request", None)
 
 
-class TargetSerializer(Closed):
+class TargetSerializer(ClosedSerializer):
     """Names one device, or a host and a backend. A host and a backend stand for all devices of that backend whose
     number of units can be chosen."""
 
-    device = Uuid(required=False)
-    host = Text(max_length=255, required=False)
-    backend = Text(max_length=64, required=False)
+    device = StrictUuidField(required=False)
+    host = StrictTextField(max_length=255, required=False)
+    backend = StrictTextField(max_length=64, required=False)
 
-    def validate(self, said: dict[str, Any]) -> dict[str, Any]:
+    def validate(self, values: dict[str, Any]) -> dict[str, Any]:
         """Require either `device` alone, or `host` and `backend` together."""
-        if said.keys() not in ({"device"}, {"host", "backend"}):
+        if values.keys() not in ({"device"}, {"host", "backend"}):
             raise serializers.ValidationError("Say a device, or a host and a backend.")
-        return said
+        return values
 
 
-class LayoutSerializer(Closed):
+class LayoutSerializer(ClosedSerializer):
     """Changes of the layout that divides a device into units."""
 
     layout = serializers.DictField(
-        child=Text(max_length=255),
+        child=StrictTextField(max_length=255),
         allow_empty=False,
         validators=[MinLengthValidator(1)],  # so that the OpenAPI document shows minLength
         help_text='Layout keys that its driver accepts, with their values, for example {"vfs": "4"}.',
     )
-    generation = Number(
+    generation = StrictIntegerField(
         min_value=0,
-        max_value=HIGHEST,
+        max_value=MAX_GENERATION,
         required=False,
         help_text="The generation of the device as you read it. If it has changed since, the answer is 409.",
     )
-    reason = Text(
+    reason = StrictTextField(
         max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the commands and their events."
     )
 
     # The OpenAPI generator treats every PATCH body as partial; this one requires `layout`.
-    combinations: ClassVar[Mapping[str, Any]] = {"required": ["layout"]}
+    field_conditions: ClassVar[Mapping[str, Any]] = {"required": ["layout"]}
 
 
-class MoreSerializer(LayoutSerializer):
+class AddUnitsSerializer(LayoutSerializer):
     """How many units to add to each of the named devices."""
 
     targets = serializers.ListField(
         child=TargetSerializer(),
         allow_empty=False,
         min_length=1,
-        max_length=partitioning.MOST,
+        max_length=partitioning.MAX_DEVICES,
         help_text="At least one.",
     )
-    count = Number(min_value=1, max_value=partitioning.MOST_UNITS, help_text="How many units to add to each device.")
+    count = StrictIntegerField(
+        min_value=1, max_value=partitioning.MAX_UNITS, help_text="How many units to add to each device."
+    )
     layout = serializers.DictField(
-        child=Text(max_length=255),
+        child=StrictTextField(max_length=255),
         required=False,
         help_text="Other layout keys that its driver accepts, besides the number of units.",
     )
 
 
-class FewerSerializer(MoreSerializer):
+class RemoveUnitsSerializer(AddUnitsSerializer):
     """How many units to remove from each of the named devices."""
 
-    count = Number(
+    count = StrictIntegerField(
         min_value=1,
-        max_value=partitioning.MOST_UNITS,
+        max_value=partitioning.MAX_UNITS,
         required=False,
         help_text="How many units to remove from each device; all of them if left out.",
     )
@@ -238,7 +240,7 @@ class ResultsSerializer(serializers.Serializer):
     results = ResultSerializer(many=True, read_only=True)
 
 
-class AcceleratorView(Collection):
+class AcceleratorView(CollectionView):
     """Attached accelerators, by driver and instance, with the state of their instance in Nova; `attached=false` lists
     free units as well. A project may label its own units. Units are added and removed by partitioning devices that
     nobody holds."""
@@ -248,16 +250,19 @@ class AcceleratorView(Collection):
     lookup_url_kwarg = "uuid"
     serializer_class = AcceleratorSerializer
     filterset_class = AcceleratorFilter
-    bodies: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"create": MoreSerializer, "fewer": FewerSerializer}
-    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = dict.fromkeys(
-        bodies, (202, ResultsSerializer)
+    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer]]] = {
+        "create": AddUnitsSerializer,
+        "remove_units": RemoveUnitsSerializer,
+    }
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = dict.fromkeys(
+        body_serializers, (202, ResultsSerializer)
     )
-    words: ClassVar[Mapping[str, str]] = {"delete": "fewer"}
+    collection_actions: ClassVar[Mapping[str, str]] = {"delete": "remove_units"}
     queryset = AttachHandle.objects.select_related("request__profile", "deployable__device__host")
 
-    def sees_all(self) -> bool:
+    def can_see_all_projects(self) -> bool:
         """Return whether the caller is an administrator or satisfies `cyborg:accelerator:elevated`."""
-        return self.caller.is_admin or self.allowed("cyborg:accelerator:elevated")
+        return self.caller.is_admin or self.is_rule_satisfied("cyborg:accelerator:elevated")
 
     def get_queryset(self) -> QuerySet[AttachHandle]:
         """Return the units that the caller may see.
@@ -266,70 +271,77 @@ class AcceleratorView(Collection):
         `attached=false`, and only if neither the unit nor its deployable is missing.
         """
         rows = super().get_queryset()
-        if not self.sees_all():
+        if not self.can_see_all_projects():
             return rows.filter(request__project_id=self.caller.project_id)
         if self.detail or self.request.query_params.get("attached") != "false":
-            return rows.filter(HELD)
-        return rows.filter(HELD | Q(missing_since__isnull=True, deployable__missing_since__isnull=True))
+            return rows.filter(IS_HELD)
+        return rows.filter(IS_HELD | Q(missing_since__isnull=True, deployable__missing_since__isnull=True))
 
-    def prepare(self, rows: list[AttachHandle]) -> list[AttachHandle]:
+    def load_row_details(self, rows: list[AttachHandle]) -> list[AttachHandle]:
         """Load the state of all instances of the page, with one call of the registered source, and return `rows`
         unchanged."""
-        held = [request for request in map(holder, rows) if request and request.instance_uuid]
-        self.known = instances.states({instances.Instance(str(one.instance_uuid), one.project_id) for one in held})
+        holding_requests = [request for request in map(get_holding_request, rows) if request and request.instance_uuid]
+        self.instance_states = instances.fetch_instance_states(
+            {instances.InstanceKey(str(one.instance_uuid), one.project_id) for one in holding_requests}
+        )
         return rows
 
     def get_object(self) -> AttachHandle:
         """Return one unit, after loading the state of its instance."""
-        return self.prepare([super().get_object()])[0]
+        return self.load_row_details([super().get_object()])[0]
 
     def get_serializer_context(self) -> dict[str, Any]:
         """Add the loaded states of instances to the serializer context."""
-        return super().get_serializer_context() | {"instances": getattr(self, "known", {})}
+        return super().get_serializer_context() | {"instances": getattr(self, "instance_states", {})}
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Set the label of one unit; a change is recorded as the event `request.labelled`."""
         unit = self.get_object()
         serializer = self.get_serializer(unit, data=request.data, partial=True)
         serializer.is_valid(raise_exception=True)
-        held = unit.request
-        was, label = held.label, serializer.validated_data.get("request", {}).get("label", held.label)
+        holding_request = unit.request
+        old_label, label = (
+            holding_request.label,
+            serializer.validated_data.get("request", {}).get("label", holding_request.label),
+        )
         with conductor.writing():
-            if AcceleratorRequest.objects.filter(pk=held.pk).exclude(label=label).update(label=label):
-                about, changes = (held.uuid, str(held.uuid)), {"label": [was, label]}
-                conductor.record("request.labelled", Source.API, self.caller.name, subject=about, changes=changes)
-        held.label = label
+            if AcceleratorRequest.objects.filter(pk=holding_request.pk).exclude(label=label).update(label=label):
+                subject, changes = (holding_request.uuid, str(holding_request.uuid)), {"label": [old_label, label]}
+                conductor.record_event(
+                    "request.labelled", EventSource.API, self.caller.name, subject=subject, changes=changes
+                )
+        holding_request.label = label
         return Response(serializer.data)
 
     def create(self, request: Request) -> Response:
         """Add units to each of the named devices. The answer has one result per device. A device is refused while
         anybody holds one of its units."""
-        return self._change(1)
+        return self._change_unit_count(1)
 
-    def fewer(self, request: Request) -> Response:
+    def remove_units(self, request: Request) -> Response:
         """Remove units from each of the named devices: `count` of them, or all. A device is refused while anybody holds
         one of its units."""
-        return self._change(-1)
+        return self._change_unit_count(-1)
 
-    def _change(self, sign: int) -> Response:
-        said = self.body()
+    def _change_unit_count(self, sign: int) -> Response:
+        values = self.validate_body()
         targets = [
-            partitioning.Target(one.get("device"), one.get("host", ""), one.get("backend", ""))
-            for one in said["targets"]
+            partitioning.PartitionTarget(one.get("device"), one.get("host", ""), one.get("backend", ""))
+            for one in values["targets"]
         ]
-        by = sign * said["count"] if "count" in said else None
-        wanted = partitioning.Change(by, said.get("layout", {}), said.get("generation"))
-        results = partitioning.change(targets, wanted, self.caller, said.get("reason", ""))
-        if wanted.generation is not None and (reason := results[0].reason) is not None:
+        difference = sign * values["count"] if "count" in values else None
+        change = partitioning.PartitionChange(difference, values.get("layout", {}), values.get("generation"))
+        results = partitioning.partition_devices(targets, change, self.caller, values.get("reason", ""))
+        if change.generation is not None and (reason := results[0].reason) is not None:
             raise RefusedError(reason, results[0].refused)
-        return Response({"results": [_shown(result) for result in results]}, 202)
+        return Response({"results": [_describe_result(result) for result in results]}, 202)
 
 
-def _shown(result: partitioning.Result) -> dict[str, Any]:
+def _describe_result(result: partitioning.PartitionResult) -> dict[str, Any]:
     target = result.target
-    named = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
+    target_fields = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
     return {
-        "target": named,
+        "target": target_fields,
         "device": result.device,
         "command": result.command and result.command.uuid,
         "refused": result.refused,

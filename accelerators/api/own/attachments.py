@@ -13,15 +13,17 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.fields import Chosen, Text, Url, Uuid, Why
-from accelerators.api.own.requests import Owned
+from accelerators.api.own.fields import ReasonSerializer, RowSerializer, StrictTextField, StrictUuidField, UrlField
+from accelerators.api.own.requests import ProjectOwnedView
 from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import libvirt_xml
 from accelerators.models import Attachment, Intent
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachments
 
-WAITS = Intent.objects.filter(kind=attachments.KIND, key=OuterRef("key"), next_at__gt=Now()).values("last_error")[:1]
+WAIT_REASON = Intent.objects.filter(kind=attachments.ATTACHMENT_INTENT, key=OuterRef("key"), next_at__gt=Now()).values(
+    "last_error"
+)[:1]
 
 
 class AttachmentFilter(filters.FilterSet):
@@ -42,22 +44,24 @@ class StepSerializer(serializers.Serializer):
     text = serializers.CharField(read_only=True)
 
 
-class AttachmentSerializer(Chosen):
+class AttachmentSerializer(RowSerializer):
     """Accelerators that are attached to one running instance. To attach some, send `instance`, and either `profile` or
     `device`."""
 
-    url = Url("attachments", source="uuid")
-    instance = Uuid(help_text="The instance in Nova.")
-    profile = Text(
+    url = UrlField("attachments", source="uuid")
+    instance = StrictUuidField(help_text="The instance in Nova.")
+    profile = StrictTextField(
         max_length=255,
         required=False,
         allow_blank=True,
         help_text="A device profile, by name or uuid.",
     )
-    device = Uuid(
+    device = StrictUuidField(
         required=False, allow_null=True, help_text="A device, one unit of which is attached; instead of a profile."
     )
-    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events.")
+    reason = StrictTextField(
+        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events."
+    )
     project = serializers.CharField(source="project_id", read_only=True)
     by = serializers.CharField(source="actor", read_only=True, help_text="Who asked for it.")
     steps = StepSerializer(many=True, read_only=True)
@@ -70,7 +74,7 @@ class AttachmentSerializer(Chosen):
     hotplug = serializers.SerializerMethodField()
     libvirt = serializers.SerializerMethodField()
 
-    combinations: ClassVar[Mapping[str, Any]] = {
+    field_conditions: ClassVar[Mapping[str, Any]] = {
         "oneOf": [
             {"required": ["profile"], "properties": {"profile": {"pattern": r"\S"}, "device": {"type": "null"}}},
             {"required": ["device"], "properties": {"device": {"type": "string"}, "profile": {"maxLength": 0}}},
@@ -105,25 +109,27 @@ class AttachmentSerializer(Chosen):
 
     def get_hotplug(self, row: Attachment) -> str:
         """Return what an operator must do so that the guest sees the device; empty before it is attached."""
-        return libvirt_xml.sentence(attachments.handles(row), row.host)
+        return libvirt_xml.describe_plugging(attachments.get_handles(row), row.host)
 
     def get_libvirt(self, row: Attachment) -> list[str]:
         """Return the libvirt hostdev elements to add to the guest."""
-        return libvirt_xml.elements(attachments.handles(row))
+        return libvirt_xml.render_hostdev_elements(attachments.get_handles(row))
 
 
-class AttachmentView(Owned):
+class AttachmentView(ProjectOwnedView):
     """Accelerators attached to instances that were already running, newest first. Requests that Nova itself made are
     not listed."""
 
     policy = "attachment"
-    default_order = "-created"
-    verbs = {"detach": Why}
-    dangerous = ("detach",)
-    answers = dict.fromkeys(("create", "detach"), (202, AttachmentSerializer))
+    default_ordering = "-created"
+    member_actions = {"detach": ReasonSerializer}
+    actions_to_confirm = ("detach",)
+    response_serializers = dict.fromkeys(("create", "detach"), (202, AttachmentSerializer))
     serializer_class = AttachmentSerializer
     filterset_class = AttachmentFilter
-    queryset = Attachment.objects.annotate(key=attachments.as_key()).annotate(waits=Subquery(WAITS))
+    queryset = Attachment.objects.annotate(key=attachments.build_intent_key_expression()).annotate(
+        waits=Subquery(WAIT_REASON)
+    )
 
     @property
     def policy_rules(self) -> dict[str, str]:
@@ -132,38 +138,44 @@ class AttachmentView(Owned):
         post = "delete" if self.detail else "create"
         return {"GET": f"{rule}:get", "HEAD": f"{rule}:get", "POST": f"{rule}:{post}"}
 
-    def sees_all(self) -> bool:
+    def can_see_all_projects(self) -> bool:
         """Return whether the caller is an administrator or satisfies `cyborg:attachment:elevated`. Other callers see
         only their own project."""
-        return self.caller.is_admin or self.allowed("cyborg:attachment:elevated")
+        return self.caller.is_admin or self.is_rule_satisfied("cyborg:attachment:elevated")
 
-    def prepare(self, rows: list[Attachment]) -> list[Attachment]:
+    def load_row_details(self, rows: list[Attachment]) -> list[Attachment]:
         """Load the attach handles of all rows in one statement, and return the rows."""
-        attachments.with_handles(rows)
+        attachments.load_handles(rows)
         return rows
 
     def get_object(self) -> Attachment:
         """Return one attachment, after loading its attach handles."""
-        return self.prepare([super().get_object()])[0]
+        return self.load_row_details([super().get_object()])[0]
 
     def create(self, request: Request) -> Response:
         """Start an attachment: 202. The address in Location shows its progress."""
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
-        said = dict(serializer.validated_data)
-        made = attachments.ask(said.pop("instance"), self.caller, **said, everyone=self.sees_all())
-        return self._accepted(made)
+        values = dict(serializer.validated_data)
+        attachment = attachments.order_attachment(
+            values.pop("instance"), self.caller, **values, all_projects=self.can_see_all_projects()
+        )
+        return self._accepted_response(attachment)
 
     def detach(self, request: Request, **kwargs: str) -> Response:
         """Detach, in whatever state the attachment is: 202. Detaching twice has the same effect as detaching once."""
-        reason = self.said(request).get("reason", "")
-        return self._accepted(attachments.detach(UUID(kwargs["uuid"]), self.caller, reason, everyone=self.sees_all()))
+        reason = self.validate_member_action_body(request).get("reason", "")
+        return self._accepted_response(
+            attachments.order_detachment(
+                UUID(kwargs["uuid"]), self.caller, reason, all_projects=self.can_see_all_projects()
+            )
+        )
 
-    def offered(self, data: Mapping[str, Any]) -> tuple[str, ...]:
+    def get_offered_actions(self, data: Mapping[str, Any]) -> tuple[str, ...]:
         """Offer `detach`, unless the attachment is already being detached or has been detached."""
-        return () if data.get("state") in attachments.TAKEN_BACK else ("detach",)
+        return () if data.get("state") in attachments.REVERTING_OR_ENDED else ("detach",)
 
-    def _accepted(self, row: Attachment) -> Response:
+    def _accepted_response(self, row: Attachment) -> Response:
         rows: QuerySet[Attachment] = self.get_queryset().filter(pk=row.pk)
-        shown = self.get_serializer(self.prepare([rows.get()])[0]).data
-        return Response(shown, 202, headers={"Location": shown["url"]})
+        data = self.get_serializer(self.load_row_details([rows.get()])[0]).data
+        return Response(data, 202, headers={"Location": data["url"]})

@@ -7,12 +7,12 @@ from typing import get_args
 import django_filters as filters
 from rest_framework import serializers
 
-from accelerators.api.own.fields import Chosen, Url
-from accelerators.api.own.views import Collection
+from accelerators.api.own.fields import RowSerializer, UrlField
+from accelerators.api.own.views import CollectionView
 from accelerators.models import Backend, Service
 from drivers.inventory import BackendKind, ServiceName
 
-KEY = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:-]{1,64}:[A-Za-z0-9_.-]{1,64}"
+BACKEND_KEY_PATTERN = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:-]{1,64}:[A-Za-z0-9_.-]{1,64}"
 """The form of a backend's key, HOST:DRIVER:NAME, with the host's uuid."""
 
 
@@ -25,7 +25,7 @@ class BackendFilter(filters.FilterSet):
     kind = filters.MultipleChoiceFilter(choices=[(word, word) for word in get_args(BackendKind)], distinct=False)
 
 
-class Offered(serializers.Serializer):
+class BackendServiceSerializer(serializers.Serializer):
     """A service of a backend: `ready`, or unavailable with the reason."""
 
     name = serializers.CharField(read_only=True)
@@ -35,15 +35,15 @@ class Offered(serializers.Serializer):
     limits = serializers.DictField(child=serializers.CharField(), read_only=True)
 
 
-class BackendSerializer(Chosen):
+class BackendSerializer(RowSerializer):
     """A part of a driver that reports by itself. While it has an error, its devices are shown as they were last
     reported."""
 
     id = serializers.CharField(source="key", read_only=True)
-    url = Url("backends", source="key")
+    url = UrlField("backends", source="key")
     labels = serializers.DictField(child=serializers.CharField(), read_only=True)
     since = serializers.DateTimeField(read_only=True, help_text="Since when it answers, or since when it does not.")
-    services = Offered(many=True, read_only=True)
+    services = BackendServiceSerializer(many=True, read_only=True)
     devices = serializers.IntegerField(read_only=True, help_text="How many devices it has.")
 
     class Meta:
@@ -52,12 +52,12 @@ class BackendSerializer(Chosen):
         read_only_fields = fields
 
 
-class Reading(Collection):
+class ReadOnlyCollectionView(CollectionView):
     """A read-only collection whose lists and members share one policy rule."""
 
-    orders = {"host": "place"}
-    default_order = "host"
-    shows = ("hosts", "devices")
+    sort_fields = {"host": "place"}
+    default_ordering = "host"
+    etag_collections = ("hosts", "devices")
     http_method_names = ["get", "head"]
     lookup_field = "key"
     lookup_url_kwarg = "id"
@@ -68,11 +68,11 @@ class Reading(Collection):
         return dict.fromkeys(("GET", "HEAD"), f"cyborg:{self.policy}:get")
 
 
-class BackendView(Reading):
+class BackendView(ReadOnlyCollectionView):
     """Backends of drivers, by host. To make a host's driver look for its services again, order the command `rescan`."""
 
     policy = "backend"
-    lookup_value_regex = KEY
+    lookup_value_regex = BACKEND_KEY_PATTERN
     serializer_class = BackendSerializer
     filterset_class = BackendFilter
     queryset = Backend.objects.all()
@@ -88,11 +88,11 @@ class ServiceFilter(filters.FilterSet):
     state = filters.MultipleChoiceFilter(choices=[(word, word) for word in ("ready", "unavailable")], distinct=False)
 
 
-class ServiceSerializer(Chosen):
+class ServiceSerializer(RowSerializer):
     """A service of a backend: ready, or unavailable with the reason."""
 
     id = serializers.CharField(source="key", read_only=True)
-    url = Url("services", source="key")
+    url = UrlField("services", source="key")
     limits = serializers.DictField(child=serializers.CharField(), read_only=True)
 
     class Meta:
@@ -101,11 +101,11 @@ class ServiceSerializer(Chosen):
         read_only_fields = fields
 
 
-class ServiceView(Reading):
+class ServiceView(ReadOnlyCollectionView):
     """The services of drivers' backends, as found at run time, by host."""
 
     policy = "service"
-    lookup_value_regex = f"{KEY}:[a-z]{{1,16}}"
+    lookup_value_regex = f"{BACKEND_KEY_PATTERN}:[a-z]{{1,16}}"
     serializer_class = ServiceSerializer
     filterset_class = ServiceFilter
     queryset = Service.objects.all()

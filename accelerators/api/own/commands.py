@@ -14,22 +14,29 @@ from rest_framework.exceptions import APIException, ParseError, PermissionDenied
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.fields import Chosen, DeviceReference, HostReference, Text, Url, Uuid
-from accelerators.api.own.views import Collection
+from accelerators.api.own.fields import (
+    DeviceReference,
+    HostReference,
+    RowSerializer,
+    StrictTextField,
+    StrictUuidField,
+    UrlField,
+)
+from accelerators.api.own.views import CollectionView
 from accelerators.commands import placing, programming
-from accelerators.commands.catalogue import ACTS, OF_DEVICE, OF_HOST
+from accelerators.commands.catalogue import ORDERABLE_COMMANDS, ORDERABLE_DEVICE_OPS, ORDERABLE_HOST_OPS
 from accelerators.devices.lifecycle import MAX_REASON
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import CommandState
 from accelerators.models import Command
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 
-LONGEST_S = 30
-WAITERS = 2
+MAX_WAIT_S = 30
+MAX_WAITERS = 2
 """How many requests per process may wait for a command at the same time. Any further request is answered at once, and
 the client has to poll."""
-_turns = threading.BoundedSemaphore(WAITERS)
-OPS = ("install", *OF_DEVICE, "attach", "detach", *OF_HOST, "placement", "configure")
+_waiter_slots = threading.BoundedSemaphore(MAX_WAITERS)
+ALL_OPERATIONS = ("install", *ORDERABLE_DEVICE_OPS, "attach", "detach", *ORDERABLE_HOST_OPS, "placement", "configure")
 """Every operation that a command can have. This API orders only those of OF_DEVICE and OF_HOST. `install` is ordered by
 enabling a device, `attach` and `detach` by binding a request, `placement` by the conductor for agents that write to
 Placement, and `configure` by rollouts."""
@@ -41,16 +48,16 @@ class CommandFilter(filters.FilterSet):
     host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
     device = filters.UUIDFilter(field_name="device__uuid")
     request = filters.UUIDFilter(help_text="The accelerator request that waits for it.")
-    op = filters.MultipleChoiceFilter(choices=[(word, word) for word in OPS], distinct=False)
+    op = filters.MultipleChoiceFilter(choices=[(word, word) for word in ALL_OPERATIONS], distinct=False)
     state = filters.MultipleChoiceFilter(choices=[(word, word) for word in CommandState], distinct=False)
-    ended = filters.BooleanFilter(method="by_end", help_text="Whether nothing more is to be expected of it.")
+    ended = filters.BooleanFilter(method="filter_by_ended", help_text="Whether nothing more is to be expected of it.")
 
-    def by_end(self, rows: QuerySet[Command], name: str, wanted: bool) -> QuerySet[Command]:
+    def filter_by_ended(self, rows: QuerySet[Command], name: str, wanted: bool) -> QuerySet[Command]:
         """Keep ended commands if `wanted`, open ones otherwise. Open commands have an index of their own."""
-        return rows.exclude(OPEN) if wanted else rows.filter(OPEN)
+        return rows.exclude(COMMAND_IS_OPEN) if wanted else rows.filter(COMMAND_IS_OPEN)
 
 
-class Named(Uuid):
+class UuidReferenceField(StrictUuidField):
     """A reference that is written as a uuid and shown as an object."""
 
     def __init__(self, reference: type[serializers.Serializer], **options: Any) -> None:
@@ -62,20 +69,20 @@ class Named(Uuid):
         return self.reference(value, context=self.context).data
 
 
-class ImageField(Uuid):
+class CommandImageField(StrictUuidField):
     """The uuid of a command's image. It may be known before the image itself has been loaded."""
 
     def get_attribute(self, instance: Command) -> Any:
         """Return the image's uuid from the command's arguments, or None if the command has no image."""
-        said = instance.arguments
-        return (said.get("image") or {}).get("id") or (said.get("wanted") or {}).get("bitstream_id")
+        arguments = instance.arguments
+        return (arguments.get("image") or {}).get("id") or (arguments.get("wanted") or {}).get("bitstream_id")
 
     def to_representation(self, value: Any) -> str:
         """Return the uuid as text."""
         return str(value)
 
 
-EMPTY: Mapping[str, Mapping[str, Any]] = {
+EMPTY_SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     "device": {"type": "null"},
     "host": {"type": "null"},
     "layout": {"maxProperties": 0},
@@ -86,51 +93,56 @@ EMPTY: Mapping[str, Mapping[str, Any]] = {
 """Schema of each optional field in the commands that do not accept it: empty or null."""
 
 
-NEEDED: Mapping[str, Mapping[str, Any]] = {"layout": {"minProperties": 1}, "image": {"type": "string"}}
+REQUIRED_SCHEMAS: Mapping[str, Mapping[str, Any]] = {"layout": {"minProperties": 1}, "image": {"type": "string"}}
 """Schema of each field in the commands that require it."""
 
 
-def _form(ops: Sequence[str], about: str, *takes: str) -> dict[str, Any]:
+def _build_body_schema(ops: Sequence[str], subject: str, *accepted: str) -> dict[str, Any]:
     """Return the JSON Schema of a body that orders one of `ops` for a `device` or a `host` (`subject`).
 
     `accepted` names the further fields that these commands accept. Empty values count as left out.
     """
-    others = {name: empty for name, empty in EMPTY.items() if name not in (about, *takes)}
-    named = {"op": {"enum": list(ops)}, about: {"type": "string"}}
-    needed = {name: schema for name, schema in NEEDED.items() if name in takes}
-    return {"properties": named | needed | others, "required": ["op", about, *needed]}
+    empty_fields = {name: empty for name, empty in EMPTY_SCHEMAS.items() if name not in (subject, *accepted)}
+    subject_fields = {"op": {"enum": list(ops)}, subject: {"type": "string"}}
+    required_fields = {name: schema for name, schema in REQUIRED_SCHEMAS.items() if name in accepted}
+    return {
+        "properties": subject_fields | required_fields | empty_fields,
+        "required": ["op", subject, *required_fields],
+    }
 
 
-class CommandSerializer(Chosen):
+class CommandSerializer(RowSerializer):
     """An operation that the agent of one host performs once. To order one, send `op` with either `device` or `host`."""
 
-    url = Url("commands", source="uuid")
+    url = UrlField("commands", source="uuid")
     op = serializers.ChoiceField(
-        OPS,
-        help_text=f"For a device: {', '.join(OF_DEVICE)}; for a host: {', '.join(OF_HOST)}. A device is installed by"
+        ALL_OPERATIONS,
+        help_text=f"For a device: {', '.join(ORDERABLE_DEVICE_OPS)}; for a host: {', '.join(ORDERABLE_HOST_OPS)}. A device is installed by"
         " enabling it. Units are attached and detached by binding requests.",
     )
-    device = Named(
+    device = UuidReferenceField(
         DeviceReference, help_text="Its uuid. Null if the device no longer exists, or if the command is for a host."
     )
-    host = Named(HostReference, help_text="Its uuid. A command for a device shows the host of the device.")
-    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events.")
+    host = UuidReferenceField(HostReference, help_text="Its uuid. A command for a device shows the host of the device.")
+    reason = StrictTextField(
+        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events."
+    )
     layout = serializers.DictField(
-        child=Text(max_length=255),
+        child=StrictTextField(max_length=255),
         source="arguments.layout",
         default=dict,
         help_text='Only for partition: layout keys that the driver accepts, for example {"vfs": "4"}.',
     )
-    image = ImageField(
+    image = CommandImageField(
         required=False, allow_null=True, help_text="Only for program: the uuid of an image, here or in Glance."
     )
-    deployable = Uuid(
+    deployable = StrictUuidField(
         required=False,
         write_only=True,
         allow_null=True,
         help_text="Only for program: which deployable, if the device has several.",
     )
-    driver = Text(
+    driver = StrictTextField(
         max_length=64,
         source="arguments.driver",
         default="",
@@ -175,46 +187,50 @@ class CommandSerializer(Chosen):
             {*fields} - {"op", "device", "host", "reason", "layout", "image", "deployable", "driver"}
         )
 
-    combinations: ClassVar[Mapping[str, Any]] = {
+    field_conditions: ClassVar[Mapping[str, Any]] = {
         "oneOf": [
-            _form([op for op in OF_DEVICE if op not in ("partition", "program")], "device"),
-            _form(["partition"], "device", "layout"),
-            _form(["program"], "device", "image", "deployable"),
-            _form([op for op in OF_HOST if ACTS[op].takes == "driver"], "host", "driver"),
-            _form([op for op in OF_HOST if not ACTS[op].takes], "host"),
+            _build_body_schema([op for op in ORDERABLE_DEVICE_OPS if op not in ("partition", "program")], "device"),
+            _build_body_schema(["partition"], "device", "layout"),
+            _build_body_schema(["program"], "device", "image", "deployable"),
+            _build_body_schema(
+                [op for op in ORDERABLE_HOST_OPS if ORDERABLE_COMMANDS[op].takes == "driver"], "host", "driver"
+            ),
+            _build_body_schema([op for op in ORDERABLE_HOST_OPS if not ORDERABLE_COMMANDS[op].takes], "host"),
         ]
     }
 
-    def validate(self, said: dict[str, Any]) -> dict[str, Any]:
+    def validate(self, values: dict[str, Any]) -> dict[str, Any]:
         """Check that `op` fits the device or host it is for, and that no field is sent that `op` does not accept. Empty
         values are dropped."""
-        said = {name: value for name, value in (said | said.pop("arguments", {})).items() if value}
-        allowed = {"device": OF_DEVICE, "host": OF_HOST}
-        about = [name for name in allowed if name in said]
-        if len(about) != 1 or said["op"] not in allowed[about[0]]:
+        values = {name: value for name, value in (values | values.pop("arguments", {})).items() if value}
+        allowed = {"device": ORDERABLE_DEVICE_OPS, "host": ORDERABLE_HOST_OPS}
+        subjects = [name for name in allowed if name in values]
+        if len(subjects) != 1 or values["op"] not in allowed[subjects[0]]:
             raise serializers.ValidationError(
-                {"op": f"Say one of {', '.join(OF_DEVICE)} with a device, or one of {', '.join(OF_HOST)} with a host."}
+                {
+                    "op": f"Say one of {', '.join(ORDERABLE_DEVICE_OPS)} with a device, or one of {', '.join(ORDERABLE_HOST_OPS)} with a host."
+                }
             )
-        takes = {"partition": {"layout"}, "program": {"image", "deployable"}}.get(said["op"], set())
-        takes = takes or {ACTS[said["op"]].takes}
-        if extra := {"layout", "image", "deployable", "driver"} & {*said} - takes:
-            raise serializers.ValidationError({min(extra): f"the command {said['op']} does not accept it."})
-        return said
+        accepted = {"partition": {"layout"}, "program": {"image", "deployable"}}.get(values["op"], set())
+        accepted = accepted or {ORDERABLE_COMMANDS[values["op"]].takes}
+        if unexpected := {"layout", "image", "deployable", "driver"} & {*values} - accepted:
+            raise serializers.ValidationError({min(unexpected): f"the command {values['op']} does not accept it."})
+        return values
 
 
-class CommandView(Collection):
+class CommandView(CollectionView):
     """Commands to agents, newest first. A command is deleted 30 days after it ended."""
 
     policy = "command"
-    default_order = "-created"
-    parameters = {
+    default_ordering = "-created"
+    detail_parameters = {
         "wait": {
-            "type": {"type": "integer", "minimum": 0, "maximum": LONGEST_S},
+            "type": {"type": "integer", "minimum": 0, "maximum": MAX_WAIT_S},
             "description": "Answer when the command has ended, or after this number of seconds. If too many clients"
             " wait already, the answer comes at once.",
         }
     }
-    shows = ("commands", "devices", "hosts")
+    etag_collections = ("commands", "devices", "hosts")
     serializer_class = CommandSerializer
     filterset_class = CommandFilter
     queryset = Command.objects.select_related("device", "host")
@@ -225,43 +241,43 @@ class CommandView(Collection):
         try:
             super().check_permissions(request)
         except PermissionDenied:
-            if request.method != "POST" or _op(request) != "rescan":
+            if request.method != "POST" or _get_requested_op(request) != "rescan":
                 raise
-            self.require("cyborg:service:discover")
+            self.require_rule("cyborg:service:discover")
 
     def retrieve(self, request: Request, **kwargs: str) -> Response:
         """Return one command; with `wait`, only when it has ended or after `wait` seconds."""
-        text = request.query_params.get("wait", "0")
-        if not (text.isascii() and text.isdecimal() and len(text) <= 2 and int(text) <= LONGEST_S):
-            raise ParseError(f"wait: say a number of seconds from 0 to {LONGEST_S}.")
-        if int(text) and _turns.acquire(blocking=False):
+        wait = request.query_params.get("wait", "0")
+        if not (wait.isascii() and wait.isdecimal() and len(wait) <= 2 and int(wait) <= MAX_WAIT_S):
+            raise ParseError(f"wait: say a number of seconds from 0 to {MAX_WAIT_S}.")
+        if int(wait) and _waiter_slots.acquire(blocking=False):
             try:
-                programming.until_ended(UUID(kwargs["uuid"]), int(text))
+                programming.wait_until_ended(UUID(kwargs["uuid"]), int(wait))
             finally:
-                _turns.release()
+                _waiter_slots.release()
         return super().retrieve(request, **kwargs)
 
     def create(self, request: Request) -> Response:
         """Place a command. The answer shows the command itself; read it again later for its progress and its result."""
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
-        said = dict(serializer.validated_data)
-        op, device, host = said.pop("op"), said.pop("device", None), said.pop("host", None)
+        values = dict(serializer.validated_data)
+        op, device, host = values.pop("op"), values.pop("device", None), values.pop("host", None)
         try:
-            made = (
-                placing.ask(op, device, self.caller, **said)
+            command = (
+                placing.order_device_command(op, device, self.caller, **values)
                 if device
-                else placing.ask_host(op, host, self.caller, **said)
+                else placing.order_host_command(op, host, self.caller, **values)
             )
         except RefusedError as refused:
-            if refused.reason is Reason.UNKNOWN:
+            if refused.reason is RefusalReason.UNKNOWN:
                 raise serializers.ValidationError({"device" if device else "host": refused.text}) from refused
             raise
-        shown = self.get_serializer(self.get_queryset().get(pk=made.pk)).data
-        return Response(shown, 201, headers={"Location": shown["url"]})
+        data = self.get_serializer(self.get_queryset().get(pk=command.pk)).data
+        return Response(data, 201, headers={"Location": data["url"]})
 
 
-def _op(request: Request) -> Any:
+def _get_requested_op(request: Request) -> Any:
     """Return the `op` of the body, or None if the body cannot be read; such a request is denied anyway."""
     try:
         return request.data.get("op") if isinstance(request.data, Mapping) else None

@@ -7,12 +7,12 @@ from django.db.models import Count, IntegerField, OuterRef, Subquery, Value
 from django.db.models.functions import Coalesce
 from rest_framework import serializers
 
-from accelerators.api.own.fields import Chosen, HostReference, Url
-from accelerators.api.own.views import Collection
+from accelerators.api.own.fields import HostReference, RowSerializer, UrlField
+from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import DriverState
 from accelerators.models import AcceleratorRequest, HostDriver
 
-READING = {"GET": "cyborg:driver:get", "HEAD": "cyborg:driver:get", "POST": "cyborg:driver:rollout"}
+POLICY_RULE_BY_METHOD = {"GET": "cyborg:driver:get", "HEAD": "cyborg:driver:get", "POST": "cyborg:driver:rollout"}
 """The policy rule for each HTTP method, shared by drivers and rollouts."""
 
 
@@ -33,7 +33,7 @@ class WantedSerializer(serializers.Serializer):
     generation = serializers.IntegerField(read_only=True)
     by = serializers.CharField(source="actor", read_only=True)
     reason = serializers.CharField(read_only=True)
-    command = Url(
+    command = UrlField(
         "commands", source="command.uuid", default=None, help_text="The command that sent it to the host's agent last."
     )
 
@@ -50,15 +50,15 @@ class SeenSerializer(serializers.Serializer):
     since = serializers.DateTimeField(read_only=True, allow_null=True)
 
 
-class DriverSerializer(Chosen):
+class DriverSerializer(RowSerializer):
     """A driver on a host. If `wanted` is null, the host's own configuration decides whether the driver runs."""
 
-    url = Url("drivers", source="key")
+    url = UrlField("drivers", source="key")
     host = HostReference(read_only=True)
     installed = serializers.SerializerMethodField()
     version = serializers.SerializerMethodField()
     wanted = WantedSerializer(read_only=True, allow_null=True)
-    seen = SeenSerializer(source="said", read_only=True, allow_null=True)
+    seen = SeenSerializer(source="reported", read_only=True, allow_null=True)
     devices = serializers.IntegerField(read_only=True, help_text="How many devices it found.")
     held = serializers.IntegerField(read_only=True, help_text="How many requests hold a unit of these devices.")
 
@@ -76,13 +76,13 @@ class DriverSerializer(Chosen):
         return str((row.seen or {}).get("version", ""))
 
 
-class DriverView(Collection):
+class DriverView(CollectionView):
     """Drivers on hosts, by host and name. Drivers that are installed but do not run are listed too."""
 
     policy = "driver"
-    policy_rules = READING
-    orders = {"host": "place"}
-    default_order = "host"
+    policy_rules = POLICY_RULE_BY_METHOD
+    sort_fields = {"host": "place"}
+    default_ordering = "host"
     lookup_field = "key"
     lookup_value_regex = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:-]{1,64}"
     serializer_class = DriverSerializer

@@ -18,12 +18,12 @@ from rest_framework.response import Response
 
 from accelerators.domain import errors
 from accelerators.domain.caller import request_id
-from accelerators.domain.errors import Reason
+from accelerators.domain.errors import RefusalReason
 from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
 
-SENTENCES: Mapping[int, str] = {
+MESSAGE_BY_STATUS: Mapping[int, str] = {
     404: "There is nothing here that you may see; the address one level above lists what you may see.",
     406: "This is served as application/json, or as an HTML page to a browser; name one of them in the Accept header.",
     413: "The body is larger than 1 MiB; send less at a time.",
@@ -31,11 +31,11 @@ SENTENCES: Mapping[int, str] = {
     503: "The database does not answer; try again in a moment.",
     500: "The service failed on this request; its log says why, under this answer's request id.",
 }
-STATUSES: Mapping[Reason, int] = {
-    Reason.UNKNOWN: 404,
-    Reason.INVALID: 400,
-    Reason.SERVICE_TOKEN: 403,
-    Reason.AWAY: 503,
+STATUS_BY_REASON: Mapping[RefusalReason, int] = {
+    RefusalReason.UNKNOWN: 404,
+    RefusalReason.INVALID: 400,
+    RefusalReason.SERVICE_TOKEN: 403,
+    RefusalReason.AWAY: 503,
 }
 """HTTP status for each reason of a RefusedError; a reason that is not listed is answered with 409."""
 
@@ -43,30 +43,30 @@ STATUSES: Mapping[Reason, int] = {
 class ApiError(exceptions.APIException):
     """An error with its own status and its own sentence."""
 
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status_code = status
 
 
-def too_large() -> ApiError:
+def body_too_large_error() -> ApiError:
     """Return the error 413 for a body that is too large."""
-    return ApiError(413, SENTENCES[413])
+    return ApiError(413, MESSAGE_BY_STATUS[413])
 
 
-def shape(status: int, message: str) -> dict[str, dict[str, object]]:
+def build_error_body(status: int, message: str) -> dict[str, dict[str, object]]:
     """Return the body of an error answer, with the id of the current request."""
     title = HTTPStatus(status).phrase
     return {"error": {"code": status, "title": title, "message": message, "request_id": request_id.get()}}
 
 
-def handle(error: Exception, context: Mapping[str, Any]) -> Response:
+def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
     """Render any exception in the API's error format (this is DRF's exception handler).
 
     An unexpected exception is logged and answered with 500 without its details. Adds WWW-Authenticate, Allow and
     Retry-After where they apply.
     """
-    status, message = explain(error)
-    response = Response(shape(status, message), status)
+    status, message = explain_error(error)
+    response = Response(build_error_body(status, message), status)
     if challenge := getattr(error, "auth_header", None):
         response["WWW-Authenticate"] = challenge
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -76,44 +76,46 @@ def handle(error: Exception, context: Mapping[str, Any]) -> Response:
     return response
 
 
-def explain(error: Exception) -> tuple[int, str]:
+def explain_error(error: Exception) -> tuple[int, str]:
     """Return the status and the message for an exception. Logs an unexpected exception, and a database outage."""
     match error:
         case errors.RefusedError():
-            return STATUSES.get(error.reason, 409), error.text
+            return STATUS_BY_REASON.get(error.reason, 409), error.text
         case Http404():
-            return 404, SENTENCES[404]
+            return 404, MESSAGE_BY_STATUS[404]
         case exceptions.APIException():
-            return error.status_code, _sentence(error)
+            return error.status_code, _build_message(error)
         case SuspiciousOperation() | DataError():
             return 400, "The request holds a value that cannot be read, stored or compared."
         case OperationalError() | InterfaceError():
             database_outage.log_outage(error)
-            return 503, SENTENCES[503]
+            return 503, MESSAGE_BY_STATUS[503]
     log.error("a request failed with an unexpected error", exc_info=error)
-    return 500, SENTENCES[500]
+    return 500, MESSAGE_BY_STATUS[500]
 
 
-def _sentence(error: exceptions.APIException) -> str:
+def _build_message(error: exceptions.APIException) -> str:
     match error:
         case exceptions.ValidationError():
-            return "; ".join(_lines(error.detail))
+            return "; ".join(_iterate_validation_messages(error.detail))
         case exceptions.MethodNotAllowed():
             return f"{str(error.detail).rstrip('.')} here; the Allow header lists the allowed methods."
         case exceptions.NotAcceptable() | exceptions.UnsupportedMediaType():
-            return SENTENCES[error.status_code]
+            return MESSAGE_BY_STATUS[error.status_code]
         case exceptions.PermissionDenied() if remedy := getattr(error, "remedy", ""):
             return f"{error.detail}. {remedy}"
     return str(error.detail)
 
 
-def _lines(detail: Any, path: str = "") -> Iterator[str]:
+def _iterate_validation_messages(detail: Any, path: str = "") -> Iterator[str]:
     """Yield the messages of a validation error as `field: sentence`."""
     if isinstance(detail, Mapping):
         for key, inner in detail.items():
-            yield from _lines(inner, path if key == "non_field_errors" else f"{path}.{key}".strip("."))
+            yield from _iterate_validation_messages(
+                inner, path if key == "non_field_errors" else f"{path}.{key}".strip(".")
+            )
     elif isinstance(detail, list | tuple):
         for inner in detail:
-            yield from _lines(inner, path)
+            yield from _iterate_validation_messages(inner, path)
     else:
         yield f"{path}: {detail}" if path else str(detail)

@@ -13,7 +13,7 @@ from rest_framework.exceptions import ParseError
 from accelerators.devices.lifecycle import MAX_REASON
 
 
-class Url(serializers.URLField):
+class UrlField(serializers.URLField):
     """The address of a row of `collection`; `source` is the path to the row's key."""
 
     def __init__(self, collection: str, **options: Any) -> None:
@@ -30,7 +30,7 @@ class HostReference(serializers.Serializer):
 
     uuid = serializers.UUIDField(read_only=True)
     name = serializers.CharField(read_only=True)
-    url = Url("hosts", source="uuid")
+    url = UrlField("hosts", source="uuid")
 
 
 class DeviceReference(serializers.Serializer):
@@ -40,7 +40,7 @@ class DeviceReference(serializers.Serializer):
     type = serializers.CharField(read_only=True)
     model = serializers.CharField(read_only=True)
     address = serializers.CharField(read_only=True, allow_null=True)
-    url = Url("devices", source="uuid")
+    url = UrlField("devices", source="uuid")
 
 
 class DeployableReference(serializers.Serializer):
@@ -48,7 +48,7 @@ class DeployableReference(serializers.Serializer):
 
     uuid = serializers.UUIDField(read_only=True)
     name = serializers.CharField(read_only=True)
-    url = Url("deployables", source="uuid")
+    url = UrlField("deployables", source="uuid")
 
 
 class ProfileReference(serializers.Serializer):
@@ -56,7 +56,7 @@ class ProfileReference(serializers.Serializer):
 
     uuid = serializers.UUIDField(read_only=True)
     name = serializers.CharField(read_only=True)
-    url = Url("profiles", source="uuid")
+    url = UrlField("profiles", source="uuid")
 
 
 class HandleReference(serializers.Serializer):
@@ -65,14 +65,14 @@ class HandleReference(serializers.Serializer):
     uuid = serializers.UUIDField(read_only=True)
     type = serializers.CharField(source="attach_type", read_only=True)
     info = serializers.SerializerMethodField()
-    url = Url("attach_handles", source="uuid")
+    url = UrlField("attach_handles", source="uuid")
 
     def get_info(self, handle: Any) -> dict[str, str]:
         """The attach information as the driver wrote it, parsed."""
-        return attach_info(handle.attach_info)
+        return parse_attach_info(handle.attach_info)
 
 
-def attach_info(text: str) -> dict[str, str]:
+def parse_attach_info(text: str) -> dict[str, str]:
     """Parse the attach information of a handle. Text that is not a JSON object is returned as `{"value": text}`."""
     try:
         parsed = orjson.loads(text)
@@ -81,7 +81,7 @@ def attach_info(text: str) -> dict[str, str]:
     return parsed if isinstance(parsed, dict) else {"value": text}
 
 
-class Text(serializers.CharField):
+class StrictTextField(serializers.CharField):
     """A string field that refuses numbers instead of converting them."""
 
     def to_internal_value(self, data: Any) -> str:
@@ -91,7 +91,7 @@ class Text(serializers.CharField):
         return super().to_internal_value(data)
 
 
-class Uuid(serializers.UUIDField):
+class StrictUuidField(serializers.UUIDField):
     """A uuid field that accepts only text, not numbers."""
 
     def to_internal_value(self, data: Any) -> Any:
@@ -99,7 +99,7 @@ class Uuid(serializers.UUIDField):
         return super().to_internal_value(data) if isinstance(data, str) else self.fail("invalid", value=data)
 
 
-class Flag(serializers.BooleanField):
+class StrictBooleanField(serializers.BooleanField):
     """A boolean field that accepts only true and false, not words such as "yes"."""
 
     def to_internal_value(self, data: Any) -> bool:
@@ -107,7 +107,7 @@ class Flag(serializers.BooleanField):
         return data if isinstance(data, bool) else self.fail("invalid", input=data)
 
 
-class Number(serializers.IntegerField):
+class StrictIntegerField(serializers.IntegerField):
     """An integer field that refuses text. It accepts 5.0, because JSON and JSON Schema do not distinguish it from 5."""
 
     def to_internal_value(self, data: Any) -> int:
@@ -117,10 +117,10 @@ class Number(serializers.IntegerField):
         return data if isinstance(data, int) and not isinstance(data, bool) else self.fail("invalid")
 
 
-class Closed(serializers.Serializer):
+class ClosedSerializer(serializers.Serializer):
     """A serializer that refuses unknown and read-only fields."""
 
-    combinations: ClassVar[Mapping[str, Any]] = {}
+    field_conditions: ClassVar[Mapping[str, Any]] = {}
     """JSON Schema of conditions on the whole body, for example "exactly one of two fields". The OpenAPI document shows
     it; the serializer or the view checks the same conditions."""
 
@@ -128,12 +128,12 @@ class Closed(serializers.Serializer):
         """Return the validated values; raise ValidationError (400) if a field does not exist or cannot be written."""
         writable = [name for name, field in self.fields.items() if not field.read_only]
         if isinstance(data, Mapping) and (unknown := sorted(set(data) - set(writable))):
-            sentence = f"{', '.join(unknown)[:200]}: cannot be written; writable fields: {', '.join(writable)}."
-            raise serializers.ValidationError({"non_field_errors": [sentence]})
+            message = f"{', '.join(unknown)[:200]}: cannot be written; writable fields: {', '.join(writable)}."
+            raise serializers.ValidationError({"non_field_errors": [message]})
         return super().to_internal_value(data)
 
 
-class Chosen(Closed, serializers.ModelSerializer):
+class RowSerializer(ClosedSerializer, serializers.ModelSerializer):
     """A serializer of a row that shows only the fields in `context["fields"]` (from `?fields=a,b`), or all if there are
     none."""
 
@@ -143,15 +143,15 @@ class Chosen(Closed, serializers.ModelSerializer):
             self.fields.pop(name)
 
 
-class Why(Closed):
+class ReasonSerializer(ClosedSerializer):
     """The body of an action: an optional reason."""
 
-    reason = Text(
+    reason = StrictTextField(
         max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the result and in its event."
     )
 
 
-def chosen(text: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
+def parse_field_names(text: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the field names in `?fields=`; raise ParseError (400) for a field that does not exist."""
     names = tuple(name for name in text.split(",") if name)
     if unknown := sorted(set(names) - set(fields)):

@@ -12,20 +12,20 @@ from rest_framework.exceptions import ParseError
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.browsable import Browsable
+from accelerators.api.browsable import BrowsableRenderer
 from accelerators.api.own import errors
-from accelerators.api.own.fields import Chosen, Url
-from accelerators.api.own.views import Collection
-from accelerators.domain.groups import FUNCTION
-from accelerators.domain.states import Source
+from accelerators.api.own.fields import RowSerializer, UrlField
+from accelerators.api.own.views import CollectionView
+from accelerators.domain.groups import FUNCTION_KEY
+from accelerators.domain.states import EventSource
 from accelerators.images import store
 from accelerators.models import Image, ImageSource
 
-MEDIA = "application/octet-stream"
-PROPERTY = rf"^[^=\x00]{{1,{store.MAX_KEY}}}=[^\x00]{{0,{store.MAX_VALUE}}}$"
-UPLOADS = 2
+IMAGE_MEDIA_TYPE = "application/octet-stream"
+PROPERTY_PATTERN = rf"^[^=\x00]{{1,{store.MAX_KEY}}}=[^\x00]{{0,{store.MAX_VALUE}}}$"
+MAX_PARALLEL_UPLOADS = 2
 """The number of uploads that one process accepts at the same time."""
-_turns = threading.BoundedSemaphore(UPLOADS)
+_upload_slots = threading.BoundedSemaphore(MAX_PARALLEL_UPLOADS)
 
 
 class ImageFilter(filters.FilterSet):
@@ -33,17 +33,17 @@ class ImageFilter(filters.FilterSet):
 
     name = filters.CharFilter(help_text="Exactly this name.")
     source = filters.ChoiceFilter(choices=[(word, word) for word in ImageSource])
-    function = filters.CharFilter(method="by_function", help_text="Its property accel:function_id.")
+    function = filters.CharFilter(method="filter_by_function", help_text="Its property accel:function_id.")
 
-    def by_function(self, rows: Any, name: str, value: str) -> Any:
+    def filter_by_function(self, rows: Any, name: str, value: str) -> Any:
         """Keep images whose accel:function_id is exactly `value`."""
-        return rows.filter(properties__contains={FUNCTION: value})
+        return rows.filter(properties__contains={FUNCTION_KEY: value})
 
 
-class ImageSerializer(Chosen):
+class ImageSerializer(RowSerializer):
     """An image that a device can be programmed with; its bytes are complete and were checked."""
 
-    url = Url("images", source="uuid")
+    url = UrlField("images", source="uuid")
     size = serializers.IntegerField(read_only=True, help_text="The size in bytes.")
     properties = serializers.DictField(
         child=serializers.CharField(), read_only=True, help_text="For example accel:function_id."
@@ -55,21 +55,25 @@ class ImageSerializer(Chosen):
         read_only_fields = fields
 
 
-class ImageView(Collection):
+class ImageView(CollectionView):
     """Images. To upload one, POST its bytes as application/octet-stream to `/api/images/?name=…&property=KEY=VALUE`;
     repeat `property` as needed. Uploading needs the permission to program devices."""
 
     policy = "image"
-    default_order = "-created"
+    default_ordering = "-created"
     serializer_class = ImageSerializer
     filterset_class = ImageFilter
     queryset = Image.objects.all()
-    sends: ClassVar[str] = MEDIA
+    upload_media_type: ClassVar[str] = IMAGE_MEDIA_TYPE
     """The media type of an upload's body."""
-    sent_with: ClassVar[Mapping[str, tuple[dict[str, Any], str]]] = {
+    upload_parameters: ClassVar[Mapping[str, tuple[dict[str, Any], str]]] = {
         "name": ({"type": "string", "maxLength": 255, "pattern": "^[^\\x00]*$"}, "The name of the image."),
         "property": (
-            {"type": "array", "maxItems": store.MAX_PROPERTIES, "items": {"type": "string", "pattern": PROPERTY}},
+            {
+                "type": "array",
+                "maxItems": store.MAX_PROPERTIES,
+                "items": {"type": "string", "pattern": PROPERTY_PATTERN},
+            },
             "KEY=VALUE; accel:function_id names the function of a device that is programmed with the image.",
         ),
     }
@@ -77,20 +81,20 @@ class ImageView(Collection):
     @property
     def policy_rules(self) -> dict[str, str]:
         """Reading needs the rules of `inventory`; uploading and deleting need `cyborg:deployable:program`."""
-        read = "cyborg:inventory:get_one" if self.detail else "cyborg:inventory:get_all"
-        return {"GET": read, "HEAD": read, **dict.fromkeys(("POST", "DELETE"), "cyborg:deployable:program")}
+        read_rule = "cyborg:inventory:get_one" if self.detail else "cyborg:inventory:get_all"
+        return {"GET": read_rule, "HEAD": read_rule, **dict.fromkeys(("POST", "DELETE"), "cyborg:deployable:program")}
 
     @property
     def allowed_methods(self) -> list[str]:
         """Return the allowed methods; on an HTML page without POST, because a form there cannot send an image."""
-        page = isinstance(getattr(self.request, "accepted_renderer", None), Browsable)
-        return [method for method in super().allowed_methods if method != "POST" or not page]
+        is_page = isinstance(getattr(self.request, "accepted_renderer", None), BrowsableRenderer)
+        return [method for method in super().allowed_methods if method != "POST" or not is_page]
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Run the common checks. An upload skips the limit on the body's length and the check of the query string,
         because an image may be larger and is described by its query."""
         if self.action == "create":
-            super(Collection, self).initial(request, *args, **kwargs)
+            super(CollectionView, self).initial(request, *args, **kwargs)
         else:
             super().initial(request, *args, **kwargs)
 
@@ -99,44 +103,50 @@ class ImageView(Collection):
 
         Answers 503 if too many images are being uploaded, 415, 411 or 413 if the type or the length is wrong.
         """
-        name, properties = _described(request)
-        size = _size(request)
-        if not _turns.acquire(blocking=False):
-            raise errors.ApiError(503, f"{UPLOADS} images are being uploaded already: try again in a moment.")
+        name, properties = _read_name_and_properties(request)
+        size = _read_size(request)
+        if not _upload_slots.acquire(blocking=False):
+            raise errors.ApiError(
+                503, f"{MAX_PARALLEL_UPLOADS} images are being uploaded already: try again in a moment."
+            )
         try:
-            image = store.upload(_pieces(request), size, name, properties, self.caller, Source.API)
+            image = store.store_upload(_iterate_body(request), size, name, properties, self.caller, EventSource.API)
         finally:
-            _turns.release()
-        shown = self.get_serializer(Image.objects.get(pk=image.pk)).data
-        return Response(shown, 201, headers={"Location": shown["url"]})
+            _upload_slots.release()
+        data = self.get_serializer(Image.objects.get(pk=image.pk)).data
+        return Response(data, 201, headers={"Location": data["url"]})
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete an image that no open command will use. If it is a copy from Glance, Glance keeps the original."""
-        store.remove(self.get_object().uuid, self.caller, Source.API)
+        store.delete_image(self.get_object().uuid, self.caller, EventSource.API)
         return Response(status=204)
 
 
-def _described(request: Request) -> tuple[str, dict[str, str]]:
-    if unknown := sorted(set(request.query_params) - {*ImageView.sent_with}):
-        raise ParseError(f"{', '.join(unknown)[:200]}: unknown parameter; known are {', '.join(ImageView.sent_with)}.")
+def _read_name_and_properties(request: Request) -> tuple[str, dict[str, str]]:
+    if unknown := sorted(set(request.query_params) - {*ImageView.upload_parameters}):
+        raise ParseError(
+            f"{', '.join(unknown)[:200]}: unknown parameter; known are {', '.join(ImageView.upload_parameters)}."
+        )
     pairs = (text.partition("=") for text in request.query_params.getlist("property"))
     return request.query_params.get("name", ""), store.check_properties((key, value) for key, _, value in pairs)
 
 
-def _size(request: Request) -> int:
-    if request.content_type.partition(";")[0].strip().lower() != MEDIA:
-        raise errors.ApiError(415, f"Send the image's bytes as {MEDIA}.")
+def _read_size(request: Request) -> int:
+    if request.content_type.partition(";")[0].strip().lower() != IMAGE_MEDIA_TYPE:
+        raise errors.ApiError(415, f"Send the image's bytes as {IMAGE_MEDIA_TYPE}.")
     length = request.META.get("CONTENT_LENGTH") or ""
     if not length.isdecimal():
         raise errors.ApiError(411, "Send the number of bytes of the image in the Content-Length header.")
-    if int(length) > store.limit():
-        raise errors.ApiError(413, f"An image may have at most {store.limit()} bytes (CYBORG_IMAGE_MAX_BYTES).")
+    if int(length) > store.get_max_image_bytes():
+        raise errors.ApiError(
+            413, f"An image may have at most {store.get_max_image_bytes()} bytes (CYBORG_IMAGE_MAX_BYTES)."
+        )
     return int(length)
 
 
-def _pieces(request: Request) -> Iterator[bytes]:
+def _iterate_body(request: Request) -> Iterator[bytes]:
     try:
-        while piece := request._request.read(store.CHUNK):
-            yield piece
+        while chunk := request._request.read(store.CHUNK_BYTES):
+            yield chunk
     except OSError:
         return  # the client disconnected: the store then sees too few bytes and refuses the image

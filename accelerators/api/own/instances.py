@@ -9,41 +9,41 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-UNKNOWN = "unknown"
+UNKNOWN_STATE = "unknown"
 log = logging.getLogger(__name__)
 
 
-class Instance(NamedTuple):
+class InstanceKey(NamedTuple):
     """An instance whose state is looked up."""
 
     uuid: str
     project_id: str
 
 
-class Known(NamedTuple):
+class InstanceState(NamedTuple):
     """The state and name of an instance.
 
     `state` is Nova's word (ACTIVE, SHUTOFF…), `gone` if Nova has no such instance, or `unknown` while Nova does not
     answer.
     """
 
-    state: str = UNKNOWN
+    state: str = UNKNOWN_STATE
     name: str = ""
 
 
-Source = Callable[[Collection[Instance]], Mapping[str, Known]]
+InstanceStateSource = Callable[[Collection[InstanceKey]], Mapping[str, InstanceState]]
 """A function that returns, by uuid, the states of one page of instances within 2 s. An instance that it leaves out is
 `unknown`."""
 
-_sources: list[Source] = []
+_sources: list[InstanceStateSource] = []
 
 
-def register(source: Source) -> None:
+def register_source(source: InstanceStateSource) -> None:
     """Use `source` from now on; it replaces the source registered before."""
     _sources[:] = [source]
 
 
-def states(instances: Collection[Instance]) -> Mapping[str, Known]:
+def fetch_instance_states(instances: Collection[InstanceKey]) -> Mapping[str, InstanceState]:
     """Return what the source knows about these instances, by uuid.
 
     Returns an empty mapping if no source is registered. If the source raises, the error is logged and the mapping is

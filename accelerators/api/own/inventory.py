@@ -17,28 +17,28 @@ from rest_framework.response import Response
 from accelerators.api.own.accelerators import LayoutSerializer
 from accelerators.api.own.commands import CommandSerializer
 from accelerators.api.own.fields import (
-    Chosen,
     DeployableReference,
     DeviceReference,
     HostReference,
-    Url,
-    Why,
-    attach_info,
+    ReasonSerializer,
+    RowSerializer,
+    UrlField,
+    parse_attach_info,
 )
-from accelerators.api.own.views import Collection
+from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
 from accelerators.domain import actions
 from accelerators.domain.actions import Action
-from accelerators.domain.states import DeviceState, DeviceType, Drain, HandleType, Health
+from accelerators.domain.states import DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
-from accelerators.models.devices import driver_error
+from accelerators.models.devices import build_driver_error_expression
 
 
-def number_of(rows: QuerySet[Any], column: str) -> Coalesce:
+def count_related_rows(rows: QuerySet[Any], column: str) -> Coalesce:
     """Return an expression that counts the `rows` whose `column` refers to the outer row. It is a subquery of the same
     statement."""
-    counted = rows.filter(**{column: OuterRef("pk")}).order_by().values(column).annotate(n=Count("*")).values("n")
-    return Coalesce(Subquery(counted), Value(0), output_field=IntegerField())
+    counts = rows.filter(**{column: OuterRef("pk")}).order_by().values(column).annotate(n=Count("*")).values("n")
+    return Coalesce(Subquery(counts), Value(0), output_field=IntegerField())
 
 
 class HostFilter(filters.FilterSet):
@@ -50,10 +50,10 @@ class HostFilter(filters.FilterSet):
     )
 
 
-class HostSerializer(Chosen):
+class HostSerializer(RowSerializer):
     """A compute host: the last report of each driver, and since when its agent has not been heard from."""
 
-    url = Url("hosts", source="uuid")
+    url = UrlField("hosts", source="uuid")
     drivers = serializers.JSONField(
         read_only=True,
         help_text="For each driver: its error (empty if it answered), since when, its devices and its faults.",
@@ -77,16 +77,16 @@ class HostSerializer(Chosen):
         read_only_fields = fields
 
 
-class HostView(Collection):
+class HostView(CollectionView):
     """Compute hosts, ordered by name."""
 
     policy = "host"
-    orders = {"name": "name", "created": "id"}
-    default_order = "name"
-    shows = ("hosts", "devices")
+    sort_fields = {"name": "name", "created": "id"}
+    default_ordering = "name"
+    etag_collections = ("hosts", "devices")
     serializer_class = HostSerializer
     filterset_class = HostFilter
-    queryset = Host.objects.annotate(number_of_devices=number_of(Device.objects.all(), "host"))
+    queryset = Host.objects.annotate(number_of_devices=count_related_rows(Device.objects.all(), "host"))
 
 
 class DeviceFilter(filters.FilterSet):
@@ -105,20 +105,20 @@ class DeviceFilter(filters.FilterSet):
         exclude=True,
         help_text="Whether it is draining: it waits until its last request ends.",
     )
-    stale = filters.BooleanFilter(method="by_freshness", help_text="Whether the shown data may be out of date.")
+    stale = filters.BooleanFilter(method="filter_by_staleness", help_text="Whether the shown data may be out of date.")
 
-    def by_freshness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
+    def filter_by_staleness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
         """Keep stale devices if `wanted`, others if not. A device is stale if its host's agent is not heard, or if its
         driver or backend failed."""
         stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
-        matching = devices.alias(_error=driver_error())
+        matching = devices.alias(_error=build_driver_error_expression())
         return matching.filter(stale) if wanted else matching.exclude(stale)
 
 
-class DeviceSerializer(Chosen):
+class DeviceSerializer(RowSerializer):
     """A device (card): its state with reason, time and author; the actions possible now; its health."""
 
-    url = Url("devices", source="uuid")
+    url = UrlField("devices", source="uuid")
     host = HostReference(read_only=True)
     next_actions = serializers.SerializerMethodField()
     draining = serializers.SerializerMethodField()
@@ -127,7 +127,7 @@ class DeviceSerializer(Chosen):
     to_install = serializers.SerializerMethodField()
     acts = serializers.SerializerMethodField()
     changeable = serializers.SerializerMethodField()
-    busy_with = Url(
+    busy_with = UrlField(
         "commands", allow_null=True, help_text="The exclusive command that it executes; no request is bound meanwhile."
     )
     commands = serializers.SerializerMethodField()
@@ -175,7 +175,7 @@ class DeviceSerializer(Chosen):
 
     def get_next_actions(self, device: Device) -> list[str]:
         """The actions that are possible now. Each is a POST to the device's address followed by the action's name."""
-        return [action.value for action in actions.possible(lifecycle.standing(device, device.held))]
+        return [action.value for action in actions.possible_actions(lifecycle.build_standing(device, device.held))]
 
     def get_draining(self, device: Device) -> dict[str, Any] | None:
         """The state the device enters (`to`) when its last request ends, and how many requests are left; null if it is
@@ -203,44 +203,50 @@ class DeviceSerializer(Chosen):
         return device.host.why_stale(device.driver, device.backend)
 
 
-class WhyAndThen(Why):
+class DrainSerializer(ReasonSerializer):
     """The body of a drain: an optional reason, and the state after it."""
 
     then = serializers.ChoiceField(
-        [word.value for word in Drain],
-        default=Drain.MAINTENANCE.value,
+        [word.value for word in DrainTarget],
+        default=DrainTarget.MAINTENANCE.value,
         help_text="The state that it enters after its last request has ended.",
     )
 
 
-def _asks(action: Action) -> Callable[..., Response]:
-    def answer(view: Collection, request: Request, **kwargs: str) -> Response:
-        said = view.said(request)
-        then = Drain(said.get("then", Drain.MAINTENANCE))
-        lifecycle.ask(action, UUID(kwargs["uuid"]), view.caller, said.get("reason", ""), then)
+def _make_action_handler(action: Action) -> Callable[..., Response]:
+    def perform_action(view: CollectionView, request: Request, **kwargs: str) -> Response:
+        values = view.validate_member_action_body(request)
+        final_state = DrainTarget(values.get("then", DrainTarget.MAINTENANCE))
+        lifecycle.apply_action_to_device(
+            action, UUID(kwargs["uuid"]), view.caller, values.get("reason", ""), final_state
+        )
         return Response(view.get_serializer(view.get_object()).data)
 
-    answer.__doc__ = actions.MEANING[action]
-    return answer
+    perform_action.__doc__ = actions.ACTION_DESCRIPTIONS[action]
+    return perform_action
 
 
-class DeviceView(Collection):
+class DeviceView(CollectionView):
     """Devices, oldest first."""
 
     policy = "inventory"
-    orders = {"created": "id", "state": "state", "type": "type"}
-    verbs = dict.fromkeys([action.value for action in Action], Why) | {"drain": WhyAndThen}
-    dangerous = (Action.RETIRE.value,)
-    bodies = {"partial_update": LayoutSerializer}
-    answers = {"partial_update": (202, CommandSerializer)}
-    enable, disable, drain = _asks(Action.ENABLE), _asks(Action.DISABLE), _asks(Action.DRAIN)
-    quarantine, release = _asks(Action.QUARANTINE), _asks(Action.RELEASE)
-    retire, reinstate = _asks(Action.RETIRE), _asks(Action.REINSTATE)
-    shows = ("devices", "hosts", "requests")
+    sort_fields = {"created": "id", "state": "state", "type": "type"}
+    member_actions = dict.fromkeys([action.value for action in Action], ReasonSerializer) | {"drain": DrainSerializer}
+    actions_to_confirm = (Action.RETIRE.value,)
+    body_serializers = {"partial_update": LayoutSerializer}
+    response_serializers = {"partial_update": (202, CommandSerializer)}
+    enable, disable, drain = (
+        _make_action_handler(Action.ENABLE),
+        _make_action_handler(Action.DISABLE),
+        _make_action_handler(Action.DRAIN),
+    )
+    quarantine, release = _make_action_handler(Action.QUARANTINE), _make_action_handler(Action.RELEASE)
+    retire, reinstate = _make_action_handler(Action.RETIRE), _make_action_handler(Action.REINSTATE)
+    etag_collections = ("devices", "hosts", "requests")
     serializer_class = DeviceSerializer
     filterset_class = DeviceFilter
     queryset = Device.objects.select_related("host").annotate(
-        held=number_of(AcceleratorRequest.objects.all(), "attach_handle__deployable__device")
+        held=count_related_rows(AcceleratorRequest.objects.all(), "attach_handle__deployable__device")
     )
 
     @property
@@ -251,11 +257,11 @@ class DeviceView(Collection):
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Change keys of the device's layout that its driver accepts, and partition the device accordingly. The answer
         is the command that does it. Refused while anybody holds the device."""
-        made = partitioning.update(self.get_object().uuid, caller=self.caller, **self.body())
-        shown = CommandSerializer(made, context=super().get_serializer_context() | {"fields": ()}).data
-        return Response(shown, 202, headers={"Location": shown["url"]})
+        command = partitioning.update_layout(self.get_object().uuid, caller=self.caller, **self.validate_body())
+        data = CommandSerializer(command, context=super().get_serializer_context() | {"fields": ()}).data
+        return Response(data, 202, headers={"Location": data["url"]})
 
-    def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
+    def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:
         """Return the actions that are possible now."""
         return data.get("next_actions", ())
 
@@ -277,10 +283,10 @@ class AttributeSerializer(serializers.Serializer):
     origin = serializers.CharField(read_only=True)
 
 
-class DeployableSerializer(Chosen):
+class DeployableSerializer(RowSerializer):
     """The part of a device that is a resource provider, and how many of its attach handles are held."""
 
-    url = Url("deployables", source="uuid")
+    url = UrlField("deployables", source="uuid")
     device = DeviceReference(read_only=True)
     host = HostReference(source="device.host", read_only=True)
     attributes = AttributeSerializer(source="attribute_objects", many=True, read_only=True)
@@ -307,15 +313,17 @@ class DeployableSerializer(Chosen):
         read_only_fields = fields
 
 
-class DeployableView(Collection):
+class DeployableView(CollectionView):
     """Deployables, oldest first."""
 
     policy = "inventory"
-    shows = ("devices", "requests")
+    etag_collections = ("devices", "requests")
     serializer_class = DeployableSerializer
     filterset_class = DeployableFilter
     queryset = Deployable.objects.select_related("device__host").annotate(
-        held=number_of(AcceleratorRequest.objects.filter(attach_handle__isnull=False), "attach_handle__deployable"),
+        held=count_related_rows(
+            AcceleratorRequest.objects.filter(attach_handle__isnull=False), "attach_handle__deployable"
+        ),
         attribute_objects=ArraySubquery(
             Attribute.objects.filter(deployable=OuterRef("pk"))
             .order_by("id")
@@ -340,7 +348,7 @@ class AttachHandleFilter(filters.FilterSet):
     missing = filters.BooleanFilter(field_name="missing_since", lookup_expr="isnull", exclude=True)
 
 
-class Holder(serializers.Serializer):
+class HandleHolderSerializer(serializers.Serializer):
     """The request that holds an attach handle."""
 
     request = serializers.UUIDField(source="uuid", read_only=True)
@@ -348,13 +356,13 @@ class Holder(serializers.Serializer):
     instance = serializers.UUIDField(source="instance_uuid", read_only=True, allow_null=True)
     project = serializers.CharField(source="project_id", read_only=True)
     label = serializers.CharField(read_only=True)
-    url = Url("requests", source="uuid")
+    url = UrlField("requests", source="uuid")
 
 
-class AttachHandleSerializer(Chosen):
+class AttachHandleSerializer(RowSerializer):
     """One assignable unit, and the request that holds it."""
 
-    url = Url("attach_handles", source="uuid")
+    url = UrlField("attach_handles", source="uuid")
     type = serializers.CharField(source="attach_type", read_only=True)
     info = serializers.SerializerMethodField()
     not_offered = serializers.SerializerMethodField()
@@ -383,23 +391,23 @@ class AttachHandleSerializer(Chosen):
 
     def get_info(self, handle: AttachHandle) -> dict[str, str]:
         """How the unit is passed to an instance, for example its PCI address."""
-        return attach_info(handle.attach_info)
+        return parse_attach_info(handle.attach_info)
 
     def get_not_offered(self, handle: AttachHandle) -> str:
         """Why the unit is never offered to Nova; empty if it is offered."""
-        return handle.not_offered
+        return handle.reason_not_offered
 
     def get_holder(self, handle: AttachHandle) -> dict[str, Any] | None:
         """The request that holds the unit; null if it is free."""
         request = getattr(handle, "request", None)
-        return Holder(request, context=self.context).data if request else None
+        return HandleHolderSerializer(request, context=self.context).data if request else None
 
 
-class AttachHandleView(Collection):
+class AttachHandleView(CollectionView):
     """Assignable units, oldest first."""
 
     policy = "attach_handle"
-    shows = ("devices", "requests")
+    etag_collections = ("devices", "requests")
     serializer_class = AttachHandleSerializer
     filterset_class = AttachHandleFilter
     queryset = AttachHandle.objects.select_related("request", "deployable__device__host")

@@ -21,40 +21,40 @@ from rest_framework.pagination import CursorPagination
 from rest_framework.request import Request
 from rest_framework.utils.urls import replace_query_param
 
-MAX_CURSOR = 1024
+MAX_CURSOR_CHARS = 1024
 
 
-class Cursor(msgspec.Struct, frozen=True, array_like=True):
+class PageCursor(msgspec.Struct, frozen=True, array_like=True):
     """A position after the row with this `value` of the sort field and this `id`; if `backwards`, before that row."""
 
     order: str
-    back: bool
+    backwards: bool
     value: str
     id: int
 
-    def text(self) -> str:
+    def encode(self) -> str:
         """Return the cursor encoded for a URL."""
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
 
     @classmethod
-    def read(cls, text: str, order: str) -> Cursor:
+    def decode(cls, text: str, order: str) -> PageCursor:
         """Decode a cursor; raise NotFound (404) if it is invalid or belongs to another order."""
         try:
-            if len(text) > MAX_CURSOR or "\0" in text:
+            if len(text) > MAX_CURSOR_CHARS or "\0" in text:
                 raise ValueError
             cursor = msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=cls)
         except (ValueError, msgspec.MsgspecError) as error:
-            raise _not_one() from error
+            raise _invalid_cursor_error() from error
         if cursor.order != order or "\0" in cursor.value or not 0 <= cursor.id < 2**63:
-            raise _not_one()
+            raise _invalid_cursor_error()
         return cursor
 
 
-def _not_one() -> NotFound:
+def _invalid_cursor_error() -> NotFound:
     return NotFound("cursor: it does not belong to this list in this order; leave it out to start at the first page.")
 
 
-class Pages(CursorPagination):
+class RowPagination(CursorPagination):
     """Pages of `limit` rows, 1 to 500. `next` and `previous` are complete addresses."""
 
     page_size = 50
@@ -81,58 +81,64 @@ class Pages(CursorPagination):
                 parameter["schema"] |= bounds
         return parameters
 
-    def read(self, request: Request, view: Any) -> None:
+    def parse_request(self, request: Request, view: Any) -> None:
         """Read page size, order and cursor from the request, and keep them for `paginate_queryset`.
 
         Raises ParseError (400) or NotFound (404) for invalid values.
         """
         self.base_url, self.size = request.build_absolute_uri(), self.get_page_size(request)
-        self.order: str = view.order(request)
-        self.field = view.orders[self.order.removeprefix("-")]
+        self.order: str = view.get_requested_ordering(request)
+        self.sort_field = view.sort_fields[self.order.removeprefix("-")]
         text = request.query_params.get(self.cursor_query_param, "")
-        self.cursor = Cursor.read(text, self.order) if text else None
+        self.cursor = PageCursor.decode(text, self.order) if text else None
 
     def paginate_queryset(self, queryset: QuerySet[Any], request: Request, view: Any = None) -> list[Any]:
         """Return the rows of the page that `parse_request` has read. Every page takes one statement."""
         cursor, size = self.cursor, self.size
-        back = cursor is not None and cursor.back
-        downwards = self.order.startswith("-") != back
+        backwards = cursor is not None and cursor.back
+        descending = self.order.startswith("-") != backwards
         if cursor:
-            queryset = self._beyond(queryset, cursor, downwards)
-        sign = "-" if downwards else ""
-        rows = list(queryset.order_by(f"{sign}{self.field}", f"{sign}id")[: size + 1])
-        more, rows = len(rows) > size, rows[:size]
-        if back:
+            queryset = self._filter_beyond_cursor(queryset, cursor, descending)
+        sign = "-" if descending else ""
+        rows = list(queryset.order_by(f"{sign}{self.sort_field}", f"{sign}id")[: size + 1])
+        has_more, rows = len(rows) > size, rows[:size]
+        if backwards:
             rows.reverse()
-        self.rows, self.has_next, self.has_previous = rows, back or more, more if back else cursor is not None
+        self.rows, self.has_next, self.has_previous = (
+            rows,
+            backwards or has_more,
+            has_more if backwards else cursor is not None,
+        )
         return rows
 
-    def _beyond(self, queryset: QuerySet[Any], cursor: Cursor, downwards: bool) -> QuerySet[Any]:
+    def _filter_beyond_cursor(self, queryset: QuerySet[Any], cursor: PageCursor, descending: bool) -> QuerySet[Any]:
         try:
-            value = _field(queryset.model, self.field).to_python(cursor.value)
+            value = _resolve_model_field(queryset.model, self.sort_field).to_python(cursor.value)
             value = value.astimezone(UTC) if isinstance(value, datetime) else value
         except (ValidationError, OverflowError) as error:
-            raise _not_one() from error
-        lookup = TupleLessThan if downwards else TupleGreaterThan
-        return queryset.filter(lookup((F(self.field), F("id")), (value, cursor.id)))
+            raise _invalid_cursor_error() from error
+        lookup = TupleLessThan if descending else TupleGreaterThan
+        return queryset.filter(lookup((F(self.sort_field), F("id")), (value, cursor.id)))
 
     def get_next_link(self) -> str | None:
         """Return the address of the next page, or None."""
-        return self._link(self.rows[-1], False) if self.has_next and self.rows else None
+        return self._build_page_url(self.rows[-1], False) if self.has_next and self.rows else None
 
     def get_previous_link(self) -> str | None:
         """Return the address of the previous page, or None."""
-        return self._link(self.rows[0], True) if self.has_previous and self.rows else None
+        return self._build_page_url(self.rows[0], True) if self.has_previous and self.rows else None
 
-    def _link(self, row: Model, back: bool) -> str:
+    def _build_page_url(self, row: Model, backwards: bool) -> str:
         value: Any = row
-        for name in self.field.split("__"):
+        for name in self.sort_field.split("__"):
             value = getattr(value, name)
-        cursor = Cursor(self.order, back, value.isoformat() if hasattr(value, "isoformat") else str(value), row.pk)
-        return str(replace_query_param(self.base_url, self.cursor_query_param, cursor.text()))
+        cursor = PageCursor(
+            self.order, backwards, value.isoformat() if hasattr(value, "isoformat") else str(value), row.pk
+        )
+        return str(replace_query_param(self.base_url, self.cursor_query_param, cursor.encode()))
 
 
-def _field(model: type[Model], path: str) -> Any:
+def _resolve_model_field(model: type[Model], path: str) -> Any:
     """Return the model field at the end of `path`, which may lead through relations; raise FieldDoesNotExist
     otherwise."""
     *relations, last = path.split("__")
@@ -144,6 +150,6 @@ def _field(model: type[Model], path: str) -> Any:
     return model._meta.get_field(last)
 
 
-def page_parameters() -> Sequence[str]:
+def get_list_parameters() -> Sequence[str]:
     """Return the query parameters that every list accepts in addition to its filters."""
-    return (Pages.cursor_query_param, "limit", "ordering", "fields")
+    return (RowPagination.cursor_query_param, "limit", "ordering", "fields")

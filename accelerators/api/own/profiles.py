@@ -13,8 +13,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own import errors
-from accelerators.api.own.fields import Chosen, Text, Url
-from accelerators.api.own.views import Collection
+from accelerators.api.own.fields import RowSerializer, StrictTextField, UrlField
+from accelerators.api.own.views import CollectionView
 from accelerators.domain import groups
 from accelerators.models import AcceleratorRequest, DeviceProfile
 from accelerators.requests import profiles
@@ -32,16 +32,16 @@ class GroupsField(serializers.ListField):
 
     child = serializers.DictField(child=serializers.CharField())
 
-    def to_internal_value(self, data: Any) -> list[groups.Group]:
+    def to_internal_value(self, data: Any) -> list[groups.ProfileGroup]:
         """Check the groups and return them in the form in which they are stored.
 
         Raises ValidationError (400) for invalid groups, and ApiError 409 for more than MAX_REQUESTS accelerators.
         """
         if data == []:
             self.fail("empty")
-        if isinstance(data, list) and not all(_plain(group) for group in data):
+        if isinstance(data, list) and not all(_has_text_values_only(group) for group in data):
             raise serializers.ValidationError("Say a list of objects whose values are strings.")
-        if isinstance(data, list) and sum(_amounts(data)) > groups.MAX_REQUESTS:
+        if isinstance(data, list) and sum(_iterate_amounts(data)) > groups.MAX_REQUESTS:
             # The body is well formed but exceeds a quota. Neutron answers 409 in this case, too.
             raise errors.ApiError(409, f"groups: a profile may ask for at most {groups.MAX_REQUESTS} accelerators.")
         try:
@@ -54,28 +54,30 @@ class GroupsField(serializers.ListField):
         return data
 
 
-def _plain(group: Any) -> bool:
+def _has_text_values_only(group: Any) -> bool:
     return isinstance(group, dict) and all(isinstance(value, str) for value in group.values())
 
 
-def _amounts(data: list[dict[str, str]]) -> Iterator[int]:
+def _iterate_amounts(data: list[dict[str, str]]) -> Iterator[int]:
     for group in data:
         for key, value in group.items():
             if key.startswith("resources:") and len(value) <= 9 and value.isdecimal():
                 yield int(value)
 
 
-class ProfileSerializer(Chosen):
+class ProfileSerializer(RowSerializer):
     """A named list of groups. The index of a group is the `group_id` of the requests made from it."""
 
-    url = Url("profiles", source="uuid")
+    url = UrlField("profiles", source="uuid")
     # No uniqueness validator: a duplicate name is detected when the row is written.
-    name = Text(
+    name = StrictTextField(
         validators=[RegexValidator(r"^[a-zA-Z0-9_-]+$", "Say letters, digits, - and _ only.")],
         max_length=255,
         help_text="Letters, digits, - and _.",
     )
-    description = Text(max_length=profiles.MAX_DESCRIPTION, allow_blank=True, allow_null=True, required=False)
+    description = StrictTextField(
+        max_length=profiles.MAX_DESCRIPTION, allow_blank=True, allow_null=True, required=False
+    )
     groups = GroupsField(
         allow_empty=False, help_text='For example [{"resources:FPGA": "1", "trait:CUSTOM_FPGA_INTEL": "required"}].'
     )
@@ -89,12 +91,12 @@ class ProfileSerializer(Chosen):
         read_only_fields = ("uuid", "created_at", "updated_at")
 
 
-class ProfileView(Collection):
+class ProfileView(CollectionView):
     """Device profiles, oldest first."""
 
     policy = "device_profile"
-    orders = {"created": "id", "name": "name"}
-    shows = ("profiles", "requests")
+    sort_fields = {"created": "id", "name": "name"}
+    etag_collections = ("profiles", "requests")
     serializer_class = ProfileSerializer
     filterset_class = ProfileFilter
     queryset = DeviceProfile.objects.annotate(used=Exists(AcceleratorRequest.objects.filter(profile=OuterRef("pk"))))
@@ -104,20 +106,20 @@ class ProfileView(Collection):
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
         values = serializer.validated_data
-        made = profiles.create(values["name"], values["groups"], values.get("description"), None, self.caller)
-        shown = self.get_serializer(self.get_queryset().get(uuid=made)).data
-        return Response(shown, 201, headers={"Location": shown["url"]})
+        uuid = profiles.create_profile(values["name"], values["groups"], values.get("description"), None, self.caller)
+        data = self.get_serializer(self.get_queryset().get(uuid=uuid)).data
+        return Response(data, 201, headers={"Location": data["url"]})
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Edit a device profile; 409 while requests made from it exist."""
-        found = self.get_object()
-        serializer = self.get_serializer(found, data=request.data, partial=True)
+        profile = self.get_object()
+        serializer = self.get_serializer(profile, data=request.data, partial=True)
         serializer.is_valid(raise_exception=True)
         if serializer.validated_data:
-            profiles.edit(found.uuid, dict(serializer.validated_data), self.caller)
+            profiles.edit_profile(profile.uuid, dict(serializer.validated_data), self.caller)
         return Response(self.get_serializer(self.get_object()).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a device profile; 409 while requests made from it exist."""
-        profiles.delete(self.get_object().uuid, self.caller)
+        profiles.delete_profile(self.get_object().uuid, self.caller)
         return Response(status=204)

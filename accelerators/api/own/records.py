@@ -9,14 +9,14 @@ from django.db.models import F, QuerySet
 from rest_framework import serializers
 from rest_framework.exceptions import ParseError
 
-from accelerators.api.own.fields import Chosen, Url
-from accelerators.api.own.views import Collection
-from accelerators.domain.states import Source
+from accelerators.api.own.fields import RowSerializer, UrlField
+from accelerators.api.own.views import CollectionView
+from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Event, Seal
-from accelerators.models.records import saying
+from accelerators.models.records import event_has_words
 
 
-class Moment(filters.IsoDateTimeFilter):
+class UtcDateTimeFilter(filters.IsoDateTimeFilter):
     """A filter by time, converted to UTC because the database accepts fewer offsets than ISO 8601 has."""
 
     def filter(self, qs: QuerySet[Event], value: datetime | None) -> QuerySet[Event]:
@@ -32,24 +32,24 @@ class EventFilter(filters.FilterSet):
 
     subject = filters.UUIDFilter(help_text="The uuid of a host, device or request.")
     subject_type = filters.CharFilter(help_text="For example device, request, rule.")
-    actor = filters.CharFilter(method="by", help_text="Exactly this person, host or rule.")
+    actor = filters.CharFilter(method="filter_by_actor", help_text="Exactly this person, host or rule.")
     host = filters.CharFilter(help_text="Exactly this host name.")
     action = filters.CharFilter(help_text="For example device.missing.")
-    source = filters.MultipleChoiceFilter(choices=[(word, word) for word in Source], distinct=False)
+    source = filters.MultipleChoiceFilter(choices=[(word, word) for word in EventSource], distinct=False)
     request_id = filters.CharFilter(help_text="The x-openstack-request-id of the API call that caused the event.")
-    since = Moment(field_name="at", lookup_expr="gte", help_text="At this time or later.")
-    until = Moment(field_name="at", lookup_expr="lt", help_text="Before this time.")
+    since = UtcDateTimeFilter(field_name="at", lookup_expr="gte", help_text="At this time or later.")
+    until = UtcDateTimeFilter(field_name="at", lookup_expr="lt", help_text="Before this time.")
 
-    def by(self, rows: QuerySet[Event], name: str, value: str) -> QuerySet[Event]:
+    def filter_by_actor(self, rows: QuerySet[Event], name: str, value: str) -> QuerySet[Event]:
         """Keep events of exactly this actor. The word index narrows the search first; it uses at most ten words."""
         words = value.split()[:10]
-        return rows.filter(saying(*words), actor=value) if words else rows.filter(actor=value)
+        return rows.filter(event_has_words(*words), actor=value) if words else rows.filter(actor=value)
 
 
-class EventSerializer(Chosen):
+class EventSerializer(RowSerializer):
     """One change: the actor, the subject, the values before and after, and the reason."""
 
-    url = Url("events", source="id")
+    url = UrlField("events", source="id")
     changes = serializers.JSONField(read_only=True, help_text="For each field, the value before and after.")
 
     class Meta:
@@ -72,13 +72,13 @@ class EventSerializer(Chosen):
         read_only_fields = fields
 
 
-class EventView(Collection):
+class EventView(CollectionView):
     """Events, newest first."""
 
     policy = "event"
-    orders = {"at": "at"}
-    default_order = "-at"
-    shows = ("events",)
+    sort_fields = {"at": "at"}
+    default_ordering = "-at"
+    etag_collections = ("events",)
     lookup_field = "id"
     lookup_value_regex = "[0-9]{1,18}"
     serializer_class = EventSerializer
@@ -87,16 +87,16 @@ class EventView(Collection):
 
     def get_queryset(self) -> QuerySet[Event]:
         """Return the events that the caller may see: all of them, or those of the requests of the caller's project."""
-        if self.sees_all():
+        if self.can_see_all_projects():
             return super().get_queryset()
-        own = AcceleratorRequest.objects.filter(project_id=self.caller.project_id)
-        return super().get_queryset().filter(subject__in=own.values("uuid"))
+        own_requests = AcceleratorRequest.objects.filter(project_id=self.caller.project_id)
+        return super().get_queryset().filter(subject__in=own_requests.values("uuid"))
 
 
-class SealSerializer(Chosen):
+class SealSerializer(RowSerializer):
     """One link of the hash chain over events."""
 
-    url = Url("seals", source="number")
+    url = UrlField("seals", source="number")
 
     class Meta:
         model = Seal
@@ -104,12 +104,12 @@ class SealSerializer(Chosen):
         read_only_fields = fields
 
 
-class SealView(Collection):
+class SealView(CollectionView):
     """Seals over events, newest first. `manage.py verify_events` recomputes and compares them."""
 
     policy = "seal"
-    orders = {"number": "number"}
-    default_order = "-number"
+    sort_fields = {"number": "number"}
+    default_ordering = "-number"
     lookup_field = "number"
     lookup_value_regex = "[0-9]{1,18}"
     serializer_class = SealSerializer

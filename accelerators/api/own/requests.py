@@ -11,33 +11,33 @@ import django_filters as filters
 from django.db.models import QuerySet
 from rest_framework import serializers
 
-from accelerators.api.own.fields import Chosen, HandleReference, ProfileReference, Url
+from accelerators.api.own.fields import HandleReference, ProfileReference, RowSerializer, UrlField
 from accelerators.api.own.records import EventSerializer
-from accelerators.api.own.views import Collection
+from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Event
 
-TIMELINE = 100
+TIMELINE_EVENTS = 100
 """The number of newest events that a timeline shows; `/api/events/?subject=` lists all of them."""
-STATES = [(word, word) for word in RequestState]
+STATE_CHOICES = [(word, word) for word in RequestState]
 
 
 class RequestFilter(filters.FilterSet):
     """Filter by state, instance, project, host or profile. The project filter is useful only to callers who see several
     projects."""
 
-    state = filters.MultipleChoiceFilter(choices=STATES, distinct=False)
+    state = filters.MultipleChoiceFilter(choices=STATE_CHOICES, distinct=False)
     instance = filters.UUIDFilter(field_name="instance_uuid")
     project = filters.CharFilter(field_name="project_id")
     host = filters.CharFilter(field_name="hostname", help_text="Exactly this host name.")
     profile = filters.CharFilter(field_name="profile__name", help_text="Exactly this profile name.")
 
 
-class RequestSerializer(Chosen):
+class RequestSerializer(RowSerializer):
     """An accelerator request: what was asked for, its state, the reason of a failure, and the attach handle it
     holds."""
 
-    url = Url("requests", source="uuid")
+    url = UrlField("requests", source="uuid")
     project = serializers.CharField(source="project_id", read_only=True)
     instance = serializers.UUIDField(source="instance_uuid", read_only=True, allow_null=True)
     profile = ProfileReference(read_only=True)
@@ -80,24 +80,24 @@ class RequestWithTimelineSerializer(RequestSerializer):
 
     def get_timeline(self, request: AcceleratorRequest) -> list[dict[str, Any]]:
         """The newest events of the request."""
-        events = Event.objects.filter(subject=request.uuid).order_by("-at", "-id")[:TIMELINE]
+        events = Event.objects.filter(subject=request.uuid).order_by("-at", "-id")[:TIMELINE_EVENTS]
         return EventSerializer(events, many=True, context={"base": self.context["base"]}).data
 
 
-class Owned(Collection):
+class ProjectOwnedView(CollectionView):
     """Rows that belong to projects. A project sees only its own rows."""
 
     def get_queryset(self) -> QuerySet[Any]:
         """Return all rows if the caller may see every project's rows, otherwise the rows of the caller's project."""
         rows = super().get_queryset()
-        return rows if self.sees_all() else rows.filter(project_id=self.caller.project_id)
+        return rows if self.can_see_all_projects() else rows.filter(project_id=self.caller.project_id)
 
 
-class RequestView(Owned):
+class RequestView(ProjectOwnedView):
     """Accelerator requests, oldest first. Nova creates and binds them through `/v2/accelerator_requests`."""
 
     policy = "arq"
-    shows = ("requests", "events")
+    etag_collections = ("requests", "events")
     filterset_class = RequestFilter
     queryset = AcceleratorRequest.objects.select_related("profile", "attach_handle")
 

@@ -11,14 +11,21 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.drivers import READING
-from accelerators.api.own.fields import Chosen, Closed, Flag, Number, Text, Url
-from accelerators.api.own.views import Collection
+from accelerators.api.own.drivers import POLICY_RULE_BY_METHOD
+from accelerators.api.own.fields import (
+    ClosedSerializer,
+    RowSerializer,
+    StrictBooleanField,
+    StrictIntegerField,
+    StrictTextField,
+    UrlField,
+)
+from accelerators.api.own.views import CollectionView
 from accelerators.commands.placing import MAX_REASON
-from accelerators.domain.states import RolloutOp, RolloutState, Source, StepState
+from accelerators.domain.states import EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
 from accelerators.workflows import driver_rollouts
-from accelerators.workflows.driver_config import WORD, Change
+from accelerators.workflows.driver_config import WORD, DriverChange
 
 
 class RolloutFilter(filters.FilterSet):
@@ -29,19 +36,19 @@ class RolloutFilter(filters.FilterSet):
     state = filters.MultipleChoiceFilter(choices=[(word, word) for word in RolloutState], distinct=False)
 
 
-class SelectorSerializer(Closed):
+class SelectorSerializer(ClosedSerializer):
     """Selects hosts: `all`, hosts where a driver runs or is wanted, or hosts whose name matches a pattern. `driver` and
     `name` can be combined."""
 
-    all = Flag(required=False, help_text="Every host.")
-    driver = Text(max_length=64, required=False, help_text="Hosts where this driver runs or is wanted.")
-    name = Text(
+    all = StrictBooleanField(required=False, help_text="Every host.")
+    driver = StrictTextField(max_length=64, required=False, help_text="Hosts where this driver runs or is wanted.")
+    name = StrictTextField(
         max_length=255,
         required=False,
         help_text="Hosts whose name matches; * stands for any text, ? for one character.",
     )
 
-    combinations: ClassVar[Mapping[str, Any]] = {"properties": {"all": {"enum": [True]}}}
+    field_conditions: ClassVar[Mapping[str, Any]] = {"properties": {"all": {"enum": [True]}}}
 
 
 class SettingsField(serializers.JSONField):
@@ -54,22 +61,22 @@ class SettingsField(serializers.JSONField):
         return data
 
 
-class RolloutSerializer(Chosen):
+class RolloutSerializer(RowSerializer):
     """A change of a driver on a fixed list of hosts. Send `hosts` or `selector`; to change a single host, send a list
     of one."""
 
-    url = Url("rollouts", source="uuid")
+    url = UrlField("rollouts", source="uuid")
     op = serializers.ChoiceField([word.value for word in RolloutOp])
-    driver = Text(max_length=64)
+    driver = StrictTextField(max_length=64)
     hosts = serializers.ListField(
-        child=Text(max_length=255),
+        child=StrictTextField(max_length=255),
         write_only=True,
         required=False,
-        max_length=driver_rollouts.MOST,
+        max_length=driver_rollouts.MAX_ROLLOUT_HOSTS,
         help_text="The names of the hosts.",
     )
     selector = SelectorSerializer(write_only=True, required=False)
-    enabled = Flag(
+    enabled = StrictBooleanField(
         required=False,
         allow_null=True,
         help_text="If left out, it stays as it is; a driver that is installed is enabled.",
@@ -79,20 +86,22 @@ class RolloutSerializer(Chosen):
         allow_null=True,
         help_text="If left out, they stay as they are. They must not contain secrets: they are shown.",
     )
-    max_parallel = Number(
+    max_parallel = StrictIntegerField(
         min_value=1,
         max_value=driver_rollouts.MAX_PARALLEL,
         required=False,
         help_text="How many hosts are changed at the same time; 5 if left out.",
     )
-    stop_on_failure = Flag(
+    stop_on_failure = StrictBooleanField(
         required=False, help_text="Whether to start no further host after one has failed; true if left out."
     )
-    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events.")
+    reason = StrictTextField(
+        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events."
+    )
     by = serializers.CharField(source="actor", read_only=True)
     counts = serializers.SerializerMethodField()
 
-    combinations: ClassVar[Mapping[str, Any]] = {
+    field_conditions: ClassVar[Mapping[str, Any]] = {
         "oneOf": [
             {"required": ["hosts"], "properties": {"hosts": {"minItems": 1}, "selector": {"maxProperties": 0}}},
             {"required": ["selector"], "properties": {"selector": {"minProperties": 1}, "hosts": {"maxItems": 0}}},
@@ -136,16 +145,16 @@ class RolloutSerializer(Chosen):
 
     def get_counts(self, rollout: Rollout) -> dict[str, int]:
         """The number of hosts in each state."""
-        return {word.value: getattr(rollout, f"{word}_steps") for word in StepState}
+        return {word.value: getattr(rollout, f"{word}_steps") for word in RolloutStepState}
 
 
 class RolloutStepSerializer(serializers.Serializer):
     """One host of the rollout. `text` says how the step ended, or why it was not started."""
 
     host = serializers.CharField(source="host_name", read_only=True)
-    state = serializers.ChoiceField([word.value for word in StepState], read_only=True)
+    state = serializers.ChoiceField([word.value for word in RolloutStepState], read_only=True)
     text = serializers.CharField(read_only=True)
-    command = Url("commands", source="command.uuid", default=None)
+    command = UrlField("commands", source="command.uuid", default=None)
     ended_at = serializers.DateTimeField(read_only=True, allow_null=True)
 
 
@@ -164,21 +173,21 @@ class RolloutWithStepsSerializer(RolloutSerializer):
         return RolloutStepSerializer(steps, many=True, context=self.context).data
 
 
-class Nothing(Closed):
+class CancelRolloutSerializer(ClosedSerializer):
     """An empty body."""
 
 
-class RolloutView(Collection):
+class RolloutView(CollectionView):
     """Rollouts of drivers, newest first."""
 
     policy = "driver"
-    policy_rules = READING
-    default_order = "-created"
+    policy_rules = POLICY_RULE_BY_METHOD
+    default_ordering = "-created"
     filterset_class = RolloutFilter
-    verbs = {"cancel": Nothing}
-    answers = dict.fromkeys(("create", "cancel"), (202, RolloutWithStepsSerializer))
+    member_actions = {"cancel": CancelRolloutSerializer}
+    response_serializers = dict.fromkeys(("create", "cancel"), (202, RolloutWithStepsSerializer))
     queryset = Rollout.objects.annotate(
-        **{f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in StepState}
+        **{f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in RolloutStepState}
     )
 
     def get_serializer_class(self) -> type[RolloutSerializer]:
@@ -186,7 +195,7 @@ class RolloutView(Collection):
         lists."""
         return RolloutWithStepsSerializer if self.detail or self.request.method == "POST" else RolloutSerializer
 
-    def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
+    def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:
         """Offer `cancel` while the rollout runs."""
         return ("cancel",) if data.get("state") == RolloutState.RUNNING else ()
 
@@ -194,23 +203,23 @@ class RolloutView(Collection):
         """Start a rollout: 202. If it has a single host, a refusal by that host or its devices is answered here."""
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
-        said = dict(serializer.validated_data)
-        hosts = driver_rollouts.choose(said.get("hosts") or (), said.get("selector"))
-        change = Change(RolloutOp(said["op"]), said["driver"], said.get("enabled"), said.get("settings"))
-        careful = {name: said[name] for name in ("max_parallel", "stop_on_failure") if name in said}
-        made = driver_rollouts.start(
+        values = dict(serializer.validated_data)
+        hosts = driver_rollouts.select_hosts(values.get("hosts") or (), values.get("selector"))
+        change = DriverChange(RolloutOp(values["op"]), values["driver"], values.get("enabled"), values.get("settings"))
+        pace_options = {name: values[name] for name in ("max_parallel", "stop_on_failure") if name in values}
+        rollout = driver_rollouts.start_rollout(
             change,
             hosts,
             self.caller,
-            pace=driver_rollouts.Pace(**careful),
-            reason=said.get("reason", ""),
-            source=Source.API,
+            pace=driver_rollouts.RolloutPace(**pace_options),
+            reason=values.get("reason", ""),
+            source=EventSource.API,
         )
-        shown = self.get_serializer(self.get_queryset().get(pk=made.pk)).data
-        return Response(shown, 202, headers={"Location": shown["url"]})
+        data = self.get_serializer(self.get_queryset().get(pk=rollout.pk)).data
+        return Response(data, 202, headers={"Location": data["url"]})
 
     def cancel(self, request: Request, **kwargs: str) -> Response:
         """Start no further hosts. Hosts that have been started are finished."""
-        self.said(request)
-        driver_rollouts.cancel(self.get_object(), self.caller)
+        self.validate_member_action_body(request)
+        driver_rollouts.cancel_rollout(self.get_object(), self.caller)
         return Response(self.get_serializer(self.get_object()).data, 202)

@@ -16,9 +16,9 @@ from accelerators.api.own.profiles import ProfileView
 from accelerators.api.own.records import EventView, SealView
 from accelerators.api.own.requests import RequestView
 from accelerators.api.own.rollouts import RolloutView
-from accelerators.api.own.views import Collection
+from accelerators.api.own.views import CollectionView
 
-RESOURCES: Mapping[str, type[Collection]] = {
+RESOURCES: Mapping[str, type[CollectionView]] = {
     "hosts": HostView,
     "drivers": DriverView,
     "rollouts": RolloutView,

@@ -26,35 +26,35 @@ from rest_framework.response import Response
 from rest_framework.serializers import Serializer
 from rest_framework.viewsets import GenericViewSet
 
-from accelerators.api.browsable import Browsable
-from accelerators.api.json import Json
+from accelerators.api.browsable import BrowsableRenderer
+from accelerators.api.json import JsonRenderer
 from accelerators.api.own import errors
-from accelerators.api.own.fields import Chosen, chosen
-from accelerators.api.own.paging import Pages, page_parameters
+from accelerators.api.own.fields import RowSerializer, parse_field_names
+from accelerators.api.own.paging import RowPagination, get_list_parameters
 from accelerators.domain.caller import Caller
 from accelerators.runtime import generations
 
-MAX_BODY = 1_048_576
+MAX_BODY_BYTES = 1_048_576
 RELEASE = version("cyborgweb")
 
 
-class JsonBody(BaseParser):
+class JsonBodyParser(BaseParser):
     """Parse a JSON body of at most 1 MiB."""
 
     media_type = "application/json"
 
     def parse(self, stream: Any, media_type: str | None = None, parser_context: Any = None) -> Any:
         """Return the parsed body; raise 413 if it is larger than 1 MiB and 400 if it is not JSON."""
-        body = stream.read(MAX_BODY + 1)
-        if len(body) > MAX_BODY:
-            raise errors.too_large()
+        body = stream.read(MAX_BODY_BYTES + 1)
+        if len(body) > MAX_BODY_BYTES:
+            raise errors.body_too_large_error()
         try:
             return orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise ParseError(f"The body is not valid JSON: {error}.") from error
 
 
-class Filters(DjangoFilterBackend):
+class DeclaredFilterBackend(DjangoFilterBackend):
     """Filter a list by its declared filters only, and accept only the values they define.
 
     On an HTML page, whose form sends every field, an empty filter is ignored.
@@ -66,25 +66,25 @@ class Filters(DjangoFilterBackend):
         Raise 400 for an empty value of a filter that is not a text filter, and for a boolean other than `true` and
         `false`.
         """
-        said = request.query_params.copy()
-        for name, one in view.filters().items():
-            values = said.getlist(name)
-            if request.accepted_renderer.format == Browsable.format and not any(values):
-                said.pop(name, None)
-            elif "" in values and not isinstance(one, filters.CharFilter):
+        query = request.query_params.copy()
+        for name, query_filter in view.get_filters().items():
+            values = query.getlist(name)
+            if request.accepted_renderer.format == BrowsableRenderer.format and not any(values):
+                query.pop(name, None)
+            elif "" in values and not isinstance(query_filter, filters.CharFilter):
                 raise ParseError(f"{name}: say a value, or leave it out.")
-            elif isinstance(one, filters.BooleanFilter) and not {*values} <= {"true", "false"}:
+            elif isinstance(query_filter, filters.BooleanFilter) and not {*values} <= {"true", "false"}:
                 raise ParseError(f"{name}: say true or false.")
-        return super().get_filterset_kwargs(request, queryset, view) | {"data": said}
+        return super().get_filterset_kwargs(request, queryset, view) | {"data": query}
 
 
-class Collection(GenericViewSet):
+class CollectionView(GenericViewSet):
     """Rows of one kind, as a list and as single members. This class reads; subclasses that write add methods."""
 
-    renderer_classes = [Json, Browsable]
-    parser_classes = [JsonBody]
-    pagination_class = Pages
-    filter_backends = [Filters]
+    renderer_classes = [JsonRenderer, BrowsableRenderer]
+    parser_classes = [JsonBodyParser]
+    pagination_class = RowPagination
+    filter_backends = [DeclaredFilterBackend]
     http_method_names = ["get", "head", "post", "patch", "delete"]
     lookup_field = "uuid"
     lookup_value_regex = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -92,37 +92,37 @@ class Collection(GenericViewSet):
     filterset_class: ClassVar[Any] = None
     policy: ClassVar[str]
     """Prefix of its policy rules: `cyborg:<policy>:get_all`, `get_one`, `create`, `update`, `delete`."""
-    orders: ClassVar[Mapping[str, str]] = {"created": "id"}
+    sort_fields: ClassVar[Mapping[str, str]] = {"created": "id"}
     """The words that `ordering` accepts, each with the indexed field that it sorts by."""
-    default_order: ClassVar[str] = "created"
-    verbs: ClassVar[Mapping[str, type[Serializer]]] = {}
+    default_ordering: ClassVar[str] = "created"
+    member_actions: ClassVar[Mapping[str, type[Serializer]]] = {}
     """Actions on one member, each with the serializer of its body. An action is a POST to the member's address followed
     by the action's name, and is handled by the method of that name. It needs the rule for updating a member."""
-    dangerous: ClassVar[tuple[str, ...]] = ()
+    actions_to_confirm: ClassVar[tuple[str, ...]] = ()
     """Actions for which the HTML page asks for confirmation."""
-    words: ClassVar[Mapping[str, str]] = {}
+    collection_actions: ClassVar[Mapping[str, str]] = {}
     """Actions on several members at once: name in the URL → name of the method that handles it. An action is a POST to
     the collection's address followed by its name. Its rule is `cyborg:<policy>:<name in the URL>`."""
-    bodies: ClassVar[Mapping[str, type[Serializer]]] = {}
+    body_serializers: ClassVar[Mapping[str, type[Serializer]]] = {}
     """The serializer of an action's body, for actions whose body is not the row that is shown."""
-    answers: ClassVar[Mapping[str, tuple[int, type[Serializer]]]] = {}
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[Serializer]]]] = {}
     """The status and the serializer of an action's answer, for actions that do not answer with the row."""
-    parameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    detail_parameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Query parameters for reading a member, in addition to `fields`: `type` is a JSON schema, `description` a
     sentence."""
-    shows: ClassVar[tuple[generations.Collection, ...]] = ()
+    etag_collections: ClassVar[tuple[generations.CollectionName, ...]] = ()
     """The collections whose generations make the ETag of an answer. If empty, the ETag is a digest of the answer."""
 
     @property
     def policy_rules(self) -> dict[str, str]:
         """Map each HTTP method to the policy rule that it needs, for the permission classes."""
-        read = "get_one" if self.detail else "get_all"
-        verbs = {"GET": read, "HEAD": read, "POST": "create", "PATCH": "update", "DELETE": "delete"}
+        read_rule = "get_one" if self.detail else "get_all"
+        rule_by_method = {"GET": read_rule, "HEAD": read_rule, "POST": "create", "PATCH": "update", "DELETE": "delete"}
         if self.detail:
-            verbs["POST"] = "update"
-        if word := next((word for word, action in self.words.items() if action == self.action), ""):
-            verbs["POST"] = word
-        return {method: f"cyborg:{self.policy}:{verb}" for method, verb in verbs.items()}
+            rule_by_method["POST"] = "update"
+        if action_name := next((word for word, action in self.collection_actions.items() if action == self.action), ""):
+            rule_by_method["POST"] = action_name
+        return {method: f"cyborg:{self.policy}:{rule}" for method, rule in rule_by_method.items()}
 
     @property
     def caller(self) -> Caller:
@@ -131,7 +131,7 @@ class Collection(GenericViewSet):
 
     def get_exception_handler(self) -> Callable[..., Response]:
         """Return the handler that renders every error in this API's one format."""
-        return errors.handle
+        return errors.handle_exception
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Check authentication, permissions, the body's length and the query string before the handler runs.
@@ -141,9 +141,9 @@ class Collection(GenericViewSet):
         """
         super().initial(request, *args, **kwargs)
         length = request.META.get("CONTENT_LENGTH") or "0"
-        if not length.isdecimal() or int(length) > MAX_BODY:
-            raise errors.too_large()
-        self._read_query(request)
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            raise errors.body_too_large_error()
+        self._check_query(request)
 
     def check_permissions(self, request: Request) -> None:
         """Raise 405 for a method that this URL does not have, before the policy rules are checked."""
@@ -151,111 +151,115 @@ class Collection(GenericViewSet):
             self.http_method_not_allowed(request)
         super().check_permissions(request)
 
-    def allowed(self, rule: str) -> bool:
+    def is_rule_satisfied(self, rule: str) -> bool:
         """Return whether the caller satisfies `rule`, which need not be a rule of this URL."""
         try:
-            self.require(rule)
+            self.require_rule(rule)
         except PermissionDenied:
             return False
         return True
 
-    def require(self, rule: str) -> None:
+    def require_rule(self, rule: str) -> None:
         """Raise PermissionDenied unless the caller satisfies `rule`."""
-        asked = SimpleNamespace(policy_rules={self.request.method: rule})
-        if not all(permission.has_permission(self.request, asked) for permission in self.get_permissions()):
+        rule_holder = SimpleNamespace(policy_rules={self.request.method: rule})
+        if not all(permission.has_permission(self.request, rule_holder) for permission in self.get_permissions()):
             raise PermissionDenied
 
-    def sees_all(self) -> bool:
+    def can_see_all_projects(self) -> bool:
         """Return whether the caller may see the rows of all projects."""
         return self.caller.is_admin
 
-    def order(self, request: Request) -> str:
+    def get_requested_ordering(self, request: Request) -> str:
         """Return the requested order: a key of `sort_fields`, with a leading `-` for descending. Raise 400 for any
         other value."""
-        asked = request.query_params.get("ordering", self.default_order)
-        if asked.removeprefix("-") not in self.orders:
-            raise ParseError(f"ordering: say one of {', '.join(self.orders)}; a leading - reverses the order.")
-        return asked
+        requested = request.query_params.get("ordering", self.default_ordering)
+        if requested.removeprefix("-") not in self.sort_fields:
+            raise ParseError(f"ordering: say one of {', '.join(self.sort_fields)}; a leading - reverses the order.")
+        return requested
 
     def get_serializer_context(self) -> dict[str, Any]:
         """Add the base of all addresses (`base`) and the requested fields (`fields`) to the serializer context."""
         base = f"{self.request.scheme}://{self.request.get_host()}" if self.request else ""
-        return super().get_serializer_context() | {"base": base, "fields": getattr(self, "chosen", ())}
+        return super().get_serializer_context() | {"base": base, "fields": getattr(self, "chosen_fields", ())}
 
     def list(self, request: Request) -> Response:
         """Return one page of the list. Invalid parameters are refused before the ETag is compared."""
         rows = self.filter_queryset(self.get_queryset())
-        self.paginator.read(request, self)
-        return self._tagged(request, lambda: self._page(rows))
+        self.paginator.parse_request(request, self)
+        return self._respond_with_etag(request, lambda: self._build_page(rows))
 
     def retrieve(self, request: Request, **kwargs: str) -> Response:
         """Return one member."""
-        return self._tagged(request, lambda: self.get_serializer(self.get_object()).data)
+        return self._respond_with_etag(request, lambda: self.get_serializer(self.get_object()).data)
 
-    def _page(self, queryset: QuerySet[Any]) -> Any:
+    def _build_page(self, queryset: QuerySet[Any]) -> Any:
         rows = self.paginate_queryset(queryset)
-        return self.get_paginated_response(self.get_serializer(self.prepare(rows), many=True).data).data
+        return self.get_paginated_response(self.get_serializer(self.load_row_details(rows), many=True).data).data
 
-    def body(self) -> dict[str, Any]:
+    def validate_body(self) -> dict[str, Any]:
         """Validate and return the body of an action with an entry in `body_serializers`; raise 400 if it is invalid."""
-        body = self.bodies[self.action](data=self.request.data, context=self.get_serializer_context())
+        body = self.body_serializers[self.action](data=self.request.data, context=self.get_serializer_context())
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
-    def said(self, request: Request) -> dict[str, Any]:
+    def validate_member_action_body(self, request: Request) -> dict[str, Any]:
         """Validate and return the body of an action that is declared in `member_actions`; raise 400 if it is invalid.
         The body may be empty."""
-        body = self.verbs[self.action](data=request.data, context=self.get_serializer_context())
+        body = self.member_actions[self.action](data=request.data, context=self.get_serializer_context())
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
-    def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
+    def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:
         """Return the actions that the HTML page offers for the member shown as `data`."""
-        return self.verbs.keys()
+        return self.member_actions.keys()
 
-    def prepare(self, rows: list[Any]) -> list[Any]:
+    def load_row_details(self, rows: list[Any]) -> list[Any]:
         """Add to the rows of a page the details that are not in the database, and return the rows. The default adds
         nothing."""
         return rows
 
-    def _tagged(self, request: Request, produce: Callable[[], Any]) -> Response:
-        if request.accepted_renderer.format != Json.format:
-            return Response(produce())
+    def _respond_with_etag(self, request: Request, build_data: Callable[[], Any]) -> Response:
+        if request.accepted_renderer.format != JsonRenderer.format:
+            return Response(build_data())
         data = None
-        if self.shows:
-            tag = f"{self.shows[0]}-{generations.current(*self.shows)}"
+        if self.etag_collections:
+            content_tag = f"{self.etag_collections[0]}-{generations.current_generation(*self.etag_collections)}"
         else:
-            data = produce()
-            tag = f"{self.policy}-{_digest(orjson.dumps(data, default=str))}"
-        scope = "all" if self.sees_all() else self.caller.project_id
-        about = f"{RELEASE} {scope} {request.build_absolute_uri()}"
-        etag = f'W/"{tag}-{_digest(about.encode())}"'
+            data = build_data()
+            content_tag = f"{self.policy}-{_compute_digest(orjson.dumps(data, default=str))}"
+        scope = "all" if self.can_see_all_projects() else self.caller.project_id
+        variant = f"{RELEASE} {scope} {request.build_absolute_uri()}"
+        etag = f'W/"{content_tag}-{_compute_digest(variant.encode())}"'
         response = get_conditional_response(request._request, etag=etag)
         if response is None:
-            response = Response(data if data is not None else produce())
+            response = Response(data if data is not None else build_data())
         response["ETag"] = etag
         response["Cache-Control"] = "private, no-cache"
         patch_vary_headers(response, ["X-Auth-Token", "Cookie"])
         return response
 
-    def _read_query(self, request: Request) -> None:
+    def _check_query(self, request: Request) -> None:
         """Check the query parameters, and remember the fields that `fields` selects.
 
         Raise 400 for an unknown parameter. Only GET and HEAD accept parameters.
         """
-        known: tuple[str, ...] = ()
+        known_parameters: tuple[str, ...] = ()
         if request.method in ("GET", "HEAD"):
-            known = ("fields", *self.parameters) if self.detail else (*page_parameters(), *self.filters())
-        if unknown := sorted(set(request.query_params) - set(known)):
-            there_are = f"known are {', '.join(sorted(known))}" if known else "this address takes none"
-            raise ParseError(f"{', '.join(unknown)[:200]}: unknown parameter; {there_are}.")
-        serializer: type[Chosen] = self.get_serializer_class()
-        self.chosen = chosen(request.query_params.get("fields", ""), serializer().fields)
+            known_parameters = (
+                ("fields", *self.detail_parameters) if self.detail else (*get_list_parameters(), *self.get_filters())
+            )
+        if unknown := sorted(set(request.query_params) - set(known_parameters)):
+            known_text = (
+                f"known are {', '.join(sorted(known_parameters))}" if known_parameters else "this address takes none"
+            )
+            raise ParseError(f"{', '.join(unknown)[:200]}: unknown parameter; {known_text}.")
+        serializer: type[RowSerializer] = self.get_serializer_class()
+        self.chosen_fields = parse_field_names(request.query_params.get("fields", ""), serializer().fields)
 
-    def filters(self) -> Mapping[str, Any]:
+    def get_filters(self) -> Mapping[str, Any]:
         """Return the list's filters by name."""
         return self.filterset_class.base_filters if self.filterset_class else {}
 
 
-def _digest(content: bytes) -> str:
+def _compute_digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=9).hexdigest()

@@ -10,11 +10,11 @@ import uuid
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from accelerators.api.v2.faults import V2Error, bad_input, missing_argument
+from accelerators.api.v2.faults import V2Error, bad_input_error, missing_argument_error
 
-Params = dict[str, list[str]]
+QueryParams = dict[str, list[str]]
 
-FILTERS = (
+FILTER_NAMES = (
     "parent_uuid",
     "root_uuid",
     "board",
@@ -29,146 +29,150 @@ FILTERS = (
 )
 """Names that `filters` accepts. All except limit, sort_key, sort_dir and name are ignored."""
 
-_INDEXED = re.compile(r"filters\[([0-9]{1,6})\]\.(field|value)")
-_COUNT = re.compile(r"[0-9]{1,18}")
+_INDEXED_FILTER = re.compile(r"filters\[([0-9]{1,6})\]\.(field|value)")
+_LIMIT = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
 class ListQuery:
     """The parsed query of a list. `sort` is None for the default order, oldest first."""
 
-    equal: Mapping[str, str] = field(default_factory=dict)
+    equal_filters: Mapping[str, str] = field(default_factory=dict)
     sort: tuple[str, str] | None = None
     limit: int | None = None
     marker: str | None = None
 
 
-def listing(params: Iterable[tuple[str, list[str]]], exact: Collection[str], sortable: Collection[str]) -> ListQuery:
+def parse_list_query(
+    params: Iterable[tuple[str, list[str]]], column_filters: Collection[str], sortable: Collection[str]
+) -> ListQuery:
     """Parse the query string of a list; the parameters in `column_filters` are compared with columns.
 
     The filter `name` is ignored if the resource has no such column. Any filter, even an ignored one, changes the order
     to newest first (contract 2.0, Lists).
     """
-    left = dict(params)
-    filters = _filters(left)
-    scalars = _scalars(left, {*exact, "limit", "marker"})
-    equal = {name: scalars[name] for name in exact if scalars.get(name)}
-    sort = _sort(filters, sortable) if filters or equal else None
+    remaining = dict(params)
+    filters = _extract_filters(remaining)
+    values = _get_last_values(remaining, {*column_filters, "limit", "marker"})
+    equal = {name: values[name] for name in column_filters if values.get(name)}
+    sort = _parse_sort(filters, sortable) if filters or equal else None
     if "name" in filters and "name" in sortable:
         equal["name"] = filters["name"]
-    return _page(scalars, equal, sort, filters.get("limit"))
+    return _build_list_query(values, equal, sort, filters.get("limit"))
 
 
-def page(params: Iterable[tuple[str, list[str]]], known: Collection[str]) -> tuple[ListQuery, Mapping[str, str]]:
+def parse_page_query(
+    params: Iterable[tuple[str, list[str]]], known: Collection[str]
+) -> tuple[ListQuery, Mapping[str, str]]:
     """Parse paging for a list that handles its own parameters; return the page (oldest first) and the given parameters
     of `known`."""
-    scalars = _scalars(dict(params), {*known, "limit", "marker"})
-    return _page(scalars, {}, None, None), {name: scalars[name] for name in known if name in scalars}
+    values = _get_last_values(dict(params), {*known, "limit", "marker"})
+    return _build_list_query(values, {}, None, None), {name: values[name] for name in known if name in values}
 
 
-def only(params: Iterable[tuple[str, list[str]]], *known: str) -> Mapping[str, str]:
+def parse_known_arguments(params: Iterable[tuple[str, list[str]]], *known: str) -> Mapping[str, str]:
     """Return the parameters of the query string; raise V2Error 400 for any that is not in `known`."""
-    return _scalars(dict(params), known)
+    return _get_last_values(dict(params), known)
 
 
-def _page(
-    scalars: Mapping[str, str], equal: Mapping[str, str], sort: tuple[str, str] | None, limit: str | None
+def _build_list_query(
+    values: Mapping[str, str], equal: Mapping[str, str], sort: tuple[str, str] | None, limit: str | None
 ) -> ListQuery:
-    marker = scalars.get("marker")
-    if marker is not None and canonical(marker) is None:
-        raise unknown_marker(marker)
-    return ListQuery(equal, sort, _limit(scalars.get("limit", limit)), marker and canonical(marker))
+    marker = values.get("marker")
+    if marker is not None and to_canonical_uuid(marker) is None:
+        raise unknown_marker_error(marker)
+    return ListQuery(equal, sort, _parse_limit(values.get("limit", limit)), marker and to_canonical_uuid(marker))
 
 
-def unknown_marker(value: str) -> V2Error:
+def unknown_marker_error(value: str) -> V2Error:
     """Return the error 400 for a marker that is not an item of the list."""
-    return bad_input("marker", value, "It must be the uuid of an item of this list.")
+    return bad_input_error("marker", value, "It must be the uuid of an item of this list.")
 
 
-def canonical(value: str) -> str | None:
+def to_canonical_uuid(value: str) -> str | None:
     """Return the uuid in its stored form, or None if `value` is not a uuid. Case, dashes and braces do not matter."""
     try:
         parsed = uuid.UUID(value)
     except ValueError:
         return None
-    bare = value.replace("urn:", "").replace("uuid:", "").strip("{}").replace("-", "").lower()
-    return str(parsed) if parsed.hex == bare else None
+    digits = value.replace("urn:", "").replace("uuid:", "").strip("{}").replace("-", "").lower()
+    return str(parsed) if parsed.hex == digits else None
 
 
 def check_uuid(value: str) -> None:
     """Raise V2Error 400, with upstream's text, unless `value` is a uuid (contract 2.0)."""
-    if canonical(value) is None:
-        raise bad_input("uuid", value, f"unable to convert to uuid. Error: Expected a uuid but received {value}.")
+    if to_canonical_uuid(value) is None:
+        raise bad_input_error("uuid", value, f"unable to convert to uuid. Error: Expected a uuid but received {value}.")
 
 
-def stored(value: str) -> bool:
+def is_canonical_uuid(value: str) -> bool:
     """Return whether `value` is a uuid in exactly the stored form. Upstream compares strings, so other forms find
     nothing."""
-    return canonical(value) == value
+    return to_canonical_uuid(value) == value
 
 
-def _scalars(params: Params, known: Collection[str]) -> dict[str, str]:
+def _get_last_values(params: QueryParams, known: Collection[str]) -> dict[str, str]:
     """Return each parameter with its last value. Raise V2Error 400 for an unknown parameter, or a NUL, which the
     database cannot store."""
     if unknown := sorted(set(params) - set(known)):
         raise V2Error(400, f'Unknown argument: "{", ".join(unknown)}"')
-    scalars = {name: values[-1] for name, values in params.items()}
-    for name, value in scalars.items():
-        _no_nul(name, value)
-    return scalars
+    last_values = {name: values[-1] for name, values in params.items()}
+    for name, value in last_values.items():
+        _check_no_nul(name, value)
+    return last_values
 
 
-def _filters(params: Params) -> dict[str, str]:
+def _extract_filters(params: QueryParams) -> dict[str, str]:
     """Remove the filters from `params` and return them by name.
 
     Two forms are accepted: `filters.field=F&filters.value=V`, repeated, and `filters[0].field=F…`.
     """
     if "filters" in params:
-        raise bad_input("filters", params["filters"][-1], "unable to convert to ArrayType.")
+        raise bad_input_error("filters", params["filters"][-1], "unable to convert to ArrayType.")
     dotted = params.pop("filters.field", []), params.pop("filters.value", [])
-    pairs = _indexed(params) if not any(dotted) else _paired(*dotted)
+    pairs = _extract_indexed_filters(params) if not any(dotted) else _pair_filters(*dotted)
     for name, value in pairs:
-        if name not in FILTERS:
-            raise bad_input("field", name, f"Value should be one of: {', '.join(FILTERS)}")
-        _no_nul(name, value)
+        if name not in FILTER_NAMES:
+            raise bad_input_error("field", name, f"Value should be one of: {', '.join(FILTER_NAMES)}")
+        _check_no_nul(name, value)
     return dict(pairs)
 
 
-def _paired(fields: list[str], values: list[str]) -> list[tuple[str, str]]:
+def _pair_filters(fields: list[str], values: list[str]) -> list[tuple[str, str]]:
     if len(fields) != len(values):
-        raise missing_argument("filters.value" if len(fields) > len(values) else "filters.field")
+        raise missing_argument_error("filters.value" if len(fields) > len(values) else "filters.field")
     return list(zip(fields, values, strict=True))
 
 
-def _indexed(params: Params) -> list[tuple[str, str]]:
-    found: dict[int, dict[str, str]] = {}
+def _extract_indexed_filters(params: QueryParams) -> list[tuple[str, str]]:
+    parts_by_index: dict[int, dict[str, str]] = {}
     for name in list(params):
-        if match := _INDEXED.fullmatch(name):
-            found.setdefault(int(match[1]), {})[match[2]] = params.pop(name)[-1]
-    for index, pair in found.items():
+        if match := _INDEXED_FILTER.fullmatch(name):
+            parts_by_index.setdefault(int(match[1]), {})[match[2]] = params.pop(name)[-1]
+    for index, pair in parts_by_index.items():
         for part in ("field", "value"):
             if part not in pair:
-                raise missing_argument(f"filters[{index}].{part}")
-    return [(found[index]["field"], found[index]["value"]) for index in sorted(found)]
+                raise missing_argument_error(f"filters[{index}].{part}")
+    return [(parts_by_index[index]["field"], parts_by_index[index]["value"]) for index in sorted(parts_by_index)]
 
 
-def _sort(filters: Mapping[str, str], sortable: Collection[str]) -> tuple[str, str]:
+def _parse_sort(filters: Mapping[str, str], sortable: Collection[str]) -> tuple[str, str]:
     key, direction = filters.get("sort_key", "created_at"), filters.get("sort_dir", "desc")
     if key not in sortable:
         raise V2Error(400, f'The sort_key value "{key}" is an invalid field for sorting')
     if direction not in ("asc", "desc"):
-        raise bad_input("sort_dir", direction, "Value should be one of: asc, desc")
+        raise bad_input_error("sort_dir", direction, "Value should be one of: asc, desc")
     return key, direction
 
 
-def _limit(value: str | None) -> int | None:
+def _parse_limit(value: str | None) -> int | None:
     if value is None:
         return None
-    if not _COUNT.fullmatch(value):
-        raise bad_input("limit", value, "It must be an integer, 0 or more.")
+    if not _LIMIT.fullmatch(value):
+        raise bad_input_error("limit", value, "It must be an integer, 0 or more.")
     return int(value)
 
 
-def _no_nul(name: str, value: str) -> None:
+def _check_no_nul(name: str, value: str) -> None:
     if "\0" in value:
-        raise bad_input(name, value.replace("\0", "\\0"), "It must not contain NUL.")
+        raise bad_input_error(name, value.replace("\0", "\\0"), "It must not contain NUL.")

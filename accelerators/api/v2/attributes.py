@@ -11,36 +11,36 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.v2 import arguments, bodies
-from accelerators.api.v2.faults import V2Error, bad_input, missing_argument
-from accelerators.api.v2.resource import Resource, links, moment, plain
-from accelerators.api.v2.views import DetailView, ListView, View
+from accelerators.api.v2.faults import V2Error, bad_input_error, missing_argument_error
+from accelerators.api.v2.resource import V2Resource, make_links_column, make_plain_column, make_time_column
+from accelerators.api.v2.views import V2DetailView, V2ListView, V2View
 from accelerators.inventory import attributes
 
 _INTEGER = re.compile(r"[0-9]{1,18}")
 
-ATTRIBUTES = Resource(
+ATTRIBUTES = V2Resource(
     name="attributes",
     noun="Attribute",
     alias="a",
     tables="accelerators_attribute a",
-    shown="TRUE",
+    visible_condition="TRUE",
     columns=(
-        plain("uuid", "a.uuid"),
-        plain("deployable_id", "a.deployable_id"),
-        plain("key", "a.key"),
-        plain("value", "a.value"),
-        moment("created_at", "a.created_at"),
-        moment("updated_at", "a.updated_at"),
-        links("a.uuid", self="/accelerator/v2/attributes/"),
+        make_plain_column("uuid", "a.uuid"),
+        make_plain_column("deployable_id", "a.deployable_id"),
+        make_plain_column("key", "a.key"),
+        make_plain_column("value", "a.value"),
+        make_time_column("created_at", "a.created_at"),
+        make_time_column("updated_at", "a.updated_at"),
+        make_links_column("a.uuid", self="/accelerator/v2/attributes/"),
     ),
 )
 
 
-class Attributes(View):
+class AttributeMethods(V2View):
     """The methods that the collection and its members share."""
 
     resource = ATTRIBUTES
-    allow = "DELETE, GET, POST"
+    allow_header = "DELETE, GET, POST"
     policy_rules = {
         "GET": "cyborg:attribute:get_all",
         "POST": "cyborg:attribute:create",
@@ -50,51 +50,55 @@ class Attributes(View):
     def post(self, request: Request, uuid: str = "") -> Response:
         """Create an attribute; 201. The body may be bare, or wrapped as openstacksdk sends it. If the key exists
         already, that attribute becomes the operator's."""
-        arguments.only(request.query_params.lists())
-        body = bodies.read(request, "req_attr")
+        arguments.parse_known_arguments(request.query_params.lists())
+        body = bodies.read_json_body(request, "req_attr")
         if isinstance(body, dict) and isinstance(body.get("attribute"), dict):
             body = body["attribute"]
-        bodies.shape(isinstance(body, dict), "An attribute must be an object with deployable_id, key and value.")
-        made = attributes.put(
-            _integer(body.get("deployable_id")),
-            bodies.text(body.get("key"), "key"),
-            bodies.text(body.get("value"), "value", attributes.MAX_VALUE, 0),
+        bodies.check_condition(
+            isinstance(body, dict), "An attribute must be an object with deployable_id, key and value."
+        )
+        made = attributes.set_operator_attribute(
+            _parse_deployable_id(body.get("deployable_id")),
+            bodies.check_text(body.get("key"), "key"),
+            bodies.check_text(body.get("value"), "value", attributes.MAX_VALUE, 0),
             request.user,
         )
-        return Response(ATTRIBUTES.find(str(made), self.version, self.base), 201)
+        return Response(ATTRIBUTES.fetch_one(str(made), self.version, self.base_url), 201)
 
     def delete(self, request: Request, uuid: str = "") -> Response:
         """Delete an attribute, named in the path or in `?uuid=`; 204."""
-        given = arguments.only(request.query_params.lists(), *(() if uuid else ("uuid",)))
-        named = uuid or given.get("uuid")
-        if not named:
-            raise missing_argument("uuid")
-        if not arguments.stored(named):
-            raise V2Error(404, f"Attribute not found with uuid={named}")
-        attributes.remove(UUID(named), request.user)
+        given = arguments.parse_known_arguments(request.query_params.lists(), *(() if uuid else ("uuid",)))
+        attribute_uuid = uuid or given.get("uuid")
+        if not attribute_uuid:
+            raise missing_argument_error("uuid")
+        if not arguments.is_canonical_uuid(attribute_uuid):
+            raise V2Error(404, f"Attribute not found with uuid={attribute_uuid}")
+        attributes.remove_attribute(UUID(attribute_uuid), request.user)
         return Response(None, 204)
 
 
-class AttributeList(Attributes, ListView):
+class AttributeList(AttributeMethods, V2ListView):
     """`GET /v2/attributes?deployable_id=&key=`."""
 
     def get(self, request: Request) -> Response:
         """Return all attributes, or those of a deployable (0 means all deployables) or with a key."""
-        query, given = arguments.page(request.query_params.lists(), ("deployable_id", "key"))
-        of = _integer(given.get("deployable_id", "0"))
-        also = "(%(of)s = 0 OR a.deployable_id = %(of)s) AND (%(key)s::text IS NULL OR a.key = %(key)s)"
-        return Response(ATTRIBUTES.list(query, self.version, self.base, also, of=of, key=given.get("key")))
+        query, given = arguments.parse_page_query(request.query_params.lists(), ("deployable_id", "key"))
+        of = _parse_deployable_id(given.get("deployable_id", "0"))
+        condition = "(%(of)s = 0 OR a.deployable_id = %(of)s) AND (%(key)s::text IS NULL OR a.key = %(key)s)"
+        return Response(
+            ATTRIBUTES.fetch_list(query, self.version, self.base_url, condition, of=of, key=given.get("key"))
+        )
 
 
-class AttributeDetail(Attributes, DetailView):
+class AttributeDetail(AttributeMethods, V2DetailView):
     """`GET /v2/attributes/{uuid}`: not wrapped."""
 
-    policy_rules = Attributes.policy_rules | {"GET": "cyborg:attribute:get_one"}
+    policy_rules = AttributeMethods.policy_rules | {"GET": "cyborg:attribute:get_one"}
 
 
-def _integer(value: Any) -> int:
+def _parse_deployable_id(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18:
         return value
     if isinstance(value, str) and _INTEGER.fullmatch(value):
         return int(value)
-    raise bad_input("deployable_id", str(value)[:64], "It must be an integer, 0 or more.")
+    raise bad_input_error("deployable_id", str(value)[:64], "It must be an integer, 0 or more.")

@@ -7,13 +7,13 @@ from typing import Any
 import orjson
 from rest_framework.request import Request
 
-from accelerators.api.v2.faults import V2Error, missing_argument
+from accelerators.api.v2.faults import V2Error, missing_argument_error
 
-LONGEST = 255
-READABLE = ("", "application/json", "text/javascript", "application/javascript")
+MAX_TEXT_CHARS = 255
+JSON_MEDIA_TYPES = ("", "application/json", "text/javascript", "application/javascript")
 
 
-def read(request: Request, name: str) -> Any:
+def read_json_body(request: Request, argument: str) -> Any:
     """Return the parsed body.
 
     Raises V2Error 400 if it is empty (`argument` is upstream's name for the missing argument) or not JSON, and 415 for
@@ -21,24 +21,24 @@ def read(request: Request, name: str) -> Any:
     """
     raw = request._request.body
     if not raw.strip():
-        raise missing_argument(name)
-    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if kind not in READABLE:
-        raise V2Error(415, f"Unknown mimetype: {kind}")
+        raise missing_argument_error(argument)
+    media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if media_type not in JSON_MEDIA_TYPES:
+        raise V2Error(415, f"Unknown mimetype: {media_type}")
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:
         raise V2Error(400, "Request is not in valid JSON format") from None
 
 
-def shape(right: bool, sentence: str) -> None:
+def check_condition(condition: bool, message: str) -> None:
     """Raise V2Error 400 with `message` if `condition` is false."""
-    if not right:
-        raise V2Error(400, sentence)
+    if not condition:
+        raise V2Error(400, message)
 
 
-def text(value: object, name: str, longest: int = LONGEST, shortest: int = 1) -> str:
+def check_text(value: object, name: str, max_length: int = MAX_TEXT_CHARS, min_length: int = 1) -> str:
     """Return `value` if it is a string of the allowed length without NUL; raise V2Error 400 otherwise."""
-    if not isinstance(value, str) or not shortest <= len(value) <= longest or "\0" in value:
-        raise V2Error(400, f"{name} must be a string of {shortest} to {longest} characters without NUL.")
+    if not isinstance(value, str) or not min_length <= len(value) <= max_length or "\0" in value:
+        raise V2Error(400, f"{name} must be a string of {min_length} to {max_length} characters without NUL.")
     return value

@@ -8,56 +8,56 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.v2 import arguments
-from accelerators.api.v2.faults import V2Error, missing_argument
-from accelerators.api.v2.resource import Resource, links, moment, plain
-from accelerators.api.v2.views import DetailView, ListView, View
+from accelerators.api.v2.faults import V2Error, missing_argument_error
+from accelerators.api.v2.resource import V2Resource, make_links_column, make_plain_column, make_time_column
+from accelerators.api.v2.views import V2DetailView, V2ListView, V2View
 from accelerators.devices import lifecycle
 
 
-def held(part: str) -> str:
+def build_held_condition(deployable_alias: str) -> str:
     """Return SQL that tests whether a request names the deployable with this SQL alias, or holds one of its handles."""
     return f"""(
-        EXISTS (SELECT FROM accelerators_acceleratorrequest q WHERE q.deployable_id = {part}.id)
+        EXISTS (SELECT FROM accelerators_acceleratorrequest q WHERE q.deployable_id = {deployable_alias}.id)
         OR EXISTS (SELECT FROM accelerators_attachhandle t
                    JOIN accelerators_acceleratorrequest q ON q.attach_handle_id = t.id
-                   WHERE t.deployable_id = {part}.id))"""
+                   WHERE t.deployable_id = {deployable_alias}.id))"""
 
 
-SHOWN = f"""d.state <> 'retired' AND (d.state <> 'missing' OR EXISTS (
-    SELECT FROM accelerators_deployable part WHERE part.device_id = d.id AND {held("part")}))"""
+VISIBLE_DEVICES = f"""d.state <> 'retired' AND (d.state <> 'missing' OR EXISTS (
+    SELECT FROM accelerators_deployable part WHERE part.device_id = d.id AND {build_held_condition("part")}))"""
 """SQL condition for visible devices: all except retired ones, and missing ones that nobody holds."""
 
-DEVICES = Resource(
+DEVICES = V2Resource(
     name="devices",
     noun="Device",
     alias="d",
     tables="accelerators_device d JOIN accelerators_host h ON h.id = d.host_id",
-    shown=SHOWN,
+    visible_condition=VISIBLE_DEVICES,
     columns=(
-        plain("uuid", "d.uuid"),
-        plain("type", "d.type"),
-        plain("vendor", "d.vendor"),
-        plain("model", "d.model"),
-        plain("std_board_info", "d.std_board_info"),
-        plain("vendor_board_info", "d.vendor_board_info"),
-        plain("hostname", "h.name"),
-        plain("status", "CASE d.state WHEN 'ready' THEN 'enabled' ELSE 'maintaining' END", since=(2, 3)),
-        links("d.uuid", self="/accelerator/v2/devices/"),
-        moment("created_at", "d.created_at"),
-        moment("updated_at", "d.updated_at"),
+        make_plain_column("uuid", "d.uuid"),
+        make_plain_column("type", "d.type"),
+        make_plain_column("vendor", "d.vendor"),
+        make_plain_column("model", "d.model"),
+        make_plain_column("std_board_info", "d.std_board_info"),
+        make_plain_column("vendor_board_info", "d.vendor_board_info"),
+        make_plain_column("hostname", "h.name"),
+        make_plain_column("status", "CASE d.state WHEN 'ready' THEN 'enabled' ELSE 'maintaining' END", since=(2, 3)),
+        make_links_column("d.uuid", self="/accelerator/v2/devices/"),
+        make_time_column("created_at", "d.created_at"),
+        make_time_column("updated_at", "d.updated_at"),
     ),
 )
 
 
-class DeviceList(ListView):
+class DeviceList(V2ListView):
     """`GET /v2/devices?type=&vendor=&hostname=`."""
 
     resource = DEVICES
-    exact = ("type", "vendor", "hostname")
+    column_filters = ("type", "vendor", "hostname")
     policy_rules = {"GET": "cyborg:device:get_all"}
 
 
-class DeviceDetail(DetailView):
+class DeviceDetail(V2DetailView):
     """`GET /v2/devices/{uuid}`. Text that is not a uuid is answered with 404, not with 400."""
 
     resource = DEVICES
@@ -65,15 +65,15 @@ class DeviceDetail(DetailView):
     policy_rules = {"GET": "cyborg:device:get_one"}
 
 
-class DeviceAction(View):
+class DeviceAction(V2View):
     """`POST /v2/devices/{uuid}/enable` and `…/disable`. The body is ignored (contract section 2.4)."""
 
     def post(self, request: Request, uuid: str) -> Response:
         """Perform the action; 204, also if nothing changes."""
-        arguments.only(request.query_params.lists())
-        if not arguments.stored(uuid):
+        arguments.parse_known_arguments(request.query_params.lists())
+        if not arguments.is_canonical_uuid(uuid):
             raise V2Error(404, f"Device not found with uuid={uuid}")
-        self.act(UUID(uuid), request.user)
+        self.change_state(UUID(uuid), request.user)
         return Response(None, 204)
 
 
@@ -81,14 +81,14 @@ class DeviceEnable(DeviceAction):
     """Enable a device: request the state `ready`."""
 
     policy_rules = {"POST": "cyborg:device:enable"}
-    act = staticmethod(lifecycle.enable)
+    change_state = staticmethod(lifecycle.enable_device)
 
 
 class DeviceDisable(DeviceAction):
     """Disable a device: take it out of offer."""
 
     policy_rules = {"POST": "cyborg:device:disable"}
-    act = staticmethod(lifecycle.disable)
+    change_state = staticmethod(lifecycle.disable_device)
 
 
 class ActionWithoutDevice(DeviceDetail):
@@ -99,4 +99,4 @@ class ActionWithoutDevice(DeviceDetail):
 
     def post(self, request: Request, uuid: str) -> Response:
         """Raise 400 for the missing uuid."""
-        raise missing_argument("uuid")
+        raise missing_argument_error("uuid")

@@ -13,22 +13,22 @@ from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.db import InterfaceError, OperationalError
 from rest_framework.exceptions import APIException
 
-from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
 
 
-STATUSES: Mapping[Reason, int] = {
-    Reason.UNKNOWN: 404,
-    Reason.NONE_FREE: 404,
-    Reason.STATE: 500,
-    Reason.CONFLICT: 409,
-    Reason.INVALID: 400,
-    Reason.DUPLICATE: 500,
-    Reason.SERVICE_TOKEN: 403,
-    Reason.HELD: 409,
-    Reason.AWAY: 503,
+STATUS_BY_REASON: Mapping[RefusalReason, int] = {
+    RefusalReason.UNKNOWN: 404,
+    RefusalReason.NONE_FREE: 404,
+    RefusalReason.STATE: 500,
+    RefusalReason.CONFLICT: 409,
+    RefusalReason.INVALID: 400,
+    RefusalReason.DUPLICATE: 500,
+    RefusalReason.SERVICE_TOKEN: 403,
+    RefusalReason.HELD: 409,
+    RefusalReason.AWAY: 503,
 }
 """HTTP status for each reason of a RefusedError. The two 500 are upstream's; its clients and tests expect them
 (contract section 2.3, annex A.4)."""
@@ -42,12 +42,12 @@ class V2Error(Exception):
         self.status, self.text = status, text
 
 
-def bad_input(name: str, value: str, why: str) -> V2Error:
+def bad_input_error(name: str, value: str, explanation: str) -> V2Error:
     """Return the error 400 for a value that cannot be used."""
-    return V2Error(400, f"Invalid input for field/attribute {name}. Value: '{value}'. {why}")
+    return V2Error(400, f"Invalid input for field/attribute {name}. Value: '{value}'. {explanation}")
 
 
-def missing_argument(name: str) -> V2Error:
+def missing_argument_error(name: str) -> V2Error:
     """Return the error 400 for a required argument that is missing."""
     return V2Error(400, f'Missing argument: "{name}"')
 
@@ -62,42 +62,42 @@ class RouterError(Exception):
         self.status, self.headers = status, dict(headers)
         self._reason, self._detail = reason, detail
 
-    def body(self, accept: str | None, page: bool, silent: bool) -> dict[str, str]:
+    def build_body(self, accept: str | None, as_html: bool, is_head: bool) -> dict[str, str]:
         """Return the wrapped text: an HTML page if `as_html`, plain text otherwise, and empty for HEAD (`is_head`,
         form D)."""
-        return {"error_message": "" if silent else self._page(accept) if page else self._text(accept)}
+        return {"error_message": "" if is_head else self._render_html(accept) if as_html else self._render_text(accept)}
 
-    def _fill(self, accept: str | None, detail: str) -> str:
+    def _fill_template(self, accept: str | None, detail: str) -> str:
         # Without an Accept header upstream does not replace its placeholder.
         reason = self._reason.replace("${HTTP_ACCEPT}", accept or "${HTTP_ACCEPT}")
         tail = "\n\n" if self.status == HTTPStatus.NOT_FOUND else ""
         return f"{reason}<br /><br />\n{detail}{tail}"
 
-    def _text(self, accept: str | None) -> str:
-        body = self._fill(accept, self._detail).replace("\n", " ").replace("<br />", "\n")
-        return f"{self._line}\n\n{body}"
+    def _render_text(self, accept: str | None) -> str:
+        body = self._fill_template(accept, self._detail).replace("\n", " ").replace("<br />", "\n")
+        return f"{self._status_line}\n\n{body}"
 
-    def _page(self, accept: str | None) -> str:
-        body = self._fill(accept and escape(accept), escape(self._detail))
-        head = f"<html>\n <head>\n  <title>{self._line}</title>\n </head>\n"
-        return f"{head} <body>\n  <h1>{self._line}</h1>\n  {body}\n </body>\n</html>"
+    def _render_html(self, accept: str | None) -> str:
+        body = self._fill_template(accept and escape(accept), escape(self._detail))
+        head = f"<html>\n <head>\n  <title>{self._status_line}</title>\n </head>\n"
+        return f"{head} <body>\n  <h1>{self._status_line}</h1>\n  {body}\n </body>\n</html>"
 
     @property
-    def _line(self) -> str:
+    def _status_line(self) -> str:
         return f"{self.status} {HTTPStatus(self.status).phrase}"
 
 
-def no_such_url() -> RouterError:
+def no_such_url_error() -> RouterError:
     """Return the error 404 for an address that does not exist."""
     return RouterError(404, "The resource could not be found.")
 
 
-def not_allowed(method: str, allow: str) -> RouterError:
+def method_not_allowed_error(method: str, allow: str) -> RouterError:
     """Return the error 405. `allow` lists the methods of the whole collection, as upstream does."""
     return RouterError(405, f"The method {method} is not allowed for this resource. ", headers={"Allow": allow})
 
 
-def not_acceptable(detail: str = "", headers: Mapping[str, str] = MappingProxyType({})) -> RouterError:
+def not_acceptable_error(detail: str = "", headers: Mapping[str, str] = MappingProxyType({})) -> RouterError:
     """Return the error 406 for a version or an Accept header. The unclosed bracket in the text is upstream's."""
     reason = (
         "The resource could not be generated that was acceptable to your browser\n(content of type ${HTTP_ACCEPT}. "
@@ -105,7 +105,7 @@ def not_acceptable(detail: str = "", headers: Mapping[str, str] = MappingProxyTy
     return RouterError(406, reason, detail, headers)
 
 
-def explain(error: Exception) -> tuple[int, str]:
+def explain_error(error: Exception) -> tuple[int, str]:
     """Return the status and the message for an exception that a handler raised.
 
     An unexpected exception is logged, and its details are not shown. A database outage is logged and gives 503.
@@ -114,7 +114,7 @@ def explain(error: Exception) -> tuple[int, str]:
         case V2Error():
             answer = error.status, error.text
         case RefusedError():
-            answer = STATUSES[error.reason], error.text
+            answer = STATUS_BY_REASON[error.reason], error.text
         case APIException():
             answer = error.status_code, str(error.detail)
         case RequestDataTooBig():
@@ -130,12 +130,12 @@ def explain(error: Exception) -> tuple[int, str]:
     return answer
 
 
-def wrapped(status: int, text: str) -> dict[str, str]:
+def wrap_fault(status: int, text: str) -> dict[str, str]:
     """Return an error body in form A: a JSON document inside a string. openstacksdk reads its `faultstring`."""
     code = "Client" if status < 500 else "Server"
     return {"error_message": json.dumps({"faultcode": code, "faultstring": text, "debuginfo": None})}
 
 
-def unauthenticated(text: str) -> dict[str, dict[str, object]]:
+def build_unauthenticated_body(text: str) -> dict[str, dict[str, object]]:
     """Return an error body in form E, the only one that upstream sends without its usual wrapper."""
     return {"error": {"code": 401, "title": "Unauthorized", "message": text}}

@@ -8,86 +8,90 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerators.api.v2 import arguments, bodies
-from accelerators.api.v2.faults import V2Error, bad_input
-from accelerators.api.v2.versions import Version, below
-from accelerators.requests.binding import Bind
+from accelerators.api.v2.faults import V2Error, bad_input_error
+from accelerators.api.v2.versions import Microversion, version_too_low_error
+from accelerators.requests.binding import BindSpec
 
-NEEDED = ("hostname", "device_rp_uuid", "instance_uuid")
-PROJECT = "project_id"
-MAX_PATCHED = 1000
+REQUIRED_FIELDS = ("hostname", "device_rp_uuid", "instance_uuid")
+PROJECT_FIELD = "project_id"
+MAX_PATCHED_REQUESTS = 1000
 
-_PROJECT = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+_PROJECT_ID = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 
 @dataclass(frozen=True)
-class Patch:
+class RequestsPatch:
     """The parsed body. If `binds` is empty, all of `uuids` are to be unbound; otherwise `binds` has one entry per
     request."""
 
     uuids: list[str]
-    binds: list[Bind]
+    binds: list[BindSpec]
 
 
-def read(body: object, version: Version, is_admin: bool) -> Patch:
+def parse_patch(body: object, version: Microversion, is_admin: bool) -> RequestsPatch:
     """Parse the body and check all its operations, in the body's order. Changes nothing; raises V2Error."""
-    bodies.shape(isinstance(body, dict) and bool(body), "The body must map request uuids to lists of operations.")
+    bodies.check_condition(
+        isinstance(body, dict) and bool(body), "The body must map request uuids to lists of operations."
+    )
     assert isinstance(body, dict)
-    bodies.shape(len(body) <= MAX_PATCHED, f"At most {MAX_PATCHED} requests are patched at once.")
+    bodies.check_condition(
+        len(body) <= MAX_PATCHED_REQUESTS, f"At most {MAX_PATCHED_REQUESTS} requests are patched at once."
+    )
     kinds, binds = set(), []
     for uuid, operations in body.items():
-        kind, fields = _one(operations, version, is_admin)
+        kind, fields = _parse_operations(operations, version, is_admin)
         kinds.add(kind)
         if kind == "add":
-            binds.append(_bind(uuid, fields))
+            binds.append(_parse_bind(uuid, fields))
     if len(kinds) > 1:
-        raise _cannot("Every op must be add or remove")
-    return Patch(list(body), binds)
+        raise _patch_error("Every op must be add or remove")
+    return RequestsPatch(list(body), binds)
 
 
-def _one(operations: object, version: Version, is_admin: bool) -> tuple[str, dict[str, Any]]:
-    sentence = "The operations of a request must be a list of objects with op and path."
-    bodies.shape(isinstance(operations, list) and bool(operations), sentence)
+def _parse_operations(operations: object, version: Microversion, is_admin: bool) -> tuple[str, dict[str, Any]]:
+    message = "The operations of a request must be a list of objects with op and path."
+    bodies.check_condition(isinstance(operations, list) and bool(operations), message)
     assert isinstance(operations, list)
     for operation in operations:
-        bodies.shape(isinstance(operation, dict) and {"op", "path"} <= operation.keys(), sentence)
-        bodies.shape(isinstance(operation["path"], str), sentence)
+        bodies.check_condition(isinstance(operation, dict) and {"op", "path"} <= operation.keys(), message)
+        bodies.check_condition(isinstance(operation["path"], str), message)
     ops = {str(operation["op"]) for operation in operations}
     if ops not in ({"add"}, {"remove"}):
-        raise _cannot("Every op must be add or remove")
+        raise _patch_error("Every op must be add or remove")
     fields = {operation["path"].lstrip("/"): operation.get("value") for operation in operations}
     for operation in operations:
         _check_path(operation["path"], version, is_admin)
     return ops.pop(), fields
 
 
-def _check_path(path: str, version: Version, is_admin: bool) -> None:
+def _check_path(path: str, version: Microversion, is_admin: bool) -> None:
     name = path.lstrip("/")
-    if name == PROJECT:
+    if name == PROJECT_FIELD:
         if version < (2, 1):
-            raise below((2, 1))
+            raise version_too_low_error((2, 1))
         if not is_admin:
             raise V2Error(403, "Access was denied to the following resource: cyborg:arq:update")
-    elif name not in NEEDED:
-        raise _cannot(f"Invalid path in patch {path[:64]}")
+    elif name not in REQUIRED_FIELDS:
+        raise _patch_error(f"Invalid path in patch {path[:64]}")
 
 
-def _bind(uuid: str, fields: dict[str, Any]) -> Bind:
-    if absent := [name for name in NEEDED if fields.get(name) is None]:
-        raise _cannot(f"Fields absent in patch {', '.join(absent)}")
-    project = fields.get(PROJECT)
-    if project is not None and not (isinstance(project, str) and _PROJECT.fullmatch(project)):
-        raise bad_input(PROJECT, str(project)[:64], "It must be the id of a project.")
-    host = bodies.text(fields["hostname"], "hostname")
-    return Bind(uuid, host, _uuid(fields, "device_rp_uuid"), _uuid(fields, "instance_uuid"), project or "")
+def _parse_bind(uuid: str, fields: dict[str, Any]) -> BindSpec:
+    if missing := [name for name in REQUIRED_FIELDS if fields.get(name) is None]:
+        raise _patch_error(f"Fields absent in patch {', '.join(missing)}")
+    project = fields.get(PROJECT_FIELD)
+    if project is not None and not (isinstance(project, str) and _PROJECT_ID.fullmatch(project)):
+        raise bad_input_error(PROJECT_FIELD, str(project)[:64], "It must be the id of a project.")
+    host = bodies.check_text(fields["hostname"], "hostname")
+    return BindSpec(uuid, host, _get_uuid(fields, "device_rp_uuid"), _get_uuid(fields, "instance_uuid"), project or "")
 
 
-def _uuid(fields: dict[str, Any], name: str) -> str:
+def _get_uuid(fields: dict[str, Any], name: str) -> str:
     value = fields[name]
-    found = arguments.canonical(value) if isinstance(value, str) else None
-    if found is None:
-        raise bad_input(name, str(value)[:64], f"Expected a uuid but received {str(value)[:64]}.")
-    return found
+    canonical = arguments.to_canonical_uuid(value) if isinstance(value, str) else None
+    if canonical is None:
+        raise bad_input_error(name, str(value)[:64], f"Expected a uuid but received {str(value)[:64]}.")
+    return canonical
 
 
-def _cannot(reason: str) -> V2Error:
+def _patch_error(reason: str) -> V2Error:
     return V2Error(400, f"Couldn't apply patch. Reason: {reason}")

@@ -8,54 +8,54 @@ from rest_framework.response import Response
 
 from accelerators.api.v2 import arguments, bodies, patches
 from accelerators.api.v2.faults import V2Error
-from accelerators.api.v2.resource import Column, Resource, links, moment, plain
-from accelerators.api.v2.views import DetailView, ListView, View
-from accelerators.domain.errors import Reason, RefusedError
-from accelerators.domain.states import RESOLVED
+from accelerators.api.v2.resource import JsonColumn, V2Resource, make_links_column, make_plain_column, make_time_column
+from accelerators.api.v2.views import V2DetailView, V2ListView, V2View
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import BIND_ENDED_STATES
 from accelerators.requests import binding
-from accelerators.requests.binding_sql import VISIBLE
+from accelerators.requests.binding_sql import VISIBLE_CONDITION
 
-NEEDS_SERVICE = "This operation requires a service token. Use the Compute API to manage instance accelerators."
-MAX_DELETED = 1000
+NEEDS_SERVICE_TOKEN = "This operation requires a service token. Use the Compute API to manage instance accelerators."
+MAX_DELETED_REQUESTS = 1000
 
 
-def _held(name: str, sql: str, otherwise: str) -> Column:
+def _make_bound_only_column(name: str, sql: str, otherwise: str) -> JsonColumn:
     """Return a column that has the value of `sql` for a Bound request, and `otherwise` for any other."""
-    return Column(name, f"CASE q.state WHEN 'Bound' THEN {sql} ELSE {otherwise} END", None)
+    return JsonColumn(name, f"CASE q.state WHEN 'Bound' THEN {sql} ELSE {otherwise} END", None)
 
 
-REQUESTS = Resource(
+REQUESTS = V2Resource(
     name="arqs",
     noun="ExtArq",
     alias="q",
     tables="""accelerators_acceleratorrequest q JOIN accelerators_deviceprofile f ON f.id = q.profile_id
         LEFT JOIN accelerators_attachhandle t ON t.id = q.attach_handle_id""",
-    shown=VISIBLE,
+    visible_condition=VISIBLE_CONDITION,
     columns=(
-        plain("uuid", "q.uuid"),
-        plain("state", "q.state"),
-        plain("device_profile_name", "f.name"),
-        plain("device_profile_group_id", "q.group_id"),
-        plain("hostname", "q.hostname"),
-        plain("device_rp_uuid", "q.device_rp_uuid"),
-        plain("instance_uuid", "q.instance_uuid"),
-        plain("project_id", "q.project_id"),
-        _held("attach_handle_type", "t.attach_type", "''"),
-        _held("attach_handle_uuid", "t.uuid", "NULL"),
-        _held("attach_handle_info", "t.attach_info::json", "'{}'::json"),
-        links("q.uuid", self="/accelerator/v2/accelerator_requests/"),
-        moment("created_at", "q.created_at"),
-        moment("updated_at", "q.updated_at"),
+        make_plain_column("uuid", "q.uuid"),
+        make_plain_column("state", "q.state"),
+        make_plain_column("device_profile_name", "f.name"),
+        make_plain_column("device_profile_group_id", "q.group_id"),
+        make_plain_column("hostname", "q.hostname"),
+        make_plain_column("device_rp_uuid", "q.device_rp_uuid"),
+        make_plain_column("instance_uuid", "q.instance_uuid"),
+        make_plain_column("project_id", "q.project_id"),
+        _make_bound_only_column("attach_handle_type", "t.attach_type", "''"),
+        _make_bound_only_column("attach_handle_uuid", "t.uuid", "NULL"),
+        _make_bound_only_column("attach_handle_info", "t.attach_info::json", "'{}'::json"),
+        make_links_column("q.uuid", self="/accelerator/v2/accelerator_requests/"),
+        make_time_column("created_at", "q.created_at"),
+        make_time_column("updated_at", "q.updated_at"),
     ),
 )
 
 
-class Requests(View):
+class RequestMethods(V2View):
     """The methods that the collection and its members share. POST and PATCH ignore a uuid in the path."""
 
     resource = REQUESTS
-    allow = "DELETE, GET, PATCH, POST"
-    unrouted = ()
+    allow_header = "DELETE, GET, PATCH, POST"
+    not_found_methods = ()
     policy_rules = {
         "GET": "cyborg:arq:get_all",
         "POST": "cyborg:arq:create",
@@ -64,95 +64,101 @@ class Requests(View):
     }
 
     @property
-    def scope(self) -> dict[str, object]:
+    def visibility_params(self) -> dict[str, object]:
         """Return the project whose requests are visible; None means all projects (administrators)."""
         caller = self.request.user
         return {"project": None if caller.is_admin else caller.project_id}
 
     def post(self, request: Request, uuid: str = "") -> Response:
         """Create the requests of the device profile named `device_profile_name`; 201."""
-        arguments.only(request.query_params.lists())
-        body = bodies.read(request, "req")
-        bodies.shape(isinstance(body, dict), "The body must be an object with a device_profile_name.")
+        arguments.parse_known_arguments(request.query_params.lists())
+        body = bodies.read_json_body(request, "req")
+        bodies.check_condition(isinstance(body, dict), "The body must be an object with a device_profile_name.")
         name = body.get("device_profile_name")
-        bodies.shape(isinstance(name, str), "DeviceProfile name needed.")
-        if len(name) > bodies.LONGEST or "\0" in name:
-            raise V2Error(404, f"Device Profile not found with name={name[: bodies.LONGEST]}")
-        made = binding.create(name, request.user)
+        bodies.check_condition(isinstance(name, str), "DeviceProfile name needed.")
+        if len(name) > bodies.MAX_TEXT_CHARS or "\0" in name:
+            raise V2Error(404, f"Device Profile not found with name={name[: bodies.MAX_TEXT_CHARS]}")
+        made = binding.create_requests(name, request.user)
         query = arguments.ListQuery()
-        found = REQUESTS.list(query, self.version, self.base, "q.uuid = ANY(%(made)s::uuid[])", made=made, **self.scope)
+        found = REQUESTS.fetch_list(
+            query, self.version, self.base_url, "q.uuid = ANY(%(made)s::uuid[])", made=made, **self.visibility_params
+        )
         return Response(found, 201)
 
     def patch(self, request: Request, uuid: str = "") -> Response:
         """Bind or unbind all requests in the body; 202 when all handles are reserved or released. Needs a service
         token."""
-        arguments.only(request.query_params.lists())
+        arguments.parse_known_arguments(request.query_params.lists())
         caller = request.user
-        patch = patches.read(bodies.read(request, "patch_list"), self.version, caller.is_admin)
+        patch = patches.parse_patch(bodies.read_json_body(request, "patch_list"), self.version, caller.is_admin)
         if not caller.service:
-            raise V2Error(403, NEEDS_SERVICE)
-        _check_stored(patch.uuids)
+            raise V2Error(403, NEEDS_SERVICE_TOKEN)
+        _check_canonical_uuids(patch.uuids)
         if patch.binds:
-            binding.bind(patch.binds, caller)
+            binding.bind_requests(patch.binds, caller)
         else:
-            binding.unbind(patch.uuids, caller)
+            binding.unbind_requests(patch.uuids, caller)
         return Response(None, 202)
 
     def delete(self, request: Request, uuid: str = "") -> Response:
         """Delete requests; 204. They are given as a comma-separated list of uuids in the path or in `arqs`, or as all
         requests of an `instance`. Deleting by instance needs a service token."""
-        given = arguments.only(request.query_params.lists(), "arqs", "instance")
-        named, instance = uuid or given.get("arqs"), given.get("instance")
-        if bool(named) == (instance is not None) or (uuid and "arqs" in given):
-            sentence = "Object action delete failed because: Provide either an ARQ uuid list or an instance UUID"
-            raise V2Error(400, sentence)
+        given = arguments.parse_known_arguments(request.query_params.lists(), "arqs", "instance")
+        uuid_list, instance = uuid or given.get("arqs"), given.get("instance")
+        if bool(uuid_list) == (instance is not None) or (uuid and "arqs" in given):
+            message = "Object action delete failed because: Provide either an ARQ uuid list or an instance UUID"
+            raise V2Error(400, message)
         if instance is not None:
             arguments.check_uuid(instance)
             if not request.user.service:
-                raise V2Error(403, NEEDS_SERVICE)
-            if arguments.stored(instance):
-                binding.delete_of_instance(instance, request.user)
-        elif named:
-            uuids = list(dict.fromkeys(named.split(",")))
-            bodies.shape(len(uuids) <= MAX_DELETED, f"At most {MAX_DELETED} requests are deleted at once.")
-            _check_stored(uuids)
-            binding.delete(uuids, request.user)
+                raise V2Error(403, NEEDS_SERVICE_TOKEN)
+            if arguments.is_canonical_uuid(instance):
+                binding.delete_requests_of_instance(instance, request.user)
+        elif uuid_list:
+            uuids = list(dict.fromkeys(uuid_list.split(",")))
+            bodies.check_condition(
+                len(uuids) <= MAX_DELETED_REQUESTS, f"At most {MAX_DELETED_REQUESTS} requests are deleted at once."
+            )
+            _check_canonical_uuids(uuids)
+            binding.delete_requests(uuids, request.user)
         return Response(None, 204)
 
 
-class RequestList(Requests, ListView):
+class RequestList(RequestMethods, V2ListView):
     """`GET /v2/accelerator_requests?instance=&bind_state=`."""
 
     def get(self, request: Request) -> Response:
         """Return the caller's requests. With `bind_state=resolved` and an instance, answer 423 if one of its requests
         is not resolved; without an instance, return only resolved requests."""
-        query, given = arguments.page(request.query_params.lists(), ("instance", "bind_state"))
+        query, given = arguments.parse_page_query(request.query_params.lists(), ("instance", "bind_state"))
         bind_state, instance = given.get("bind_state"), given.get("instance")
         if bind_state not in (None, "", "resolved"):
             raise V2Error(400, f"Bad state: {bind_state} for ARQ: None. Expected state(s): ['resolved']")
-        also = "TRUE"
+        condition = "TRUE"
         if instance is not None:
             arguments.check_uuid(instance)
-            also = "q.instance_uuid = %(instance)s::uuid" if arguments.stored(instance) else "FALSE"
+            condition = "q.instance_uuid = %(instance)s::uuid" if arguments.is_canonical_uuid(instance) else "FALSE"
         if bind_state and instance is not None:
-            if REQUESTS.exists(f"{also} AND q.state <> ALL(%(resolved)s)", **self._values(instance)):
+            if REQUESTS.has_element(f"{condition} AND q.state <> ALL(%(resolved)s)", **self._build_params(instance)):
                 return Response({"error_message": "null"}, 423)
         elif bind_state:
-            also = "q.state = ANY(%(resolved)s)"
-        return Response(REQUESTS.list(query, self.version, self.base, also, **self._values(instance)))
+            condition = "q.state = ANY(%(resolved)s)"
+        return Response(
+            REQUESTS.fetch_list(query, self.version, self.base_url, condition, **self._build_params(instance))
+        )
 
-    def _values(self, instance: str | None) -> dict[str, object]:
-        return self.scope | {"instance": instance, "resolved": list(RESOLVED)}
+    def _build_params(self, instance: str | None) -> dict[str, object]:
+        return self.visibility_params | {"instance": instance, "resolved": list(BIND_ENDED_STATES)}
 
 
-class RequestDetail(Requests, DetailView):
+class RequestDetail(RequestMethods, V2DetailView):
     """`GET /v2/accelerator_requests/{uuid}`: not wrapped. Another project's request is answered with 404."""
 
-    policy_rules = Requests.policy_rules | {"GET": "cyborg:arq:get_one"}
+    policy_rules = RequestMethods.policy_rules | {"GET": "cyborg:arq:get_one"}
 
 
-def _check_stored(uuids: list[str]) -> None:
+def _check_canonical_uuids(uuids: list[str]) -> None:
     """Raise RefusedError UNKNOWN (404) for the first text that is not a uuid in the stored form."""
     for uuid in uuids:
-        if not arguments.stored(uuid):
-            raise RefusedError(Reason.UNKNOWN, f"ExtArq not found with uuid={uuid}")
+        if not arguments.is_canonical_uuid(uuid):
+            raise RefusedError(RefusalReason.UNKNOWN, f"ExtArq not found with uuid={uuid}")

@@ -12,35 +12,35 @@ from rest_framework.views import APIView
 from accelerators.api.v2.attributes import AttributeDetail, AttributeList
 from accelerators.api.v2.deployables import DeployableDetail, DeployableList, DeployableProgram
 from accelerators.api.v2.devices import ActionWithoutDevice, DeviceDetail, DeviceDisable, DeviceEnable, DeviceList
-from accelerators.api.v2.documents import V2, Root
+from accelerators.api.v2.documents import VersionsView, VersionView
 from accelerators.api.v2.profiles import ProfileDetail, ProfileList
 from accelerators.api.v2.requests import RequestDetail, RequestList
-from accelerators.api.v2.views import Nowhere
+from accelerators.api.v2.views import V2NotFoundView
 
-_END = r"(?:\.json)?/?\Z"
-_MEMBER = r"/(?P<uuid>[^/]+?)"
+_PATH_END = r"(?:\.json)?/?\Z"
+_UUID_SEGMENT = r"/(?P<uuid>[^/]+?)"
 
 
-def _route(path: str, view: type[APIView]) -> URLPattern:
-    return re_path(rf"\A(?:v2/)?{path}{_END}", view.as_view())
+def _make_route(path: str, view: type[APIView]) -> URLPattern:
+    return re_path(rf"\A(?:v2/)?{path}{_PATH_END}", view.as_view())
 
 
 urlpatterns = [
-    re_path(r"\A\Z", Root.as_view()),
-    re_path(rf"\Av2{_END}", V2.as_view()),
-    _route("device_profiles", ProfileList),
-    _route(r"device_profiles/(?P<value>[^/]+?)", ProfileDetail),
-    _route("accelerator_requests", RequestList),
-    _route(f"accelerator_requests{_MEMBER}", RequestDetail),
-    _route("devices", DeviceList),
-    _route("devices/(?P<uuid>enable|disable)", ActionWithoutDevice),
-    _route(f"devices{_MEMBER}", DeviceDetail),
-    _route(f"devices{_MEMBER}/enable", DeviceEnable),
-    _route(f"devices{_MEMBER}/disable", DeviceDisable),
-    _route("deployables", DeployableList),
-    _route(f"deployables{_MEMBER}", DeployableDetail),
-    _route(f"deployables{_MEMBER}/program(?:/[^/]+)?", DeployableProgram),
-    _route("attributes", AttributeList),
-    _route(f"attributes{_MEMBER}", AttributeDetail),
-    re_path("", Nowhere.as_view()),
+    re_path(r"\A\Z", VersionsView.as_view()),
+    re_path(rf"\Av2{_PATH_END}", VersionView.as_view()),
+    _make_route("device_profiles", ProfileList),
+    _make_route(r"device_profiles/(?P<value>[^/]+?)", ProfileDetail),
+    _make_route("accelerator_requests", RequestList),
+    _make_route(f"accelerator_requests{_UUID_SEGMENT}", RequestDetail),
+    _make_route("devices", DeviceList),
+    _make_route("devices/(?P<uuid>enable|disable)", ActionWithoutDevice),
+    _make_route(f"devices{_UUID_SEGMENT}", DeviceDetail),
+    _make_route(f"devices{_UUID_SEGMENT}/enable", DeviceEnable),
+    _make_route(f"devices{_UUID_SEGMENT}/disable", DeviceDisable),
+    _make_route("deployables", DeployableList),
+    _make_route(f"deployables{_UUID_SEGMENT}", DeployableDetail),
+    _make_route(f"deployables{_UUID_SEGMENT}/program(?:/[^/]+)?", DeployableProgram),
+    _make_route("attributes", AttributeList),
+    _make_route(f"attributes{_UUID_SEGMENT}", AttributeDetail),
+    re_path("", V2NotFoundView.as_view()),
 ]

@@ -4,69 +4,73 @@ from __future__ import annotations
 
 import re
 
-from accelerators.api.v2.faults import V2Error, not_acceptable
+from accelerators.api.v2.faults import V2Error, not_acceptable_error
 
-Version = tuple[int, int]
-MINIMUM: Version = (2, 0)
-MAXIMUM: Version = (2, 3)
-HEADER = "OpenStack-API-Version"
-SERVICE = "accelerator"
+Microversion = tuple[int, int]
+MIN_VERSION: Microversion = (2, 0)
+MAX_VERSION: Microversion = (2, 3)
+VERSION_HEADER = "OpenStack-API-Version"
+SERVICE_TYPE = "accelerator"
 
-_NUMBER = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
+_VERSION_NUMBER = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 
 
-def text(version: Version) -> str:
+def format_version(version: Microversion) -> str:
     """Return a version as text: `(2, 3)` becomes `2.3`."""
     return "{}.{}".format(*version)
 
 
-_RANGE = {
-    "Vary": HEADER,
-    "OpenStack-API-Minimum-Version": text(MINIMUM),
-    "OpenStack-API-Maximum-Version": text(MAXIMUM),
+_RANGE_HEADERS = {
+    "Vary": VERSION_HEADER,
+    "OpenStack-API-Minimum-Version": format_version(MIN_VERSION),
+    "OpenStack-API-Maximum-Version": format_version(MAX_VERSION),
 }
-_SUPPORTED = f"The supported version range is: [{text(MINIMUM)}, {text(MAXIMUM)}]."
+_SUPPORTED_RANGE = f"The supported version range is: [{format_version(MIN_VERSION)}, {format_version(MAX_VERSION)}]."
 
 
-def headers(version: Version) -> dict[str, str]:
+def build_version_headers(version: Microversion) -> dict[str, str]:
     """Return the version headers of every answer of a handler or of the policy check."""
-    return _RANGE | {HEADER: f"{SERVICE} {text(version)}"}
+    return _RANGE_HEADERS | {VERSION_HEADER: f"{SERVICE_TYPE} {format_version(version)}"}
 
 
-def requested(header: str) -> Version:
+def parse_requested_version(header: str) -> Microversion:
     """Return the version to answer in.
 
     Without a header this is the minimum version. Raises RouterError 406 for a version that is not supported or cannot
     be parsed.
     """
-    wanted = _for_us(header).lower()
+    wanted = _extract_own_version(header).lower()
     if not wanted:
-        return MINIMUM
+        return MIN_VERSION
     if wanted == "latest":
-        return MAXIMUM
-    number = _NUMBER.fullmatch(wanted)
+        return MAX_VERSION
+    number = _VERSION_NUMBER.fullmatch(wanted)
     if not number:
-        raise not_acceptable(f"Invalid value for {HEADER} header")
+        raise not_acceptable_error(f"Invalid value for {VERSION_HEADER} header")
     version = (int(number[1]), int(number[2]))
-    if version[0] != MAXIMUM[0]:
-        refusal = f"Mutually exclusive versions requested. Version {text(version)} requested but not supported"
-        raise not_acceptable(f"{refusal} by this service. {_SUPPORTED}", _RANGE)
-    if not MINIMUM <= version <= MAXIMUM:
-        refusal = f"Version {text(version)} was requested but the minor version is not supported by this service."
-        raise not_acceptable(f"{refusal} {_SUPPORTED}", _RANGE)
+    if version[0] != MAX_VERSION[0]:
+        refusal = (
+            f"Mutually exclusive versions requested. Version {format_version(version)} requested but not supported"
+        )
+        raise not_acceptable_error(f"{refusal} by this service. {_SUPPORTED_RANGE}", _RANGE_HEADERS)
+    if not MIN_VERSION <= version <= MAX_VERSION:
+        refusal = (
+            f"Version {format_version(version)} was requested but the minor version is not supported by this service."
+        )
+        raise not_acceptable_error(f"{refusal} {_SUPPORTED_RANGE}", _RANGE_HEADERS)
     return version
 
 
-def below(minimal: Version) -> V2Error:
+def version_too_low_error(minimum: Microversion) -> V2Error:
     """Return the error 406 for a function that the requested version does not have yet (contract section 1.6)."""
-    return V2Error(406, f"Request not acceptable. The minimal required API version should be {text(minimal)}")
+    return V2Error(406, f"Request not acceptable. The minimal required API version should be {format_version(minimum)}")
 
 
-def _for_us(header: str) -> str:
+def _extract_own_version(header: str) -> str:
     """Return our part of a header such as `compute 2.1,accelerator 2.2` (the last one counts). If there is none, return
     the whole header, because a bare version is accepted."""
     for part in reversed(header.split(",")):
         service, _, version = part.strip().partition(" ")
-        if service.lower() == SERVICE and version:
+        if service.lower() == SERVICE_TYPE and version:
             return version.strip()
     return header.strip()

@@ -16,113 +16,121 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from accelerators.api import browsable
-from accelerators.api.json import Json
+from accelerators.api.json import JsonRenderer
 from accelerators.api.v2 import arguments, faults, versions
-from accelerators.api.v2.resource import Resource
+from accelerators.api.v2.resource import V2Resource
 
-JSON, HTML = "application/json", "text/html"
+JSON_MEDIA_TYPE, HTML_MEDIA_TYPE = "application/json", "text/html"
 
 
-class View(APIView):
+class V2View(APIView):
     """The base class of every view of v2. `allow_header` lists the methods of the whole collection, not of one URL."""
 
-    renderer_classes = [Json]
+    renderer_classes = [JsonRenderer]
     http_method_names = ["get", "post", "patch", "delete"]
     default_response_headers: ClassVar[Mapping[str, str]] = {}
     policy_rules: ClassVar[Mapping[str, str]] = {}
-    allow: ClassVar[str] = "GET"
-    unrouted: ClassVar[Collection[str]] = ()
+    allow_header: ClassVar[str] = "GET"
+    not_found_methods: ClassVar[Collection[str]] = ()
     """Methods that upstream answers with 404 instead of 405."""
-    microversioned: ClassVar[bool] = True
-    version = versions.MINIMUM
+    has_microversions: ClassVar[bool] = True
+    version = versions.MIN_VERSION
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Check authentication, microversion, method, Accept and permissions before the handler runs; raise the
         matching error."""
         self.perform_authentication(request)
-        if self.microversioned:
-            self.version = versions.requested(request.headers.get(versions.HEADER, ""))
-        self._route(request)
+        if self.has_microversions:
+            self.version = versions.parse_requested_version(request.headers.get(versions.VERSION_HEADER, ""))
+        self._check_method_and_accept(request)
         # From here on every answer carries the version headers. Errors of the router do not carry them.
-        self.headers = versions.headers(self.version) if self.microversioned else {}
+        self.headers = versions.build_version_headers(self.version) if self.has_microversions else {}
         self.check_permissions(request)
 
-    def _route(self, request: Request) -> None:
-        if request.method in self.unrouted:
-            raise faults.no_such_url()
+    def _check_method_and_accept(self, request: Request) -> None:
+        if request.method in self.not_found_methods:
+            raise faults.no_such_url_error()
         if request.method.lower() not in self.http_method_names or not hasattr(self, request.method.lower()):
-            raise faults.not_allowed(request.method, self.allow)
+            raise faults.method_not_allowed_error(request.method, self.allow_header)
         # Parameters of a media type, for example a charset, are ignored.
-        names = {str(accepted).partition(";")[0] for accepted in request.accepted_types}
-        if request.headers.get("Accept") and not names & {JSON, "application/*", "*/*"}:
-            raise faults.not_acceptable()
+        accepted_types = {str(accepted).partition(";")[0] for accepted in request.accepted_types}
+        if request.headers.get("Accept") and not accepted_types & {JSON_MEDIA_TYPE, "application/*", "*/*"}:
+            raise faults.not_acceptable_error()
 
     def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
         """Return the HTML renderer for browsers and the JSON renderer for everybody else; `initial` refuses other
         Accept headers."""
-        if browsable.wants_page(request.headers.get("Accept", "")):
-            return browsable.Browsable(), browsable.Browsable.media_type
-        return Json(), JSON
+        if browsable.is_browser_accept_header(request.headers.get("Accept", "")):
+            return browsable.BrowsableRenderer(), browsable.BrowsableRenderer.media_type
+        return JsonRenderer(), JSON_MEDIA_TYPE
 
     def handle_exception(self, exc: Exception) -> Response:
         """Return the answer for any exception, in the form that upstream uses on the wire."""
         if isinstance(exc, faults.RouterError):
             self.headers = exc.headers
             accept = self.request.headers.get("Accept")
-            page = self.request.get_preferred_type([JSON, HTML]) == HTML and not browsable.wants_page(accept or "")
-            return Response(exc.body(accept, page, silent=self.request.method == "HEAD"), exc.status)
+            wants_html = self.request.get_preferred_type(
+                [JSON_MEDIA_TYPE, HTML_MEDIA_TYPE]
+            ) == HTML_MEDIA_TYPE and not browsable.is_browser_accept_header(accept or "")
+            return Response(exc.build_body(accept, wants_html, is_head=self.request.method == "HEAD"), exc.status)
         if isinstance(exc, AuthenticationFailed | NotAuthenticated):
             self.headers = {"WWW-Authenticate": self.get_authenticate_header(self.request)}
-            return Response(faults.unauthenticated(str(exc.detail)), 401)
-        status, text = faults.explain(exc)
+            return Response(faults.build_unauthenticated_body(str(exc.detail)), 401)
+        status, text = faults.explain_error(exc)
         if status == 503:
             self.headers = {**self.headers, "Retry-After": f"{getattr(exc, 'wait', 1):.0f}"}
-        return Response(faults.wrapped(status, text), status)
+        return Response(faults.wrap_fault(status, text), status)
 
     @property
-    def scope(self) -> dict[str, object]:
+    def visibility_params(self) -> dict[str, object]:
         """Return the parameters for the resource's `visible_condition`."""
         return {}
 
     @property
-    def base(self) -> str:
+    def base_url(self) -> str:
         """Return the scheme and host that the caller used; links begin with them."""
         return f"{self.request.scheme}://{self.request.get_host()}"
 
 
-class Nowhere(View):
+class V2NotFoundView(V2View):
     """Handles all other URLs: 404 for GET, 405 for other methods, both only after authentication."""
 
-    unrouted = ("GET",)
+    not_found_methods = ("GET",)
 
 
-class ListView(View):
+class V2ListView(V2View):
     """GET of a collection. `column_filters` names the parameters that are compared with a column."""
 
-    resource: ClassVar[Resource]
-    exact: ClassVar[Collection[str]] = ()
-    unrouted = ("PATCH",)
+    resource: ClassVar[V2Resource]
+    column_filters: ClassVar[Collection[str]] = ()
+    not_found_methods = ("PATCH",)
 
     def get(self, request: Request) -> Response:
         """Return the visible elements, filtered, sorted and limited as the query string says."""
-        query = arguments.listing(request.query_params.lists(), self.exact, self.resource.sortable)
-        return Response(self.resource.list(query, self.version, self.base, **self.scope))
+        query = arguments.parse_list_query(
+            request.query_params.lists(), self.column_filters, self.resource.sort_expressions
+        )
+        return Response(self.resource.fetch_list(query, self.version, self.base_url, **self.visibility_params))
 
 
-class DetailView(View):
+class V2DetailView(V2View):
     """GET of a member. Only some of upstream's collections check that the uuid is valid."""
 
-    resource: ClassVar[Resource]
+    resource: ClassVar[V2Resource]
     checks_uuid: ClassVar[bool] = True
 
     def get(self, request: Request, uuid: str) -> Response:
         """Return the element without a wrapper. A uuid in another form than the stored one is answered with 404
         (contract 2.0)."""
-        arguments.only(request.query_params.lists())
+        arguments.parse_known_arguments(request.query_params.lists())
         if self.checks_uuid:
             arguments.check_uuid(uuid)
-        there = arguments.stored(uuid)
-        found = self.resource.find(uuid, self.version, self.base, **self.scope) if there else None
-        if found is None:
+        is_canonical = arguments.is_canonical_uuid(uuid)
+        element = (
+            self.resource.fetch_one(uuid, self.version, self.base_url, **self.visibility_params)
+            if is_canonical
+            else None
+        )
+        if element is None:
             raise faults.V2Error(404, f"{self.resource.noun} not found with uuid={uuid}")
-        return Response(found)
+        return Response(element)

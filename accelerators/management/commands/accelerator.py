@@ -13,15 +13,15 @@ from django.db.models import Q
 
 from accelerators.commands import catalogue
 from accelerators.devices import partitioning
-from accelerators.devices.partitioning import Change, Result, Target
+from accelerators.devices.partitioning import PartitionChange, PartitionResult, PartitionTarget
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.management import following, shell
 from accelerators.models import AttachHandle
 from accelerators.models import Command as Row
 
-ROWS = 1000
-TEACHING = """\
+MAX_ROWS = 1000
+EPILOG = """\
 A unit is what one instance gets: a virtual function, a mediated device, or a part of a card. To change the number of
 units, the device is partitioned again; this is refused while anybody holds one of its units. DEVICE is a uuid;
 HOST/BACKEND stands for all devices of that backend whose number of units can be chosen (`manage.py device list` and the
@@ -35,16 +35,16 @@ console show them).
 
 Exit status: 0 if everything was ordered (with --wait: succeeded); 1 if something was refused or failed.
 """
-_uuid = shell.uuid(" and not HOST/BACKEND")
+_parse_device_uuid = shell.uuid_argument(" and not HOST/BACKEND")
 
 
-class Command(shell.Taught):
-    teaching = TEACHING
+class Command(shell.OperatorCommand):
+    epilog = EPILOG
     help = "List accelerators, or change their number: list, create, delete, update."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
-        listing = verbs.add_parser("list", help=f"list the first {ROWS} units and the instances that hold them")
+        listing = verbs.add_parser("list", help=f"list the first {MAX_ROWS} units and the instances that hold them")
         listing.add_argument("--host", help="only units of the host with this name")
         listing.add_argument("--driver", help="only units of this driver")
         listing.add_argument("--backend", help="only units of backends with this name")
@@ -53,7 +53,7 @@ class Command(shell.Taught):
         which.add_argument("--attached", action="store_true", help="only units that an instance holds")
         for name, about in (("create", "add units to each device"), ("delete", "remove units from each device")):
             verb = verbs.add_parser(name, help=about, description=about)
-            verb.add_argument("targets", metavar="DEVICE|HOST/BACKEND", nargs="+", type=_target)
+            verb.add_argument("targets", metavar="DEVICE|HOST/BACKEND", nargs="+", type=_parse_target)
             verb.add_argument(
                 "--count",
                 metavar="N",
@@ -62,95 +62,101 @@ class Command(shell.Taught):
                 help="units to add to or remove from each device",
             )
             verb.add_argument("--layout", metavar="K=V", nargs="+", default=[], help="more layout keys of the driver")
-            _orders(verb)
+            _add_order_arguments(verb)
         update = verbs.add_parser("update", help="partition one device with the given layout")
-        update.add_argument("target", metavar="DEVICE", type=_uuid)
+        update.add_argument("target", metavar="DEVICE", type=_parse_device_uuid)
         update.add_argument(
             "--layout", metavar="K=V", nargs="+", required=True, help="layout keys of its driver, such as vfs=4"
         )
-        _orders(update)
+        _add_order_arguments(update)
         for verb in verbs.choices.values():
             verb.add_argument("--json", action="store_true", help="write JSON to standard output, for scripts")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["verb"] == "list":
-            return self._list(options)
+            return self._print_units(options)
         try:
-            self._tell(_ordered(options), options)
+            self._print_results(_order_change(options), options)
         except RefusedError as refused:
             raise CommandError(refused.text) from None
 
-    def _tell(self, results: Sequence[Result], options: dict[str, Any]) -> None:
-        made: dict[int, Row] = {result.command.pk: result.command for result in results if result.command}
-        if options["wait"] and made:
-            made = {row.pk: row for row in following.follow([*made], self.stderr)}
-        shown = [(result, made[result.command.pk] if result.command else None) for result in results]
+    def _print_results(self, results: Sequence[PartitionResult], options: dict[str, Any]) -> None:
+        commands: dict[int, Row] = {result.command.pk: result.command for result in results if result.command}
+        if options["wait"] and commands:
+            commands = {row.pk: row for row in following.wait_until_ended([*commands], self.stderr)}
+        results_and_commands = [(result, commands[result.command.pk] if result.command else None) for result in results]
         if options["json"]:
-            self.stdout.write(json.dumps([_as_json(*one) for one in shown], default=str))
+            self.stdout.write(json.dumps([_result_to_dict(*one) for one in results_and_commands], default=str))
         else:
-            for result, command in shown:
-                self.stdout.write(_line(result, command, options["wait"]))
-        if not all(command and (not options["wait"] or following.succeeded(command)) for _, command in shown):
+            for result, command in results_and_commands:
+                self.stdout.write(_describe_result(result, command, options["wait"]))
+        if not all(
+            command and (not options["wait"] or following.has_succeeded(command)) for _, command in results_and_commands
+        ):
             sys.exit(1)
 
-    def _list(self, options: dict[str, Any]) -> None:
-        asked = Q(request__isnull=False) | Q(missing_since__isnull=True, deployable__missing_since__isnull=True)
+    def _print_units(self, options: dict[str, Any]) -> None:
+        conditions = Q(request__isnull=False) | Q(missing_since__isnull=True, deployable__missing_since__isnull=True)
         for name, path in (("host", "host__name"), ("driver", "driver"), ("backend", "backend")):
-            asked &= Q(**{f"deployable__device__{path}": options[name]}) if options[name] else Q()
+            conditions &= Q(**{f"deployable__device__{path}": options[name]}) if options[name] else Q()
         if options["free"] or options["attached"]:
-            asked &= Q(request__isnull=options["free"])
-        found = AttachHandle.objects.filter(asked).select_related("request", "deployable__device__host").order_by("id")
-        rows = [_unit(handle) for handle in found[:ROWS]]
+            conditions &= Q(request__isnull=options["free"])
+        handles = (
+            AttachHandle.objects.filter(conditions).select_related("request", "deployable__device__host").order_by("id")
+        )
+        rows = [_unit_row(handle) for handle in handles[:MAX_ROWS]]
         if options["json"]:
             self.stdout.write(json.dumps(rows, default=str))
             return
-        lines = [tuple(UNIT), *(tuple(str(value or "–") for value in row.values()) for row in rows)]
-        for line in shell.table(lines):
+        lines = [tuple(UNIT_COLUMNS), *(tuple(str(value or "–") for value in row.values()) for row in rows)]
+        for line in shell.format_table(lines):
             self.stdout.write(line)
 
 
-UNIT = ("state", "host", "driver", "backend", "device", "handle", "instance", "project", "label")
+UNIT_COLUMNS = ("state", "host", "driver", "backend", "device", "handle", "instance", "project", "label")
 
 
-def _unit(handle: AttachHandle) -> dict[str, Any]:
-    device, held = handle.deployable.device, getattr(handle, "request", None)
+def _unit_row(handle: AttachHandle) -> dict[str, Any]:
+    device, request = handle.deployable.device, getattr(handle, "request", None)
     where = (device.host.name, device.driver, device.backend, device.uuid, handle.attach_info)
-    who = (held.instance_uuid, held.project_id, held.label) if held else (None, None, None)
-    return dict(zip(UNIT, (held.state if held else "free", *where, *who), strict=True))
+    who = (request.instance_uuid, request.project_id, request.label) if request else (None, None, None)
+    return dict(zip(UNIT_COLUMNS, (request.state if request else "free", *where, *who), strict=True))
 
 
-def _ordered(options: dict[str, Any]) -> list[Result]:
+def _order_change(options: dict[str, Any]) -> list[PartitionResult]:
     """Order the requested change, and return one result per device.
 
     Raises RefusedError, and CommandError for a count below 1.
     """
-    who, reason = shell.person(), options["reason"]
-    layout = catalogue.layout(options["layout"]) if options["layout"] else {}
+    caller, reason = shell.current_operator(), options["reason"]
+    layout = catalogue.parse_layout(options["layout"]) if options["layout"] else {}
     if options["verb"] == "update":
-        one = options["target"]
-        command = partitioning.update(one, layout, who, options["generation"], reason, Source.PERSON)
-        return [Result(Target(one), one, command)]
+        device_uuid = options["target"]
+        command = partitioning.update_layout(
+            device_uuid, layout, caller, options["generation"], reason, EventSource.PERSON
+        )
+        return [PartitionResult(PartitionTarget(device_uuid), device_uuid, command)]
     count, sign = options["count"], 1 if options["verb"] == "create" else -1
     if count is not None and count < 1:
         raise CommandError("--count must be 1 or more")
-    wanted = Change(count and sign * count, layout, options["generation"])
-    return partitioning.change(options["targets"], wanted, who, reason, Source.PERSON)
+    wanted = PartitionChange(count and sign * count, layout, options["generation"])
+    return partitioning.partition_devices(options["targets"], wanted, caller, reason, EventSource.PERSON)
 
 
-def _as_json(result: Result, command: Row | None) -> dict[str, Any]:
+def _result_to_dict(result: PartitionResult, command: Row | None) -> dict[str, Any]:
     about = {"device": result.device, "refused": result.refused, "kind": result.reason.value if result.reason else ""}
-    return about | {"command": following.as_json(command) if command else None}
+    return about | {"command": following.command_to_dict(command) if command else None}
 
 
-def _line(result: Result, command: Row | None, waited: bool) -> str:
+def _describe_result(result: PartitionResult, command: Row | None, waited: bool) -> str:
     if command is None:
         return f"refused: {result.refused}"
     if waited:
-        return f"{command.device_name} on {command.host.name}: {next(following.told(command))}"
+        return f"{command.device_name} on {command.host.name}: {next(following.describe_result(command))}"
     return f"ordered: {command.uuid}; `manage.py command show {command.uuid} --wait` shows its progress"
 
 
-def _orders(verb: argparse.ArgumentParser) -> None:
+def _add_order_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--generation", metavar="N", type=int, help="generation of the device; refused if it has changed")
     verb.add_argument("--reason", default="", help="reason that is shown with the commands and their events")
     verb.add_argument(
@@ -158,8 +164,8 @@ def _orders(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def _target(text: str) -> Target:
+def _parse_target(text: str) -> PartitionTarget:
     host, slash, backend = text.strip().rpartition("/")
     if slash and host and backend:
-        return Target(host=host, backend=backend)
-    return Target(_uuid(text))
+        return PartitionTarget(host=host, backend=backend)
+    return PartitionTarget(_parse_device_uuid(text))

@@ -13,16 +13,16 @@ from django.core.management.base import CommandError
 from django.db.models import Q, QuerySet
 
 from accelerators.commands import catalogue, placing
-from accelerators.commands.catalogue import ACTS, Act
+from accelerators.commands.catalogue import ORDERABLE_COMMANDS, OrderableCommand
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.management import following, shell
 from accelerators.models import Command as Row
 from accelerators.models import Host
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 
-ROWS = 50
-TEACHING = """\
+MAX_ROWS = 50
+EPILOG = """\
 The agent of one host executes a command once. The command continues in the background; --wait shows its progress until
 it has ended, and then its result. Destructive commands (reset, partition, program, uninstall) are refused while anybody
 holds the device. To install a device, use `manage.py device enable`; devices are attached and detached when requests
@@ -39,11 +39,11 @@ are bound and unbound.
 Exit status: 0 if the command was ordered (with --wait: succeeded); 1 if it was refused, failed or expired, or if its
 result is unknown. The last line states the reason.
 """
-_uuid = shell.uuid()
+_parse_uuid = shell.uuid_argument()
 
 
-class Command(shell.Taught):
-    teaching = TEACHING
+class Command(shell.OperatorCommand):
+    epilog = EPILOG
     help = (
         "Send a command to a host's agent and show its result: health, reset, partition, program, uninstall, rescan, "
         "logs, report."
@@ -51,68 +51,75 @@ class Command(shell.Taught):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="OP", parser_class=argparse.ArgumentParser)
-        for act in ACTS.values():
+        for act in ORDERABLE_COMMANDS.values():
             verb = verbs.add_parser(act.op, help=act.meaning, description=act.meaning)
-            if act.of == "device":
+            if act.target == "device":
                 verb.add_argument(
-                    "target", metavar="DEVICE", type=_uuid, help="uuid of the device, as in `manage.py device list`"
+                    "target",
+                    metavar="DEVICE",
+                    type=_parse_uuid,
+                    help="uuid of the device, as in `manage.py device list`",
                 )
             else:
                 verb.add_argument("target", metavar="HOST", help="name or uuid of the host")
-            _takes(verb, act)
+            _add_act_arguments(verb, act)
             verb.add_argument("--reason", default="", help="reason that is shown with the command and its events")
             verb.add_argument("--wait", action="store_true", help="wait until it has ended; exit with 1 if it failed")
-        listing = verbs.add_parser("list", help=f"list the newest {ROWS} commands")
+        listing = verbs.add_parser("list", help=f"list the newest {MAX_ROWS} commands")
         listing.add_argument("--host", help="only commands of the host with this name")
-        listing.add_argument("--device", type=_uuid, help="only commands of this device")
+        listing.add_argument("--device", type=_parse_uuid, help="only commands of this device")
         listing.add_argument("--open", action="store_true", help="only commands that have not ended")
         show = verbs.add_parser("show", help="show the progress and the result of one command")
-        show.add_argument("uuid", metavar="UUID", type=_uuid)
+        show.add_argument("uuid", metavar="UUID", type=_parse_uuid)
         show.add_argument("--wait", action="store_true", help="wait until it has ended; exit with 1 if it failed")
         for verb in verbs.choices.values():
             verb.add_argument("--json", action="store_true", help="write JSON to standard output, for scripts")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["verb"] == "list":
-            return self._list(options)
+            return self._print_list(options)
         if options["verb"] == "show":
-            return self._tell(_one(options["uuid"]), options)
-        self._tell(self._order(ACTS[options["verb"]], options), options)
+            return self._print_command(_get_command(options["uuid"]), options)
+        self._print_command(self._order_command(ORDERABLE_COMMANDS[options["verb"]], options), options)
 
-    def _order(self, act: Act, options: dict[str, Any]) -> Row:
-        who, reason = shell.person(), options["reason"]
+    def _order_command(self, act: OrderableCommand, options: dict[str, Any]) -> Row:
+        caller, reason = shell.current_operator(), options["reason"]
         try:
-            if act.of == "host":
-                host, driver = _host(options["target"]), options.get("driver", "")
-                return placing.ask_host(act.op, host, who, driver=driver, reason=reason, source=Source.PERSON)
-            said = {name: options[name] for name in ("image", "deployable") if options.get(name)}
+            if act.target == "host":
+                host, driver = _find_host_uuid(options["target"]), options.get("driver", "")
+                return placing.order_host_command(
+                    act.op, host, caller, driver=driver, reason=reason, source=EventSource.PERSON
+                )
+            arguments = {name: options[name] for name in ("image", "deployable") if options.get(name)}
             if act.takes == "layout":
-                said["layout"] = catalogue.layout(options["layout"])
-            return placing.ask(act.op, options["target"], who, reason=reason, source=Source.PERSON, **said)
+                arguments["layout"] = catalogue.parse_layout(options["layout"])
+            return placing.order_device_command(
+                act.op, options["target"], caller, reason=reason, source=EventSource.PERSON, **arguments
+            )
         except RefusedError as refused:
             raise CommandError(refused.text) from None
 
-    def _tell(self, row: Row, options: dict[str, Any]) -> None:
+    def _print_command(self, row: Row, options: dict[str, Any]) -> None:
         if options["wait"]:
-            (row,) = following.follow([row.pk], self.stderr)
+            (row,) = following.wait_until_ended([row.pk], self.stderr)
         elif options["verb"] != "show" and not options["json"]:
             self.stdout.write(f"ordered: {row.uuid}; `manage.py command show {row.uuid} --wait` shows its progress")
             return
         if options["json"]:
-            self.stdout.write(json.dumps(following.as_json(row), default=str))
+            self.stdout.write(json.dumps(following.command_to_dict(row), default=str))
         else:
-            for line in following.told(row):
+            for line in following.describe_result(row):
                 self.stdout.write(line)
-        if options["wait"] and not following.succeeded(row):
+        if options["wait"] and not following.has_succeeded(row):
             sys.exit(1)
 
-    def _list(self, options: dict[str, Any]) -> None:
-        asked = Q(host__name=options["host"]) if options["host"] else Q()
-        asked &= Q(device__uuid=options["device"]) if options["device"] else Q()
-        asked &= OPEN if options["open"] else Q()
-        rows: QuerySet[Row] = Row.objects.filter(asked).select_related("host").order_by("-id")[:ROWS]
+    def _print_list(self, options: dict[str, Any]) -> None:
+        conditions = Q(host__name=options["host"]) if options["host"] else Q()
+        conditions &= Q(device__uuid=options["device"]) if options["device"] else Q()
+        conditions &= COMMAND_IS_OPEN if options["open"] else Q()
+        rows: QuerySet[Row] = Row.objects.filter(conditions).select_related("host").order_by("-id")[:MAX_ROWS]
         if options["json"]:
-            self.stdout.write(json.dumps([following.as_json(row) for row in rows], default=str))
+            self.stdout.write(json.dumps([following.command_to_dict(row) for row in rows], default=str))
             return
         lines = [("uuid", "state", "%", "op", "device", "host", "by", "text")]
         lines += [
@@ -128,11 +135,11 @@ class Command(shell.Taught):
             )
             for row in rows
         ]
-        for line in shell.table(lines):
+        for line in shell.format_table(lines):
             self.stdout.write(line)
 
 
-def _takes(verb: argparse.ArgumentParser, act: Act) -> None:
+def _add_act_arguments(verb: argparse.ArgumentParser, act: OrderableCommand) -> None:
     match act.takes:
         case "layout":
             verb.add_argument(
@@ -140,27 +147,31 @@ def _takes(verb: argparse.ArgumentParser, act: Act) -> None:
             )
         case "image":
             verb.add_argument(
-                "--image", metavar="UUID", type=_uuid, required=True, help="an image that is stored here or in Glance"
+                "--image",
+                metavar="UUID",
+                type=_parse_uuid,
+                required=True,
+                help="an image that is stored here or in Glance",
             )
             verb.add_argument(
-                "--deployable", metavar="UUID", type=_uuid, help="the deployable, if the device has several"
+                "--deployable", metavar="UUID", type=_parse_uuid, help="the deployable, if the device has several"
             )
         case "driver":
             verb.add_argument("--driver", default="", help="only this driver; a rescan ends its quarantine")
 
 
-def _one(uuid: UUID) -> Row:
+def _get_command(uuid: UUID) -> Row:
     row = Row.objects.select_related("host").filter(uuid=uuid).first()
     if row is None:
         raise CommandError(f"there is no command {uuid}; `manage.py command list` shows the newest ones")
     return row
 
 
-def _host(named: str) -> UUID:
-    found = Host.objects.filter(name=named).values_list("uuid", flat=True).first()
-    if found:
-        return found
+def _find_host_uuid(name_or_uuid: str) -> UUID:
+    uuid = Host.objects.filter(name=name_or_uuid).values_list("uuid", flat=True).first()
+    if uuid:
+        return uuid
     try:
-        return UUID(named)
+        return UUID(name_or_uuid)
     except ValueError:
-        raise CommandError(f"there is no host {named[:255]!r}") from None
+        raise CommandError(f"there is no host {name_or_uuid[:255]!r}") from None

@@ -19,17 +19,17 @@ from accelerators.devices import admission_rules, lifecycle
 from accelerators.domain import actions
 from accelerators.domain.actions import Action
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import DeviceState, DeviceType, Drain
+from accelerators.domain.states import DeviceState, DeviceType, DrainTarget
 from accelerators.management import following, shell
 from accelerators.models import AcceleratorRequest, Device, Event
 from accelerators.models import Command as Row
-from accelerators.models.commands import OPEN
+from accelerators.models.commands import COMMAND_IS_OPEN
 
 COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host", "driver")
-EVENTS = 10
-LOTS = 1000
+MAX_EVENTS = 10
+PROGRESS_FROM_DEVICES = 1000
 """If more devices than these are changed, progress is written to standard error."""
-TEACHING = """\
+EPILOG = """\
 A device is inactive when it is found. Enable makes it ready (offered), or installing until its driver has prepared it;
 --wait waits for that. Disable puts it in maintenance; bound requests stay bound. Drain takes it out of offer and
 records when its last request is gone; with --then retired it is retired at that time. Quarantine is for devices that
@@ -43,11 +43,11 @@ holds it; reinstate makes a retired device inactive. Admit applies the admission
 Exit status 1: a device was refused, or (with --wait) could not be installed; the table states the reason. For commands
 to the device's agent see `manage.py command --help`.
 """
-_uuid = shell.uuid("; `manage.py device list` shows the uuids")
+_parse_uuid = shell.uuid_argument("; `manage.py device list` shows the uuids")
 
 
-class Command(shell.Taught):
-    teaching = TEACHING
+class Command(shell.OperatorCommand):
+    epilog = EPILOG
     help = (
         "List devices, show one, or change their state: enable, drain, disable, quarantine, release, retire, reinstate."
     )
@@ -65,17 +65,19 @@ class Command(shell.Taught):
         show = verbs.add_parser(
             "show", help="show one device, the reason for its state, and its latest commands and events"
         )
-        show.add_argument("uuid", metavar="UUID", type=_uuid)
+        show.add_argument("uuid", metavar="UUID", type=_parse_uuid)
         for action in Action:
-            verb = verbs.add_parser(action.value, help=actions.MEANING[action])
+            verb = verbs.add_parser(action.value, help=actions.ACTION_DESCRIPTIONS[action])
             verb.add_argument(
-                "uuids", metavar="UUID", nargs="+", type=_uuid_or_dash, help="- reads uuids from standard input"
+                "uuids", metavar="UUID", nargs="+", type=_parse_uuid_or_dash, help="- reads uuids from standard input"
             )
             verb.add_argument("--reason", default="", help="reason that is shown with the device and its events")
             if action is Action.ENABLE:
                 verb.add_argument("--wait", action="store_true", help="wait until the installations have ended")
             if action is Action.DRAIN:
-                verb.add_argument("--then", choices=[*Drain], default=Drain.MAINTENANCE, help="state after the drain")
+                verb.add_argument(
+                    "--then", choices=[*DrainTarget], default=DrainTarget.MAINTENANCE, help="state after the drain"
+                )
         admit = verbs.add_parser("admit", help="apply the admission rules to devices that are inactive now")
         admit.add_argument("--dry-run", action="store_true", help="only print how many devices each rule would change")
         for verb in verbs.choices.values():
@@ -83,18 +85,18 @@ class Command(shell.Taught):
 
     def handle(self, *args: Any, **options: Any) -> None:
         verb = options["verb"]
-        handler = getattr(self, f"_{verb}", None) or self._act
+        handler = getattr(self, f"_{verb}", None) or self._apply_action
         handler(options)
 
     def _list(self, options: dict[str, Any]) -> None:
-        named = {"host": "host__name", "state": "state", "type": "type", "driver": "driver"}
-        asked = {column: options[name] for name, column in named.items() if options[name]}
-        devices = Device.objects.filter(**asked).select_related("host").order_by("host__name", "id")
+        filters = {"host": "host__name", "state": "state", "type": "type", "driver": "driver"}
+        conditions = {column: options[name] for name, column in filters.items() if options[name]}
+        devices = Device.objects.filter(**conditions).select_related("host").order_by("host__name", "id")
         if options["quiet"]:
             for uuid in devices.values_list("uuid", flat=True).iterator():
                 self.stdout.write(str(uuid))
             return
-        self._print(_rows(devices), COLUMNS, options["json"])
+        self._print_rows(_device_rows(devices), COLUMNS, options["json"])
 
     def _show(self, options: dict[str, Any]) -> None:
         device = Device.objects.select_related("host").filter(uuid=options["uuid"]).first()
@@ -102,9 +104,9 @@ class Command(shell.Taught):
             raise CommandError(f"there is no device {options['uuid']}; `manage.py device list` shows all devices")
         facts = {"uuid": str(device.uuid), "host": device.host.name}
         facts |= {name: value for name, value in model_to_dict(device).items() if name not in ("id", "host")}
-        held = AcceleratorRequest.objects.filter(attach_handle__deployable__device=device).count()
-        facts |= {"state_since": device.state_since.isoformat(timespec="seconds"), "requests": held}
-        facts["possible"] = ", ".join(actions.possible(lifecycle.standing(device, held)))
+        request_count = AcceleratorRequest.objects.filter(attach_handle__deployable__device=device).count()
+        facts |= {"state_since": device.state_since.isoformat(timespec="seconds"), "requests": request_count}
+        facts["possible"] = ", ".join(actions.possible_actions(lifecycle.build_standing(device, request_count)))
         events = [
             {
                 "at": event.at.isoformat(timespec="seconds"),
@@ -112,86 +114,88 @@ class Command(shell.Taught):
                 "by": event.actor,
                 "why": event.reason,
             }
-            for event in Event.objects.filter(subject=device.uuid)[:EVENTS]
+            for event in Event.objects.filter(subject=device.uuid)[:MAX_EVENTS]
         ]
-        last = Row.objects.filter(device=device).select_related("host")[:EVENTS]
+        commands = Row.objects.filter(device=device).select_related("host")[:MAX_EVENTS]
         if options["json"]:
-            told = {"commands": [following.as_json(row) for row in last], "events": events}
-            self.stdout.write(json.dumps(facts | told, default=str))
+            lists = {"commands": [following.command_to_dict(row) for row in commands], "events": events}
+            self.stdout.write(json.dumps(facts | lists, default=str))
             return
         for name, value in facts.items():
             if value not in ("", None):
                 self.stdout.write(f"{name:18} {value}")
-        for row in last:
+        for row in commands:
             self.stdout.write(f"{'command':18} {row.uuid} {row.op} {row.state} {row.text or row.progress}".rstrip())
         self.stdout.write("")
-        self._print(events, ("at", "action", "by", "why"), False)
+        self._print_rows(events, ("at", "action", "by", "why"), False)
 
-    def _act(self, options: dict[str, Any]) -> None:
-        uuids = list(dict.fromkeys(_spelled_out(options["uuids"])))
-        action, then = Action(options["verb"]), Drain(options.get("then", Drain.MAINTENANCE))
-        results: list[lifecycle.Result] = []
+    def _apply_action(self, options: dict[str, Any]) -> None:
+        uuids = list(dict.fromkeys(_expand_dash(options["uuids"])))
+        action, drain_to = Action(options["verb"]), DrainTarget(options.get("then", DrainTarget.MAINTENANCE))
+        results: list[lifecycle.ActionResult] = []
         try:
-            for part in lifecycle.many(action, uuids, shell.person(), options["reason"], then):
-                results += part
-                if len(uuids) > LOTS:
+            for some_results in lifecycle.apply_action_in_slices(
+                action, uuids, shell.current_operator(), options["reason"], drain_to
+            ):
+                results += some_results
+                if len(uuids) > PROGRESS_FROM_DEVICES:
                     self.stderr.write(f"{len(results)} of {len(uuids)}")
         except RefusedError as refused:
             raise CommandError(refused.text) from None
-        failed = self._installed(results) if options.get("wait") else False
+        failed = self._wait_for_installs(results) if options.get("wait") else False
         rows = [asdict(result) | {"uuid": str(result.uuid)} for result in results]
-        self._print(rows, ("uuid", "outcome", "state", "name", "host", "text"), options["json"])
+        self._print_rows(rows, ("uuid", "outcome", "state", "name", "host", "text"), options["json"])
         counts = Counter(result.outcome for result in results)
         if not options["json"]:
             self.stderr.write(", ".join(f"{number} {word}" for word, number in counts.items()))
         if counts["refused"] or failed:
             sys.exit(1)
 
-    def _installed(self, results: list[lifecycle.Result]) -> bool:
+    def _wait_for_installs(self, results: list[lifecycle.ActionResult]) -> bool:
         """Wait until the devices are installed and update their `results`; return True if an installation failed."""
-        found = {result.uuid: n for n, result in enumerate(results) if result.outcome != "refused"}
-        installing = Row.objects.filter(OPEN, op="install", device__uuid__in=found)
-        ended = following.follow(list(installing.values_list("id", flat=True)), self.stderr)
+        index_of_device = {result.uuid: n for n, result in enumerate(results) if result.outcome != "refused"}
+        installing = Row.objects.filter(COMMAND_IS_OPEN, op="install", device__uuid__in=index_of_device)
+        ended = following.wait_until_ended(list(installing.values_list("id", flat=True)), self.stderr)
         texts = {row.device_id: row.text for row in ended}
         for device in Device.objects.filter(pk__in=texts):
-            n = found[device.uuid]
+            n = index_of_device[device.uuid]
             results[n] = replace(results[n], state=device.state, text=texts[device.pk])
-        return not all(map(following.succeeded, ended))
+        return not all(map(following.has_succeeded, ended))
 
     def _admit(self, options: dict[str, Any]) -> None:
-        counts = admission_rules.preview()
+        counts = admission_rules.count_matching_devices()
         if not options["dry_run"]:
             moved = 0
-            for number in admission_rules.apply(shell.person()):
+            for number in admission_rules.apply_rules(shell.current_operator()):
                 moved += number
-                if counts.total() > LOTS:
+                if counts.total() > PROGRESS_FROM_DEVICES:
                     self.stderr.write(f"{moved} of {counts.total()}")
-        self._print(
+        self._print_rows(
             [{"rule": name, "devices": number} for name, number in counts.items()], ("rule", "devices"), options["json"]
         )
 
-    def _print(self, rows: Iterable[dict[str, Any]], columns: Sequence[str], as_json: bool) -> None:
+    def _print_rows(self, rows: Iterable[dict[str, Any]], columns: Sequence[str], as_json: bool) -> None:
         if as_json:
             self.stdout.write(json.dumps(list(rows), default=str))
             return
         lines = [columns, *([str(row[name] if row[name] is not None else "") for name in columns] for row in rows)]
-        for line in shell.table(lines):
+        for line in shell.format_table(lines):
             self.stdout.write(line)
 
 
-def _rows(devices: QuerySet[Device]) -> Iterator[dict[str, Any]]:
+def _device_rows(devices: QuerySet[Device]) -> Iterator[dict[str, Any]]:
     for device in devices.iterator():
         row = {name: getattr(device, name) for name in COLUMNS}
         drain = f" (drains to {device.drain_to})" if device.drain_to else ""
         yield row | {"uuid": str(device.uuid), "host": device.host.name, "state": device.state + drain}
 
 
-def _uuid_or_dash(text: str) -> UUID | None:
-    return None if text == "-" else _uuid(text)
+def _parse_uuid_or_dash(text: str) -> UUID | None:
+    return None if text == "-" else _parse_uuid(text)
 
 
-def _spelled_out(named: Iterable[UUID | None]) -> Iterator[UUID]:
-    for uuid in named:
+def _expand_dash(uuids: Iterable[UUID | None]) -> Iterator[UUID]:
+    for uuid in uuids:
         if uuid is not None:
             yield uuid
             continue

@@ -12,12 +12,12 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.images import store
 from accelerators.management import shell
 from accelerators.models import Image
 
-TEACHING = """examples:
+EPILOG = """examples:
   manage.py image upload shell.bin --property accel:function_id=AFU-1
   manage.py image list --json
   manage.py image remove 6ed7c4e6-3f3a-4f0b-9d6b-1f0a3ab3e1a5
@@ -25,13 +25,13 @@ TEACHING = """examples:
 Devices can be programmed with these images, and with images in Glance, by their ids; those are copied when needed:
   manage.py command program DEVICE --image IMAGE --wait
 """
-BAR = 30
+BAR_WIDTH = 30
 
 
-class Command(shell.Taught):
+class Command(shell.OperatorCommand):
     """Upload, list and remove images."""
 
-    teaching = TEACHING
+    epilog = EPILOG
     help = "Upload, list and remove the images that devices are programmed with."
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -47,7 +47,7 @@ class Command(shell.Taught):
             help="property of the image, such as accel:function_id=…; can be repeated",
         )
         verbs.add_parser("list", help="list the stored images")
-        verbs.add_parser("remove", help="delete a stored image").add_argument("uuid", metavar="UUID", type=_uuid)
+        verbs.add_parser("remove", help="delete a stored image").add_argument("uuid", metavar="UUID", type=_parse_uuid)
         for verb in verbs.choices.values():
             verb.add_argument("--json", action="store_true", help="write JSON to standard output, for scripts")
 
@@ -67,26 +67,28 @@ class Command(shell.Taught):
         try:
             size = path.stat().st_size
             with path.open("rb") as file:
-                pieces = self._shown(iter(lambda: file.read(store.CHUNK), b""), size)
-                image = store.upload(pieces, size, name, properties, shell.person(), Source.PERSON)
+                pieces = self._with_progress_bar(iter(lambda: file.read(store.CHUNK_BYTES), b""), size)
+                image = store.store_upload(pieces, size, name, properties, shell.current_operator(), EventSource.PERSON)
         except OSError as error:
             raise CommandError(f"{path} cannot be read: {error.strerror}") from None
-        self.stdout.write(json.dumps(_row(image)) if options["json"] else str(image.uuid))
+        self.stdout.write(json.dumps(_image_to_dict(image)) if options["json"] else str(image.uuid))
 
-    def _shown(self, pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
+    def _with_progress_bar(self, pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
         """Yield `pieces` unchanged, and show a progress bar on standard error if that is a terminal."""
-        done, watched = 0, self.stderr.isatty()
+        done_bytes, is_terminal = 0, self.stderr.isatty()
         for piece in pieces:
             yield piece
-            done += len(piece)
-            if watched:
-                full = BAR * done // max(size, 1)
-                self.stderr.write(f"\r[{'#' * full}{'.' * (BAR - full)}] {done >> 20} of {size >> 20} MiB", ending="")
-        if watched:
+            done_bytes += len(piece)
+            if is_terminal:
+                filled = BAR_WIDTH * done_bytes // max(size, 1)
+                self.stderr.write(
+                    f"\r[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {done_bytes >> 20} of {size >> 20} MiB", ending=""
+                )
+        if is_terminal:
             self.stderr.write("")
 
     def _list(self, options: dict[str, Any]) -> None:
-        rows = [_row(image) for image in Image.objects.all()]
+        rows = [_image_to_dict(image) for image in Image.objects.all()]
         if options["json"]:
             self.stdout.write(json.dumps(rows))
             return
@@ -95,16 +97,16 @@ class Command(shell.Taught):
             self.stdout.write(f"{row['uuid']}  {row['source']:6}  {row['size']:>12}  {row['name']}  {words}".rstrip())
 
     def _remove(self, options: dict[str, Any]) -> None:
-        store.remove(options["uuid"], shell.person(), Source.PERSON)
+        store.delete_image(options["uuid"], shell.current_operator(), EventSource.PERSON)
         self.stdout.write(json.dumps({"removed": str(options["uuid"])}) if options["json"] else "removed")
 
 
-def _row(image: Image) -> dict[str, Any]:
-    row = store.as_ref(image)
+def _image_to_dict(image: Image) -> dict[str, Any]:
+    row = store.to_image_ref(image)
     return {"uuid": row.pop("id"), **row, "source": image.source, "by": image.by}
 
 
-def _uuid(text: str) -> UUID:
+def _parse_uuid(text: str) -> UUID:
     try:
         return UUID(text)
     except ValueError:

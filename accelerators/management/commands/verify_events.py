@@ -16,7 +16,7 @@ from django.core.management.base import CommandError
 from accelerators.audit import sealing, verification
 from accelerators.management import shell
 
-TEACHING = """\
+EPILOG = """\
 Every minute the events of all finished transactions are sealed: a seal is a hash over these events and the previous
 seal. This command computes all seals again and prints the first event and the first seal that do not match. Events that
 are not sealed yet are only counted.
@@ -29,12 +29,12 @@ seal elsewhere from time to time, and compare the chain with the stored seals:
 
 Exit status 1: something does not match. docs/audit.md describes how to verify events without this program.
 """
-ANCHOR = re.compile(r"(\d{1,18}) ([0-9a-f]{64})")
-WIDTH = 40
+ANCHOR_LINE = re.compile(r"(\d{1,18}) ([0-9a-f]{64})")
+BAR_WIDTH = 40
 
 
-class Command(shell.Taught):
-    teaching = TEACHING
+class Command(shell.OperatorCommand):
+    epilog = EPILOG
     help = "Verify the hash chain over events, or print its newest seal, to be stored elsewhere."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -46,42 +46,42 @@ class Command(shell.Taught):
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["anchor"]:
-            last = sealing.newest()
+            last = sealing.get_newest_seal()
             if not last.number:
                 raise CommandError("no event is sealed yet: the job `seals` seals events within a minute")
             self.stdout.write(f"{last.number} {last.hash}")
             return
         if options["first"] < 1 or (options["last"] or options["first"]) < options["first"]:
             raise CommandError("--from and --to: seals are numbered from 1 on")
-        anchors = _anchors(options["seal_file"]) if options["seal_file"] else {}
-        found = verification.verify(options["first"], options["last"], anchors, self._progress)
+        anchors = _read_anchors(options["seal_file"]) if options["seal_file"] else {}
+        proof = verification.verify_seals(options["first"], options["last"], anchors, self._show_progress)
         if options["json"]:
-            self.stdout.write(json.dumps(asdict(found) | {"ok": not found.findings}))
+            self.stdout.write(json.dumps(asdict(proof) | {"ok": not proof.findings}))
         else:
-            self._tell(found)
-        if found.findings:
+            self._print_proof(proof)
+        if proof.findings:
             sys.exit(1)
 
-    def _tell(self, found: verification.Proof) -> None:
-        for finding in found.findings:
+    def _print_proof(self, proof: verification.VerificationResult) -> None:
+        for finding in proof.findings:
             self.stdout.write(f"! {finding.text}")
-        dropped = f", {found.dropped} dropped by retention" if found.dropped else ""
+        dropped = f", {proof.dropped} dropped by retention" if proof.dropped else ""
         self.stdout.write(
-            f"{found.seals} seals, {found.events} events{dropped}, {found.unsealed} not sealed yet: "
-            + ("they do not match" if found.findings else "they match")
+            f"{proof.seals} seals, {proof.events} events{dropped}, {proof.unsealed} not sealed yet: "
+            + ("they do not match" if proof.findings else "they match")
         )
-        if found.number:
-            self.stdout.write(f"newest seal: {found.number} {found.hash}")
+        if proof.number:
+            self.stdout.write(f"newest seal: {proof.number} {proof.hash}")
 
-    def _progress(self, done: int, of: int) -> None:
-        if sys.stderr.isatty() and of > sealing.MOST:
-            filled = WIDTH * min(done, of) // of
-            end = "\n" if done >= of else ""
-            sys.stderr.write(f"\r[{'█' * filled}{' ' * (WIDTH - filled)}] {done}/{of} events{end}")
+    def _show_progress(self, done: int, total: int) -> None:
+        if sys.stderr.isatty() and total > sealing.MAX_EVENTS_PER_SEAL:
+            filled = BAR_WIDTH * min(done, total) // total
+            end = "\n" if done >= total else ""
+            sys.stderr.write(f"\r[{'█' * filled}{' ' * (BAR_WIDTH - filled)}] {done}/{total} events{end}")
             sys.stderr.flush()
 
 
-def _anchors(path: Path) -> dict[int, str]:
+def _read_anchors(path: Path) -> dict[int, str]:
     """Read the kept anchors from a file; return hashes by seal number.
 
     Raises CommandError if the file cannot be read or is empty, if a line is no anchor, or if two anchors contradict
@@ -91,14 +91,14 @@ def _anchors(path: Path) -> dict[int, str]:
         lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{path} cannot be read: {error}") from None
-    found: dict[int, str] = {}
+    hashes: dict[int, str] = {}
     for line in filter(None, map(str.strip, lines)):
-        match = ANCHOR.fullmatch(line)
+        match = ANCHOR_LINE.fullmatch(line)
         if match is None:
             raise CommandError(f"{path}: {line[:80]!r} is not a line of `verify_events --anchor` (a number and a hash)")
-        number, kept = int(match[1]), match[2]
-        if found.setdefault(number, kept) != kept:
+        number, kept_hash = int(match[1]), match[2]
+        if hashes.setdefault(number, kept_hash) != kept_hash:
             raise CommandError(f"{path}: there are two different hashes of seal {number}")
-    if not found:
+    if not hashes:
         raise CommandError(f"{path} is empty: there is nothing to compare with")
-    return found
+    return hashes

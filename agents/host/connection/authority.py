@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Authority:
+class PlacementAuthority:
     """Decides whether this host may write to Placement now.
 
     It may only while it has a connection whose gateway answers, and only for the highest writer epoch that it received
@@ -15,23 +15,23 @@ class Authority:
     """
 
     epoch: int = -1
-    answers: Callable[[], bool] = field(default=lambda: False)
+    is_gateway_answering: Callable[[], bool] = field(default=lambda: False)
 
-    def connected(self, answers: Callable[[], bool]) -> None:
+    def on_connect(self, is_gateway_answering: Callable[[], bool]) -> None:
         """Note a new connection and forget the writer epoch. `is_gateway_answering()`: whether it answered lately."""
-        self.epoch, self.answers = -1, answers
+        self.epoch, self.is_gateway_answering = -1, is_gateway_answering
 
-    def lost(self) -> None:
+    def on_disconnect(self) -> None:
         """Note that the connection is lost: nothing may be written until the next one."""
-        self.connected(lambda: False)
+        self.on_connect(lambda: False)
 
-    def told(self, epoch: int) -> None:
+    def on_writer_epoch(self, epoch: int) -> None:
         """Note a writer epoch from a Writer message or a command; an older one, which may arrive later, is ignored."""
         self.epoch = max(self.epoch, epoch)
 
-    def refused(self, epoch: int) -> str:
+    def find_refusal(self, epoch: int) -> str:
         """Return the reason why this host must not write for this writer epoch now, '' when it may."""
-        if not self.answers():
+        if not self.is_gateway_answering():
             return "the connection to the conductor is lost, so another writer may have taken over"
         if epoch != self.epoch:
             return f"the command was made for writer epoch {epoch}, and the present writer epoch is {self.epoch}"

@@ -20,30 +20,30 @@ import msgspec
 
 from agents import credentials, wire
 
-ANSWER_LIMIT = 64 * 1024
+MAX_RESPONSE_BYTES = 64 * 1024
 """Largest HTTP answer to read, in bytes, downloads excepted; a challenge has some 200."""
-RETRY_LIMIT_S = 600.0
+MAX_RETRY_AFTER_S = 600.0
 """Upper bound for the seconds of a Retry-After header."""
-NEXT_ADDRESS_S = 2.0
+HAPPY_EYEBALLS_DELAY_S = 2.0
 """Seconds to wait for one address of the gateway's name before the next address is tried in parallel."""
-SILENCE_S = 30.0
+IO_TIMEOUT_S = 30.0
 """Time-out in seconds to connect, and between two pieces of a download."""
 
 
 @dataclass(frozen=True)
-class Gateway:
+class GatewayEndpoint:
     """Where to connect. The values come from a join token, or from the journal once the host has joined."""
 
     address: str
     fingerprint: str
     secret: str = ""
-    at: str = ""
+    ip_address: str = ""
     """The IP address to use, of those that the gateway's name has; '' for any of them."""
 
     @property
-    def socket_address(self) -> str:
+    def websocket_url(self) -> str:
         """Return the URL of the WebSocket."""
-        return "ws" + self.address.removeprefix("http").rstrip("/") + wire.PATH
+        return "ws" + self.address.removeprefix("http").rstrip("/") + wire.AGENT_PATH
 
 
 class HttpStatusError(Exception):
@@ -52,31 +52,31 @@ class HttpStatusError(Exception):
     `retry_after` is the number of seconds that the gateway asks to wait, 0 when it names none.
     """
 
-    def __init__(self, status: int, sentence: str, retry_after: float = 0.0, code: str = "") -> None:
-        super().__init__(f"the gateway refused ({status}): {sentence}")
+    def __init__(self, status: int, reason: str, retry_after: float = 0.0, code: str = "") -> None:
+        super().__init__(f"the gateway refused ({status}): {reason}")
         self.status, self.code = status, code
         self.retry_after = retry_after
 
 
-class _PinnedObject(ssl.SSLObject):
+class _PinnedSSLObject(ssl.SSLObject):
     """A TLS connection whose handshake fails unless the server's certificate has the pinned fingerprint."""
 
     def do_handshake(self) -> None:
         super().do_handshake()
-        wanted = cast(_PinnedContext, self.context).fingerprint
-        found = hashlib.sha256(self.getpeercert(binary_form=True) or b"").hexdigest()
-        if found != wanted:
+        expected = cast(_PinnedSSLContext, self.context).fingerprint
+        actual = hashlib.sha256(self.getpeercert(binary_form=True) or b"").hexdigest()
+        if actual != expected:
             raise ssl.SSLCertVerificationError(
-                f"the gateway's certificate is sha256:{found}, the join token pins sha256:{wanted}"
+                f"the gateway's certificate is sha256:{actual}, the join token pins sha256:{expected}"
             )
 
 
-class _PinnedContext(ssl.SSLContext):
+class _PinnedSSLContext(ssl.SSLContext):
     fingerprint: str
-    sslobject_class = _PinnedObject
+    sslobject_class = _PinnedSSLObject
 
 
-def tls(gateway: Gateway) -> ssl.SSLContext | None:
+def create_tls_context(gateway: GatewayEndpoint) -> ssl.SSLContext | None:
     """Return the TLS context for the gateway, None when its address is http.
 
     With a fingerprint, only the pinned certificate is accepted; without one, the system's certificate authorities
@@ -86,7 +86,7 @@ def tls(gateway: Gateway) -> ssl.SSLContext | None:
         return None
     if not gateway.fingerprint:
         return ssl.create_default_context()
-    context = _PinnedContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = _PinnedSSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -94,9 +94,9 @@ def tls(gateway: Gateway) -> ssl.SSLContext | None:
     return context
 
 
-async def challenge(
-    gateway: Gateway, context: ssl.SSLContext | None, timeout: float
-) -> tuple[credentials.Challenge, Gateway]:
+async def fetch_challenge(
+    gateway: GatewayEndpoint, context: ssl.SSLContext | None, timeout: float
+) -> tuple[credentials.Challenge, GatewayEndpoint]:
     """Fetch a challenge (a nonce to sign); return it with the gateway narrowed to the address that issued it.
 
     A nonce is valid only at the server that issued it, so the connection must go to the same address. Raises
@@ -104,42 +104,46 @@ async def challenge(
     wire.MalformedMessageError.
     """
     async with asyncio.timeout(timeout):
-        (status, headers, body), at = await _get(gateway, wire.CHALLENGE_PATH, context)
+        (status, headers, body), ip_address = await _send_get(gateway, wire.CHALLENGE_PATH, context)
     if status != 200:
-        raise refusal(status, headers, body)
+        raise parse_refusal(status, headers, body)
     try:
-        found = msgspec.json.decode(body, type=credentials.Challenge)
+        received = msgspec.json.decode(body, type=credentials.Challenge)
     except msgspec.DecodeError as error:
         raise wire.MalformedMessageError(f"{gateway.address} answers, but not as a gateway does: {error}") from None
-    if not set(found.versions) & set(wire.VERSIONS):
+    if not set(received.versions) & set(wire.VERSIONS):
         raise HttpStatusError(
             status,
-            f"it supports the wire versions {', '.join(found.versions)}, and this agent {', '.join(wire.VERSIONS)}: "
+            f"it supports the wire versions {', '.join(received.versions)}, and this agent {', '.join(wire.VERSIONS)}: "
             "upgrade one of them",
         )
-    return found, replace(gateway, at=at)
+    return received, replace(gateway, ip_address=ip_address)
 
 
-def refusal(status: int, headers: Any, body: bytes) -> HttpStatusError:
+def parse_refusal(status: int, headers: Any, body: bytes) -> HttpStatusError:
     """Build an HttpStatusError from an HTTP answer: `error` and `code` of its JSON, else the status's standard text."""
     code = ""
     try:
-        said = msgspec.json.decode(body, type=dict[str, Any])
-        sentence, code = str(said["error"])[:500], str(said.get("code", ""))[:64]
+        document = msgspec.json.decode(body, type=dict[str, Any])
+        reason, code = str(document["error"])[:500], str(document.get("code", ""))[:64]
     except (msgspec.DecodeError, KeyError, RecursionError):
-        sentence = http.client.responses.get(status, "no reason given")
-    return HttpStatusError(status, " ".join(sentence.split()), _seconds(headers.get("Retry-After")), code)
+        reason = http.client.responses.get(status, "no reason given")
+    return HttpStatusError(status, " ".join(reason.split()), _parse_retry_after(headers.get("Retry-After")), code)
 
 
-def _seconds(value: str | None) -> float:
+def _parse_retry_after(value: str | None) -> float:
     try:
-        return min(max(float(value or 0), 0.0), RETRY_LIMIT_S)
+        return min(max(float(value or 0), 0.0), MAX_RETRY_AFTER_S)
     except ValueError:  # the header may also hold a date, but our gateway never sends one
         return 0.0
 
 
-async def download(
-    gateway: Gateway, context: ssl.SSLContext | None, path: str, authorization: str, take: Callable[[bytes], None]
+async def download_file(
+    gateway: GatewayEndpoint,
+    context: ssl.SSLContext | None,
+    path: str,
+    authorization: str,
+    write_piece: Callable[[bytes], None],
 ) -> None:
     """Download `path` and pass each piece to `write_piece`, up to the end of the connection.
 
@@ -148,36 +152,41 @@ async def download(
     """
     header = f"Authorization: {authorization}\r\n"
     # An HTTP/1.0 answer is never chunked: its body ends where the connection ends.
-    async with _request(gateway, f"GET {{}}{path} HTTP/1.0", header, context) as (reader, _):
-        async with asyncio.timeout(SILENCE_S):
+    async with _open_request(gateway, f"GET {{}}{path} HTTP/1.0", header, context) as (reader, _):
+        async with asyncio.timeout(IO_TIMEOUT_S):
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
             except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
                 raise wire.MalformedMessageError(f"{gateway.address} answers, but not with HTTP") from None
-        response = _begun(head, gateway.address)
+        response = _parse_response_head(head, gateway.address)
         if response.status != 200:
-            async with asyncio.timeout(SILENCE_S):
-                raise refusal(response.status, response.headers, await reader.read(ANSWER_LIMIT))
+            async with asyncio.timeout(IO_TIMEOUT_S):
+                raise parse_refusal(response.status, response.headers, await reader.read(MAX_RESPONSE_BYTES))
         while True:
-            async with asyncio.timeout(SILENCE_S):
-                piece = await reader.read(ANSWER_LIMIT)
+            async with asyncio.timeout(IO_TIMEOUT_S):
+                piece = await reader.read(MAX_RESPONSE_BYTES)
             if not piece:
                 return
-            take(piece)
+            write_piece(piece)
 
 
-async def _get(gateway: Gateway, path: str, context: ssl.SSLContext | None) -> tuple[tuple[int, Any, bytes], str]:
+async def _send_get(
+    gateway: GatewayEndpoint, path: str, context: ssl.SSLContext | None
+) -> tuple[tuple[int, Any, bytes], str]:
     """Send a GET request; return (status, headers, body) and the IP address that answered."""
-    async with _request(gateway, f"GET {{}}{path} HTTP/1.1", "Connection: close\r\n", context) as (reader, at):
+    async with _open_request(gateway, f"GET {{}}{path} HTTP/1.1", "Connection: close\r\n", context) as (
+        reader,
+        ip_address,
+    ):
         data = bytearray()
-        while len(data) < ANSWER_LIMIT and (chunk := await reader.read(ANSWER_LIMIT - len(data))):
+        while len(data) < MAX_RESPONSE_BYTES and (chunk := await reader.read(MAX_RESPONSE_BYTES - len(data))):
             data += chunk
-    return _parsed(bytes(data), gateway.address), at
+    return _parse_response(bytes(data), gateway.address), ip_address
 
 
 @asynccontextmanager
-async def _request(
-    gateway: Gateway, line: str, headers: str, context: ssl.SSLContext | None
+async def _open_request(
+    gateway: GatewayEndpoint, line_template: str, headers: str, context: ssl.SSLContext | None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, str]]:
     """Send a request on a new connection; yield the stream of the answer and the IP address of the server.
 
@@ -186,45 +195,45 @@ async def _request(
     """
     parts = urlsplit(gateway.address)
     port = parts.port or (443 if context else 80)
-    async with asyncio.timeout(SILENCE_S):
+    async with asyncio.timeout(IO_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(
-            gateway.at or parts.hostname,
+            gateway.ip_address or parts.hostname,
             port,
-            limit=ANSWER_LIMIT,
+            limit=MAX_RESPONSE_BYTES,
             ssl=context,
             server_hostname=parts.hostname if context else None,
-            happy_eyeballs_delay=NEXT_ADDRESS_S,
+            happy_eyeballs_delay=HAPPY_EYEBALLS_DELAY_S,
         )
     try:
-        first = line.format(parts.path.rstrip("/"))
-        writer.write(f"{first}\r\nHost: {parts.netloc}\r\n{headers}\r\n".encode())
+        request_line = line_template.format(parts.path.rstrip("/"))
+        writer.write(f"{request_line}\r\nHost: {parts.netloc}\r\n{headers}\r\n".encode())
         yield reader, str(writer.get_extra_info("peername")[0])
     finally:
         writer.transport.abort()
 
 
-def _parsed(data: bytes, address: str) -> tuple[int, Any, bytes]:
-    response = _begun(data, address)
+def _parse_response(data: bytes, address: str) -> tuple[int, Any, bytes]:
+    response = _parse_response_head(data, address)
     try:
         return response.status, response.headers, response.read()
     except http.client.HTTPException as error:
-        raise _no_http(address, error) from None
+        raise _not_http_error(address, error) from None
 
 
-def _begun(data: bytes, address: str) -> http.client.HTTPResponse:
+def _parse_response_head(data: bytes, address: str) -> http.client.HTTPResponse:
     """Parse the status line and the headers of an answer. Raises wire.MalformedMessageError when it is not HTTP."""
 
-    class Bytes:
+    class BytesSocket:
         def makefile(self, _mode: str) -> io.BytesIO:
             return io.BytesIO(data)
 
-    response = http.client.HTTPResponse(cast(Any, Bytes()), method="GET")
+    response = http.client.HTTPResponse(cast(Any, BytesSocket()), method="GET")
     try:
         response.begin()
     except http.client.HTTPException as error:
-        raise _no_http(address, error) from None
+        raise _not_http_error(address, error) from None
     return response
 
 
-def _no_http(address: str, error: http.client.HTTPException) -> wire.MalformedMessageError:
+def _not_http_error(address: str, error: http.client.HTTPException) -> wire.MalformedMessageError:
     return wire.MalformedMessageError(f"{address} answers, but not with HTTP: {type(error).__name__}")

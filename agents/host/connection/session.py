@@ -19,27 +19,27 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from agents import wire
-from agents.host.backoff import Owed, set_or_passed
+from agents.host.backoff import PendingAcks, wait_for_event
 from drivers.configuration import ConfigurationError
 from drivers.inventory import Health
 
 if TYPE_CHECKING:
-    from agents.host.connection.link import Link
+    from agents.host.connection.link import GatewayLink
 
 log = logging.getLogger("cyborg.link")
 
-TAKEN = 256
+MAX_TAKEN_NUMBERS = 256
 """Largest number of commands in one Taken message."""
-SICK: dict[Health, int] = {"ok": 0, "unknown": 1, "degraded": 2, "failed": 3}
+HEALTH_SEVERITY: dict[Health, int] = {"ok": 0, "unknown": 1, "degraded": 2, "failed": 3}
 """Severity of each health; a higher number is worse."""
 
 
-class Desk(Protocol):
+class CommandSink(Protocol):
     """The receiver of commands, with the newest progress of each one by number: `executor.Executor`."""
 
     progress: dict[int, wire.Progress]
 
-    def take(self, command: wire.Command) -> None:
+    def accept_command(self, command: wire.Command) -> None:
         """Accept a command. When this returns, it is in the journal or its refusal waits to be sent."""
 
 
@@ -51,209 +51,229 @@ class SessionRefusedError(Exception):
     """The gateway sent Refuse, which ends the connection. The text is the gateway's reason and code."""
 
 
-class Session:
+class GatewaySession:
     """One connection after Welcome: a receiving and a sending loop on the same socket."""
 
-    def __init__(self, link: Link, socket: ClientConnection, welcome: wire.Welcome) -> None:
+    def __init__(self, link: GatewayLink, socket: ClientConnection, welcome: wire.Welcome) -> None:
         self._link = link
         self._journal = link.journal
         self._socket = socket
         self._beat_s = min(max(welcome.beat_s, 0.05), 3600.0)
-        self._applied = welcome.applied_hash
+        self._applied_hash = welcome.applied_hash
         self._max_bytes = welcome.max_bytes
         self._jitter_s = min(max(welcome.jitter_s, 0.0), 300.0)
-        self._owed = Owed(self._beat_s, link.pace)
-        self._too_large = ""
-        self._heard: list[int] = []
-        self._answered: set[int] = set()
-        self._told = 0
+        self._pending_acks = PendingAcks(self._beat_s, link.timing)
+        self._too_large_hash = ""
+        self._received_numbers: list[int] = []
+        self._sent_results: set[int] = set()
+        self._acknowledged_seq = 0
         """The highest seq of a report that was acknowledged on this connection."""
         self._clock = asyncio.get_running_loop().time
-        self._owed.answered = self._clock()
-        link.authority.connected(lambda: self._owed.answers(self._clock()))
+        self._pending_acks.last_ack_at = self._clock()
+        link.authority.on_connect(lambda: self._pending_acks.is_gateway_answering(self._clock()))
 
-    async def receive(self) -> None:
+    async def receive_messages(self) -> None:
         """Receive and handle messages until the connection ends.
 
         Raises SessionRefusedError when the gateway sends Refuse, ConnectionLostError when the connection is closed,
         and wire.MalformedMessageError.
         """
         while True:
-            message = await next_message(self._socket)
+            message = await receive_message(self._socket)
             if isinstance(message, wire.Ack):
-                self._acknowledged(message)
-            elif isinstance(message, wire.Command) and self._link.desk is not None:
+                self._handle_ack(message)
+            elif isinstance(message, wire.Command) and self._link.command_sink is not None:
                 if message.writer:
-                    self._link.authority.told(message.writer)
-                self._answered.discard(message.number)
-                self._heard.append(message.number)
-                self._link.desk.take(message)
+                    self._link.authority.on_writer_epoch(message.writer)
+                self._sent_results.discard(message.number)
+                self._received_numbers.append(message.number)
+                self._link.command_sink.accept_command(message)
             elif isinstance(message, wire.Writer):
-                self._link.authority.told(message.epoch)
-            elif isinstance(message, wire.Watch) and self._link.meter is not None:
-                self._link.meter.watch(message)
+                self._link.authority.on_writer_epoch(message.epoch)
+            elif isinstance(message, wire.Watch) and self._link.sampler is not None:
+                self._link.sampler.on_watch(message)
             elif isinstance(message, wire.Probe):
-                await self._socket.send(wire.encode(wire.Alive(message.nonce)))
+                await self._socket.send(wire.encode_message(wire.Alive(message.nonce)))
             elif isinstance(message, wire.Rotate):
-                await self._rotate()
+                await self._send_next_key()
             elif isinstance(message, wire.Refuse):
                 raise SessionRefusedError(f"{message.reason} [{message.code}]")
             else:
-                self._link.dropped(message)
+                self._link.drop_message(message)
 
-    async def _rotate(self) -> None:
+    async def _send_next_key(self) -> None:
         """Create the next key and send NewKey; if the key cannot be written, log that and keep the current key.
 
         Both keys are on disk from before NewKey is sent until the gateway has acknowledged it.
         """
         keys = self._link.keys
         try:
-            following = keys.prepare()
+            next_identity = keys.prepare_next_key()
         except ConfigurationError as error:
             log.error("the gateway asked for a new key, but the present key stays in use: %s", error)
             return
-        await self._socket.send(wire.encode(keys.current.successor(following, self._link.gateway.fingerprint)))
+        await self._socket.send(
+            wire.encode_message(
+                keys.current_identity.build_new_key_message(next_identity, self._link.gateway.fingerprint)
+            )
+        )
 
-    def _acknowledged(self, ack: wire.Ack) -> None:
-        self._owed.acknowledged(ack.of, ack.seq, self._clock())
+    def _handle_ack(self, ack: wire.Ack) -> None:
+        self._pending_acks.record_ack(ack.of, ack.seq, self._clock())
         if ack.of == "Report":
-            self._acknowledge(ack.seq)
+            self._acknowledge_report(ack.seq)
         elif ack.of == "Result":
-            self._settle(ack.seq)
-        elif ack.of == "NewKey" and self._link.keys.following is not None:
-            self._link.adopt()
+            self._acknowledge_result(ack.seq)
+        elif ack.of == "NewKey" and self._link.keys.next_identity is not None:
+            self._link.adopt_next_key()
 
-    def _acknowledge(self, seq: int) -> None:
+    def _acknowledge_report(self, seq: int) -> None:
         """Note that the gateway has stored report `seq` for good, and wake the sending loop."""
         try:
-            self._journal.acknowledge(seq)
+            self._journal.acknowledge_report(seq)
         except sqlite3.OperationalError as error:
             log.error("the journal cannot store an acknowledgement (%s): the report may be sent once more", error)
         report = self._journal.report
         if report is not None and report.seq == seq:
-            self._applied = report.hash
-            self._link.known = statuses(report)
-        self._told = max(self._told, seq)
+            self._applied_hash = report.hash
+            self._link.acknowledged_health = health_by_device(report)
+        self._acknowledged_seq = max(self._acknowledged_seq, seq)
         self._link.wake.set()
 
-    def _settle(self, number: int) -> None:
+    def _acknowledge_result(self, number: int) -> None:
         """Note that the gateway has stored the result of command `number` for good."""
         try:
-            self._journal.ledger.acknowledge(number)
+            self._journal.command_log.acknowledge_result(number)
         except sqlite3.OperationalError as error:
             log.error("the journal cannot store an acknowledgement (%s): a result may be sent once more", error)
 
-    async def send(self) -> None:
+    async def send_messages(self) -> None:
         """Send heartbeats, reports, results, progress and samples until the connection ends.
 
         Raises ConnectionLostError when the gateway owes an Ack for too long. Returns without an error when the
         connection is closed: `receive_messages` may still have to read a Refuse, which is the better reason.
         """
         try:
-            await self._send()
+            await self._run_send_loop()
         except ConnectionClosed:
             return
 
-    async def _send(self) -> None:
+    async def _run_send_loop(self) -> None:
         """Run the sending loop: one pass each time it is woken, or a heartbeat, report or deadline is due.
 
         The first heartbeat and the first report are delayed at random, so that many hosts do not send them at once.
         Raises ConnectionLostError when an Ack is overdue.
         """
-        draw = self._link.pace.draw
+        draw_fraction = self._link.timing.draw_fraction
         now = self._clock()
-        beat_at, seq = now + draw() * self._beat_s, 0
-        report_from = now + draw() * self._jitter_s
+        next_beat_at, seq = now + draw_fraction() * self._beat_s, 0
+        report_from = now + draw_fraction() * self._jitter_s
         while True:
             self._link.wake.clear()
             now = self._clock()
-            if sentence := self._owed.overdue(now):
-                raise ConnectionLostError(sentence)
-            if now >= beat_at:
-                seq, beat_at = seq + 1, now + self._beat_s
-                self._owed.sent("Beat", seq, now)
-                await self._socket.send(wire.encode(wire.Beat(seq=seq)))
-            if self._worse():
-                await self._report()
-            await self._commands()
-            if now >= report_from or self._journal.ledger.owed:  # no jitter for a report that a result waits for
-                await self._report()
-            await self._samples()
-            waits = [beat_at, self._owed.due()] + ([report_from] if now < report_from else [])
-            await set_or_passed(self._link.wake, min(waits) - self._clock())
+            if reason := self._pending_acks.describe_overdue(now):
+                raise ConnectionLostError(reason)
+            if now >= next_beat_at:
+                seq, next_beat_at = seq + 1, now + self._beat_s
+                self._pending_acks.record_sent("Beat", seq, now)
+                await self._socket.send(wire.encode_message(wire.Beat(seq=seq)))
+            if self._has_worse_health():
+                await self._send_report()
+            await self._send_command_messages()
+            if (
+                now >= report_from or self._journal.command_log.unacknowledged
+            ):  # no jitter for a report that a result waits for
+                await self._send_report()
+            await self._send_samples()
+            deadlines = [next_beat_at, self._pending_acks.next_deadline()] + (
+                [report_from] if now < report_from else []
+            )
+            await wait_for_event(self._link.wake, min(deadlines) - self._clock())
 
-    async def _commands(self) -> None:
+    async def _send_command_messages(self) -> None:
         """Send Taken for new commands, then progress, then each result whose report the gateway has.
 
         A result that is larger than the gateway's message limit is sent without its `detail`.
         """
-        if self._heard:
-            heard, self._heard = self._heard, []
-            for start in range(0, len(heard), TAKEN):
-                await self._socket.send(wire.encode(wire.Taken(tuple(heard[start : start + TAKEN]))))
-        progress = self._link.desk.progress if self._link.desk is not None else {}
+        if self._received_numbers:
+            numbers, self._received_numbers = self._received_numbers, []
+            for start in range(0, len(numbers), MAX_TAKEN_NUMBERS):
+                await self._socket.send(
+                    wire.encode_message(wire.Taken(tuple(numbers[start : start + MAX_TAKEN_NUMBERS])))
+                )
+        progress = self._link.command_sink.progress if self._link.command_sink is not None else {}
         while progress:
-            await self._socket.send(wire.encode(progress.pop(next(iter(progress)))))
-        for number, result in sorted(self._journal.ledger.owed.items()):
-            if number not in self._answered and self._shows(result):
-                self._answered.add(number)
-                text = wire.encode(result)
+            await self._socket.send(wire.encode_message(progress.pop(next(iter(progress)))))
+        for number, result in sorted(self._journal.command_log.unacknowledged.items()):
+            if number not in self._sent_results and self._is_effect_reported(result):
+                self._sent_results.add(number)
+                text = wire.encode_message(result)
                 if len(text.encode()) > self._max_bytes:
-                    text = wire.encode(msgspec.structs.replace(result, detail={}))
+                    text = wire.encode_message(msgspec.structs.replace(result, detail={}))
                 await self._socket.send(text)
 
-    def _shows(self, result: wire.Result) -> bool:
+    def _is_effect_reported(self, result: wire.Result) -> bool:
         """Return whether the gateway has the report that shows this command's effect, a later one, or an equal one."""
-        told = (self._journal.epoch, self._journal.seq if self._journal.acknowledged else self._told)
-        return (result.epoch, result.seq) <= told or result.hash == self._applied
+        acknowledged = (
+            self._journal.epoch,
+            self._journal.seq if self._journal.acknowledged else self._acknowledged_seq,
+        )
+        return (result.epoch, result.seq) <= acknowledged or result.hash == self._applied_hash
 
-    def _worse(self) -> bool:
+    def _has_worse_health(self) -> bool:
         """Return whether the waiting report shows a device in worse health than the last acknowledged one did.
 
         Such a report is sent without jitter. Return False while another report waits for its Ack.
         """
         report = self._journal.report
-        if report is None or self._journal.acknowledged or self._owed.report is not None:
+        if report is None or self._journal.acknowledged or self._pending_acks.pending_report_seq is not None:
             return False
-        known = self._link.known
-        return any(SICK[status] > SICK[known.get(key, "ok")] for key, status in statuses(report).items())
+        acknowledged_health = self._link.acknowledged_health
+        return any(
+            HEALTH_SEVERITY[status] > HEALTH_SEVERITY[acknowledged_health.get(key, "ok")]
+            for key, status in health_by_device(report).items()
+        )
 
-    async def _samples(self) -> None:
+    async def _send_samples(self) -> None:
         """Send the newest round of samples; drop it while a report or result is unacknowledged or the socket is full.
 
         The socket counts as full when bytes of earlier messages are still in its write buffer.
         """
-        meter = self._link.meter
-        if meter is None or (newest := meter.take()) is None:
+        sampler = self._link.sampler
+        if sampler is None or (newest := sampler.take_samples()) is None:
             return
-        owing = self._owed.report is not None or not self._journal.acknowledged or self._journal.ledger.owed
-        if not owing and not self._socket.transport.get_write_buffer_size():
-            await self._socket.send(meter.frame(newest, self._max_bytes))
+        has_unacknowledged = (
+            self._pending_acks.pending_report_seq is not None
+            or not self._journal.acknowledged
+            or self._journal.command_log.unacknowledged
+        )
+        if not has_unacknowledged and not self._socket.transport.get_write_buffer_size():
+            await self._socket.send(sampler.encode_samples(newest, self._max_bytes))
 
-    async def _report(self) -> None:
+    async def _send_report(self) -> None:
         """Send the journal's report if the gateway needs it and no other report waits for its Ack.
 
         A report that was acknowledged earlier is sent again, under the next seq, when the gateway has applied another
         content and this process has asked the drivers. A report over the gateway's message limit is logged, not sent.
         """
         report = self._journal.report
-        if report is None or self._owed.report is not None:
+        if report is None or self._pending_acks.pending_report_seq is not None:
             return
         if self._journal.acknowledged:
-            if report.hash == self._applied or not self._link.looked:
+            if report.hash == self._applied_hash or not self._link.is_report_current:
                 return
             try:
-                report = self._journal.offer_again(report)
+                report = self._journal.renumber_report(report)
             except sqlite3.OperationalError as error:
                 log.error(
                     "the journal cannot give a report a new number (%s): trying again at the next heartbeat", error
                 )
                 return
-        text = wire.encode(report)
+        text = wire.encode_message(report)
         size = len(text.encode())
         if size > self._max_bytes:
-            if report.hash != self._too_large:
-                self._too_large = report.hash
+            if report.hash != self._too_large_hash:
+                self._too_large_hash = report.hash
                 log.error(
                     "report %d is not sent: it has %d bytes, and the gateway accepts at most %d",
                     report.seq,
@@ -261,16 +281,16 @@ class Session:
                     self._max_bytes,
                 )
             return
-        self._owed.sent("Report", report.seq, self._clock())
+        self._pending_acks.record_sent("Report", report.seq, self._clock())
         await self._socket.send(text)
 
 
-def statuses(report: wire.Report) -> dict[tuple[str, str], Health]:
+def health_by_device(report: wire.Report) -> dict[tuple[str, str], Health]:
     """Return the health of each device in a report, by (driver, device key)."""
     return {(driver.driver, device.key): device.status for driver in report.drivers for device in driver.devices}
 
 
-async def next_message(socket: ClientConnection) -> wire.FromGateway | wire.Unknown:
+async def receive_message(socket: ClientConnection) -> wire.FromGateway | wire.UnknownMessage:
     """Wait for the next message of the gateway.
 
     Raises ConnectionLostError when the connection is closed, and wire.MalformedMessageError.
@@ -279,5 +299,5 @@ async def next_message(socket: ClientConnection) -> wire.FromGateway | wire.Unkn
         return wire.decode_from_gateway(await socket.recv())
     except ConnectionClosed as error:
         frame = error.rcvd
-        said = f" ({frame.code} {frame.reason})".replace(" )", ")") if frame else ""
-        raise ConnectionLostError(f"the connection was closed{said}") from None
+        close_reason = f" ({frame.code} {frame.reason})".replace(" )", ")") if frame else ""
+        raise ConnectionLostError(f"the connection was closed{close_reason}") from None

@@ -19,16 +19,16 @@ log = logging.getLogger("cyborg.watch")
 
 FILE_POLL_S = 0.5
 """Seconds between two checks of the watched files."""
-RECEIVE_BUFFER = 8 * 1024 * 1024
+RECEIVE_BUFFER_BYTES = 8 * 1024 * 1024
 """Bytes of buffer to request for the uevent socket: a card with 64 functions sends 200 events of 0.5 KB at once."""
-SLICE = 256
+MAX_EVENTS_PER_READ = 256
 """Largest number of events to read in a row before other tasks of the event loop run."""
 
-State = tuple[int, int, int] | None
+FileState = tuple[int, int, int] | None
 """Modification time in ns, size and inode of a file; None when it does not exist."""
 
 
-class Interested(Protocol):
+class ChangeFilter(Protocol):
     """The properties of a driver that decide when it looks for devices again.
 
     The values are empty until the driver's process has answered, so they are read again at each event.
@@ -43,7 +43,7 @@ class Interested(Protocol):
         """Files that concern the driver. They are polled: a new time, size or inode is a change, as is a new path."""
 
 
-class Uevents(Protocol):
+class UeventSource(Protocol):
     """A source of kernel events: `NetlinkUevents` in production, a socket pair in tests."""
 
     def fileno(self) -> int:
@@ -70,10 +70,10 @@ class NetlinkUevents:
 
         self._monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source="kernel")
         try:
-            self._monitor.set_receive_buffer_size(RECEIVE_BUFFER)
+            self._monitor.set_receive_buffer_size(RECEIVE_BUFFER_BYTES)
         except OSError as error:  # above the system's limit it needs CAP_NET_ADMIN
             log.debug("the uevent buffer keeps the system's size limit: %s", error)
-            _enlarge(self._monitor.fileno())
+            _request_receive_buffer(self._monitor.fileno())
         self._monitor.start()
 
     def fileno(self) -> int:
@@ -94,13 +94,13 @@ class NetlinkUevents:
         del self._monitor
 
 
-def _enlarge(handle: int) -> None:
+def _request_receive_buffer(descriptor: int) -> None:
     """Request the receive buffer without a privilege; the kernel grants as much as the system's limit allows."""
-    with socket.socket(fileno=os.dup(handle)) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
 
 
-class Watch:
+class ChangeWatcher:
     """Collects changes on the host; `wait_for_changes` returns the names of the drivers that have to look again.
 
     Uevents within `debounce_s` seconds become one change; every `rescan_s` seconds all drivers have to look.
@@ -108,22 +108,22 @@ class Watch:
 
     def __init__(
         self,
-        drivers: Mapping[str, Interested],
+        drivers: Mapping[str, ChangeFilter],
         *,
         debounce_s: float,
         rescan_s: float,
-        uevents: Callable[[], Uevents] = NetlinkUevents,
+        uevents: Callable[[], UeventSource] = NetlinkUevents,
     ) -> None:
         self._drivers = drivers
         self._debounce_s = debounce_s
         self._rescan_s = rescan_s
         self._open_uevents = uevents
-        self._uevents: Uevents | None = None
-        self._files: dict[str, State] = {}
-        self._due: set[str] = set()
-        self._burst: set[str] = set()
-        self._lost = False
-        self._ready = asyncio.Event()
+        self._uevents: UeventSource | None = None
+        self._file_states: dict[str, FileState] = {}
+        self._due_drivers: set[str] = set()
+        self._pending_subsystems: set[str] = set()
+        self._has_lost_events = False
+        self._has_due_drivers = asyncio.Event()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
@@ -133,13 +133,13 @@ class Watch:
         """
         try:
             self._uevents = self._open_uevents()
-            asyncio.get_running_loop().add_reader(self._uevents.fileno(), self._drain)
+            asyncio.get_running_loop().add_reader(self._uevents.fileno(), self._read_uevents)
         except (OSError, ImportError) as error:
             log.warning(
                 "uevents are not available (%s): the drivers look for changes every %g s instead", error, self._rescan_s
             )
-        self._after("files", FILE_POLL_S, self._poll_files)
-        self._after("rescan", self._rescan_s, self._rescan)
+        self._set_timer("files", FILE_POLL_S, self._poll_files)
+        self._set_timer("rescan", self._rescan_s, self._rescan_all)
 
     def close(self) -> None:
         """Stop all timers and close the uevent socket."""
@@ -150,22 +150,22 @@ class Watch:
             self._uevents.close()
             self._uevents = None
 
-    async def changed(self) -> frozenset[str]:
+    async def wait_for_changes(self) -> frozenset[str]:
         """Wait for a change and return the names of the drivers that have to look again, each name once."""
-        await self._ready.wait()
-        self._ready.clear()
-        names, self._due = frozenset(self._due), set()
+        await self._has_due_drivers.wait()
+        self._has_due_drivers.clear()
+        names, self._due_drivers = frozenset(self._due_drivers), set()
         return names
 
-    def _after(self, name: str, seconds: float, call: Callable[[], None]) -> None:
-        self._timers[name] = asyncio.get_running_loop().call_later(seconds, call)
+    def _set_timer(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
+        self._timers[name] = asyncio.get_running_loop().call_later(seconds, callback)
 
-    def _wake(self, names: Iterable[str]) -> None:
-        self._due.update(names)
-        if self._due:
-            self._ready.set()
+    def _add_due_drivers(self, names: Iterable[str]) -> None:
+        self._due_drivers.update(names)
+        if self._due_drivers:
+            self._has_due_drivers.set()
 
-    def _drain(self) -> None:
+    def _read_uevents(self) -> None:
         """Read the waiting events, at most MAX_EVENTS_PER_READ of them; stop using uevents when the socket fails.
 
         When events were lost, all drivers have to look again.
@@ -173,18 +173,18 @@ class Watch:
         if self._uevents is None:
             return
         try:
-            for _ in range(SLICE):
+            for _ in range(MAX_EVENTS_PER_READ):
                 subsystem = self._uevents.next()
                 if subsystem is None:
                     return
-                self._seen(subsystem)
+                self._note_uevent(subsystem)
         except OSError as error:
             if error.errno == errno.ENOBUFS:
                 log.info(
                     "some uevents were lost, because they came faster than they were read: every driver looks again"
                 )
-                self._lost = True
-                self._seen("")
+                self._has_lost_events = True
+                self._note_uevent("")
             else:
                 asyncio.get_running_loop().remove_reader(self._uevents.fileno())
                 self._uevents.close()
@@ -195,36 +195,40 @@ class Watch:
                     self._rescan_s,
                 )
 
-    def _seen(self, subsystem: str) -> None:
+    def _note_uevent(self, subsystem: str) -> None:
         # The window is fixed and begins with the first event. A device that sends events all the time would postpone a
         # pause after the last event for ever.
-        if not self._burst:
-            self._after("burst", self._debounce_s, self._end_of_burst)
-        self._burst.add(subsystem)
+        if not self._pending_subsystems:
+            self._set_timer("burst", self._debounce_s, self._end_debounce)
+        self._pending_subsystems.add(subsystem)
 
-    def _end_of_burst(self) -> None:
+    def _end_debounce(self) -> None:
         # The drivers' subsystems are read only now. A driver whose subsystems are not known yet has not begun its first
         # look, so that look will see the change.
-        seen, self._burst = self._burst, set()
-        lost, self._lost = self._lost, False
-        self._wake(name for name, driver in self._drivers.items() if lost or seen & set(driver.subsystems))
+        subsystems, self._pending_subsystems = self._pending_subsystems, set()
+        has_lost_events, self._has_lost_events = self._has_lost_events, False
+        self._add_due_drivers(
+            name for name, driver in self._drivers.items() if has_lost_events or subsystems & set(driver.subsystems)
+        )
 
     def _poll_files(self) -> None:
-        states = {path: _state(path) for driver in self._drivers.values() for path in driver.watched}
-        changed = {path for path, state in states.items() if path not in self._files or state != self._files[path]}
-        self._files = states
+        states = {path: _read_file_state(path) for driver in self._drivers.values() for path in driver.watched}
+        changed = {
+            path for path, state in states.items() if path not in self._file_states or state != self._file_states[path]
+        }
+        self._file_states = states
         if changed:
-            self._wake(name for name, driver in self._drivers.items() if changed & set(driver.watched))
-        self._after("files", FILE_POLL_S, self._poll_files)
+            self._add_due_drivers(name for name, driver in self._drivers.items() if changed & set(driver.watched))
+        self._set_timer("files", FILE_POLL_S, self._poll_files)
 
-    def _rescan(self) -> None:
-        self._wake(self._drivers)
-        self._after("rescan", self._rescan_s, self._rescan)
+    def _rescan_all(self) -> None:
+        self._add_due_drivers(self._drivers)
+        self._set_timer("rescan", self._rescan_s, self._rescan_all)
 
 
-def _state(path: str) -> State:
+def _read_file_state(path: str) -> FileState:
     try:
-        found = os.stat(path)
+        file_status = os.stat(path)
     except OSError:  # a missing file is a state too: creating it is a change
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return file_status.st_mtime_ns, file_status.st_size, file_status.st_ino

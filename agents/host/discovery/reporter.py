@@ -22,17 +22,17 @@ from drivers.pci import ownership
 
 log = logging.getLogger("cyborg.report")
 
-TOGETHER_S = 2.0
+GATHER_S = 2.0
 """Seconds to wait for other drivers that are being asked too, so that one report holds all their answers."""
-RETRY_S = 5.0
+JOURNAL_RETRY_S = 5.0
 """Seconds between two attempts to write to a journal whose disk is full."""
-PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 """Back-off in seconds for a driver that failed: the first pause, and the limit up to which each failure doubles it."""
-LARGEST = 2**53
+LARGEST_NUMBER = 2**53
 """The epoch and seq to use when the size of a report is computed; no real ones are longer."""
 
 
-class Looker(Protocol):
+class DiscoverySource(Protocol):
     """One driver in its own process: `drivers.isolation.runner.DriverProcess`."""
 
     async def discover(self) -> DriverReport:
@@ -42,134 +42,138 @@ class Looker(Protocol):
         """End the process."""
 
 
-class Reporter:
+class InventoryReporter:
     """Asks the drivers on request, keeps the last answer of each, and keeps the journal's report up to date."""
 
     def __init__(
         self,
-        drivers: Mapping[str, Looker],
+        drivers: Mapping[str, DiscoverySource],
         journal: Journal,
         *,
-        max_bytes: int = wire.MAX_MESSAGE,
-        together_s: float = TOGETHER_S,
-        retry_s: float = RETRY_S,
-        pause_s: float = PAUSE_S,
-        told: Callable[[Iterable[DriverReport]], tuple[DriverReport, ...]] = tuple,
+        max_bytes: int = wire.MAX_MESSAGE_BYTES,
+        gather_s: float = GATHER_S,
+        retry_s: float = JOURNAL_RETRY_S,
+        first_backoff_s: float = FIRST_BACKOFF_S,
+        complete_reports: Callable[[Iterable[DriverReport]], tuple[DriverReport, ...]] = tuple,
     ) -> None:
         self._drivers = drivers
-        self._told_too = told
+        self._complete_reports = complete_reports
         """Completes the drivers' reports with what the agent knows: `driver_set.DriverSet.complete_reports`."""
         self._journal = journal
-        self._offer: Callable[[], None] | None = None
+        self._on_current: Callable[[], None] | None = None
         self._max_bytes = max_bytes
-        self._together_s = together_s
+        self._gather_s = gather_s
         self._retry_s = retry_s
-        self._pause_s = pause_s
-        self._answers: dict[str, DriverReport] = {}
+        self._first_backoff_s = first_backoff_s
+        self._last_answers: dict[str, DriverReport] = {}
         # The last settled reports, from before a restart too. By them a driver keeps a contested device while it still
         # names that device, and all its devices while it fails.
-        known = journal.report.drivers if journal.report else ()
-        self._had = {driver.driver: driver for driver in known if driver.driver in drivers}
-        self._wanted = {name: asyncio.Event() for name in drivers}
-        self._group: asyncio.TaskGroup | None = None
-        self._busy: set[str] = set()
-        self._answered = asyncio.Event()
-        self._idle = asyncio.Event()
-        self.marks: dict[tuple[str, str], str] = {}
+        journaled = journal.report.drivers if journal.report else ()
+        self._last_settled = {driver.driver: driver for driver in journaled if driver.driver in drivers}
+        self._discovery_requested = {name: asyncio.Event() for name in drivers}
+        self._task_group: asyncio.TaskGroup | None = None
+        self._busy_drivers: set[str] = set()
+        self._record_needed = asyncio.Event()
+        self._all_idle = asyncio.Event()
+        self.failure_marks: dict[tuple[str, str], str] = {}
         """(driver, device key) → why the agent reports the device as failed, whatever its driver reports."""
-        self._looks: dict[str, int] = {}
+        self._discoveries_begun: dict[str, int] = {}
         """How many discoveries were begun, by driver; the next two: the last one answered, the last one journaled."""
-        self._seen: dict[str, int] = {}
-        self._told: dict[str, int] = {}
-        self._news = asyncio.Event()
+        self._discoveries_answered: dict[str, int] = {}
+        self._discoveries_recorded: dict[str, int] = {}
+        self._recorded_event = asyncio.Event()
 
-    def look(self, names: Iterable[str]) -> None:
+    def request_discovery(self, names: Iterable[str]) -> None:
         """Request that these drivers look for devices again, and return at once.
 
         A driver that is looking for devices now does so once more afterwards. A driver that was started
         since is included from now on; one that was stopped is removed from the report.
         """
         for name in names:
-            if name not in self._wanted:
-                self._wanted[name] = asyncio.Event()
-                if self._group:
-                    self._group.create_task(self._serve(name))
-            self._wanted[name].set()
+            if name not in self._discovery_requested:
+                self._discovery_requested[name] = asyncio.Event()
+                if self._task_group:
+                    self._task_group.create_task(self._run_driver(name))
+            self._discovery_requested[name].set()
 
-    async def looked(self, name: str) -> wire.Report:
+    async def discover_and_record(self, name: str) -> wire.Report:
         """Make a driver look again, wait until the journal has the answer, and return the journal's report.
 
         Waits without a time limit, also while the journal cannot be written.
         """
-        wanted = self._looks.get(name, 0) + 1  # a discovery that runs now may have begun before the change
-        self.look([name])
-        while self._told.get(name, 0) < wanted or (report := self._journal.report) is None:
-            await self._news.wait()
+        needed = self._discoveries_begun.get(name, 0) + 1  # a discovery that runs now may have begun before the change
+        self.request_discovery([name])
+        while self._discoveries_recorded.get(name, 0) < needed or (report := self._journal.report) is None:
+            await self._recorded_event.wait()
         return report
 
     @property
-    def last(self) -> wire.Report | None:
+    def last_report(self) -> wire.Report | None:
         """The journal's report: the last one that was sent, or the next one to be sent; None when there is none."""
         return self._journal.report
 
-    def device(self, driver: str, key: str) -> Device | None:
+    def find_device(self, driver: str, key: str) -> Device | None:
         """Return a device as last reported, also from before a restart; None when it is not known."""
-        devices = self._had[driver].devices if driver in self._had else ()
+        devices = self._last_settled[driver].devices if driver in self._last_settled else ()
         return next((device for device in devices if device.key == key), None)
 
-    def mark(self, driver: str, key: str, reason: str) -> None:
+    def set_failure_mark(self, driver: str, key: str, reason: str) -> None:
         """Report the device as failed with this reason from now on; the reason '' ends that."""
         if reason:
-            self.marks[driver, key] = reason
+            self.failure_marks[driver, key] = reason
         else:
-            self.marks.pop((driver, key), None)
-        self._answered.set()
+            self.failure_marks.pop((driver, key), None)
+        self._record_needed.set()
 
-    def limit(self, max_bytes: int) -> None:
+    def set_message_limit(self, max_bytes: int) -> None:
         """Set the message limit in bytes; if it differs, record the report again so that it fits."""
         if max_bytes != self._max_bytes:
             self._max_bytes = max_bytes
-            if not self._record():
-                self._answered.set()  # `_record_answers` tries again
+            if not self._record_report():
+                self._record_needed.set()  # `_record_answers` tries again
 
-    async def run(self, offer: Callable[[], None]) -> None:
+    async def run(self, on_current: Callable[[], None]) -> None:
         """Ask all drivers, then again after each `request_discovery`. Runs until it is cancelled.
 
         `on_current` is called each time the journal is up to date with the answers, also when nothing changed.
         """
-        self._offer = offer
-        self.look(self._drivers)
+        self._on_current = on_current
+        self.request_discovery(self._drivers)
         if not self._drivers:  # a host without drivers sends a report too
-            self._idle.set()
-            self._answered.set()
-        async with asyncio.TaskGroup() as self._group:
-            for name in self._wanted:
-                self._group.create_task(self._serve(name))
-            self._group.create_task(self._publish())
+            self._all_idle.set()
+            self._record_needed.set()
+        async with asyncio.TaskGroup() as self._task_group:
+            for name in self._discovery_requested:
+                self._task_group.create_task(self._run_driver(name))
+            self._task_group.create_task(self._record_answers())
 
-    async def _serve(self, name: str) -> None:
+    async def _run_driver(self, name: str) -> None:
         """Ask one driver whenever a discovery is requested, and with back-off while it or one of its backends fails."""
-        pause = self._pause_s
-        again: asyncio.TimerHandle | None = None
+        pause = self._first_backoff_s
+        retry_timer: asyncio.TimerHandle | None = None
         while True:
-            await self._wanted[name].wait()
-            self._wanted[name].clear()
-            self._busy.add(name)
-            self._idle.clear()
-            self._looks[name] = look = self._looks.get(name, 0) + 1
-            report = await self._answer(name)
-            self._seen[name] = look
-            self._busy.discard(name)
-            self._answered.set()
-            if not self._busy:
-                self._idle.set()
-            failed = bool(report and (report.error or any(backend.error for backend in report.backends)))
-            if again:
-                again.cancel()  # at most one retry is scheduled, however often it is asked
-            again = asyncio.get_running_loop().call_later(pause, self._wanted[name].set) if failed else None
-            pause = min(pause * 2, LONGEST_PAUSE_S) if failed else self._pause_s
+            await self._discovery_requested[name].wait()
+            self._discovery_requested[name].clear()
+            self._busy_drivers.add(name)
+            self._all_idle.clear()
+            self._discoveries_begun[name] = discovery_number = self._discoveries_begun.get(name, 0) + 1
+            report = await self._discover_devices(name)
+            self._discoveries_answered[name] = discovery_number
+            self._busy_drivers.discard(name)
+            self._record_needed.set()
+            if not self._busy_drivers:
+                self._all_idle.set()
+            has_failed = bool(report and (report.error or any(backend.error for backend in report.backends)))
+            if retry_timer:
+                retry_timer.cancel()  # at most one retry is scheduled, however often it is asked
+            retry_timer = (
+                asyncio.get_running_loop().call_later(pause, self._discovery_requested[name].set)
+                if has_failed
+                else None
+            )
+            pause = min(pause * 2, MAX_BACKOFF_S) if has_failed else self._first_backoff_s
 
-    async def _answer(self, name: str) -> DriverReport | None:
+    async def _discover_devices(self, name: str) -> DriverReport | None:
         """Ask the driver and store its answer; return it, or None and forget the driver when it no longer runs.
 
         If the driver's process was replaced meanwhile, the new one is asked.
@@ -177,73 +181,75 @@ class Reporter:
         while driver := self._drivers.get(name):
             report = await driver.discover()
             if self._drivers.get(name) is driver:
-                self._tell(report, self._answers.get(name))
-                self._answers[name] = report
+                self._log_differences(report, self._last_answers.get(name))
+                self._last_answers[name] = report
                 return report
-        self._answers.pop(name, None)
-        self._had.pop(name, None)
+        self._last_answers.pop(name, None)
+        self._last_settled.pop(name, None)
         return None
 
-    async def _publish(self) -> None:
+    async def _record_answers(self) -> None:
         """After each answer wait up to GATHER_S for the other drivers, and record; retry while the disk refuses."""
         while True:
-            await self._answered.wait()
+            await self._record_needed.wait()
             try:
-                async with asyncio.timeout(self._together_s):
-                    await self._idle.wait()
+                async with asyncio.timeout(self._gather_s):
+                    await self._all_idle.wait()
             except TimeoutError:
-                log.info("the report does not wait longer for new answers of %s", ", ".join(sorted(self._busy)))
-            self._answered.clear()
-            while not self._record():
+                log.info("the report does not wait longer for new answers of %s", ", ".join(sorted(self._busy_drivers)))
+            self._record_needed.clear()
+            while not self._record_report():
                 await asyncio.sleep(self._retry_s)
 
-    def _record(self) -> bool:
+    def _record_report(self) -> bool:
         """Record a report of all last answers in the journal; return False when the disk refused, else True.
 
         Does nothing (and returns True) until every running driver has answered once.
         """
-        if self._drivers.keys() - self._answers.keys():
+        if self._drivers.keys() - self._last_answers.keys():
             return True
-        settled = ownership.settle([self._answers[name] for name in self._drivers], self._had)
-        self._had = {report.driver: report for report in settled}
-        whole = self._told_too(marked(canonical(report), self.marks) for report in settled)
-        drivers = fit(whole, self._max_bytes)
+        settled = ownership.resolve_conflicts([self._last_answers[name] for name in self._drivers], self._last_settled)
+        self._last_settled = {report.driver: report for report in settled}
+        complete = self._complete_reports(
+            apply_failure_marks(canonicalize_report(report), self.failure_marks) for report in settled
+        )
+        drivers = fit_reports(complete, self._max_bytes)
         try:
-            changed = self._journal.record(drivers)
+            changed = self._journal.record_report(drivers)
         except sqlite3.OperationalError as error:
             log.error("the journal cannot store a report (%s): nothing new is sent until it can", error)
             return False
         if changed:
-            for driver, before in zip(drivers, whole, strict=True):
+            for driver, before in zip(drivers, complete, strict=True):
                 if driver.error and not before.error:
                     log.error("driver %s: %s", driver.driver, driver.error)
             count = sum(len(driver.devices) for driver in drivers)
             log.info("report %d.%d is recorded; devices: %d", self._journal.epoch, self._journal.seq, count)
-        if self._offer is not None:
-            self._offer()
-        self._told = dict(self._seen)
-        self._news.set()
-        self._news = asyncio.Event()
+        if self._on_current is not None:
+            self._on_current()
+        self._discoveries_recorded = dict(self._discoveries_answered)
+        self._recorded_event.set()
+        self._recorded_event = asyncio.Event()
         return True
 
-    def _tell(self, report: DriverReport, before: DriverReport | None) -> None:
+    def _log_differences(self, report: DriverReport, before: DriverReport | None) -> None:
         """Log the errors and faults that the driver's former answer did not have, and the end of its error."""
-        was = before.error if before else ""
-        if report.error and report.error != was:
+        former_error = before.error if before else ""
+        if report.error and report.error != former_error:
             log.error("driver %s: %s", report.driver, report.error.removeprefix(f"{report.driver}: "))
-        elif was and not report.error:
+        elif former_error and not report.error:
             log.info("driver %s answers again", report.driver)
-        ailing = {backend.name: backend.error for backend in before.backends} if before else {}
+        former_backend_errors = {backend.name: backend.error for backend in before.backends} if before else {}
         for backend in report.backends:
-            if backend.error and backend.error != ailing.get(backend.name):
+            if backend.error and backend.error != former_backend_errors.get(backend.name):
                 log.error("driver %s, backend %s: %s", report.driver, backend.name, backend.error)
-        known = before.faults if before else ()
+        former_faults = before.faults if before else ()
         for fault in report.faults:
-            if fault not in known:
+            if fault not in former_faults:
                 log.warning("driver %s, %s: %s", report.driver, fault.subject, fault.reason)
 
 
-def canonical(report: DriverReport) -> DriverReport:
+def canonicalize_report(report: DriverReport) -> DriverReport:
     """Return the report sorted, so that, for example, another order of a directory listing is not a change.
 
     A report with a NUL character is replaced by an error, because the conductor would refuse the whole message.
@@ -253,13 +259,13 @@ def canonical(report: DriverReport) -> DriverReport:
     return DriverReport(
         driver=report.driver,
         error=report.error,
-        devices=tuple(sorted(map(_ordered, report.devices), key=lambda device: device.key)),
+        devices=tuple(sorted(map(_sort_device, report.devices), key=lambda device: device.key)),
         faults=tuple(sorted(report.faults, key=lambda fault: (fault.subject, fault.reason))),
         backends=tuple(sorted(report.backends, key=lambda backend: backend.name)),
     )
 
 
-def marked(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> DriverReport:
+def apply_failure_marks(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> DriverReport:
     """Return the report with each device in `failure_marks` shown as failed with the reason given there."""
     if not any(driver == report.driver for driver, _ in marks):
         return report
@@ -272,7 +278,7 @@ def marked(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> Driver
     return msgspec.structs.replace(report, devices=tuple(devices))
 
 
-def _ordered(device: Device) -> Device:
+def _sort_device(device: Device) -> Device:
     """Return the device with its deployables and their handles sorted."""
     deployables = (
         msgspec.structs.replace(
@@ -285,29 +291,34 @@ def _ordered(device: Device) -> Device:
     )
 
 
-def fit(drivers: tuple[DriverReport, ...], max_bytes: int) -> tuple[DriverReport, ...]:
+def fit_reports(drivers: tuple[DriverReport, ...], max_bytes: int) -> tuple[DriverReport, ...]:
     """Shrink the drivers' reports until a message with all of them has at most `max_bytes` bytes.
 
     The largest report is emptied and gets an error instead, then the next one, until the rest fits. The conductor keeps
     what it knows of those drivers' devices and shows them as stale; the other drivers are not affected.
     """
-    size = whole = _size(drivers)
+    size = original_size = _message_size(drivers)
     left_out: set[str] = set()
     while size > max_bytes and len(left_out) < len(drivers):
-        parts = {d.driver: len(msgspec.json.encode(d)) for d in drivers if d.driver not in left_out}
-        biggest = max(parts, key=lambda name: parts[name])
+        sizes = {d.driver: len(msgspec.json.encode(d)) for d in drivers if d.driver not in left_out}
+        biggest = max(sizes, key=lambda name: sizes[name])
         left_out.add(biggest)
-        drivers = tuple(_too_large(d, whole, max_bytes, parts[biggest]) if d.driver == biggest else d for d in drivers)
-        size = _size(drivers)
+        drivers = tuple(
+            _empty_large_report(d, original_size, max_bytes, sizes[biggest]) if d.driver == biggest else d
+            for d in drivers
+        )
+        size = _message_size(drivers)
     return drivers
 
 
-def _size(drivers: tuple[DriverReport, ...]) -> int:
+def _message_size(drivers: tuple[DriverReport, ...]) -> int:
     """Return the largest size that a Report message with this content can have, in bytes."""
-    return len(wire.encode(wire.Report.of(LARGEST, LARGEST, "0" * 40, drivers)).encode())
+    return len(
+        wire.encode_message(wire.Report.from_driver_reports(LARGEST_NUMBER, LARGEST_NUMBER, "0" * 40, drivers)).encode()
+    )
 
 
-def _too_large(report: DriverReport, whole: int, max_bytes: int, part: int) -> DriverReport:
+def _empty_large_report(report: DriverReport, original_size: int, max_bytes: int, driver_size: int) -> DriverReport:
     """Empty a driver's report and set its error, which names the sizes, unless it has an error already."""
     return msgspec.structs.replace(
         report,
@@ -315,7 +326,7 @@ def _too_large(report: DriverReport, whole: int, max_bytes: int, part: int) -> D
         faults=(),
         backends=(),
         error=report.error
-        or f"the report is too large: it has {whole} bytes, and {max_bytes} are allowed. This driver's part is left "
-        f"out ({part} bytes, devices: {len(report.devices)}, faults: {len(report.faults)}): raise "
+        or f"the report is too large: it has {original_size} bytes, and {max_bytes} are allowed. This driver's part is left "
+        f"out ({driver_size} bytes, devices: {len(report.devices)}, faults: {len(report.faults)}): raise "
         "CYBORG_MAX_MESSAGE_BYTES on the conductor, or configure the driver to find less",
     )

@@ -19,47 +19,47 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agents import wire
-from agents.host.discovery.driver_set import Roster
-from agents.host.discovery.reporter import Reporter
+from agents.host.discovery.driver_set import DriverSet
+from agents.host.discovery.reporter import InventoryReporter
 from agents.host.execution import preflight, recovery
 from agents.host.execution.command_semantics import (
     ACTS,
-    OF_HOST,
-    OPS,
-    Answer,
-    acts_of,
-    ask_of,
-    raw,
-    sentence,
-    settle,
-    slot_of,
+    HOST_OPS,
+    SUPPORTED_OPS,
+    ExecutionResult,
+    build_ask,
+    get_slot,
+    list_acts,
+    record_effects,
+    render_last_report,
+    sanitize_text,
 )
-from agents.host.execution.images import Images
-from agents.host.execution.placement_writer import Direct
-from agents.host.execution.plan_runner import PlanFailedError, PlanRun, Site, Writer
-from agents.host.journal.command_log import Applied
-from agents.host.settings import EVERY
+from agents.host.execution.images import ImageCache
+from agents.host.execution.placement_writer import DirectPlacementWriter
+from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun, StepWriter
+from agents.host.journal.command_log import AppliedEffect
+from agents.host.settings import ALL_DRIVERS
 from drivers.errors import DriverError
 from drivers.plan import Ask
 
 log = logging.getLogger("cyborg.executor")
 
-SIDE_BY_SIDE = 8
+MAX_PARALLEL_DEVICES = 8
 """Largest number of devices that commands work on at the same time."""
-MAX_WAITING = 1000
+MAX_QUEUED_COMMANDS = 1000
 """Commands are refused while more than this many wait or run."""
-RETRY_S = 5.0
+JOURNAL_RETRY_S = 5.0
 """Seconds between two attempts to write to a journal whose disk is full."""
 STUCK_POLL_S = 1.0
 """Seconds between two checks whether a write still hangs in the kernel."""
-RECOVERY_S = 120.0
+RECOVERY_TIMEOUT_S = 120.0
 """Seconds for restoring what a reboot removed; after that the first report is made without the rest."""
-Lane = tuple[str, str]
+QueueKey = tuple[str, str]
 """(driver, device key), or (driver, op) for a command without a device: commands with the same key run in order."""
 
 
 @dataclass(order=True)
-class _Waiting:
+class _QueuedCommand:
     """A queued command, ordered by its number; the times are on the event loop's clock."""
 
     number: int
@@ -78,85 +78,99 @@ class Executor:
 
     def __init__(
         self,
-        site: Site,
-        reporter: Reporter,
-        images: Images,
-        direct: Direct | None = None,
-        roster: Roster | None = None,
+        context: HostContext,
+        reporter: InventoryReporter,
+        images: ImageCache,
+        placement_writer: DirectPlacementWriter | None = None,
+        driver_set: DriverSet | None = None,
         *,
-        rules: Mapping[str, frozenset[str]] | None = None,
-        logs: Callable[[], str] = lambda: "",
-        retry_s: float = RETRY_S,
+        allowed_acts: Mapping[str, frozenset[str]] | None = None,
+        read_log: Callable[[], str] = lambda: "",
+        retry_s: float = JOURNAL_RETRY_S,
     ) -> None:
-        self._site, self._ledger = site, site.ledger
-        self._reporter, self._images, self._direct, self._roster = reporter, images, direct, roster
-        self._rules, self._logs = rules or {}, logs
+        self._context, self._command_log = context, context.command_log
+        self._reporter, self._images, self._placement_writer, self._driver_set = (
+            reporter,
+            images,
+            placement_writer,
+            driver_set,
+        )
+        self._allowed_acts, self._read_log = allowed_acts or {}, read_log
         self._retry_s = retry_s
         self.progress: dict[int, wire.Progress] = {}
         """The newest progress of each command, until the session takes it out and sends it."""
-        self.on_news: Callable[[], None] = lambda: None
+        self.notify_sender: Callable[[], None] = lambda: None
         """Called when progress, a result or a newly accepted command is to be sent."""
-        self._lanes: dict[Lane, list[_Waiting]] = {}
-        self._running: set[Lane] = set()
-        self._waiting: set[str] = set()
+        self._queues: dict[QueueKey, list[_QueuedCommand]] = {}
+        self._active_queues: set[QueueKey] = set()
+        self._unfinished_ids: set[str] = set()
         """Ids of the commands that are queued or running."""
-        self._begun: dict[tuple[str, str, str], int] = {}
+        self._latest_begun: dict[tuple[str, str, str], int] = {}
         """(driver, device key, handle uuid) → the highest number of a command that was begun there."""
-        self._acting: Counter[str] = Counter()
+        self._running_acts: Counter[str] = Counter()
         """How many acts run, by driver. A driver is reconfigured only while this is 0, and gets no acts meanwhile."""
-        self._changing: set[str] = set()
+        self._reconfiguring: set[str] = set()
         """Drivers that are being reconfigured."""
-        self._stuck: dict[Lane, Writer] = {}
+        self._stuck_writers: dict[QueueKey, StepWriter] = {}
         """Devices that get no acts, because a write to them hangs in the kernel."""
-        self._open = asyncio.Event()
-        self._free = asyncio.Semaphore(SIDE_BY_SIDE)
+        self._may_run = asyncio.Event()
+        self._device_slots = asyncio.Semaphore(MAX_PARALLEL_DEVICES)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._verdicts: list[tuple[wire.Command, Answer]] = []
+        self._recovered_results: list[tuple[wire.Command, ExecutionResult]] = []
 
-    def take(self, command: wire.Command) -> None:
+    def accept_command(self, command: wire.Command) -> None:
         """Journal a command and queue it; a command whose id is known already is not run a second time.
 
         If the journal cannot be written, the command is refused; nothing is raised.
         """
         try:
-            if self._ledger.hear(command) in ("new", "received") and command.id not in self._waiting:
-                self._enqueue(command)
+            if (
+                self._command_log.store_command(command) in ("new", "received")
+                and command.id not in self._unfinished_ids
+            ):
+                self._enqueue_command(command)
         except sqlite3.OperationalError as error:
             text = f"the agent cannot write to its journal ({error})"
-            self._ledger.owed[command.number] = wire.Result(command.number, "refused", text)
-        self.on_news()
+            self._command_log.unacknowledged[command.number] = wire.Result(command.number, "refused", text)
+        self.notify_sender()
 
-    async def prepare(self, limit_s: float = RECOVERY_S) -> None:
+    async def recover_after_restart(self, timeout_s: float = RECOVERY_TIMEOUT_S) -> None:
         """Find out how interrupted commands ended, and restore what a reboot removed. Must end before the first report.
 
         Takes at most about `timeout_s` seconds to restore; devices that are not ready by then are marked as failed. The
         results of the interrupted commands are journaled by `run`.
         """
-        until = asyncio.get_running_loop().time() + limit_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
         try:
-            self._ledger.forget_waiting()
+            self._command_log.delete_unstarted()
         except sqlite3.OperationalError as error:
             log.error("the journal cannot be written (%s): commands are refused until it can", error)
-        for command, boot in self._ledger.interrupted():
-            if command.op == "configure" and self._roster:
-                answer = Answer(*self._roster.verdict(command), look=command.driver)
+        for command, boot_id in self._command_log.list_interrupted():
+            if command.op == "configure" and self._driver_set:
+                result = ExecutionResult(
+                    *self._driver_set.determine_configure_result(command), rescan_driver=command.driver
+                )
             else:
-                answer = await recovery.verdict(self._site, self._images, command, boot)
-            self._verdicts.append((command, answer))
-        self._images.clear()
+                result = await recovery.determine_interrupted_result(self._context, self._images, command, boot_id)
+            self._recovered_results.append((command, result))
+        self._images.delete_all()
 
-        async def in_turn(lane: Lane) -> None:
-            async with self._free:
-                await self._put_back(lane)
+        async def restore_with_slot(device_id: QueueKey) -> None:
+            async with self._device_slots:
+                await self._restore_device(device_id)
 
-        tasks = {lane: asyncio.ensure_future(in_turn(lane)) for lane in recovery.lost(self._site)}
+        tasks = {
+            lane: asyncio.ensure_future(restore_with_slot(lane)) for lane in recovery.find_lost_effects(self._context)
+        }
         try:
             if tasks:
-                await asyncio.wait(tasks.values(), timeout=max(until - asyncio.get_running_loop().time(), 0))
+                await asyncio.wait(tasks.values(), timeout=max(deadline - asyncio.get_running_loop().time(), 0))
         finally:
             for lane, task in tasks.items():
                 if not task.done():
-                    self._reporter.mark(*lane, f"it could not be restored within {limit_s:g} s after the reboot")
+                    self._reporter.set_failure_mark(
+                        *lane, f"it could not be restored within {timeout_s:g} s after the reboot"
+                    )
                     task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
@@ -165,9 +179,9 @@ class Executor:
 
         Call `recover_after_restart` first.
         """
-        self._open.set()
-        for command, answer in self._verdicts:
-            self._start(self._finish(command, answer))
+        self._may_run.set()
+        for command, result in self._recovered_results:
+            self._start_task(self._record_result(command, result))
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -175,293 +189,311 @@ class Executor:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _finish(self, command: wire.Command, answer: Answer) -> None:
+    async def _record_result(self, command: wire.Command, ended: ExecutionResult) -> None:
         """Have a driver look again if `ended` names one, journal the result, and wake the session to send it.
 
         Retries until the journal takes the result; only a refusal is sent without being journaled.
         """
-        report = await self._reporter.looked(answer.look) if answer.look else answer.report
+        report = await self._reporter.discover_and_record(ended.rescan_driver) if ended.rescan_driver else ended.report
         result = wire.Result(
             number=command.number,
-            outcome=answer.outcome,
-            text=sentence(answer.text),
-            detail={name: value.replace("\0", "") for name, value in answer.detail.items()},
+            outcome=ended.outcome,
+            text=sanitize_text(ended.text),
+            detail={name: value.replace("\0", "") for name, value in ended.detail.items()},
             epoch=report.epoch if report else 0,
             seq=report.seq if report else 0,
             hash=report.hash if report else "",
         )
         while True:
             try:
-                self._ledger.end(command, result)
+                self._command_log.store_result(command, result)
                 break
             except sqlite3.OperationalError as error:
                 log.error("the journal cannot store a result (%s): the result is sent once it is stored", error)
-                if answer.outcome == "refused":
-                    self._ledger.owed[command.number] = result  # nothing was touched, so losing it is harmless
+                if ended.outcome == "refused":
+                    self._command_log.unacknowledged[command.number] = (
+                        result  # nothing was touched, so losing it is harmless
+                    )
                     break
                 await asyncio.sleep(self._retry_s)
         log.info("command %d, %s %s: %s: %s", command.number, command.op, command.key, result.outcome, result.text)
         self.progress.pop(command.number, None)
-        self.on_news()
+        self.notify_sender()
 
-    def _enqueue(self, command: wire.Command) -> None:
+    def _enqueue_command(self, command: wire.Command) -> None:
         """Put the command into its device's queue, with its deadlines counted from now; start the queue if needed."""
         now = asyncio.get_running_loop().time()
-        lane = (command.driver, command.key or command.op)
-        one = _Waiting(command.number, now + command.start_s, now + command.end_s, command)
-        heapq.heappush(self._lanes.setdefault(lane, []), one)
-        self._waiting.add(command.id)
-        if lane not in self._running:
-            self._running.add(lane)
-            self._start(self._serve(lane))
+        queue_key = (command.driver, command.key or command.op)
+        queued = _QueuedCommand(command.number, now + command.start_s, now + command.end_s, command)
+        heapq.heappush(self._queues.setdefault(queue_key, []), queued)
+        self._unfinished_ids.add(command.id)
+        if queue_key not in self._active_queues:
+            self._active_queues.add(queue_key)
+            self._start_task(self._run_queue(queue_key))
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _start_task(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, lane: Lane) -> None:
+    async def _run_queue(self, queue_key: QueueKey) -> None:
         """Run the commands of one queue until it is empty. Waits until `run` has begun."""
-        await self._open.wait()
+        await self._may_run.wait()
         try:
-            while waiting := self._lanes.get(lane):
-                async with self._free if lane[0] else nullcontext():  # a command without a driver needs no slot
-                    one = heapq.heappop(waiting)
-                    await self._one(one)
-                    self._waiting.discard(one.command.id)
-            del self._lanes[lane]
+            while queue := self._queues.get(queue_key):
+                async with (
+                    self._device_slots if queue_key[0] else nullcontext()
+                ):  # a command without a driver needs no slot
+                    queued = heapq.heappop(queue)
+                    await self._run_command(queued)
+                    self._unfinished_ids.discard(queued.command.id)
+            del self._queues[queue_key]
         finally:
-            self._running.discard(lane)
+            self._active_queues.discard(queue_key)
 
-    async def _one(self, one: _Waiting) -> None:
+    async def _run_command(self, queued: _QueuedCommand) -> None:
         """Run one command and store its result, whatever is raised."""
-        command = one.command
+        command = queued.command
         try:
-            answer = await self._done(one)
+            result = await self._execute_command(queued)
         except DriverError as error:
-            answer = Answer("refused", str(error))
+            result = ExecutionResult("refused", str(error))
         except sqlite3.OperationalError as error:
-            answer = Answer("refused", f"the agent cannot write to its journal ({error})")
+            result = ExecutionResult("refused", f"the agent cannot write to its journal ({error})")
         except Exception as error:  # after a bug in the agent the conductor must get a result too
             log.exception("command %d (%s) failed in the agent itself", command.number, command.op)
-            look = command.driver if command.driver in self._site.drivers else ""
-            answer = Answer("unknown", f"the agent itself failed: {type(error).__name__}: {error}", look=look)
-        await self._finish(command, answer)
+            driver = command.driver if command.driver in self._context.drivers else ""
+            result = ExecutionResult(
+                "unknown", f"the agent itself failed: {type(error).__name__}: {error}", rescan_driver=driver
+            )
+        await self._record_result(command, result)
 
-    async def _done(self, one: _Waiting) -> Answer:
+    async def _execute_command(self, queued: _QueuedCommand) -> ExecutionResult:
         """Check the command, journal that it has begun, and run it. Return how it ended.
 
         The caller turns DriverError and sqlite3.OperationalError into *refused*, so neither may be raised once the host
         has been touched.
         """
-        command = one.command
-        if problem := self._unfit(one):
-            return Answer("refused", problem)
-        self._ledger.begin(command, self._site.boot)
-        self._tell(command, 0, "begun")
+        command = queued.command
+        if problem := self._find_refusal(queued):
+            return ExecutionResult("refused", problem)
+        self._command_log.mark_started(command, self._context.boot_id)
+        self._set_progress(command, 0, "begun")
         match command.op:
             case "logs":
-                answer = Answer("succeeded", "the last lines of the agent's log", {"log": self._logs()})
+                result = ExecutionResult("succeeded", "the last lines of the agent's log", {"log": self._read_log()})
             case "report":
-                answer = raw(self._reporter.last, command.driver)
+                result = render_last_report(self._reporter.last_report, command.driver)
             case "rescan":
-                answer = await self._rescan(command)
+                result = await self._rescan_drivers(command)
             case "health":
-                answer = await self._health(command)
-            case "placement" if self._direct:
-                answer = await self._direct.write(command, one.end_by)
-            case "configure" if self._roster and command.wish:
-                answer = await self._configure(command.driver, command.wish, self._roster)
+                result = await self._read_health(command)
+            case "placement" if self._placement_writer:
+                result = await self._placement_writer.write(command, queued.end_by)
+            case "configure" if self._driver_set and command.wish:
+                result = await self._configure_driver(command.driver, command.wish, self._driver_set)
             case _:
-                self._acting[command.driver] += 1
+                self._running_acts[command.driver] += 1
                 try:
-                    answer = await self._act(command, one.end_by)
+                    result = await self._execute_act(command, queued.end_by)
                 finally:
-                    self._acting[command.driver] -= 1
-        return answer
+                    self._running_acts[command.driver] -= 1
+        return result
 
-    def _unfit(self, one: _Waiting) -> str:
+    def _find_refusal(self, queued: _QueuedCommand) -> str:
         """Return the reason why the command must not be begun, '' when it may."""
-        command = one.command
-        late = asyncio.get_running_loop().time() > one.begin_by
-        if command.op not in OPS:
+        command = queued.command
+        is_late = asyncio.get_running_loop().time() > queued.begin_by
+        if command.op not in SUPPORTED_OPS:
             return f"this release of the agent does not support the command {command.op!r}: update the agent"
-        if late or len(self._waiting) > MAX_WAITING:
-            return f"the command could not be started within {command.start_s:g} s (queued: {len(self._waiting)})"
-        if command.op == "placement" and self._direct is None:
+        if is_late or len(self._unfinished_ids) > MAX_QUEUED_COMMANDS:
+            return (
+                f"the command could not be started within {command.start_s:g} s (queued: {len(self._unfinished_ids)})"
+            )
+        if command.op == "placement" and self._placement_writer is None:
             return "nothing on this host writes to Placement"
         if command.op == "configure":
-            return self._unfit_change(command)
-        needs_driver = command.driver or command.op not in OF_HOST
-        if needs_driver and command.driver not in self._site.drivers:
+            return self._find_configure_refusal(command)
+        needs_driver = command.driver or command.op not in HOST_OPS
+        if needs_driver and command.driver not in self._context.drivers:
             return f"the driver {command.driver!r} is not enabled on this host"
-        return self._unfit_act(command) if command.op in ACTS else ""
+        return self._find_act_refusal(command) if command.op in ACTS else ""
 
-    def _unfit_act(self, command: wire.Command) -> str:
+    def _find_act_refusal(self, command: wire.Command) -> str:
         """Return the reason why an act must not be begun; if there is none, note its number as begun and return ''."""
-        slot = (command.driver, command.key, command.uuid)
-        if self._begun.get(slot, -1) > command.number:
-            return f"a later command ({self._begun[slot]}) was already started here"
-        if command.driver in self._changing:
+        target = (command.driver, command.key, command.uuid)
+        if self._latest_begun.get(target, -1) > command.number:
+            return f"a later command ({self._latest_begun[target]}) was already started here"
+        if command.driver in self._reconfiguring:
             return f"the driver {command.driver} is being reconfigured: try again when that has ended"
-        if command.op not in self._rules.get(command.driver, self._rules.get(EVERY, ACTS)):
+        if command.op not in self._allowed_acts.get(command.driver, self._allowed_acts.get(ALL_DRIVERS, ACTS)):
             return f"the settings of {command.driver} on this host do not allow the act {command.op!r}"
-        if (command.driver, command.key) in self._stuck:
+        if (command.driver, command.key) in self._stuck_writers:
             return "an earlier write to this device still hangs in the kernel"
-        if self._site.device(command.driver, command.key) is None:
+        if self._context.find_device(command.driver, command.key) is None:
             return f"the driver {command.driver} finds no device {command.key} on this host"
-        if len(self._begun) > MAX_WAITING:
-            self._begun.clear()
-        self._begun[slot] = command.number
+        if len(self._latest_begun) > MAX_QUEUED_COMMANDS:
+            self._latest_begun.clear()
+        self._latest_begun[target] = command.number
         return ""
 
-    def _unfit_change(self, command: wire.Command) -> str:
+    def _find_configure_refusal(self, command: wire.Command) -> str:
         """Return the reason why the driver must not be reconfigured now, '' when it may.
 
         A driver is not changed while one of its acts runs or hangs, or while one of its handles is attached (promise
         S3).
         """
-        if self._roster is None or not command.driver or command.wish is None:
+        if self._driver_set is None or not command.driver or command.wish is None:
             return (
                 "the command does not name a driver and its wanted state, or the drivers of this host cannot be changed"
             )
-        if self._acting[command.driver] or any(driver == command.driver for driver, _ in self._stuck):
+        if self._running_acts[command.driver] or any(driver == command.driver for driver, _ in self._stuck_writers):
             return f"the driver {command.driver} is working on a device: try again when that has ended"
-        attached = self._ledger.attached(command.driver) if command.driver in self._site.drivers else None
-        if attached is None:
+        attachment = (
+            self._command_log.find_attachment(command.driver) if command.driver in self._context.drivers else None
+        )
+        if attachment is None:
             return ""
-        return f"the handle {attached.ask.uuid} is attached to {attached.ask.consumer}: detach it first"
+        return f"the handle {attachment.ask.uuid} is attached to {attachment.ask.consumer}: detach it first"
 
-    async def _configure(self, driver: str, wish: wire.Wish, roster: Roster) -> Answer:
+    async def _configure_driver(self, driver: str, wish: wire.Wish, driver_set: DriverSet) -> ExecutionResult:
         """Start, stop or reconfigure a driver; when it runs, restore what it had made before a reboot."""
-        self._changing.add(driver)
+        self._reconfiguring.add(driver)
         try:
-            said = await roster.configure(driver, wish)
-            if wish.runs:  # a reboot while the driver was off may have removed what it had made
-                await self._reporter.looked(driver)
-                for lane in filter(lambda lane: lane[0] == driver, recovery.lost(self._site)):
-                    await self._put_back(lane)
-            return Answer("succeeded", said, look=driver)
+            summary = await driver_set.configure_driver(driver, wish)
+            if wish.should_run:  # a reboot while the driver was off may have removed what it had made
+                await self._reporter.discover_and_record(driver)
+                for device_id in filter(lambda lane: lane[0] == driver, recovery.find_lost_effects(self._context)):
+                    await self._restore_device(device_id)
+            return ExecutionResult("succeeded", summary, rescan_driver=driver)
         finally:
-            self._changing.discard(driver)
+            self._reconfiguring.discard(driver)
 
-    async def _rescan(self, command: wire.Command) -> Answer:
+    async def _rescan_drivers(self, command: wire.Command) -> ExecutionResult:
         """End the quarantine of one driver or of all (`driver` ''), have them look, and summarise their reports."""
-        running = {name: one for name, one in self._site.drivers.items() if command.driver in ("", name)}
+        running = {name: one for name, one in self._context.drivers.items() if command.driver in ("", name)}
         if not running:
-            return Answer("succeeded", "no driver runs on this host")
+            return ExecutionResult("succeeded", "no driver runs on this host")
         for one in running.values():
             one.release()
-        reports = await asyncio.gather(*map(self._reporter.looked, running))
+        reports = await asyncio.gather(*map(self._reporter.discover_and_record, running))
         report = max(reports, key=lambda report: report.seq)
-        found = [one for one in report.drivers if one.driver in running]
-        said = [one.error or f"{one.driver}: {len(one.devices)} devices, {len(one.faults)} faults" for one in found]
-        lacks = {name: await self._lacks(name) for name in running}
-        return Answer("succeeded", "; ".join(said), {k: text for k, text in lacks.items() if text}, report=report)
+        driver_reports = [one for one in report.drivers if one.driver in running]
+        summaries = [
+            one.error or f"{one.driver}: {len(one.devices)} devices, {len(one.faults)} faults" for one in driver_reports
+        ]
+        limitations = {name: await self._probe_limitations(name) for name in running}
+        return ExecutionResult(
+            "succeeded", "; ".join(summaries), {k: text for k, text in limitations.items() if text}, report=report
+        )
 
-    async def _lacks(self, driver: str) -> str:
+    async def _probe_limitations(self, driver: str) -> str:
         """Return why the driver cannot use all features of this host; '' when it can, or when it no longer runs."""
         try:
-            return "; ".join(await self._site.drivers[driver].probe()) if driver in self._site.drivers else ""
+            return "; ".join(await self._context.drivers[driver].probe()) if driver in self._context.drivers else ""
         except DriverError as error:
             return str(error)
 
-    async def _health(self, command: wire.Command) -> Answer:
-        vitals = await self._site.drivers[command.driver].health(ask_of(command, None, self._site))
+    async def _read_health(self, command: wire.Command) -> ExecutionResult:
+        vitals = await self._context.drivers[command.driver].health(build_ask(command, None, self._context))
         detail = {name: msgspec.json.encode(getattr(vitals, name)).decode() for name in ("signals", "samples")}
         detail |= {"status": vitals.status, "reason": vitals.reason}
-        return Answer("succeeded", f"{vitals.status}: {vitals.reason}".removesuffix(": "), detail)
+        return ExecutionResult("succeeded", f"{vitals.status}: {vitals.reason}".removesuffix(": "), detail)
 
-    async def _act(self, command: wire.Command, end_by: float) -> Answer:
+    async def _execute_act(self, command: wire.Command, end_by: float) -> ExecutionResult:
         """Fetch the image if the command names one, and carry out the act on the device. Return how it ended."""
         try:
             async with AsyncExitStack() as stack:
                 image = None
                 if command.image is not None:
-                    fetching = self._images.lent(
-                        command.image, lambda part: self._tell(command, part, "downloading the image")
+                    fetching = self._images.provide_image(
+                        command.image, lambda part: self._set_progress(command, part, "downloading the image")
                     )
                     image = await stack.enter_async_context(fetching)
-                return await self._perform(command, ask_of(command, image, self._site), end_by)
-        except PlanFailedError as ended:
-            if ended.hand is not None:
-                self._hangs((command.driver, command.key), ended.hand, ended.text)
-            return Answer(ended.outcome, ended.text, look="" if ended.outcome == "refused" else command.driver)
+                return await self._run_plans(command, build_ask(command, image, self._context), end_by)
+        except PlanFailedError as failure:
+            if failure.stuck_writer is not None:
+                self._block_stuck_device((command.driver, command.key), failure.stuck_writer, failure.text)
+            return ExecutionResult(
+                failure.outcome, failure.text, rescan_driver="" if failure.outcome == "refused" else command.driver
+            )
 
-    async def _perform(self, command: wire.Command, ask: Ask, end_by: float) -> Answer:
+    async def _run_plans(self, command: wire.Command, ask: Ask, end_by: float) -> ExecutionResult:
         """Check the device's attachments, run the driver's plans, and note their effects in the command log.
 
         Retries until the command log takes the note. Raises PlanFailedError when an act fails, Busy when an attachment
         forbids it.
         """
         driver, key = command.driver, command.key
-        acts = acts_of(command)
-        attachments = self._ledger.attachments(driver, key)
+        acts = list_acts(command)
+        attachments = self._command_log.list_attachments(driver, key)
         for act in acts:
-            preflight.unattached(act, ask, attachments)
-        new = "attach" in acts and ask.uuid not in attachments
-        if new:  # the handle counts as attached from before the first step
-            self._ledger.apply(Applied(driver, key, slot_of(command), ask, ""))
-        performance = PlanRun(self._site, driver, ask, lambda *told: self._tell(command, *told), end_by)
+            preflight.check_attachments(act, ask, attachments)
+        is_new_attachment = "attach" in acts and ask.uuid not in attachments
+        if is_new_attachment:  # the handle counts as attached from before the first step
+            self._command_log.store_effect(AppliedEffect(driver, key, get_slot(command), ask, ""))
+        plan_run = PlanRun(self._context, driver, ask, lambda *told: self._set_progress(command, *told), end_by)
         try:
-            said = await performance.run(*acts)
-        except PlanFailedError as ended:
-            if new and ended.undone:
-                self._gone(driver, key, slot_of(command))
+            summary = await plan_run.run(*acts)
+        except PlanFailedError as failure:
+            if is_new_attachment and failure.undone:
+                self._remove_attachment(driver, key, get_slot(command))
             raise
         while True:
             try:
-                settle(command, ask, self._ledger, self._site.boot)
+                record_effects(command, ask, self._command_log, self._context.boot_id)
                 break
             except sqlite3.OperationalError as error:
                 log.error("the journal cannot store what was done (%s): trying again", error)
                 await asyncio.sleep(self._retry_s)
-        if (driver, key) in self._reporter.marks:
-            await self._put_back((driver, key))
-        return Answer("succeeded", said, look=driver)
+        if (driver, key) in self._reporter.failure_marks:
+            await self._restore_device((driver, key))
+        return ExecutionResult("succeeded", summary, rescan_driver=driver)
 
-    def _gone(self, driver: str, key: str, slot: str) -> None:
+    def _remove_attachment(self, driver: str, key: str, slot: str) -> None:
         """Remove the attachment from the command log, because the act that failed was undone completely."""
         try:
-            self._ledger.remove(driver, key, slot)
+            self._command_log.remove_effects(driver, key, slot)
         except sqlite3.OperationalError as error:
             log.error(
                 "the journal cannot delete %s of %s (%s): it counts as attached until it is detached", slot, key, error
             )
 
-    def _tell(self, command: wire.Command, percent: int, text: str) -> None:
+    def _set_progress(self, command: wire.Command, percent: int, text: str) -> None:
         """Replace the command's progress and wake the session, if it differs from the last one."""
-        told = wire.Progress(command.number, min(max(percent, 0), 100), sentence(text)[:500])
-        if self.progress.get(command.number) != told:
-            self.progress[command.number] = told
-            self.on_news()
+        update = wire.Progress(command.number, min(max(percent, 0), 100), sanitize_text(text)[:500])
+        if self.progress.get(command.number) != update:
+            self.progress[command.number] = update
+            self.notify_sender()
 
-    def _hangs(self, lane: Lane, hand: Writer, reason: str) -> None:
+    def _block_stuck_device(self, device_id: QueueKey, writer: StepWriter, reason: str) -> None:
         """Mark the device as failed and refuse acts on it until the write that hangs in the kernel has ended."""
 
-        async def wait() -> None:
-            while hand.stuck:
+        async def restore_when_unstuck() -> None:
+            while writer.stuck:
                 await asyncio.sleep(STUCK_POLL_S)
-            await hand.close()
-            await self._put_back(lane)  # if this hangs as well, its writer replaces this one in `_stuck_writers`
-            if self._stuck.get(lane) is hand:
-                del self._stuck[lane]
-            self._reporter.look([lane[0]])
+            await writer.close()
+            await self._restore_device(
+                device_id
+            )  # if this hangs as well, its writer replaces this one in `_stuck_writers`
+            if self._stuck_writers.get(device_id) is writer:
+                del self._stuck_writers[device_id]
+            self._reporter.request_discovery([device_id[0]])
 
-        self._stuck[lane] = hand
-        self._reporter.mark(
-            *lane, f"a write to it hangs in the kernel, and the agent does nothing to it until that ends: {reason}"
+        self._stuck_writers[device_id] = writer
+        self._reporter.set_failure_mark(
+            *device_id, f"a write to it hangs in the kernel, and the agent does nothing to it until that ends: {reason}"
         )
-        self._start(wait())
+        self._start_task(restore_when_unstuck())
 
-    async def _put_back(self, lane: Lane) -> None:
+    async def _restore_device(self, device_id: QueueKey) -> None:
         """Restore on one device what a reboot removed; mark the device as failed with the reason if that fails."""
         try:
-            await recovery.put_back(self._site, recovery.lost(self._site).get(lane, []))
-        except PlanFailedError as ended:
-            log.error("%s, %s: %s", *lane, ended.text)
-            self._reporter.mark(*lane, ended.text)
-            if ended.hand is not None:
-                self._hangs(lane, ended.hand, ended.text)
+            await recovery.restore_effects(self._context, recovery.find_lost_effects(self._context).get(device_id, []))
+        except PlanFailedError as failure:
+            log.error("%s, %s: %s", *device_id, failure.text)
+            self._reporter.set_failure_mark(*device_id, failure.text)
+            if failure.stuck_writer is not None:
+                self._block_stuck_device(device_id, failure.stuck_writer, failure.text)
         else:
-            self._reporter.mark(*lane, "")
+            self._reporter.set_failure_mark(*device_id, "")

@@ -13,32 +13,32 @@ from importlib import metadata
 from typing import Any
 
 from agents import wire
-from agents.host.connection.authority import Authority
-from agents.host.execution.command_semantics import Answer
-from agents.host.execution.plan_runner import aside
+from agents.host.connection.authority import PlacementAuthority
+from agents.host.execution.command_semantics import ExecutionResult
+from agents.host.execution.plan_runner import run_in_thread
 from drivers.errors import Timeout
 
 log = logging.getLogger("cyborg.placement")
 
-GROUP, NAME = "cyborg.placement", "direct"
-LONGEST_S = 60.0
+ENTRY_POINT_GROUP, ENTRY_POINT_NAME = "cyborg.placement", "direct"
+MAX_DURATION_S = 60.0
 """Largest duration of one `placement` command on this host, in seconds."""
 
 
-class Direct:
+class DirectPlacementWriter:
     """Writes to Placement for `host`. It uses `placement_sync.direct`, if that is installed and can be loaded."""
 
-    def __init__(self, host: str, environ: Mapping[str, str], authority: Authority) -> None:
+    def __init__(self, host: str, environ: Mapping[str, str], authority: PlacementAuthority) -> None:
         self._host, self._environ, self.authority = host, environ, authority
-        self._module = _found()
+        self._module = _load_placement_module()
 
-    def lacks(self) -> str:
+    def find_obstacle(self) -> str:
         """Return the reason why this host cannot write to Placement, '' when it can; at most 500 characters."""
         if self._module is None:
             return "the host has no package that writes to Placement: install the complete cyborgweb package there"
         return str(self._module.lacks(self._environ))[:500]
 
-    async def write(self, command: wire.Command, end_by: float) -> Answer:
+    async def write(self, command: wire.Command, end_by: float) -> ExecutionResult:
         """Carry out a `placement` command in a thread and return how it ended.
 
         Before each call to Placement the thread checks the authority and the deadline, and stops when it may not go on.
@@ -46,30 +46,31 @@ class Direct:
         thread has not ended one second after the deadline.
         """
         loop = asyncio.get_running_loop()
-        until = min(end_by, loop.time() + LONGEST_S)
+        deadline = min(end_by, loop.time() + MAX_DURATION_S)
 
-        def refused() -> str:
-            late = "" if loop.time() < until else "the time limit of the command has passed"
-            return late or self.authority.refused(command.writer)
+        def find_refusal() -> str:
+            time_problem = "" if loop.time() < deadline else "the time limit of the command has passed"
+            return time_problem or self.authority.find_refusal(command.writer)
 
-        if problem := self.lacks() or refused():
-            return Answer("refused", problem)
+        if problem := self.find_obstacle() or find_refusal():
+            return ExecutionResult("refused", problem)
         module = self._module
         assert module is not None
         try:
-            outcome, text = await aside(
-                lambda: module.write(self._host, command.payload, self._environ, refused), until - loop.time() + 1.0
+            outcome, text = await run_in_thread(
+                lambda: module.write(self._host, command.payload, self._environ, find_refusal),
+                deadline - loop.time() + 1.0,
             )
         except Timeout:
-            return Answer("unknown", "Placement did not answer in time")
-        return Answer(outcome, text)
+            return ExecutionResult("unknown", "Placement did not answer in time")
+        return ExecutionResult(outcome, text)
 
 
-def _found() -> Any | None:
+def _load_placement_module() -> Any | None:
     """Load and return the module that writes to Placement, None when it is not installed or cannot be loaded."""
-    for one in metadata.entry_points(group=GROUP, name=NAME):
+    for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT_NAME):
         try:
-            return one.load()
+            return entry_point.load()
         except Exception as error:  # noqa: BLE001 - the agent must run even if this package is broken
-            log.error("%s cannot be loaded, so this host does not write to Placement: %s", one.value, error)
+            log.error("%s cannot be loaded, so this host does not write to Placement: %s", entry_point.value, error)
     return None

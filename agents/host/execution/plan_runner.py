@@ -16,26 +16,26 @@ from typing import Protocol, TypeVar
 
 from agents import wire
 from agents.host.execution import preflight
-from agents.host.journal.command_log import Ledger
+from agents.host.journal.command_log import CommandLog
 from drivers.errors import Busy, DriverError, Failed, Gone, Timeout
 from drivers.inventory import Device
-from drivers.isolation.driver_main import Ready
+from drivers.isolation.driver_main import Manifest
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Check, Image, Plan, Step, Vitals
 
 log = logging.getLogger("cyborg.executor")
 
-REPEATED: frozenset[Act] = frozenset({"install", "partition"})
+REPEATED_ACTS: frozenset[Act] = frozenset({"install", "partition"})
 """Acts that are planned and run again until the plan is empty; every other act has one round."""
-ROUNDS = 4
+MAX_ROUNDS = 4
 """Rounds of plan and steps that a repeated act gets: what one round makes (virtual functions), the next one uses."""
-READ_S = 10.0
+READ_TIMEOUT_S = 10.0
 """Seconds for reading a few files of the host: even a read may wait for a lock in the kernel."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.01, 0.25
 """Seconds between two checks of a step's effect: the first pause, doubled up to the second."""
 
-T = TypeVar("T")
-Tell = Callable[[int, str], None]
+ThreadResultT = TypeVar("ThreadResultT")
+ProgressReporter = Callable[[int, str], None]
 
 
 class Planner(Protocol):
@@ -45,7 +45,7 @@ class Planner(Protocol):
     """
 
     @property
-    def manifest(self) -> Ready:
+    def manifest(self) -> Manifest:
         """What the driver declares about itself, such as the paths it writes; filled in by its first answer."""
 
     async def plan(self, act: Act, ask: Ask) -> Plan:
@@ -61,7 +61,7 @@ class Planner(Protocol):
         """End the quarantine: the next call starts the process again."""
 
 
-class Writer(Protocol):
+class StepWriter(Protocol):
     """A process that writes to the host for one act: `drivers.isolation.host_writer.HostWriter`."""
 
     @property
@@ -81,7 +81,7 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True)
-class Site:
+class HostContext:
     """Everything of this host that acts need: drivers, file access, devices, command log and boot id.
 
     `machine_for(driver)` reads files and `writer_for(driver)` writes them; in both, `/state` is that driver's own
@@ -89,12 +89,12 @@ class Site:
     """
 
     drivers: Mapping[str, Planner]
-    machine: Callable[[str], Machine]
-    hand: Callable[[str], Writer]
-    device: Callable[[str, str], Device | None]
+    machine_for: Callable[[str], Machine]
+    writer_for: Callable[[str], StepWriter]
+    find_device: Callable[[str, str], Device | None]
     """(driver, device key) → the device as last reported, None when it is not known."""
-    ledger: Ledger
-    boot: str
+    command_log: CommandLog
+    boot_id: str
 
 
 class PlanFailedError(Exception):
@@ -103,9 +103,11 @@ class PlanFailedError(Exception):
     `undone`: the host is as it was before. `stuck_writer` is the writer whose write hangs in the kernel, else None.
     """
 
-    def __init__(self, outcome: wire.Outcome, text: str, *, undone: bool = False, hand: Writer | None = None) -> None:
+    def __init__(
+        self, outcome: wire.ResultOutcome, text: str, *, undone: bool = False, stuck_writer: StepWriter | None = None
+    ) -> None:
         super().__init__(text)
-        self.outcome, self.text, self.undone, self.hand = outcome, text, undone, hand
+        self.outcome, self.text, self.undone, self.stuck_writer = outcome, text, undone, stuck_writer
 
 
 class PlanRun:
@@ -114,131 +116,146 @@ class PlanRun:
     After a time-out with unknown outcome nothing is undone. `report_progress` gets percent and a text.
     """
 
-    def __init__(self, site: Site, driver: str, ask: Ask, tell: Tell, until: float = float("inf")) -> None:
-        self._site, self._driver, self._ask, self._tell = site, driver, ask, tell
-        self._planner = site.drivers[driver]
-        self._machine, self._hand = site.machine(driver), site.hand(driver)
-        self._until = until
+    def __init__(
+        self,
+        context: HostContext,
+        driver: str,
+        ask: Ask,
+        report_progress: ProgressReporter,
+        deadline: float = float("inf"),
+    ) -> None:
+        self._context, self._driver, self._ask, self._report_progress = context, driver, ask, report_progress
+        self._planner = context.drivers[driver]
+        self._machine, self._writer = context.machine_for(driver), context.writer_for(driver)
+        self._deadline = deadline
         """The deadline on the event loop's clock: no step is begun after it."""
-        self._done: list[Step] = []
-        self._tried = False
+        self._completed_steps: list[Step] = []
+        self._has_begun_writing = False
         """Whether a write to the host was begun, so that the host may have been changed."""
-        self._known = site.ledger.first(driver, ask.key)
+        self._first_values = context.command_log.get_first_values(driver, ask.key)
 
     async def run(self, *acts: Act) -> str:
         """Carry out the acts in order and return a sentence about the result. Raises PlanFailedError.
 
         May be called once only.
         """
-        said = []
+        summaries = []
         try:
             for act in acts:
-                said.append(await self._act(act))
+                summaries.append(await self._run_act(act))
         finally:
-            if not self._hand.stuck:
-                await self._hand.close()
-        return "; ".join(filter(None, said)) or "nothing had to be done"
+            if not self._writer.stuck:
+                await self._writer.close()
+        return "; ".join(filter(None, summaries)) or "nothing had to be done"
 
-    async def _act(self, act: Act) -> str:
+    async def _run_act(self, act: Act) -> str:
         """Plan one act and run its steps, for REPEATED_ACTS until the plan is empty. Raises PlanFailedError."""
-        said: list[str] = []
+        summaries: list[str] = []
         try:
-            for number in range(ROUNDS + 1):
+            for round_number in range(MAX_ROUNDS + 1):
                 plan = await self._planner.plan(act, self._ask)
                 if not plan.steps:
-                    return plan.said or "; ".join(said)
-                if number == ROUNDS:
-                    raise Failed(f"after {ROUNDS} rounds of steps this is still to be done: {plan.steps[0].does}")
-                await self._steps(plan)
-                said.append(plan.said or ", ".join(step.does for step in plan.steps))
-                if act not in REPEATED:
-                    return said[0]
+                    return plan.said or "; ".join(summaries)
+                if round_number == MAX_ROUNDS:
+                    raise Failed(f"after {MAX_ROUNDS} rounds of steps this is still to be done: {plan.steps[0].does}")
+                await self._run_steps(plan)
+                summaries.append(plan.said or ", ".join(step.does for step in plan.steps))
+                if act not in REPEATED_ACTS:
+                    return summaries[0]
         except Timeout as error:
-            return await self._unsure(act, error)
+            return await self._recheck_after_timeout(act, error)
         except DriverError as error:
-            raise await self._over(str(error)) from None
+            raise await self._undo_steps(str(error)) from None
         except sqlite3.OperationalError as error:
-            raise await self._over(f"the agent cannot write to its journal ({error})") from None
+            raise await self._undo_steps(f"the agent cannot write to its journal ({error})") from None
         raise AssertionError("unreachable")
 
-    async def _steps(self, plan: Plan) -> None:
+    async def _run_steps(self, plan: Plan) -> None:
         """Check all paths of the plan, then run its steps. Raises DriverError and sqlite3.OperationalError."""
-        device = self._site.device(self._driver, self._ask.key)
-        own = await aside(lambda: preflight.owned(self._machine, device.address if device else None))
-        await aside(lambda: preflight.check(plan, self._planner.manifest.writes, own, self._machine.resolve))
-        for number, step in enumerate(plan.steps):
-            self._tell(number * 100 // len(plan.steps), step.does)
-            if asyncio.get_running_loop().time() > self._until:
+        device = self._context.find_device(self._driver, self._ask.key)
+        own_addresses = await run_in_thread(
+            lambda: preflight.find_device_addresses(self._machine, device.address if device else None)
+        )
+        await run_in_thread(
+            lambda: preflight.check_plan_paths(
+                plan, self._planner.manifest.writes, own_addresses, self._machine.resolve
+            )
+        )
+        for step_number, step in enumerate(plan.steps):
+            self._report_progress(step_number * 100 // len(plan.steps), step.does)
+            if asyncio.get_running_loop().time() > self._deadline:
                 raise Failed(f"{step.does}: not started, because the time limit of the command has passed")
-            await self._step(step, lambda part, n=number, step=step: self._tell(  # type: ignore[misc]
+            await self._run_step(step, lambda part, n=step_number, step=step: self._report_progress(  # type: ignore[misc]
                 (n * 100 + part) // len(plan.steps), step.does))  # fmt: skip
 
-    async def _step(self, step: Step, progress: Callable[[int], None]) -> None:
+    async def _run_step(self, step: Step, progress: Callable[[int], None]) -> None:
         """Run one step, and wait until its effect is seen. Raises DriverError and sqlite3.OperationalError.
 
         The order is: check what the step expects, journal the file's first value, write, and poll `seen` until the
         step's time-out. A write that timed out counts as done when its effect is seen.
         """
-        await self._ready(step)
+        await self._check_preconditions(step)
         path, loop = step.write.path, asyncio.get_running_loop()
-        if path.startswith("/sys/") and path not in self._known and not step.image:
-            await self._note_first(path)
-        until = loop.time() + step.timeout_s
-        self._tried = True
+        if path.startswith("/sys/") and path not in self._first_values and not step.image:
+            await self._record_first_value(path)
+        deadline = loop.time() + step.timeout_s
+        self._has_begun_writing = True
         try:
             if step.image:
                 if self._ask.image is None:
                     raise Gone(f"{step.does}: the command has no image")
-                await self._hand.upload(path, step.image, self._ask.image, step.timeout_s, progress)
+                await self._writer.upload(path, step.image, self._ask.image, step.timeout_s, progress)
             else:
-                await self._hand.write(path, step.write.value, step.timeout_s)
+                await self._writer.write(path, step.write.value, step.timeout_s)
         except Timeout:
-            if self._hand.stuck or not step.seen or await self._missing(step.seen):
+            if self._writer.stuck or not step.seen or await self._find_mismatch(step.seen):
                 raise
         except DriverError as error:
             raise type(error)(f"{step.does}: {error}") from None
-        self._done.append(step)
+        self._completed_steps.append(step)
         pause = FIRST_POLL_S
-        while wrong := await self._missing(step.seen):
-            if loop.time() >= until:
-                raise Failed(f"{step.does}: {wrong}")
-            await asyncio.sleep(min(pause, max(until - loop.time(), 0)))
+        while mismatch := await self._find_mismatch(step.seen):
+            if loop.time() >= deadline:
+                raise Failed(f"{step.does}: {mismatch}")
+            await asyncio.sleep(min(pause, max(deadline - loop.time(), 0)))
             pause = min(pause * 2, LONGEST_POLL_S)
 
-    async def _ready(self, step: Step) -> None:
+    async def _check_preconditions(self, step: Step) -> None:
         """Raise Busy unless everything that the step expects is so, and none of its device nodes is open."""
-        if wrong := await self._missing(step.expect):
-            raise Busy(f"{step.does}: not started, because {wrong}")
+        if mismatch := await self._find_mismatch(step.expect):
+            raise Busy(f"{step.does}: not started, because {mismatch}")
         for node in step.idle:
-            if await aside(lambda node=node: self._machine.is_open(node)):  # type: ignore[misc]
+            if await run_in_thread(lambda node=node: self._machine.is_open(node)):  # type: ignore[misc]
                 raise Busy(f"{step.does}: not started, because {node} is open: a process uses the device")
 
-    async def _missing(self, checks: tuple[Check, ...]) -> str:
+    async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
         """Return the first check that does not hold, as a reason; '' when all hold. Raises Timeout."""
-        return await aside(lambda: next(filter(None, (_wrong(self._machine, check) for check in checks)), ""))
+        return await run_in_thread(
+            lambda: next(filter(None, (_describe_mismatch(self._machine, check) for check in checks)), "")
+        )
 
-    async def _note_first(self, path: str) -> None:
+    async def _record_first_value(self, path: str) -> None:
         """Journal what the file holds before its first write for this device; ignore a file that cannot be read."""
         try:
-            value = await aside(lambda: self._machine.read(path))
+            value = await run_in_thread(lambda: self._machine.read(path))
         except DriverError as error:  # some files, such as `unbind`, cannot be read
             log.debug("the first value of %s cannot be read: %s", path, error)
             return
-        self._site.ledger.note_first(self._driver, self._ask.key, path, value)
-        self._known[path] = value
+        self._context.command_log.store_first_value(self._driver, self._ask.key, path, value)
+        self._first_values[path] = value
 
-    async def _unsure(self, act: Act, error: Timeout) -> str:
+    async def _recheck_after_timeout(self, act: Act, error: Timeout) -> str:
         """After a time-out, ask the driver which steps are left; if none are, return its summary.
 
         Otherwise raise PlanFailedError: *refused* when no write was begun, else *unknown*, because the write may have
         been done. Then nothing is undone: also when the write still hangs in the kernel, or when the driver cannot
         answer.
         """
-        if not self._tried:
-            raise await self._over(str(error)) from None
-        if self._hand.stuck:
+        if not self._has_begun_writing:
+            raise await self._undo_steps(str(error)) from None
+        if self._writer.stuck:
             raise PlanFailedError(
-                "unknown", f"{error}; the write hangs in the kernel, so nothing more is done", hand=self._hand
+                "unknown", f"{error}; the write hangs in the kernel, so nothing more is done", stuck_writer=self._writer
             ) from None
         try:
             plan = await self._planner.plan(act, self._ask)
@@ -250,71 +267,73 @@ class PlanRun:
             raise PlanFailedError("unknown", f"{error}; still to be done: {plan.steps[0].does}") from None
         return plan.said
 
-    async def _over(self, reason: str) -> PlanFailedError:
+    async def _undo_steps(self, reason: str) -> PlanFailedError:
         """Undo the steps that were done, the last one first. Return the PlanFailedError for the caller to raise.
 
         It is *refused* when no write was begun, else *failed*; its text lists what was undone and what was not.
         """
-        if not self._tried:
+        if not self._has_begun_writing:
             return PlanFailedError("refused", reason, undone=True)
         undone: list[str] = []
-        left: list[str] = []
-        for step in reversed(self._done):
+        not_undone: list[str] = []
+        for step in reversed(self._completed_steps):
             try:
                 for write in step.undo:
-                    await self._hand.write(write.path, write.value, step.timeout_s)
-                (undone if step.undo else left).append(step.does)
+                    await self._writer.write(write.path, write.value, step.timeout_s)
+                (undone if step.undo else not_undone).append(step.does)
             except DriverError as error:
-                left.append(f"{step.does} ({error})")
-                if self._hand.stuck:
+                not_undone.append(f"{step.does} ({error})")
+                if self._writer.stuck:
                     break
         if undone:
             reason += f". Undone: {', '.join(undone)}"
-        if left:
-            reason += f". Not undone: {', '.join(left)}"
-        return PlanFailedError("failed", reason, undone=not left, hand=self._hand if self._hand.stuck else None)
+        if not_undone:
+            reason += f". Not undone: {', '.join(not_undone)}"
+        return PlanFailedError(
+            "failed", reason, undone=not not_undone, stuck_writer=self._writer if self._writer.stuck else None
+        )
 
 
-def _wrong(machine: Machine, check: Check) -> str:
+def _describe_mismatch(machine: Machine, check: Check) -> str:
     """Return why the check does not hold, '' when it does; a file that is absent counts as ''."""
     try:
-        found = machine.link(check.path) if check.link else machine.read(check.path)
+        actual = machine.link(check.path) if check.link else machine.read(check.path)
     except Gone:
-        found = ""
+        actual = ""
     except DriverError as error:
         return str(error)
-    if found == check.value:
+    if actual == check.value:
         return ""
-    return f"{check.path} is {found or 'absent'!r}, wanted {check.value or 'absent'!r}"
+    return f"{check.path} is {actual or 'absent'!r}, wanted {check.value or 'absent'!r}"
 
 
-async def aside(work: Callable[[], T], timeout_s: float = READ_S) -> T:
+async def run_in_thread(work: Callable[[], ThreadResultT], timeout_s: float = READ_TIMEOUT_S) -> ThreadResultT:
     """Run blocking `work` in a daemon thread and return its result. Raises Timeout, and whatever `work` raises.
 
     After a time-out the thread goes on alone and its result is dropped: it may hang in the kernel and is never joined.
     """
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[ThreadResultT] = loop.create_future()
 
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if not answer.done():
+    def set_outcome(value: ThreadResultT | None, error: BaseException | None) -> None:
+        if not future.done():
             if error is None:
-                answer.set_result(value)  # type: ignore[arg-type]
+                future.set_result(value)  # type: ignore[arg-type]
             else:
-                answer.set_exception(error)
+                future.set_exception(error)
 
-    def run() -> None:
+    def run_work() -> None:
         value, error = None, None
         try:
             value = work()
         except Exception as problem:  # noqa: BLE001 - raised again where the result is awaited
             error = problem
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, error)
+            loop.call_soon_threadsafe(set_outcome, value, error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run_work, daemon=True).start()
     try:
         async with asyncio.timeout(timeout_s):  # wait_for of 3.11 loses a cancellation that comes with the result
-            return await answer
+            return await future
     except TimeoutError:
         raise Timeout(f"reading the host took more than {timeout_s:g} s") from None

@@ -9,88 +9,96 @@ from __future__ import annotations
 import sqlite3
 
 from agents import wire
-from agents.host.execution.command_semantics import ACTS, Answer, acts_of, ask_of, settle
-from agents.host.execution.images import Images
-from agents.host.execution.plan_runner import PlanFailedError, PlanRun, Site
-from agents.host.journal.command_log import Applied
+from agents.host.execution.command_semantics import ACTS, ExecutionResult, build_ask, list_acts, record_effects
+from agents.host.execution.images import ImageCache
+from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun
+from agents.host.journal.command_log import AppliedEffect
 from drivers.errors import DriverError
 
 
-async def verdict(site: Site, images: Images, command: wire.Command, boot: str) -> Answer:
+async def determine_interrupted_result(
+    context: HostContext, images: ImageCache, command: wire.Command, boot_id: str
+) -> ExecutionResult:
     """Find out how an interrupted command ended; change nothing on the host. `boot_id` is that of its start.
 
     Return *succeeded* when the driver has no steps left, after storing the effects in the command log; else *unknown*.
     The driver is not asked when it no longer runs or when the command is not an act. Raises nothing of the driver or
     the journal.
     """
-    how = "the agent stopped" if boot == site.boot else "the host was rebooted"
-    unknown = f"interrupted, because {how} while it ran; its outcome is unknown"
-    planner = site.drivers.get(command.driver)
+    cause = "the agent stopped" if boot_id == context.boot_id else "the host was rebooted"
+    unknown_text = f"interrupted, because {cause} while it ran; its outcome is unknown"
+    planner = context.drivers.get(command.driver)
     if command.op not in ACTS or planner is None:
-        return Answer("unknown", unknown)
-    look, said = command.driver, []
-    ask = ask_of(command, images.here(command.image) if command.image else None, site)
+        return ExecutionResult("unknown", unknown_text)
+    driver, summaries = command.driver, []
+    ask = build_ask(command, images.to_driver_image(command.image) if command.image else None, context)
     try:
-        for act in acts_of(command):
+        for act in list_acts(command):
             plan = await planner.plan(act, ask)
             if plan.steps:
-                return Answer("unknown", f"{unknown}: still to be done: {plan.steps[0].does}", look=look)
-            said.append(plan.said)
-        settle(command, ask, site.ledger, site.boot)
+                return ExecutionResult(
+                    "unknown", f"{unknown_text}: still to be done: {plan.steps[0].does}", rescan_driver=driver
+                )
+            summaries.append(plan.said)
+        record_effects(command, ask, context.command_log, context.boot_id)
     except (DriverError, sqlite3.OperationalError) as error:
-        return Answer("unknown", f"{unknown}: {error}", look=look)
-    done = "; ".join(filter(None, said)) or "nothing is left to be done"
-    return Answer("succeeded", f"interrupted, because {how} while it ran, but completed: {done}", look=look)
+        return ExecutionResult("unknown", f"{unknown_text}: {error}", rescan_driver=driver)
+    summary = "; ".join(filter(None, summaries)) or "nothing is left to be done"
+    return ExecutionResult(
+        "succeeded", f"interrupted, because {cause} while it ran, but completed: {summary}", rescan_driver=driver
+    )
 
 
-def lost(site: Site) -> dict[tuple[str, str], list[Applied]]:
+def find_lost_effects(context: HostContext) -> dict[tuple[str, str], list[AppliedEffect]]:
     """Return, by (driver, device key), what was made before the last reboot and has not been restored since.
 
     Entries of drivers that do not run, and of acts that are not known to be completed, are left out.
     """
-    found: dict[tuple[str, str], list[Applied]] = {}
-    for one in site.ledger.applied():
-        if one.boot not in ("", site.boot) and one.driver in site.drivers:
-            found.setdefault((one.driver, one.key), []).append(one)
-    return found
+    lost_effects: dict[tuple[str, str], list[AppliedEffect]] = {}
+    for effect in context.command_log.list_effects():
+        if effect.boot_id not in ("", context.boot_id) and effect.driver in context.drivers:
+            lost_effects.setdefault((effect.driver, effect.key), []).append(effect)
+    return lost_effects
 
 
-async def put_back(site: Site, made: list[Applied]) -> None:
+async def restore_effects(context: HostContext, effects: list[AppliedEffect]) -> None:
     """Restore these entries of one device, in order; an entry that still holds costs no step.
 
     Images are not restored: PlanFailedError is raised if the device has lost its image. Raises PlanFailedError at the
     first entry that fails; the later ones are not tried.
     """
-    for one in made:
-        act = one.slot.partition(":")[0]
+    for effect in effects:
+        act = effect.slot.partition(":")[0]
         try:
             if act == "program":
-                await _still_programmed(site, one)
+                await _check_still_programmed(context, effect)
             else:
-                performance = PlanRun(site, one.driver, one.ask, lambda *_: None)
-                await performance.run(act)  # type: ignore[arg-type]
-            site.ledger.still(one, site.boot)
-        except PlanFailedError as ended:
-            text = f"after the reboot {_what(one)} could not be restored: {ended.text}"
-            raise PlanFailedError(ended.outcome, text, hand=ended.hand) from None
+                plan_run = PlanRun(context, effect.driver, effect.ask, lambda *_: None)
+                await plan_run.run(act)  # type: ignore[arg-type]
+            context.command_log.confirm_effect(effect, context.boot_id)
+        except PlanFailedError as failure:
+            text = f"after the reboot {_describe_effect(effect)} could not be restored: {failure.text}"
+            raise PlanFailedError(failure.outcome, text, stuck_writer=failure.stuck_writer) from None
         except (DriverError, sqlite3.OperationalError) as error:
-            raise PlanFailedError("failed", f"after the reboot {_what(one)} could not be restored: {error}") from None
+            raise PlanFailedError(
+                "failed", f"after the reboot {_describe_effect(effect)} could not be restored: {error}"
+            ) from None
 
 
-async def _still_programmed(site: Site, one: Applied) -> None:
+async def _check_still_programmed(context: HostContext, effect: AppliedEffect) -> None:
     """Raise PlanFailedError when the device has lost its image.
 
     The host keeps no images, so a new command has to program the device.
     """
-    plan = await site.drivers[one.driver].plan("program", one.ask)
+    plan = await context.drivers[effect.driver].plan("program", effect.ask)
     if plan.steps:
         raise PlanFailedError("failed", "the device has lost it: program the device again")
 
 
-def _what(one: Applied) -> str:
+def _describe_effect(effect: AppliedEffect) -> str:
     """Name the entry in words for an error text."""
-    if one.slot == "program":
-        return f"the image {one.ask.image.name if one.ask.image else ''}".rstrip()
-    if one.ask.uuid:
-        return f"the handle {one.ask.uuid} of {one.ask.consumer}"
-    return f"its {one.slot}"
+    if effect.slot == "program":
+        return f"the image {effect.ask.image.name if effect.ask.image else ''}".rstrip()
+    if effect.ask.uuid:
+        return f"the handle {effect.ask.uuid} of {effect.ask.consumer}"
+    return f"its {effect.slot}"

@@ -14,7 +14,7 @@ from agents import wire
 
 log = logging.getLogger("cyborg.journal")
 
-TABLE = "CREATE TABLE IF NOT EXISTS wish (driver TEXT PRIMARY KEY, wish TEXT NOT NULL) STRICT"
+CREATE_WISH_TABLE = "CREATE TABLE IF NOT EXISTS wish (driver TEXT PRIMARY KEY, wish TEXT NOT NULL) STRICT"
 """SQL that creates the table in any journal.
 
 The journal's version stays the same, so that a release that does not know this table can still open the journal and
@@ -22,29 +22,29 @@ keeps the rest, above all the attachments.
 """
 
 
-class Wishes:
+class DesiredDrivers:
     """Access to the table of wishes: one per driver, in the order in which the drivers were first named."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._known: dict[str, wire.Wish] = {}
+        self._wishes: dict[str, wire.Wish] = {}
         for driver, text in connection.execute("SELECT driver, wish FROM wish ORDER BY rowid").fetchall():
             try:
-                self._known[driver] = msgspec.json.decode(text, type=wire.Wish)
+                self._wishes[driver] = msgspec.json.decode(text, type=wire.Wish)
             except msgspec.DecodeError as error:
                 log.error(
                     "the journal holds a wanted state of %s that cannot be read (%s): it is ignored", driver, error
                 )
 
-    def get(self, driver: str) -> wire.Wish | None:
+    def get_wish(self, driver: str) -> wire.Wish | None:
         """Return the last wish for the driver; None when there is none and the host's own configuration decides."""
-        return self._known.get(driver)
+        return self._wishes.get(driver)
 
-    def drivers(self) -> tuple[str, ...]:
+    def list_drivers(self) -> tuple[str, ...]:
         """Return the drivers that have a wish."""
-        return tuple(self._known)
+        return tuple(self._wishes)
 
-    def keep(self, driver: str, wish: wire.Wish) -> None:
+    def store_wish(self, driver: str, wish: wire.Wish) -> None:
         """Store the wish in place of the driver's former one; it is durable when this returns.
 
         Raises sqlite3.OperationalError when the disk is full or read-only.
@@ -54,4 +54,4 @@ class Wishes:
             self._connection.execute(
                 "INSERT INTO wish VALUES (?, ?) ON CONFLICT (driver) DO UPDATE SET wish = excluded.wish", (driver, text)
             )
-        self._known[driver] = wish
+        self._wishes[driver] = wish

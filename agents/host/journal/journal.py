@@ -28,8 +28,8 @@ from drivers.inventory import DriverReport
 
 log = logging.getLogger("cyborg.journal")
 
-FILE = "journal.sqlite3"
-SCHEMA = 2
+JOURNAL_FILE = "journal.sqlite3"
+SCHEMA_VERSION = 2
 """Version of the file's format. Version 1 had no tables of commands; such a file is upgraded in place.
 
 A new table that an older release may ignore, such as the one of wishes, does not need a new version.
@@ -37,7 +37,7 @@ A new table that an older release may ignore, such as the one of wishes, does no
 EPOCH_LIMIT = 2**53
 """Upper bound of an epoch in messages; only a faulty gateway names one as high as that."""
 
-_TABLE = """
+_CREATE_JOURNAL_TABLE = """
 CREATE TABLE journal (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     host TEXT NOT NULL,
@@ -51,7 +51,7 @@ CREATE TABLE journal (
     joined_with TEXT NOT NULL DEFAULT ''
 ) STRICT
 """
-_contents = msgspec.json.Decoder(tuple[DriverReport, ...])
+_content_decoder = msgspec.json.Decoder(tuple[DriverReport, ...])
 
 
 class JournalCorruptError(Exception):
@@ -71,45 +71,45 @@ class Journal:
 
     def __init__(self, connection: sqlite3.Connection, row: dict[str, Any]) -> None:
         self._connection = connection
-        self.ledger = command_log.Ledger(connection)
-        self.wishes = desired_drivers.Wishes(connection)
+        self.command_log = command_log.CommandLog(connection)
+        self.desired_drivers = desired_drivers.DesiredDrivers(connection)
         self.host: str = row["host"]
         self.epoch: int = row["epoch"]
         self.seq: int = row["seq"]
         self.address: str = row["address"]
         self.fingerprint: str = row["fingerprint"]
-        self._joined_with: str = row["joined_with"]
+        self._token_digest: str = row["joined_with"]
         self.acknowledged = bool(row["acknowledged"])
-        drivers = _decoded(row) if row["hash"] else None
-        self.report = self._stamped(row["hash"], drivers) if drivers is not None else None
+        drivers = _decode_content(row) if row["hash"] else None
+        self.report = self._build_report(row["hash"], drivers) if drivers is not None else None
 
     def close(self) -> None:
         """Close the file; everything committed stays."""
         self._connection.close()
 
-    def record(self, drivers: tuple[DriverReport, ...]) -> bool:
+    def record_report(self, drivers: tuple[DriverReport, ...]) -> bool:
         """Store a new report under the next seq, unacknowledged; it is durable when this returns True.
 
         Return False, and store nothing, when the content is the same as in the last report.
         """
-        digest = wire.content_hash(drivers)
+        digest = wire.hash_report_content(drivers)
         if self.report is not None and self.report.hash == digest:
             return False
         content = msgspec.json.encode(drivers)
-        self._write(seq=self.seq + 1, hash=digest, content=content, acknowledged=0)
-        self._became(self.seq + 1, digest, drivers)
+        self._update_row(seq=self.seq + 1, hash=digest, content=content, acknowledged=0)
+        self._set_current_report(self.seq + 1, digest, drivers)
         return True
 
-    def offer_again(self, report: wire.Report) -> wire.Report:
+    def renumber_report(self, report: wire.Report) -> wire.Report:
         """Store the last report's content under the next seq, unacknowledged, and return that report.
 
         Needed when the report was acknowledged and the gateway no longer has its content as the applied one.
         """
-        self._write(seq=self.seq + 1, acknowledged=0)
-        self._became(self.seq + 1, report.hash, report.told)
-        return self._stamped(report.hash, report.told)
+        self._update_row(seq=self.seq + 1, acknowledged=0)
+        self._set_current_report(self.seq + 1, report.hash, report.all_drivers)
+        return self._build_report(report.hash, report.all_drivers)
 
-    def acknowledge(self, seq: int) -> None:
+    def acknowledge_report(self, seq: int) -> None:
         """Note that the gateway has stored report `seq` of this epoch for good; ignore it if a newer one is recorded.
 
         Memory is changed even when the disk refuses: if this is lost, one report more is sent after a restart, and
@@ -117,7 +117,7 @@ class Journal:
         """
         if self.report is not None and self.report.seq == seq and not self.acknowledged:
             self.acknowledged = True
-            self._write(acknowledged=1)
+            self._update_row(acknowledged=1)
 
     def raise_epoch(self, at_least: int) -> None:
         """Raise this journal's epoch above `at_least`, an epoch that the gateway has seen.
@@ -127,33 +127,33 @@ class Journal:
         if at_least + 1 >= EPOCH_LIMIT:
             raise ValueError(f"the gateway claims to have seen epoch {at_least}, which is out of range")
         epoch = max(self.epoch, at_least + 1)
-        self._write(epoch=epoch)
+        self._update_row(epoch=epoch)
         self.epoch = epoch
         if self.report is not None:
-            self.report = self._stamped(self.report.hash, self.report.told)
+            self.report = self._build_report(self.report.hash, self.report.all_drivers)
 
-    def joined(self, address: str, fingerprint: str, secret: str) -> None:
+    def store_gateway(self, address: str, fingerprint: str, secret: str) -> None:
         """Store the gateway's address and fingerprint, and a digest of the token's secret that it accepted.
 
         `secret` is '' when no token was needed; the former digest then stays. Writes only when something differs.
         """
-        digest = _digest(secret) if secret else self._joined_with
-        if (address, fingerprint, digest) != (self.address, self.fingerprint, self._joined_with):
-            self._write(address=address, fingerprint=fingerprint, joined_with=digest)
-            self.address, self.fingerprint, self._joined_with = address, fingerprint, digest
+        digest = _hash_secret(secret) if secret else self._token_digest
+        if (address, fingerprint, digest) != (self.address, self.fingerprint, self._token_digest):
+            self._update_row(address=address, fingerprint=fingerprint, joined_with=digest)
+            self.address, self.fingerprint, self._token_digest = address, fingerprint, digest
 
     def has_joined_with(self, secret: str) -> bool:
         """Return whether this join token is the one that was used last, so that it need not be sent again."""
-        return self._joined_with == _digest(secret)
+        return self._token_digest == _hash_secret(secret)
 
-    def _became(self, seq: int, digest: str, drivers: tuple[DriverReport, ...]) -> None:
+    def _set_current_report(self, seq: int, digest: str, drivers: tuple[DriverReport, ...]) -> None:
         self.seq, self.acknowledged = seq, False
-        self.report = self._stamped(digest, drivers)
+        self.report = self._build_report(digest, drivers)
 
-    def _stamped(self, digest: str, drivers: tuple[DriverReport, ...]) -> wire.Report:
-        return wire.Report.of(self.epoch, self.seq, digest, drivers)
+    def _build_report(self, digest: str, drivers: tuple[DriverReport, ...]) -> wire.Report:
+        return wire.Report.from_driver_reports(self.epoch, self.seq, digest, drivers)
 
-    def _write(self, **columns: Any) -> None:
+    def _update_row(self, **columns: Any) -> None:
         changes = ", ".join(f"{name} = ?" for name in columns)
         with self._connection:
             self._connection.execute(f"UPDATE journal SET {changes} WHERE id = 1", tuple(columns.values()))
@@ -165,20 +165,23 @@ def open_journal(directory: Path, host: str, clock: Callable[[], float] = time.t
     A corrupt file is renamed and kept, and a new journal is created. Its epoch comes from the clock (seconds), so that
     it is above the lost one. Raises WrongHostError, and sqlite3.OperationalError while the disk takes no write.
     """
-    path = directory / FILE
+    path = directory / JOURNAL_FILE
     try:
-        return _open(path, host, clock)
+        return _open_file(path, host, clock)
     except JournalCorruptError as error:
-        kept = _move_aside(path, int(clock()))
+        kept_file = _rename_corrupt_file(path, int(clock()))
         log.error(
-            "the journal %s cannot be read (%s): it is kept as %s, and a new one is created", path, error, kept.name
+            "the journal %s cannot be read (%s): it is kept as %s, and a new one is created",
+            path,
+            error,
+            kept_file.name,
         )
-        return _open(path, host, clock)
+        return _open_file(path, host, clock)
 
 
-def known_host(directory: Path) -> str:
+def read_known_host(directory: Path) -> str:
     """Return the host that the journal in `directory` belongs to, '' when there is no readable journal."""
-    path = directory / FILE
+    path = directory / JOURNAL_FILE
     if not path.exists():
         return ""
     try:
@@ -193,17 +196,17 @@ def known_host(directory: Path) -> str:
     return str(row[0]) if row else ""
 
 
-def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
+def _open_file(path: Path, host: str, clock: Callable[[], float]) -> Journal:
     """Open or create the file and store its new epoch.
 
     Raises JournalCorruptError, WrongHostError and sqlite3.OperationalError.
     """
-    _touch(path)
+    _create_private_file(path)
     connection = sqlite3.connect(path, isolation_level="IMMEDIATE")
     try:
         with connection:
-            _prepare(connection)
-            row = _row(connection)
+            _prepare_schema(connection)
+            row = _fetch_journal_row(connection)
             if row and row["host"] != host and row["address"]:  # without an address it never joined: it may be renamed
                 raise WrongHostError(
                     f"the state directory {path.parent} belongs to the host {row['host']}, this one is "
@@ -215,7 +218,7 @@ def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
                 " ON CONFLICT (id) DO UPDATE SET host = excluded.host, epoch = excluded.epoch",
                 (host, epoch),
             )
-        row = _row(connection)
+        row = _fetch_journal_row(connection)
         if row is None:
             raise JournalCorruptError("it has no row")
         return Journal(connection, row)
@@ -230,48 +233,48 @@ def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
         raise
 
 
-def _prepare(connection: sqlite3.Connection) -> None:
+def _prepare_schema(connection: sqlite3.Connection) -> None:
     """Check the file, create or upgrade its tables, and leave the transaction open. Raises JournalCorruptError."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if verdict != "ok":
-        raise JournalCorruptError(str(verdict))
+    (check_result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if check_result != "ok":
+        raise JournalCorruptError(str(check_result))
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if not 0 <= version <= SCHEMA:
-        raise JournalCorruptError(f"its format is version {version}, and this release supports up to {SCHEMA}")
+    if not 0 <= version <= SCHEMA_VERSION:
+        raise JournalCorruptError(f"its format is version {version}, and this release supports up to {SCHEMA_VERSION}")
     connection.execute("BEGIN IMMEDIATE")
     if version == 0:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
             raise JournalCorruptError("it is a database of another program")
-        connection.execute(_TABLE)
+        connection.execute(_CREATE_JOURNAL_TABLE)
     if version < 2:
-        for statement in command_log.TABLES.split(";"):
+        for statement in command_log.CREATE_COMMAND_TABLES.split(";"):
             connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {SCHEMA}")
-    connection.execute(desired_drivers.TABLE)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute(desired_drivers.CREATE_WISH_TABLE)
 
 
-def _row(connection: sqlite3.Connection) -> dict[str, Any] | None:
+def _fetch_journal_row(connection: sqlite3.Connection) -> dict[str, Any] | None:
     cursor = connection.execute("SELECT * FROM journal")
     row = cursor.fetchone()
     return dict(zip([column[0] for column in cursor.description], row, strict=True)) if row else None
 
 
-def _decoded(row: dict[str, Any]) -> tuple[DriverReport, ...] | None:
+def _decode_content(row: dict[str, Any]) -> tuple[DriverReport, ...] | None:
     # Another release may have other fields, and so another hash. Losing the report only costs sending one more.
     try:
-        drivers = _contents.decode(row["content"])
+        drivers = _content_decoder.decode(row["content"])
     except msgspec.DecodeError as error:
         log.warning(
             "the last report in the journal cannot be read (%s): a new one is made when the drivers have answered",
             error,
         )
         return None
-    return drivers if wire.content_hash(drivers) == row["hash"] else None
+    return drivers if wire.hash_report_content(drivers) == row["hash"] else None
 
 
-def _touch(path: Path) -> None:
+def _create_private_file(path: Path) -> None:
     # SQLite gives its -wal and -shm files the mode of the database file, so that must be private from the beginning.
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -281,20 +284,20 @@ def _touch(path: Path) -> None:
         sync_directory(path.parent)
 
 
-def _move_aside(path: Path, now: int) -> Path:
+def _rename_corrupt_file(path: Path, now: int) -> Path:
     """Rename the file, with its -wal and -shm, to a free name; return that name."""
-    kept = path.with_name(f"{path.name}.corrupt-{now}")
+    kept_file = path.with_name(f"{path.name}.corrupt-{now}")
     count = 0
-    while kept.exists():
+    while kept_file.exists():
         count += 1
-        kept = path.with_name(f"{path.name}.corrupt-{now}.{count}")
+        kept_file = path.with_name(f"{path.name}.corrupt-{now}.{count}")
     for suffix in ("-wal", "-shm", ""):
-        part = path.with_name(path.name + suffix)
-        if part.exists():
-            part.rename(kept.with_name(kept.name + suffix))
+        source = path.with_name(path.name + suffix)
+        if source.exists():
+            source.rename(kept_file.with_name(kept_file.name + suffix))
     sync_directory(path.parent)
-    return kept
+    return kept_file
 
 
-def _digest(secret: str) -> str:
+def _hash_secret(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()

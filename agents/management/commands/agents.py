@@ -13,7 +13,7 @@ from django.core.management.base import BaseCommand, CommandError
 from accelerators.domain.errors import RefusedError
 from accelerators.management import shell
 from agents import key_revocation
-from agents.liveness import WORDS, seen_at, since, standing, word_of
+from agents.liveness import AGENT_STATES, build_state_condition, get_agent_state, get_last_heard, get_state_since
 from agents.models import Agent
 
 COLUMNS = ("host", "state", "version", "wire", "since", "note")
@@ -27,74 +27,74 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-        parser.add_argument("--state", choices=WORDS, help="list only agents in this state")
+        parser.add_argument("--state", choices=AGENT_STATES, help="list only agents in this state")
         decision = parser.add_mutually_exclusive_group()
         decision.add_argument("--admit", metavar="HOST", help="admit again an agent that was barred as a clone")
         decision.add_argument("--rotate", metavar="HOST", help="ask an agent for a new key when it is connected")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if host := options["admit"]:
-            done = self._decide(host, key_revocation.admit)
-            self.stdout.write(f"The agent of {host} {'may connect again' if done else 'is not barred'}.")
+            was_barred = self._apply_decision(host, key_revocation.lift_clone_bar)
+            self.stdout.write(f"The agent of {host} {'may connect again' if was_barred else 'is not barred'}.")
         elif host := options["rotate"]:
-            self._decide(host, key_revocation.ask_rotation)
+            self._apply_decision(host, key_revocation.request_key_rotation)
             self.stdout.write(
                 f"The agent of {host} is asked for a new key; the event agent.rotated records when it has one."
             )
         else:
-            self._list(options["state"], options["json"])
+            self._print_agents(options["state"], options["json"])
 
-    def _decide(self, host: str, decide: Callable[[Agent, str], Any]) -> Any:
+    def _apply_decision(self, host: str, decision: Callable[[Agent, str], Any]) -> Any:
         try:
-            return decide(key_revocation.find(host), "command line")
+            return decision(key_revocation.find_agent(host), "command line")
         except RefusedError as refused:
             raise CommandError(refused.text) from None
 
-    def _list(self, word: str | None, as_json: bool) -> None:
-        found = Agent.objects.select_related("host__lease").order_by("host__name")
-        agents = list(found.filter(standing(word)) if word else found)
+    def _print_agents(self, state: str | None, as_json: bool) -> None:
+        queryset = Agent.objects.select_related("host__lease").order_by("host__name")
+        agents = list(queryset.filter(build_state_condition(state)) if state else queryset)
         if as_json:
-            self.stdout.write(json.dumps([_facts(agent) for agent in agents], indent=2))
+            self.stdout.write(json.dumps([_describe_agent(agent) for agent in agents], indent=2))
         elif not agents:
             self.stdout.write("No agent has joined. Make a join token with `manage.py join_token HOST`.")
         else:
-            rows = [COLUMNS, *(_row(agent) for agent in agents)]
-            for line in shell.table(rows):
+            rows = [COLUMNS, *(_format_row(agent) for agent in agents)]
+            for line in shell.format_table(rows):
                 self.stdout.write(line)
 
 
-def _row(agent: Agent) -> tuple[str, ...]:
-    moment = since(agent)
-    asked = "a new key is asked for" if agent.rotate_asked_at else ""
+def _format_row(agent: Agent) -> tuple[str, ...]:
+    moment = get_state_since(agent)
+    rotation_note = "a new key is asked for" if agent.rotate_asked_at else ""
     return (
         agent.host.name,
-        word_of(agent),
+        get_agent_state(agent),
         agent.version or "-",
         agent.wire or "-",
         f"{moment:%Y-%m-%d %H:%M:%S}" if moment else "never",
-        agent.barred_reason or asked,
+        agent.barred_reason or rotation_note,
     )
 
 
-def _facts(agent: Agent) -> dict[str, object]:
+def _describe_agent(agent: Agent) -> dict[str, object]:
     return {
         "host": agent.host.name,
         "uuid": str(agent.host.uuid),
-        "state": word_of(agent),
+        "state": get_agent_state(agent),
         "reason": agent.barred_reason,
         "version": agent.version,
         "wire": agent.wire,
-        "since": _iso(since(agent)),
-        "seen_at": _iso(seen_at(agent)),
-        "connected_at": _iso(agent.connected_at),
+        "since": _format_time(get_state_since(agent)),
+        "seen_at": _format_time(get_last_heard(agent)),
+        "connected_at": _format_time(agent.connected_at),
         "boot_id": agent.boot_id,
         "epoch": agent.epoch,
         "address": agent.address,
         "public_key": agent.public_key,
-        "key_since": _iso(agent.key_since),
-        "rotate_asked_at": _iso(agent.rotate_asked_at),
+        "key_since": _format_time(agent.key_since),
+        "rotate_asked_at": _format_time(agent.rotate_asked_at),
     }
 
 
-def _iso(moment: datetime | None) -> str | None:
+def _format_time(moment: datetime | None) -> str | None:
     return moment.isoformat() if moment else None

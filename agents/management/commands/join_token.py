@@ -34,14 +34,14 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         if not 0 < len(options["host"]) <= 255:
             raise CommandError("HOST must have 1 to 255 characters")
-        asked = options["address"] or ""
-        if asked and not asked.startswith(("http://", "https://")):
+        requested_address = options["address"] or ""
+        if requested_address and not requested_address.startswith(("http://", "https://")):
             raise CommandError("--address must begin with http:// or https://")
         try:
-            address, fingerprint = import_string(settings.AGENTS_DOOR)(asked, options["unpinned"])
+            address, fingerprint = import_string(settings.AGENTS_DOOR)(requested_address, options["unpinned"])
         except ConfigurationError as error:
             raise CommandError(f"{error}; or give the address with --address") from None
-        token = enrolment.make_token(
+        token = enrolment.create_join_token(
             options["host"],
             address=address,
             hours=options["hours"],

@@ -23,10 +23,10 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         host, reason = options["host"], options["reason"]
-        if len(reason) > key_revocation.MAX_REASON:
-            raise CommandError(f"--reason may have at most {key_revocation.MAX_REASON} characters")
+        if len(reason) > key_revocation.MAX_REASON_CHARS:
+            raise CommandError(f"--reason may have at most {key_revocation.MAX_REASON_CHARS} characters")
         try:
-            done = key_revocation.revoke(key_revocation.find(host), "command line", reason)
+            is_newly_revoked = key_revocation.revoke_agent(key_revocation.find_agent(host), "command line", reason)
         except RefusedError as refused:
             raise CommandError(refused.text) from None
-        self.stdout.write(f"The agent of {host} {'is revoked' if done else 'was revoked already'}.")
+        self.stdout.write(f"The agent of {host} {'is revoked' if is_newly_revoked else 'was revoked already'}.")

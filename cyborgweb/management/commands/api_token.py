@@ -9,12 +9,12 @@ from django.contrib.auth import get_user_model
 from django.core.management.base import BaseCommand, CommandError
 
 from accelerators import conductor
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.management import shell
 from cyborgweb.auth.policy_rules import OPERATOR
 from cyborgweb.models import ApiToken
 
-IMPLIED = {
+IMPLIED_ROLES = {
     "admin": ["admin", "manager", "member", "reader"],
     "manager": ["manager", "member", "reader"],
     OPERATOR: [OPERATOR, "member", "reader"],
@@ -27,7 +27,7 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("name", help="purpose of the token, which the console shows")
-        parser.add_argument("--role", default="admin", choices=[*IMPLIED, "reader", "service"])
+        parser.add_argument("--role", default="admin", choices=[*IMPLIED_ROLES, "reader", "service"])
         parser.add_argument(
             "--project", default="local", help="id of the project to which the token is scoped (default: local)"
         )
@@ -37,13 +37,15 @@ class Command(BaseCommand):
         if not 0 < len(name) <= 150:
             raise CommandError("NAME must have 1 to 150 characters")
         users = get_user_model()
-        user, made = users.objects.get_or_create(username=f"token-{name}"[:150])
-        if made:
+        user, is_new_user = users.objects.get_or_create(username=f"token-{name}"[:150])
+        if is_new_user:
             user.set_unusable_password()
             user.save()
-        roles = IMPLIED.get(role, [role])
-        secret = ApiToken.make(name, user, roles, options["project"])
+        roles = IMPLIED_ROLES.get(role, [role])
+        secret = ApiToken.create_with_secret(name, user, roles, options["project"])
         changes = {"roles": [None, roles], "project": [None, options["project"]]}
-        conductor.record("token.created", Source.PERSON, shell.person().name, subject=(None, name), changes=changes)
+        conductor.record_event(
+            "token.created", EventSource.PERSON, shell.current_operator().name, subject=(None, name), changes=changes
+        )
         self.stdout.write(f"Token {name!r} with the roles {', '.join(roles)} in project {options['project']!r}:")
         self.stdout.write(secret)

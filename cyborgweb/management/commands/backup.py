@@ -13,7 +13,7 @@ from accelerators.management import shell
 from cyborgweb.database.postgres import PostgresError
 from cyborgweb.server import backup
 
-TEACHING = """\
+EPILOG = """\
 The command creates the folder. It holds the database as it was when the command began, the secret key, and the agents'
 certificate if it was created here. Whoever can read the folder can read everything: keep it secret, on another machine.
 
@@ -24,8 +24,8 @@ docs/backup.md lists what the backup does not hold, and what to check after a re
 """
 
 
-class Command(shell.Taught):
-    teaching = TEACHING
+class Command(shell.OperatorCommand):
+    epilog = EPILOG
     help = "Back up the database and the secrets while the product runs."
     requires_system_checks: list[str] = []
 
@@ -34,20 +34,22 @@ class Command(shell.Taught):
 
     def handle(self, *args: Any, folder: Path, **options: Any) -> None:
         try:
-            with backup.database(alone=False):
-                about = backup.take(folder.absolute(), _progress)
+            with backup.keep_database_running(alone=False):
+                description = backup.create_backup(folder.absolute(), _print_progress)
         except (backup.BackupError, PostgresError) as error:
             raise CommandError(str(error)) from None
-        size = (folder / backup.DUMP).stat().st_size
-        files = ", ".join(about.files) or "no other files"
-        self.stdout.write(f"{folder}: the database of {about.taken_at:%Y-%m-%d %H:%M:%S} UTC, {_mb(size)}; {files}")
+        size = (folder / backup.DUMP_FILE).stat().st_size
+        files = ", ".join(description.files) or "no other files"
+        self.stdout.write(
+            f"{folder}: the database of {description.taken_at:%Y-%m-%d %H:%M:%S} UTC, {_format_megabytes(size)}; {files}"
+        )
 
 
-def _progress(done: int) -> None:
+def _print_progress(written_bytes: int) -> None:
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r{_mb(done)} written\r")
+        sys.stderr.write(f"\r{_format_megabytes(written_bytes)} written\r")
         sys.stderr.flush()
 
 
-def _mb(size: int) -> str:
+def _format_megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"

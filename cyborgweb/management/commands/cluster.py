@@ -31,6 +31,6 @@ class Command(BaseCommand):
         if name == "work":
             minutely = {"func": "accelerators.runtime.jobs.backstop", "schedule_type": Schedule.MINUTES, "minutes": 1}
             Schedule.objects.update_or_create(name="backstop", defaults=minutely | {"cluster": name})
-        jobs.kick_all(name)
+        jobs.requeue_all_jobs(name)
         connection.close()  # the worker processes that are forked must not share the connection
         Cluster().start()

@@ -8,9 +8,9 @@ from django.core.management.base import BaseCommand
 
 from agents.host.settings import AgentSettings
 from cyborgweb.settings.keys import Keys
-from drivers.configuration import keys_of
+from drivers.configuration import list_keys
 
-HEAD = """\
+PAGE_HEAD = """\
 # Configuration
 
 *Generated from the code by `make docs`.* Every key is an environment variable, or a key of the TOML file that
@@ -18,14 +18,23 @@ HEAD = """\
 """
 
 
-def page() -> str:
+def render_configuration_page() -> str:
     """Return the whole page as Markdown: one table of keys for the conductor, one for the agent."""
-    return "\n".join([HEAD, "## The conductor\n", _table(Keys), "\n## The agent\n", _table(AgentSettings), ""])
+    return "\n".join(
+        [
+            PAGE_HEAD,
+            "## The conductor\n",
+            _render_key_table(Keys),
+            "\n## The agent\n",
+            _render_key_table(AgentSettings),
+            "",
+        ]
+    )
 
 
-def _table(cls: type) -> str:
+def _render_key_table(cls: type) -> str:
     lines = ["| key | default | effect |", "|---|---|---|"]
-    lines += [f"| `{key.name}` | {key.shown} | {key.effect} |" for key in keys_of(cls)]
+    lines += [f"| `{key.name}` | {key.default_text} | {key.effect} |" for key in list_keys(cls)]
     return "\n".join(lines)
 
 
@@ -34,4 +43,4 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def handle(self, *args: Any, **options: Any) -> None:
-        self.stdout.write(page(), ending="")
+        self.stdout.write(render_configuration_page(), ending="")

@@ -19,5 +19,5 @@ class Command(BaseCommand):
         parser.add_argument("folder", type=Path)
 
     def handle(self, *args: Any, folder: Path, **options: Any) -> None:
-        number = site.write(folder)
+        number = site.write_files(folder)
         self.stdout.write(f"{number} pages: {folder / 'index.html'}")

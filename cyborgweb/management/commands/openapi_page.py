@@ -15,7 +15,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Validate the document, then print it."""
-        from cyborgweb.api.openapi import as_yaml, validate
+        from cyborgweb.api.openapi import render_yaml, validate_document
 
-        validate()
-        self.stdout.write(as_yaml(), ending="")
+        validate_document()
+        self.stdout.write(render_yaml(), ending="")

@@ -7,9 +7,9 @@ from typing import Any
 
 from django.core.management.base import BaseCommand
 
-from cyborgweb.auth.policy_rules import BLOCKS, OWN, UPSTREAM, Rule
+from cyborgweb.auth.policy_rules import BUILDING_BLOCKS, OWN_RULES, UPSTREAM_RULES, PolicyRule
 
-HEAD = """\
+SAMPLE_HEAD = """\
 Policy rules of the accelerator service, each with its default. To change a rule, copy it into the file that
 CYBORG_POLICY_FILE names (by default policy.yaml in the state directory) and remove the "#". Changes of the file apply
 within a second. A file that cannot be parsed changes nothing, and the log says what is wrong with it.
@@ -19,27 +19,27 @@ owner of a request, and the service token for binding, are checked in addition t
 
 "Legacy" is a second rule beside a default. Callers that satisfy it are allowed as well, until
 CYBORG_ENFORCE_NEW_DEFAULTS is on."""
-PARTS = {
-    "Building blocks, for use in other rules": BLOCKS,
-    "The Accelerator API, /v2": UPSTREAM,
-    "Our own API, /api": OWN,
+RULES_BY_TITLE = {
+    "Building blocks, for use in other rules": BUILDING_BLOCKS,
+    "The Accelerator API, /v2": UPSTREAM_RULES,
+    "Our own API, /api": OWN_RULES,
 }
 
 
-def sample() -> str:
+def render_policy_sample() -> str:
     """Return the whole sample file."""
-    parts = [[f"# {title}", *map(_entry, rules)] for title, rules in PARTS.items()]
-    return "\n\n".join([_comment(HEAD), *(entry for part in parts for entry in part)]) + "\n"
+    parts = [[f"# {title}", *map(_render_rule, rules)] for title, rules in RULES_BY_TITLE.items()]
+    return "\n\n".join([_comment_out(SAMPLE_HEAD), *(entry for part in parts for entry in part)]) + "\n"
 
 
-def _entry(rule: Rule) -> str:
-    lines = [_comment(line) for line in (rule.description, *rule.operations)]
+def _render_rule(rule: PolicyRule) -> str:
+    lines = [_comment_out(line) for line in (rule.description, *rule.operations)]
     if rule.legacy:
         lines.append(f"# Legacy: {rule.legacy}")
     return "\n".join([*lines, f'#"{rule.name}": "{rule.check}"'])
 
 
-def _comment(text: str) -> str:
+def _comment_out(text: str) -> str:
     return textwrap.indent(text, "# ", lambda _: True).replace("# \n", "#\n")
 
 
@@ -48,4 +48,4 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def handle(self, *args: Any, **options: Any) -> None:
-        self.stdout.write(sample(), ending="")
+        self.stdout.write(render_policy_sample(), ending="")

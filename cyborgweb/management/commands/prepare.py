@@ -24,17 +24,17 @@ from psycopg.errors import LockNotAvailable
 from accelerators import conductor
 from accelerators.devices import admission_rules
 from accelerators.domain.caller import Caller
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.models import AdmissionRule, Event, Host
 from accelerators.runtime import jobs
 from agents import enrolment
-from agents.host.settings import AgentSettings, host_of
+from agents.host.settings import AgentSettings, determine_host_names
 from cyborgweb.database import libpq
-from cyborgweb.settings.keys import keys
-from drivers.configuration import load
+from cyborgweb.settings.keys import get_keys
+from drivers.configuration import load_configuration
 
 MIGRATION_LOCK = 0x6D696772
-TRIES, PAUSE_S = 60, 1.0
+MAX_MIGRATION_TRIES, MIGRATION_RETRY_S = 60, 1.0
 """How often a migration that cannot get its locks is retried, and the seconds between tries.
 
 Waiting longer for a lock instead would block the requests that are being served meanwhile.
@@ -57,45 +57,47 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        _migrate()
+        _migrate_database()
         if options["sample_rules"]:
-            _sample_rules()
-        path = keys().state / "first-login"
-        login = "with your name and password in Keystone" if keys().auth == "keystone" else _first_login(path)
+            _create_sample_rule()
+        path = get_keys().state_path / "first-login"
+        login = (
+            "with your name and password in Keystone" if get_keys().auth == "keystone" else _create_first_login(path)
+        )
         facts = {
             "login": login,
-            "login_file": str(path) if keys().auth != "keystone" and path.exists() else "",
-            "join": _join(options["address"]) if options["address"] else "",
-            "jobs": {j.name: (j.cluster, jobs.LOCK_CLASS, jobs.lock_id(j.name)) for j in jobs.jobs()},
-            "dsn": make_conninfo("", **libpq.parameters()),
+            "login_file": str(path) if get_keys().auth != "keystone" and path.exists() else "",
+            "join": _create_join_token(options["address"]) if options["address"] else "",
+            "jobs": {j.name: (j.cluster, jobs.LOCK_CLASS, jobs.lock_id(j.name)) for j in jobs.list_jobs()},
+            "dsn": make_conninfo("", **libpq.get_connection_parameters()),
         }
         self.stdout.write(json.dumps(facts))
 
 
-def _migrate() -> None:
+def _migrate_database() -> None:
     """Run the migrations under an advisory lock that this process keeps until it ends.
 
     The lock also prevents two processes from creating a first login. Waiting is done by retrying, not inside a
     statement: a waiting statement holds a snapshot, and an index built concurrently would wait for that snapshot.
-    Raises CommandError if another process holds the lock for TRIES × PAUSE_S seconds, OperationalError if a migration
+    Raises CommandError if another process holds the lock for MAX_MIGRATION_TRIES × MIGRATION_RETRY_S seconds, OperationalError if a migration
     cannot get its locks or fails otherwise.
     """
-    for tries in range(TRIES, -1, -1):
+    for remaining_tries in range(MAX_MIGRATION_TRIES, -1, -1):
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_try_advisory_lock(%s)", [MIGRATION_LOCK])
-            mine = cursor.fetchone()[0]
+            has_lock = cursor.fetchone()[0]
         try:
-            if mine:
+            if has_lock:
                 call_command("migrate", verbosity=0, interactive=False, stdout=sys.stderr, skip_checks=True)
                 return
         except OperationalError as error:
-            if not (isinstance(error.__cause__, LockNotAvailable) and tries):
+            if not (isinstance(error.__cause__, LockNotAvailable) and remaining_tries):
                 raise
-        time.sleep(PAUSE_S)
+        time.sleep(MIGRATION_RETRY_S)
     raise CommandError("another process has been migrating this database for a minute: check what it waits for")
 
 
-def _first_login(path: Path) -> str:
+def _create_first_login(path: Path) -> str:
     """Create the user `admin` if there is no user yet, and return `admin / password`, which is also written to `path`.
 
     If the file exists, return its content; if only users exist, return a text that says so.
@@ -110,11 +112,11 @@ def _first_login(path: Path) -> str:
         file.write(f"admin / {password}\n")
     users.objects.create_superuser("admin", password=password)
     changes = {"is_superuser": [None, True]}
-    conductor.record("user.created", Source.SYSTEM, "prepare", subject=(None, "admin"), changes=changes)
+    conductor.record_event("user.created", EventSource.SYSTEM, "prepare", subject=(None, "admin"), changes=changes)
     return f"admin / {password}"
 
 
-def _sample_rules() -> None:
+def _create_sample_rule() -> None:
     """Create an admission rule that makes devices of `fake_driver` ready, if the installation is new.
 
     Does nothing if there is a rule or a host, or if a rule was ever deleted, so that a deleted rule does not come back.
@@ -122,9 +124,11 @@ def _sample_rules() -> None:
     if AdmissionRule.objects.exists() or Host.objects.exists() or Event.objects.filter(action="rule.deleted").exists():
         return
     values = {"name": "fake-devices", "driver": "fake_driver", "action": "ready"}
-    admission_rules.create(values, Caller("prepare", "", frozenset(), ""), Source.SYSTEM)
+    admission_rules.create_rule(values, Caller("prepare", "", frozenset(), ""), EventSource.SYSTEM)
 
 
-def _join(address: str) -> str:
-    host, _ = host_of(load(AgentSettings, os.environ), None, "")
-    return enrolment.make_token(host, address=address, hours=keys().join_token_hours, created_by=enrolment.MACHINE)
+def _create_join_token(address: str) -> str:
+    host, _ = determine_host_names(load_configuration(AgentSettings, os.environ), None, "")
+    return enrolment.create_join_token(
+        host, address=address, hours=get_keys().join_token_hours, created_by=enrolment.AUTOMATIC_CREATOR
+    )

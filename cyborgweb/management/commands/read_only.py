@@ -7,11 +7,11 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import Source
+from accelerators.domain.states import EventSource
 from accelerators.management import shell
 from cyborgweb.auth import read_only
 
-TEACHING = """\
+EPILOG = """\
 In read-only mode, the console and both APIs show everything and refuse every change with the reason (503, Retry-After),
 so Nova cannot bind accelerators. Agents still report, and jobs finish what was begun. Changes that an operator makes
 with manage.py at a shell are still possible.
@@ -22,8 +22,8 @@ with manage.py at a shell are still possible.
 """
 
 
-class Command(shell.Taught):
-    teaching = TEACHING
+class Command(shell.OperatorCommand):
+    epilog = EPILOG
     help = "Show whether the product is in read-only mode, or switch that mode on or off."
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -33,12 +33,16 @@ class Command(shell.Taught):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        now = read_only.current()
+        current = read_only.get_maintenance()
         if options["state"]:
             try:
-                now = read_only.switch(options["state"] == "on", shell.person(), options["reason"], Source.SYSTEM)
+                current = read_only.switch_read_only(
+                    options["state"] == "on", shell.current_operator(), options["reason"], EventSource.SYSTEM
+                )
             except RefusedError as refused:
                 raise CommandError(refused.text) from None
         self.stdout.write(
-            read_only.sentence(now) if now else "The product is not in read-only mode: changes are possible."
+            read_only.describe_maintenance(current)
+            if current
+            else "The product is not in read-only mode: changes are possible."
         )

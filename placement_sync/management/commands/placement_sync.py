@@ -11,11 +11,11 @@ from django.core.management.base import CommandError, CommandParser
 from accelerators.management import shell
 from accelerators.models import Host
 from placement_sync.admin import describe
-from placement_sync.cloud import session
+from placement_sync.cloud import get_cloud_session
 from placement_sync.jobs import discrepancies, providers, repository
-from placement_sync.sync import Outcome
+from placement_sync.sync import SyncOutcome
 
-SLICE = 32
+HOST_BATCH = 32
 TEACHING = """\
 Placement is updated automatically: a change on a host is written at once, and every few minutes all hosts are compared.
 This command does the same now, for one host or for all, and shows what was different.
@@ -27,8 +27,8 @@ This command does the same now, for one host or for all, and shows what was diff
 """
 
 
-class Command(shell.Taught):
-    teaching = TEACHING
+class Command(shell.OperatorCommand):
+    epilog = TEACHING
     help = "Write the hosts' providers to Placement now, and show what was different."
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -36,44 +36,44 @@ class Command(shell.Taught):
         parser.add_argument("--dry-run", action="store_true", help="show what would be written, but write nothing")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        cloud = session(settings.KEYS.placement_endpoint)
+        cloud = get_cloud_session(settings.KEYS.placement_endpoint)
         if cloud is None:
             raise CommandError("no cloud is configured, or CYBORG_PLACEMENT_ENDPOINT is off: see docs/configuration.md")
         hosts = list(Host.objects.filter(name__in=options["host"]) if options["host"] else Host.objects.all())
         if unknown := set(options["host"]) - {host.name for host in hosts}:
             raise CommandError(f"no such host: {', '.join(sorted(unknown))}")
-        writes = bad = 0
-        for start in range(0, len(hosts), SLICE):
-            part = hosts[start : start + SLICE]
+        writes = out_of_step = 0
+        for start in range(0, len(hosts), HOST_BATCH):
+            part = hosts[start : start + HOST_BATCH]
             for host, ended in zip(part, providers.sync_hosts(cloud, part, options["dry_run"]), strict=True):
-                told, fine = self._tell(host, ended, options["dry_run"])
-                writes, bad = writes + told, bad + (not fine)
-            self._progress(start + len(part), len(hosts))
+                write_count, is_in_step = self._print_and_store_result(host, ended, options["dry_run"])
+                writes, out_of_step = writes + write_count, out_of_step + (not is_in_step)
+            self._print_progress(start + len(part), len(hosts))
         verb = "to be written" if options["dry_run"] else "written"
         self.stdout.write(
             f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}, {writes} {verb}"
-            + (f", {bad} not in step" if bad else "")
+            + (f", {out_of_step} not in step" if out_of_step else "")
         )
-        if bad:
+        if out_of_step:
             sys.exit(1)
 
-    def _tell(self, host: Host, ended: providers.Ended, dry_run: bool) -> tuple[int, bool]:
+    def _print_and_store_result(self, host: Host, ended: providers.SyncResult, dry_run: bool) -> tuple[int, bool]:
         """Print the result of one host and store it unless `dry_run`.
 
         Return the number of writes, and whether it is in step.
         """
-        if found := describe.told(ended):
-            self.stdout.write("\n  ".join([host.name, *found]))
-        if not isinstance(ended, Outcome):
+        if lines := describe.describe_result(ended):
+            self.stdout.write("\n  ".join([host.name, *lines]))
+        if not isinstance(ended, SyncOutcome):
             return 0, False
         if not dry_run:
-            repository.keep(host, ended)
-            discrepancies.reread([host.pk])
+            repository.store_outcome(host, ended)
+            discrepancies.invalidate_claims([host.pk])
         return len(ended.writes), not ended.problems
 
-    def _progress(self, done: int, of: int) -> None:
-        if sys.stderr.isatty() and of > SLICE:
-            filled = 40 * done // of
-            end = "\n" if done == of else ""
-            sys.stderr.write(f"\r[{'█' * filled}{' ' * (40 - filled)}] {done}/{of} hosts{end}")
+    def _print_progress(self, done: int, total: int) -> None:
+        if sys.stderr.isatty() and total > HOST_BATCH:
+            filled = 40 * done // total
+            end = "\n" if done == total else ""
+            sys.stderr.write(f"\r[{'█' * filled}{' ' * (40 - filled)}] {done}/{total} hosts{end}")
             sys.stderr.flush()

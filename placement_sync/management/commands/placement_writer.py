@@ -10,7 +10,7 @@ from accelerators.domain.errors import RefusedError
 from accelerators.management import shell
 from accelerators.models import Host
 from placement_sync.jobs import writer_election
-from placement_sync.models import Who, Writer
+from placement_sync.models import Writer, WriterChoice
 
 TEACHING = """\
 Either the conductor writes to Placement, or the agents write for their own hosts. An agent can write if it is up and
@@ -23,29 +23,31 @@ reason. The writer can be changed at any time: nothing is written twice, and not
 """
 
 
-class Command(shell.Taught):
-    teaching = TEACHING
+class Command(shell.OperatorCommand):
+    epilog = TEACHING
     help = "Show or change who writes to Placement."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("who", nargs="?", choices=Who.values, help="the writer from now on")
+        parser.add_argument("who", nargs="?", choices=WriterChoice.values, help="the writer from now on")
         parser.add_argument("--reason", default="", help="why it is changed; shown here and in the event")
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
             writer = (
-                writer_election.switch(options["who"], "manage.py", options["reason"])
+                writer_election.switch_writer(options["who"], "manage.py", options["reason"])
                 if options["who"]
-                else writer_election.current()
+                else writer_election.get_writer()
             )
         except RefusedError as refused:
             raise CommandError(refused.text) from None
-        self._show(writer)
+        self._print_writer(writer)
 
-    def _show(self, writer: Writer) -> None:
-        about = f", since {writer.since:%Y-%m-%d %H:%M:%S} UTC, by {writer.by}: {writer.reason}" if writer.epoch else ""
-        self.stdout.write(f"{writer.who}, epoch {writer.epoch}{about}".removesuffix(": "))
-        unable = writer_election.left_aside(Host.objects.all())
+    def _print_writer(self, writer: Writer) -> None:
+        details = (
+            f", since {writer.since:%Y-%m-%d %H:%M:%S} UTC, by {writer.by}: {writer.reason}" if writer.epoch else ""
+        )
+        self.stdout.write(f"{writer.who}, epoch {writer.epoch}{details}".removesuffix(": "))
+        unable = writer_election.list_hosts_without_writer(Host.objects.all())
         if not unable:
             self.stdout.write("the agent of every host can write")
             return

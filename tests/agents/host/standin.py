@@ -18,12 +18,21 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from agents import credentials, wire
-from agents.host.backoff import Pace
-from agents.host.connection.http import Gateway
+from agents.host.backoff import ConnectionTiming
+from agents.host.connection.http import GatewayEndpoint
 from drivers.inventory import Device, DriverReport
 from tests.support.webserver import PATIENCE
 
-QUICK = Pace(low=0.02, high=0.05, slow=0.05, settled=0.5, open=5.0, ping=20.0, silence=15.0, report=60.0)
+QUICK = ConnectionTiming(
+    first_backoff_s=0.02,
+    max_backoff_s=0.05,
+    refused_delay_s=0.05,
+    stable_after_s=0.5,
+    open_timeout_s=5.0,
+    ping_interval_s=20.0,
+    ack_timeout_s=15.0,
+    report_ack_timeout_s=60.0,
+)
 
 
 async def until(true: Callable[[], object], seconds: float = 15.0) -> None:
@@ -46,7 +55,7 @@ class StandIn:
     applied_hash: str = ""
     epoch: int = 0
     beat_s: float = 0.05
-    max_bytes: int = wire.MAX_MESSAGE
+    max_bytes: int = wire.MAX_MESSAGE_BYTES
     acknowledge: bool = True
     acknowledge_beats: bool = True
     fingerprint: str = ""
@@ -96,9 +105,9 @@ class StandIn:
         if self.errors:
             raise self.errors[0]
 
-    def gateway(self, secret: str = "") -> Gateway:
+    def gateway(self, secret: str = "") -> GatewayEndpoint:
         """As a join token names it."""
-        return Gateway(self.address, self.fingerprint, secret)
+        return GatewayEndpoint(self.address, self.fingerprint, secret)
 
     def _request(self, connection: ServerConnection, request: Request) -> Response | None:
         self.requests.append(request.path)
@@ -129,7 +138,7 @@ class StandIn:
     def _note(self, request: Request) -> None:
         one = credentials.parse_authorization(request.headers["Authorization"])
         self._nonces.remove(one.nonce)
-        signed = credentials.signed_bytes(one.host, one.node, one.epoch, one.nonce, self.fingerprint)
+        signed = credentials.build_connect_bytes(one.host, one.node, one.epoch, one.nonce, self.fingerprint)
         key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(one.public_key))
         key.verify(base64.urlsafe_b64decode(one.signature), signed)
         self.credentials.append(one)
@@ -137,13 +146,13 @@ class StandIn:
     async def order(self, *commands: wire.Command | wire.Watch) -> None:
         """Send commands, or a wish, to the agent that is connected."""
         for command in commands:
-            await self.sockets[-1].send(wire.encode(command))
+            await self.sockets[-1].send(wire.encode_message(command))
 
     def _check(self, told: wire.NewKey) -> None:
         by = self.credentials[-1]
-        data = credentials.rotation_bytes(by.host, by.public_key, told.public_key, self.fingerprint)
-        assert credentials.is_signed(by.public_key, told.signature, data)
-        assert credentials.is_signed(told.public_key, told.proof, data)
+        data = credentials.build_rotation_bytes(by.host, by.public_key, told.public_key, self.fingerprint)
+        assert credentials.is_valid_signature(by.public_key, told.signature, data)
+        assert credentials.is_valid_signature(told.public_key, told.proof, data)
 
     async def _run_session(self, socket: ServerConnection) -> None:
         """Run one session and keep its error, also that of a failed assertion."""
@@ -164,7 +173,7 @@ class StandIn:
             max_bytes=self.max_bytes,
             jitter_s=self.jitter_s,
         )
-        await socket.send(wire.encode(welcome))
+        await socket.send(wire.encode_message(welcome))
         for text in self.after_welcome:
             await socket.send(text)
         async for data in socket:
@@ -173,21 +182,21 @@ class StandIn:
     async def _take(self, socket: ServerConnection, data: str | bytes) -> None:
         message = wire.decode_from_agent(data)
         if isinstance(message, wire.Report):
-            assert message.hash == wire.content_hash(message.told)
+            assert message.hash == wire.hash_report_content(message.all_drivers)
             assert len(data) <= self.max_bytes
             self.reports.append(message)
             if self.acknowledge:
                 self.applied_hash = message.hash
-                await socket.send(wire.encode(wire.Ack(seq=message.seq)))
+                await socket.send(wire.encode_message(wire.Ack(seq=message.seq)))
         elif isinstance(message, wire.Beat):
             self.beats.append(message)
             if self.acknowledge_beats:
-                await socket.send(wire.encode(wire.Ack(seq=message.seq, of="Beat")))
+                await socket.send(wire.encode_message(wire.Ack(seq=message.seq, of="Beat")))
         elif isinstance(message, wire.NewKey):
             self._check(message)
             self.new_keys.append(message)
             if self.acknowledge_keys:
-                await socket.send(wire.encode(wire.Ack(seq=0, of="NewKey")))
+                await socket.send(wire.encode_message(wire.Ack(seq=0, of="NewKey")))
         elif isinstance(message, wire.Taken):
             self.taken += message.numbers
         elif isinstance(message, wire.Result):
@@ -195,11 +204,11 @@ class StandIn:
             assert message.hash == self.applied_hash or (message.epoch, message.seq) <= shown, "the report goes first"
             self.results.append(message)
             if self.acknowledge_results:
-                await socket.send(wire.encode(wire.Ack(seq=message.number, of="Result")))
+                await socket.send(wire.encode_message(wire.Ack(seq=message.number, of="Result")))
         else:
             self._keep(message)
 
-    def _keep(self, message: wire.Message | wire.Unknown) -> None:
+    def _keep(self, message: wire.Message | wire.UnknownMessage) -> None:
         """What is not answered."""
         if isinstance(message, wire.Hello):
             self.hellos.append(message)

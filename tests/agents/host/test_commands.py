@@ -17,9 +17,9 @@ import pytest
 
 from agents import wire
 from agents.host.journal import journal as journals
-from agents.host.journal.command_log import KEPT
-from agents.host.journal.journal import FILE, open_journal
-from agents.host.log_buffer import SIZE, Tail
+from agents.host.journal.command_log import KEEP_ACKNOWLEDGED
+from agents.host.journal.journal import JOURNAL_FILE, open_journal
+from agents.host.log_buffer import MAX_TEXT_BYTES, LogTail
 from drivers.inventory import AttachHandle
 from drivers.plan import Ask, Check, Image, Plan, Step, Write
 from tests.agents.host.standin import StandIn, until
@@ -56,7 +56,7 @@ def test_a_result_waits_for_its_report_and_is_sent_until_it_is_acknowledged(tmp_
                 await until(lambda: host.journal.acknowledged)
                 server.acknowledge = False
                 await server.order(command(1, "install"))
-                await until(lambda: host.journal.ledger.owed)
+                await until(lambda: host.journal.command_log.unacknowledged)
                 beats = len(server.beats)
                 await until(lambda: len(server.beats) > beats + 2)
                 assert server.results == []
@@ -69,7 +69,7 @@ def test_a_result_waits_for_its_report_and_is_sent_until_it_is_acknowledged(tmp_
                 await until(lambda: len(server.results) == 3)
                 server.acknowledge_results = True
                 await server.order(command(1, "install"))
-                await until(lambda: not host.journal.ledger.owed)
+                await until(lambda: not host.journal.command_log.unacknowledged)
             assert len({(one.number, one.outcome, one.hash) for one in server.results}) == 1
 
     asyncio.run(story())
@@ -121,7 +121,7 @@ def test_an_image_is_fetched_checked_used_and_deleted(tmp_path: Path) -> None:
                 handle = AttachHandle("PCI", "{}")
                 await host.do(command(2, "attach", image=ref(data), handle=handle, uuid="u", consumer="vm"))
                 assert [act for act, _ in driver.asked] == ["program", "program"], "libvirt does the rest"
-                assert [one.slot for one in host.journal.ledger.applied()] == ["program"]
+                assert [one.slot for one in host.journal.command_log.list_effects()] == ["program"]
                 await host.do(command(3, "attach", image=ref(data), handle=HANDLE, uuid="u", consumer="vm"))
                 assert [act for act, _ in driver.asked[2:]] == ["program", "attach"]
 
@@ -155,17 +155,17 @@ def test_an_image_that_is_not_the_commands_never_reaches_the_device(tmp_path: Pa
 
 
 def test_a_journal_of_the_first_format_is_brought_up_in_place(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / FILE) as connection:
-        connection.execute(journals._TABLE)
+    with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
+        connection.execute(journals._CREATE_JOURNAL_TABLE)
         connection.execute("INSERT INTO journal (id, host, epoch, address) VALUES (1, 'h', 7, 'http://gw:1')")
         connection.execute("PRAGMA user_version = 1")
     connection.close()
     for _ in range(2):
         journal = open_journal(tmp_path, "h", clock=lambda: 1.0)
-        assert (journal.address, journal.ledger.owed) == ("http://gw:1", {})
+        assert (journal.address, journal.command_log.unacknowledged) == ("http://gw:1", {})
         journal.close()
     assert journal.epoch == 9
-    with sqlite3.connect(tmp_path / FILE) as connection:
+    with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
         connection.execute("PRAGMA user_version = 3")
     connection.close()
     assert open_journal(tmp_path, "h").address == ""
@@ -175,30 +175,30 @@ def test_a_journal_of_the_first_format_is_brought_up_in_place(tmp_path: Path) ->
 def test_what_was_acknowledged_is_remembered_for_a_while_without_its_details(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h")
     journal._connection.execute("PRAGMA synchronous = OFF")
-    ledger = journal.ledger
-    ledger.hear(command(0, "install"))
-    ledger.begin(command(0, "install"), "boot")
-    for number in range(1, KEPT + 3):
+    ledger = journal.command_log
+    ledger.store_command(command(0, "install"))
+    ledger.mark_started(command(0, "install"), "boot")
+    for number in range(1, KEEP_ACKNOWLEDGED + 3):
         one = command(number, "logs")
-        assert ledger.hear(one) == "new"
-        ledger.end(one, wire.Result(number, "succeeded", "done", {"log": "x" * 1000}))
-        ledger.acknowledge(number)
-    assert ledger.hear(command(KEPT, "logs")) == "done"
-    assert ledger.owed[KEPT] == wire.Result(KEPT, "succeeded", "done")
-    assert [one.number for one, _ in ledger.interrupted()] == [0], "what was begun is never forgotten"
+        assert ledger.store_command(one) == "new"
+        ledger.store_result(one, wire.Result(number, "succeeded", "done", {"log": "x" * 1000}))
+        ledger.acknowledge_result(number)
+    assert ledger.store_command(command(KEEP_ACKNOWLEDGED, "logs")) == "done"
+    assert ledger.unacknowledged[KEEP_ACKNOWLEDGED] == wire.Result(KEEP_ACKNOWLEDGED, "succeeded", "done")
+    assert [one.number for one, _ in ledger.list_interrupted()] == [0], "what was begun is never forgotten"
     (count,) = journal._connection.execute("SELECT count(*) FROM command").fetchone()
-    assert count == KEPT + 1
+    assert count == KEEP_ACKNOWLEDGED + 1
     journal.close()
 
 
 def test_the_logs_tail_is_bounded() -> None:
     import logging
 
-    tail = Tail("%(message)s")
+    tail = LogTail("%(message)s")
     for number in range(300):
         tail.emit(logging.LogRecord("n", logging.INFO, "f", 1, f"{number} " + "é" * 2000, None, None))
-    assert tail.text().splitlines()[-1].startswith("299 é")
-    assert len(tail.text().encode()) <= SIZE
+    assert tail.read_text().splitlines()[-1].startswith("299 é")
+    assert len(tail.read_text().encode()) <= MAX_TEXT_BYTES
 
 
 @pytest.mark.system

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from agents import wire
-from agents.host.backoff import Owed, Pace
-from agents.host.connection.authority import Authority
-from agents.host.execution.placement_writer import Direct
+from agents.host.backoff import ConnectionTiming, PendingAcks
+from agents.host.connection.authority import PlacementAuthority
+from agents.host.execution.placement_writer import DirectPlacementWriter
 from placement_sync import direct
-from placement_sync.direct import Work
-from placement_sync.mapping import Provider
-from placement_sync.reconcile import Observed
+from placement_sync.direct import ProviderWork
+from placement_sync.mapping import DesiredProvider
+from placement_sync.reconcile import ObservedProvider
 from tests.agents.host.standin import StandIn, until
 from tests.agents.host.workshop import HOST, Scripted, command, workshop
 from tests.support.placement import Served, serving
@@ -29,24 +29,24 @@ CARDS = {f"22222222-2222-2222-2222-22222222222{n}": f"cmp1_card{n}" for n in ran
 @pytest.fixture
 def placement() -> Iterator[Served]:
     with serving() as served:
-        served.session.model.providers[ROOT] = Observed(ROOT, HOST, "", 0)
+        served.session.model.providers[ROOT] = ObservedProvider(ROOT, HOST, "", 0)
         yield served
 
 
 def payload() -> str:
-    cards = {uuid: Provider(uuid, name, "FPGA", 4, 0, frozenset({"CUSTOM_A"})) for uuid, name in CARDS.items()}
-    return msgspec.json.encode(Work(cards)).decode()
+    cards = {uuid: DesiredProvider(uuid, name, "FPGA", 4, 0, frozenset({"CUSTOM_A"})) for uuid, name in CARDS.items()}
+    return msgspec.json.encode(ProviderWork(cards)).decode()
 
 
 def placed(number: int, epoch: int, **more: Any) -> wire.Command:
     return command(number, "placement", driver="", key="", writer=epoch, payload=payload(), **more)
 
 
-def run(tmp_path: Path, placement: Served, story: Callable[[StandIn, Direct], Awaitable[None]]) -> None:
+def run(tmp_path: Path, placement: Served, story: Callable[[StandIn, DirectPlacementWriter], Awaitable[None]]) -> None:
     """A story between a gateway and an agent whose host has credentials."""
 
     async def whole() -> None:
-        server, hand = StandIn(beat_s=1.0), Direct(HOST, placement.environ, Authority())
+        server, hand = StandIn(beat_s=1.0), DirectPlacementWriter(HOST, placement.environ, PlacementAuthority())
         async with server.open(), workshop(tmp_path, Scripted(), gateway=server.gateway(), connect=True, direct=hand):
             await until(lambda: server.hellos)
             await story(server, hand)
@@ -55,7 +55,7 @@ def run(tmp_path: Path, placement: Served, story: Callable[[StandIn, Direct], Aw
 
 
 def test_it_writes_what_it_is_told_with_the_hosts_own_credentials(tmp_path: Path, placement: Served) -> None:
-    async def story(server: StandIn, hand: Direct) -> None:
+    async def story(server: StandIn, hand: DirectPlacementWriter) -> None:
         assert server.hellos[0].writes == ""
         await server.order(placed(1, 3), placed(2, 3))
         await until(lambda: len(server.results) == 2)
@@ -69,11 +69,11 @@ def test_it_writes_what_it_is_told_with_the_hosts_own_credentials(tmp_path: Path
 
 
 def test_a_writer_of_an_older_epoch_stops_before_its_next_call(tmp_path: Path, placement: Served) -> None:
-    async def story(server: StandIn, hand: Direct) -> None:
+    async def story(server: StandIn, hand: DirectPlacementWriter) -> None:
         placement.gate.clear()
         await server.order(placed(1, 3))
         await until(lambda: placement.calls == 1)
-        await server.sockets[-1].send(wire.encode(wire.Writer(4)))
+        await server.sockets[-1].send(wire.encode_message(wire.Writer(4)))
         await until(lambda: hand.authority.epoch == 4)
         placement.gate.set()
         await until(lambda: server.results)
@@ -90,7 +90,7 @@ def test_a_writer_of_an_older_epoch_stops_before_its_next_call(tmp_path: Path, p
 
 
 def test_who_has_lost_its_socket_stops_before_its_next_call(tmp_path: Path, placement: Served) -> None:
-    async def story(server: StandIn, hand: Direct) -> None:
+    async def story(server: StandIn, hand: DirectPlacementWriter) -> None:
         def shut() -> None:
             placement.gate.clear()
             placement.session.model.before_write = lambda: None
@@ -113,12 +113,12 @@ def test_who_has_lost_its_socket_stops_before_its_next_call(tmp_path: Path, plac
 
 
 def test_who_is_not_answered_any_more_writes_no_more(tmp_path: Path, placement: Served) -> None:
-    async def story(server: StandIn, hand: Direct) -> None:
+    async def story(server: StandIn, hand: DirectPlacementWriter) -> None:
         placement.gate.clear()
         await server.order(placed(1, 3))
         await until(lambda: placement.calls == 1)
         server.acknowledge_beats = False
-        await until(lambda: not hand.authority.answers())
+        await until(lambda: not hand.authority.is_gateway_answering())
         placement.gate.set()
         await until(lambda: server.results)
         assert (server.results[0].outcome, placement.calls) == ("refused", 1)
@@ -128,22 +128,22 @@ def test_who_is_not_answered_any_more_writes_no_more(tmp_path: Path, placement: 
 
 
 def test_authority_is_of_one_connection_and_the_highest_epoch() -> None:
-    one = Authority()
-    assert one.refused(1)
-    one.connected(lambda: True)
-    assert one.refused(1), "nothing was told on this connection"
-    one.told(2)
-    one.told(1)
-    assert not one.refused(2)
-    assert one.refused(1)
-    one.lost()
-    assert one.refused(2)
-    owed = Owed(beat_s=2.0, pace=Pace(), answered=10.0)
-    assert owed.answers(13.9) and not owed.answers(14.0)
+    one = PlacementAuthority()
+    assert one.find_refusal(1)
+    one.on_connect(lambda: True)
+    assert one.find_refusal(1), "nothing was told on this connection"
+    one.on_writer_epoch(2)
+    one.on_writer_epoch(1)
+    assert not one.find_refusal(2)
+    assert one.find_refusal(1)
+    one.on_disconnect()
+    assert one.find_refusal(2)
+    owed = PendingAcks(beat_s=2.0, timing=ConnectionTiming(), last_ack_at=10.0)
+    assert owed.is_gateway_answering(13.9) and not owed.is_gateway_answering(14.0)
 
 
 def test_a_host_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: Served) -> None:
-    monkeypatch.setattr(direct, "PLACES", (tmp_path,))
+    monkeypatch.setattr(direct, "CLOUD_DIRECTORIES", (tmp_path,))
     assert direct.lacks({}).startswith("the host has no credentials: give its agent OS_CLOUD")
     (tmp_path / "clouds.yaml").write_text("clouds: {}")
     assert direct.lacks({}) == "the host has a clouds.yaml: set OS_CLOUD to the cloud that the agent is to use"

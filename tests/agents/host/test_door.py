@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.host.connection.http import Gateway
+from agents.host.connection.http import GatewayEndpoint
 from tests.agents.host.standin import QUICK, StandIn, until
 from tests.agents.host.test_link import ONE, agent
 
@@ -18,7 +18,7 @@ from tests.agents.host.test_link import ONE, agent
 def test_a_challenge_that_another_gateway_made_is_asked_for_again_soon(tmp_path: Path) -> None:
     async def story() -> None:
         server = StandIn(refuse=[(401, json.dumps({"error": "the challenge is unknown", "code": "challenge"}), {})])
-        async with server.open(), agent(tmp_path, server.gateway(), pace=replace(QUICK, slow=3600)):
+        async with server.open(), agent(tmp_path, server.gateway(), pace=replace(QUICK, refused_delay_s=3600)):
             await until(lambda: server.hellos)
 
     asyncio.run(story())
@@ -36,7 +36,7 @@ def test_a_challenge_is_answered_where_it_was_made(tmp_path: Path, monkeypatch: 
                 return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, port)) for at in ("127.0.0.3", *both)]
 
             monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", looked_up)
-            async with agent(tmp_path, Gateway(f"http://gateways.example:{one.port}", "")) as host:
+            async with agent(tmp_path, GatewayEndpoint(f"http://gateways.example:{one.port}", "")) as host:
                 host.sees(*ONE)
                 await until(lambda: host.journal.acknowledged)
             assert sorted(map(len, (one.requests, other.requests))) == [0, 2]

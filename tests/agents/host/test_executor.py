@@ -32,8 +32,10 @@ def test_an_act_is_done_seen_and_reported_before_it_is_answered(tmp_path: Path) 
             report = host.journal.report
             assert report is not None
             assert (result.epoch, result.seq, result.hash) == (report.epoch, report.seq, report.hash)
-            assert [(one.slot, one.boot) for one in host.journal.ledger.applied()] == [("install", "boot1")]
-            assert host.journal.ledger.first("drv", "card") == {f"{HOME}/numvfs": "0"}
+            assert [(one.slot, one.boot_id) for one in host.journal.command_log.list_effects()] == [
+                ("install", "boot1")
+            ]
+            assert host.journal.command_log.get_first_values("drv", "card") == {f"{HOME}/numvfs": "0"}
 
     asyncio.run(story())
 
@@ -59,7 +61,7 @@ def test_a_failing_step_takes_back_those_before_it(tmp_path: Path) -> None:
             )
             assert (host.file("numvfs"), host.file("mode")) == ("0", "b")
             assert result.seq
-            assert host.journal.ledger.applied() == []
+            assert host.journal.command_log.list_effects() == []
 
     asyncio.run(story())
 
@@ -111,7 +113,7 @@ def test_a_device_takes_its_commands_in_order_and_others_go_on_beside_it(tmp_pat
         driver = Scripted({"install": lambda ask: Plan((slow,)) if ask.key == "card" else Plan()})
         async with workshop(tmp_path, driver) as host:
             for one in (command(3, "reset"), command(2, "detach", uuid="u"), command(1, "install")):
-                host.executor.take(one)
+                host.executor.accept_command(one)
             await host.do(command(4, "reset", key="other"))
             assert [act for act, _ in driver.asked] == ["install", "reset"]
             await until(lambda: host.executor.progress.get(1))
@@ -130,10 +132,10 @@ def test_a_command_heard_again_runs_once_and_is_answered_again(tmp_path: Path) -
         one = command(1, "install")
         async with workshop(tmp_path, driver) as host:
             first = await host.do(one, one, one)
-            host.journal.ledger.acknowledge(1)
-            assert host.journal.ledger.owed == {}
+            host.journal.command_log.acknowledge_result(1)
+            assert host.journal.command_log.unacknowledged == {}
             assert await host.do(one) == first
-            host.journal.ledger.acknowledge(1)
+            host.journal.command_log.acknowledge_result(1)
         async with workshop(tmp_path, driver) as host:
             assert await host.do(one) == first
             assert len(driver.asked) == 2, "the plan, and that nothing is left"
@@ -222,7 +224,7 @@ def test_a_disk_that_fills_while_a_step_is_done_delays_the_answer_and_loses_noth
     async def story() -> None:
         waits = step("mode", "1", seen=(Check(f"{HOME}/numvfs", "1"),))
         async with workshop(tmp_path, Scripted({"install": once(waits)})) as host:
-            host.executor.take(command(1, "install"))
+            host.executor.accept_command(command(1, "install"))
             await until(lambda: host.file("mode") == "1")
             with disk_full():
                 os.symlink("nowhere", tmp_path / "link")  # what needs no room still works
@@ -230,7 +232,7 @@ def test_a_disk_that_fills_while_a_step_is_done_delays_the_answer_and_loses_noth
                 path.write_text("1")
                 await until(lambda: host.executor.progress)
                 await asyncio.sleep(0.1)
-                assert host.journal.ledger.owed == {}
+                assert host.journal.command_log.unacknowledged == {}
             assert (await host.result(1)).outcome == "succeeded"
 
     asyncio.run(story())
@@ -241,7 +243,7 @@ def test_a_device_that_vanishes_half_way_is_said_to_be_gone(tmp_path: Path) -> N
         waits = step("mode", "1", seen=(Check(f"{HOME}/numvfs", ""),), undo="0")
         driver = Scripted({"install": once(waits, step("numvfs", "2"))})
         async with workshop(tmp_path, driver) as host:
-            host.executor.take(command(1, "install"))
+            host.executor.accept_command(command(1, "install"))
             await until(lambda: host.file("mode") == "1")
             shutil.rmtree(tmp_path / HOME.lstrip("/"))
             del driver.devices["card"]
@@ -258,7 +260,7 @@ def test_a_write_that_hangs_ends_with_its_worker_and_is_answered_as_unknown(tmp_
         driver = Scripted({"install": always(step("fifo", "4", timeout_s=0.3))})
         async with workshop(tmp_path, driver) as host:
             os.mkfifo(tmp_path / HOME.lstrip("/") / "fifo")  # nobody reads, so opening it waits
-            host.journal.ledger.note_first("drv", "card", f"{HOME}/fifo", "")
+            host.journal.command_log.store_first_value("drv", "card", f"{HOME}/fifo", "")
             result = await host.do(command(1, "install"))
             assert result.outcome == "unknown"
             assert "did not answer within 0.3 s; the outcome is unknown; still to be done: set fifo to 4" in result.text
@@ -302,12 +304,12 @@ def test_the_clock_on_the_wall_may_jump(tmp_path: Path, monkeypatch: pytest.Monk
     async def story() -> None:
         waits = step("mode", "1", seen=(Check(f"{HOME}/numvfs", "1"),))
         async with workshop(tmp_path, Scripted({"install": once(waits)})) as host:
-            host.executor.take(command(1, "install"))
-            host.executor.take(command(2, "reset", start_s=5))
+            host.executor.accept_command(command(1, "install"))
+            host.executor.accept_command(command(2, "reset", start_s=5))
             for jump in (0.0, 4e9):
                 monkeypatch.setattr("time.time", lambda jump=jump: jump)
                 beat = host.driver.looks
-                host.reporter.look(["drv"])
+                host.reporter.request_discovery(["drv"])
                 await until(lambda beat=beat: host.driver.looks > beat)
             host.file("numvfs", "1")
             assert (await host.result(1)).outcome == (await host.result(2)).outcome == "succeeded"
@@ -342,9 +344,13 @@ def test_errors_of_one_kind_stay_of_that_kind(tmp_path: Path) -> None:
 def test_a_long_report_is_cut_and_says_so_and_no_report_too() -> None:
     devices = tuple(Device(f"card {n}", "GPU", "v", "m" * 200) for n in range(2000))
     report = wire.Report(3, 7, "h", (DriverReport("drv", devices=devices), DriverReport("other")))
-    told = command_semantics.raw(report, "")
+    told = command_semantics.render_last_report(report, "")
     assert told.text.startswith("report 3.7: ") and "name a driver to see less" in told.text
-    assert len(told.detail["report"]) == command_semantics.RAW
-    assert len(wire.encode(wire.Result(1, "succeeded", told.text, told.detail)).encode()) < wire.MAX_MESSAGE
-    assert json.loads(command_semantics.raw(report, "other").detail["report"])["drivers"] == [{"driver": "other"}]
-    assert command_semantics.raw(None, "").outcome == "failed"
+    assert len(told.detail["report"]) == command_semantics.MAX_RAW_REPORT
+    assert (
+        len(wire.encode_message(wire.Result(1, "succeeded", told.text, told.detail)).encode()) < wire.MAX_MESSAGE_BYTES
+    )
+    assert json.loads(command_semantics.render_last_report(report, "other").detail["report"])["drivers"] == [
+        {"driver": "other"}
+    ]
+    assert command_semantics.render_last_report(None, "").outcome == "failed"

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from agents.host.execution.preflight import unattached
-from agents.host.settings import allowed_acts
+from agents.host.execution.preflight import check_attachments
+from agents.host.settings import extract_allowed_acts
 from drivers.configuration import ConfigurationError
 from drivers.errors import Busy
 from drivers.plan import Ask, Plan, Step, Write
@@ -59,7 +59,7 @@ def test_an_attachment_that_failed_guards_only_when_it_may_be_there(tmp_path: Pa
         driver = Scripted({"attach": once(step("mode", "1", undo="0"), bad)})
         async with workshop(tmp_path, driver) as host:
             assert (await host.do(command(1, "attach", uuid="u", handle=HANDLE, consumer="vm1"))).outcome == "failed"
-            assert host.journal.ledger.applied() == []
+            assert host.journal.command_log.list_effects() == []
             driver.plans["attach"] = once(step("mode", "1"), bad)
             assert (await host.do(command(2, "attach", uuid="u", handle=HANDLE, consumer="vm1"))).outcome == "failed"
             assert (await host.do(command(3, "reset"))).text == "its handle u is attached to vm1: detach it first"
@@ -162,26 +162,26 @@ def test_S3_the_guard_is_asked_right_before_each_step_and_not_only_before_the_fi
 
 def test_who_may_not_be_harmed() -> None:
     mine, other = Ask(key="k", uuid="u1", consumer="vm1"), Ask(key="k", uuid="u2", consumer="vm2")
-    unattached("program", mine, {"u1": "vm1"})  # an attachment that programs first, said again
-    unattached("install", Ask(key="k"), {"u1": "vm1"})
-    unattached("attach", other, {"u1": "vm1"})
-    unattached("detach", Ask(key="k", uuid="u1"), {"u1": "vm1"})
+    check_attachments("program", mine, {"u1": "vm1"})  # an attachment that programs first, said again
+    check_attachments("install", Ask(key="k"), {"u1": "vm1"})
+    check_attachments("attach", other, {"u1": "vm1"})
+    check_attachments("detach", Ask(key="k", uuid="u1"), {"u1": "vm1"})
     with pytest.raises(Busy, match="its handle u1 is attached to vm1"):
-        unattached("program", other, {"u1": "vm1"})
+        check_attachments("program", other, {"u1": "vm1"})
 
 
 def test_the_operator_says_what_may_be_done_here() -> None:
     tables: dict[str, dict[str, Any]] = {"a": {"acts": ["attach", "detach"], "rules": []}, "b": {}}
-    assert allowed_acts(tables) == {"a": frozenset({"attach", "detach"})}
+    assert extract_allowed_acts(tables) == {"a": frozenset({"attach", "detach"})}
     assert tables == {"a": {"rules": []}, "b": {}}
     for wrong in ("attach", ["dance"], [1]):
         with pytest.raises(ConfigurationError, match="is not a list of install, uninstall"):
-            allowed_acts({"a": {"acts": wrong}})
+            extract_allowed_acts({"a": {"acts": wrong}})
 
 
 def test_what_the_operator_says_for_every_other_driver_is_no_drivers_table() -> None:
     tables: dict[str, dict[str, Any]] = {"*": {"acts": ["attach"]}, "a": {"rules": []}}
-    assert allowed_acts(tables) == {"*": frozenset({"attach"})}
+    assert extract_allowed_acts(tables) == {"*": frozenset({"attach"})}
     assert tables == {"a": {"rules": []}}
     with pytest.raises(ConfigurationError, match="can have only acts; move rules to a driver's table"):
-        allowed_acts({"*": {"acts": [], "rules": []}})
+        extract_allowed_acts({"*": {"acts": [], "rules": []}})

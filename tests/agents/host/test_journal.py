@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.host.journal.journal import FILE, WrongHostError, known_host, open_journal
+from agents.host.journal.journal import JOURNAL_FILE, WrongHostError, open_journal, read_known_host
 from drivers.inventory import DriverReport
 from tests.agents.host.standin import found
 
@@ -39,8 +39,8 @@ def disk_full() -> Iterator[None]:
 def test_a_restart_keeps_the_report_and_moves_the_epoch_up(tmp_path: Path) -> None:
     first = open_journal(tmp_path, "h", clock=lambda: 1000.0)
     assert first.epoch == 1000
-    assert first.record(content(1))
-    assert not first.record(content(1))
+    assert first.record_report(content(1))
+    assert not first.record_report(content(1))
     assert first.report is not None
     digest = first.report.hash
     first.close()
@@ -49,34 +49,34 @@ def test_a_restart_keeps_the_report_and_moves_the_epoch_up(tmp_path: Path) -> No
     assert second.report is not None
     assert (second.report.hash, second.report.epoch, second.acknowledged) == (digest, 1001, False)
     assert second.report.drivers == content(1)
-    second.acknowledge(second.report.seq)
+    second.acknowledge_report(second.report.seq)
     second.close()
     assert open_journal(tmp_path, "h", clock=lambda: 5.0).acknowledged
 
 
 def test_the_files_are_private(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h")
-    journal.record(content(1))
+    journal.record_report(content(1))
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert set(modes) == {FILE, f"{FILE}-wal", f"{FILE}-shm"}
+    assert set(modes) == {JOURNAL_FILE, f"{JOURNAL_FILE}-wal", f"{JOURNAL_FILE}-shm"}
     assert set(modes.values()) == {0o600}
 
 
 def test_an_acknowledgement_of_an_older_report_is_not_the_newer_ones(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h")
-    journal.record(content(1))
-    journal.record(content(2))
+    journal.record_report(content(1))
+    journal.record_report(content(2))
     assert journal.report is not None
-    journal.acknowledge(journal.report.seq - 1)
+    journal.acknowledge_report(journal.report.seq - 1)
     assert not journal.acknowledged
 
 
 def test_what_is_offered_again_has_the_next_number_also_after_a_restart(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h")
-    journal.record(content(1))
+    journal.record_report(content(1))
     assert journal.report is not None
-    journal.acknowledge(1)
-    assert journal.offer_again(journal.report).seq == 2
+    journal.acknowledge_report(1)
+    assert journal.renumber_report(journal.report).seq == 2
     journal.close()
     again = open_journal(tmp_path, "h")
     assert (again.seq, again.acknowledged) == (2, False), "nobody has acknowledged it under this number"
@@ -85,13 +85,13 @@ def test_what_is_offered_again_has_the_next_number_also_after_a_restart(tmp_path
 def test_a_lost_journal_does_not_go_back(tmp_path: Path) -> None:
     first = open_journal(tmp_path, "h", clock=lambda: 1000.0)
     first.close()
-    (tmp_path / FILE).unlink()
+    (tmp_path / JOURNAL_FILE).unlink()
     assert open_journal(tmp_path, "h", clock=lambda: 1002.0).epoch > first.epoch
 
 
 def test_raising_the_epoch_moves_the_report_along(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h", clock=lambda: 10.0)
-    journal.record(content(1))
+    journal.record_report(content(1))
     journal.raise_epoch(5000)
     assert journal.report is not None
     assert (journal.epoch, journal.report.epoch) == (5001, 5001)
@@ -103,8 +103,8 @@ def test_raising_the_epoch_moves_the_report_along(tmp_path: Path) -> None:
 
 def test_the_way_to_the_gateway_is_remembered_without_the_secret(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h")
-    journal.joined("https://gw:1", "ab", "the-secret")
-    journal.joined("https://gw:1", "ab", "")
+    journal.store_gateway("https://gw:1", "ab", "the-secret")
+    journal.store_gateway("https://gw:1", "ab", "")
     journal.close()
     again = open_journal(tmp_path, "h")
     assert (again.address, again.fingerprint) == ("https://gw:1", "ab")
@@ -116,9 +116,9 @@ def test_the_way_to_the_gateway_is_remembered_without_the_secret(tmp_path: Path)
 def test_a_joined_directory_belongs_to_its_host(tmp_path: Path) -> None:
     open_journal(tmp_path, "early").close()
     journal = open_journal(tmp_path, "h1")  # nobody has joined as `early`
-    journal.joined("http://gw:1", "", "s")
+    journal.store_gateway("http://gw:1", "", "s")
     journal.close()
-    assert known_host(tmp_path) == "h1"
+    assert read_known_host(tmp_path) == "h1"
     with pytest.raises(WrongHostError, match="belongs to the host h1, this one is h2"):
         open_journal(tmp_path, "h2")
 
@@ -129,19 +129,19 @@ def test_a_power_cut_at_any_byte_of_the_log_leaves_some_committed_state(tmp_path
     journal = open_journal(live, "h", clock=lambda: 1.0)
     seen = {(0, "", False)}
     for number in range(1, 6):
-        journal.record(content(number))
+        journal.record_report(content(number))
         assert journal.report is not None
         seen.add((journal.seq, journal.report.hash, False))
-        journal.acknowledge(journal.seq)
+        journal.acknowledge_report(journal.seq)
         seen.add((journal.seq, journal.report.hash, True))
-    database, log = (live / FILE).read_bytes(), (live / f"{FILE}-wal").read_bytes()
+    database, log = (live / JOURNAL_FILE).read_bytes(), (live / f"{JOURNAL_FILE}-wal").read_bytes()
     lengths = sorted({*range(0, len(log), max(1, len(log) // 100)), *range(0, 100, 7), len(log)})
     reached = []
     for length in lengths:
         cut = tmp_path / "cut"
         cut.mkdir()
-        (cut / FILE).write_bytes(database)
-        (cut / f"{FILE}-wal").write_bytes(log[:length])
+        (cut / JOURNAL_FILE).write_bytes(database)
+        (cut / f"{JOURNAL_FILE}-wal").write_bytes(log[:length])
         with open_and_close(cut) as (state, names):
             assert state in seen
             assert not [name for name in names if "corrupt" in name]
@@ -156,13 +156,13 @@ def test_a_file_cut_anywhere_opens_and_what_was_there_is_kept(tmp_path: Path) ->
     live = tmp_path / "live"
     live.mkdir()
     journal = open_journal(live, "h", clock=lambda: 1.0)
-    journal.record(content(1))
+    journal.record_report(content(1))
     journal.close()
-    whole = (live / FILE).read_bytes()
+    whole = (live / JOURNAL_FILE).read_bytes()
     for length in range(0, len(whole), max(257, len(whole) // 50)):
         cut = tmp_path / "cut"
         cut.mkdir()
-        (cut / FILE).write_bytes(whole[:length])
+        (cut / JOURNAL_FILE).write_bytes(whole[:length])
         with open_and_close(cut) as (state, names):
             assert state[0] in (0, 1)
             kept = [name for name in names if "corrupt" in name]
@@ -176,7 +176,7 @@ def open_and_close(directory: Path) -> Iterator[tuple[tuple[int, str, bool], lis
     try:
         digest = journal.report.hash if journal.report else ""
         yield (journal.seq, digest, journal.acknowledged), [path.name for path in directory.iterdir()]
-        assert journal.record(content(99)), "and it can be written"
+        assert journal.record_report(content(99)), "and it can be written"
     finally:
         journal.close()
 
@@ -186,7 +186,7 @@ def test_a_corrupt_journal_is_kept_and_a_new_one_begun(
     tmp_path: Path, rubbish: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        (tmp_path / FILE).write_bytes(rubbish)
+        (tmp_path / JOURNAL_FILE).write_bytes(rubbish)
         journal = open_journal(tmp_path, "h", clock=lambda: 77.0)
         assert (journal.epoch, journal.report) == (77, None)
         journal.close()
@@ -196,7 +196,7 @@ def test_a_corrupt_journal_is_kept_and_a_new_one_begun(
 
 
 def test_another_programs_database_is_moved_aside_too(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / FILE) as connection:
+    with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
         connection.execute("CREATE TABLE notes (id)")
     connection.close()
     assert open_journal(tmp_path, "h").report is None
@@ -207,14 +207,14 @@ def test_a_full_disk_is_an_error_to_repeat_and_nothing_is_half_done(tmp_path: Pa
     with disk_full(), pytest.raises(sqlite3.OperationalError):
         open_journal(tmp_path, "h")
     journal = open_journal(tmp_path, "h")
-    journal.record(content(1))
+    journal.record_report(content(1))
     with disk_full():
         with pytest.raises(sqlite3.OperationalError):
-            journal.record(content(2))
+            journal.record_report(content(2))
         with pytest.raises(sqlite3.OperationalError):
-            journal.acknowledge(1)
+            journal.acknowledge_report(1)
         assert journal.acknowledged, "known until the process ends"
-    assert journal.record(content(2))
+    assert journal.record_report(content(2))
     assert journal.report is not None
     assert (journal.seq, journal.report.seq) == (2, 2)
 

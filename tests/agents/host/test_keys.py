@@ -25,7 +25,9 @@ def test_a_key_that_was_acknowledged_is_used_from_the_next_connection_on(tmp_pat
     async def story() -> None:
         async with StandIn(after_welcome=['{"type":"Rotate"}']).open() as server:
             async with agent(tmp_path, server.gateway()) as host:
-                await until(lambda: host.link.keys.current.public_key in [told.public_key for told in server.new_keys])
+                await until(
+                    lambda: host.link.keys.current_identity.public_key in [told.public_key for told in server.new_keys]
+                )
                 server.after_welcome = []
                 await server.sockets[-1].close()
                 await until(lambda: len(server.credentials) == 2)
@@ -52,7 +54,7 @@ def test_whatever_became_of_a_new_key_one_of_the_two_opens(tmp_path: Path, commi
                 if not killed:
                     await server.sockets[-1].close()
                     await until(lambda: len(server.hellos) == 2)
-                    assert host.link.keys.current.public_key == (coming if committed else first)
+                    assert host.link.keys.current_identity.public_key == (coming if committed else first)
             if killed:
                 async with agent(tmp_path, server.gateway()) as host:
                     await until(lambda: len(server.hellos) == 2)
@@ -68,6 +70,6 @@ def test_a_key_that_is_barred_for_good_gives_way_to_a_new_one(tmp_path: Path) ->
             await until(lambda: server.hellos)
             first, second = server.credentials
             assert (first.token, second.token) == ("tok", "tok")
-            assert first.public_key != second.public_key == host.link.keys.current.public_key
+            assert first.public_key != second.public_key == host.link.keys.current_identity.public_key
 
     asyncio.run(story())

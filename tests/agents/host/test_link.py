@@ -20,11 +20,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from agents import wire
-from agents.host.backoff import Pace
-from agents.host.connection.http import Gateway
-from agents.host.connection.identity import load_or_make
-from agents.host.connection.link import Link
-from agents.host.execution.images import Images
+from agents.host.backoff import ConnectionTiming
+from agents.host.connection.http import GatewayEndpoint
+from agents.host.connection.identity import load_or_create_keys
+from agents.host.connection.link import GatewayLink
+from agents.host.execution.images import ImageCache
 from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import DriverError
 from tests.agents.host.standin import QUICK, StandIn, found, until
@@ -39,21 +39,25 @@ class Agent:
     """A link over a journal, as `main` wires them, without drivers."""
 
     journal: Journal
-    link: Link
+    link: GatewayLink
 
     def sees(self, *drivers: object) -> None:
-        self.journal.record(drivers)  # type: ignore[arg-type]
-        self.link.offer()
+        self.journal.record_report(drivers)  # type: ignore[arg-type]
+        self.link.offer_report()
 
 
 @asynccontextmanager
 async def agent(
-    directory: Path, gateway: Gateway, *, pace: Pace = QUICK, limit: Callable[[int], None] = lambda _: None
+    directory: Path,
+    gateway: GatewayEndpoint,
+    *,
+    pace: ConnectionTiming = QUICK,
+    limit: Callable[[int], None] = lambda _: None,
 ) -> AsyncIterator[Agent]:
     journal = open_journal(directory, "cmp1.example")
-    keys = load_or_make(directory, "cmp1.example", "cmp1")
+    keys = load_or_create_keys(directory, "cmp1.example", "cmp1")
     hello = wire.Hello(agent_version="1", boot_id="b", drivers=("fake_driver",))
-    link = Link(journal, keys, gateway, hello, limit, pace)
+    link = GatewayLink(journal, keys, gateway, hello, limit, pace)
     task = asyncio.ensure_future(link.run())
     try:
         yield Agent(journal, link)
@@ -89,7 +93,7 @@ def test_the_token_is_sent_until_it_has_done_its_work(tmp_path: Path) -> None:
                 async with agent(tmp_path, server.gateway("s3cret")):
                     count = len(server.hellos)
                     await until(lambda count=count: len(server.hellos) > count)
-            async with agent(tmp_path, Gateway(server.address, "")) as host:
+            async with agent(tmp_path, GatewayEndpoint(server.address, "")) as host:
                 await until(lambda: len(server.hellos) == 3)
                 assert host.journal.address == server.address
             assert [credential.token for credential in server.credentials] == ["s3cret", "", ""]
@@ -178,7 +182,7 @@ def test_a_newer_report_supersedes_what_was_not_sent(tmp_path: Path) -> None:
             await until(lambda: len(server.beats) > beats + 2)
             assert len(server.reports) == 1, "one at a time"
             server.acknowledge = True
-            await server.sockets[-1].send(wire.encode(wire.Ack(seq=server.reports[0].seq)))
+            await server.sockets[-1].send(wire.encode_message(wire.Ack(seq=server.reports[0].seq)))
             await until(lambda: host.journal.acknowledged)
             assert [report.drivers for report in server.reports] == [ONE, THREE]
 
@@ -232,7 +236,9 @@ def test_a_refuse_on_the_socket_is_logged_with_its_reason(tmp_path: Path, caplog
     async def story() -> None:
         async with StandIn().open() as server, agent(tmp_path, server.gateway()):
             await until(lambda: server.hellos)
-            await server.sockets[0].send(wire.encode(wire.Refuse(code="revoked", reason="somebody revoked this agent")))
+            await server.sockets[0].send(
+                wire.encode_message(wire.Refuse(code="revoked", reason="somebody revoked this agent"))
+            )
             await server.sockets[0].close()
             await until(lambda: len(server.hellos) == 2)
 
@@ -243,7 +249,7 @@ def test_a_refuse_on_the_socket_is_logged_with_its_reason(tmp_path: Path, caplog
 def test_silence_ends_the_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
         server = StandIn(acknowledge_beats=False)
-        async with server.open(), agent(tmp_path, server.gateway(), pace=replace(QUICK, silence=0.3)):
+        async with server.open(), agent(tmp_path, server.gateway(), pace=replace(QUICK, ack_timeout_s=0.3)):
             await until(lambda: len(server.sockets) >= 2)
 
     asyncio.run(story())
@@ -272,7 +278,7 @@ def test_unknown_messages_are_counted_and_a_newer_gateways_fields_ignored(tmp_pa
         async with server.open(), agent(tmp_path, server.gateway()) as host:
             host.sees(*ONE)
             await until(lambda: host.journal.acknowledged)
-            assert host.link.unknown == 1
+            assert host.link.dropped_count == 1
             assert len(server.sockets) == 1
 
     asyncio.run(story())
@@ -305,7 +311,7 @@ def test_something_else_at_the_address_is_said(tmp_path: Path, caplog: pytest.Lo
 
         server = await asyncio.start_server(ssh, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        async with server, agent(tmp_path, Gateway(f"http://127.0.0.1:{port}", "")):
+        async with server, agent(tmp_path, GatewayEndpoint(f"http://127.0.0.1:{port}", "")):
             await until(lambda: "answers, but not with HTTP" in caplog.text)
 
     asyncio.run(story())
@@ -353,28 +359,28 @@ def test_the_pinned_server_hands_out_images(
         context, fingerprint = certificate
         server = StandIn(fingerprint=fingerprint, images={"i": b"bits"})
         async with server.open(context):
-            keys = load_or_make(tmp_path, "cmp1.example", "cmp1")
+            keys = load_or_create_keys(tmp_path, "cmp1.example", "cmp1")
             ref = wire.ImageRef("i", 4, hashlib.sha256(b"bits").hexdigest())
-            images = Images(tmp_path / "images", server.gateway(), keys, lambda: 7)
-            async with images.lent(ref, lambda _: None) as image:
+            images = ImageCache(tmp_path / "images", server.gateway(), keys, lambda: 7)
+            async with images.provide_image(ref, lambda _: None) as image:
                 assert (Path(image.path).read_bytes(), Path(image.path).stat().st_mode & 0o777) == (b"bits", 0o600)
-                async with images.lent(ref, lambda _: None):
+                async with images.provide_image(ref, lambda _: None):
                     assert len(server.credentials) == 1, "it is here already"
                 assert Path(image.path).exists()
             assert not Path(image.path).exists()
             assert [one.epoch for one in server.credentials] == [7]
-            monkeypatch.setattr("agents.host.execution.images.PAUSE_S", 0.01)
+            monkeypatch.setattr("agents.host.execution.images.MIN_RETRY_PAUSE_S", 0.01)
             server.busy = 3
-            async with images.lent(ref, lambda _: None) as image:
+            async with images.provide_image(ref, lambda _: None) as image:
                 assert server.busy == 0 and Path(image.path).exists(), "it is asked again until it has time"
-            monkeypatch.setattr("agents.host.execution.images.BUSY_S", 0.0)
+            monkeypatch.setattr("agents.host.execution.images.BUSY_RETRY_S", 0.0)
             server.busy = 1
             with pytest.raises(DriverError, match="503"):
-                async with images.lent(ref, lambda _: None):
+                async with images.provide_image(ref, lambda _: None):
                     raise AssertionError("never")
             other = replace(server.gateway(), fingerprint="ab" * 32)
             with pytest.raises(DriverError, match="the join token pins"):
-                async with Images(tmp_path / "other", other, keys, lambda: 7).lent(ref, lambda _: None):
+                async with ImageCache(tmp_path / "other", other, keys, lambda: 7).provide_image(ref, lambda _: None):
                     raise AssertionError("never")
 
     asyncio.run(story())

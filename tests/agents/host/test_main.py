@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from agents import credentials, wire
-from agents.host.connection.identity import FILE as KEY
-from agents.host.main import claim
+from agents.host.connection.identity import KEY_FILE as KEY
+from agents.host.main import lock_state_dir
 from drivers.configuration import ConfigurationError
 from tests.agents.host.standin import StandIn, until
 from tests.support.environment import without_settings
@@ -50,7 +50,7 @@ def run(directory: Path, *arguments: str, **more: str) -> subprocess.CompletedPr
 
 
 def token(server: StandIn) -> str:
-    return credentials.join_string(server.address, server.fingerprint, "cmp1.example", "s3cret")
+    return credentials.encode_join_string(server.address, server.fingerprint, "cmp1.example", "s3cret")
 
 
 def lines_of(process: asyncio.subprocess.Process) -> list[str]:
@@ -141,7 +141,7 @@ def test_once_as_json_is_what_would_be_sent(tmp_path: Path) -> None:
 )
 def test_unusable_configuration_is_one_sentence(tmp_path: Path, keys: dict[str, str], sentence: str) -> None:
     if "CYBORG_ENABLED_DRIVERS" in keys:
-        keys = keys | {"CYBORG_JOIN_TOKEN": credentials.join_string("http://127.0.0.1:1", "", "h", "s")}
+        keys = keys | {"CYBORG_JOIN_TOKEN": credentials.encode_join_string("http://127.0.0.1:1", "", "h", "s")}
     done = run(tmp_path, **keys)
     assert done.returncode == 2
     assert done.stderr.startswith("cyborg-agent: ")
@@ -150,14 +150,14 @@ def test_unusable_configuration_is_one_sentence(tmp_path: Path, keys: dict[str, 
 
 
 def test_two_agents_cannot_share_a_state_directory(tmp_path: Path) -> None:
-    handle = claim(tmp_path / "state")
+    handle = lock_state_dir(tmp_path / "state")
     with pytest.raises(ConfigurationError, match="another agent already uses"):
-        claim(tmp_path / "state")
-    done = run(tmp_path, CYBORG_JOIN_TOKEN=credentials.join_string("http://127.0.0.1:1", "", "h", "s"))
+        lock_state_dir(tmp_path / "state")
+    done = run(tmp_path, CYBORG_JOIN_TOKEN=credentials.encode_join_string("http://127.0.0.1:1", "", "h", "s"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "stop it, or give this one its own CYBORG_AGENT_STATE_DIR" in done.stderr
     os.close(handle)
-    os.close(claim(tmp_path / "state"))
+    os.close(lock_state_dir(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from agents import wire
-from agents.host.discovery.driver_set import Roster
-from agents.host.execution.plan_runner import aside
-from agents.host.journal.command_log import Ledger
+from agents.host.discovery.driver_set import DriverSet
+from agents.host.execution.plan_runner import run_in_thread
+from agents.host.journal.command_log import CommandLog
 from agents.host.journal.journal import Journal
 from drivers.errors import Busy
 from drivers.inventory import DriverReport
@@ -64,8 +64,8 @@ def killing(number: int) -> None:
 
         return wrapped
 
-    for name in ("hear", "begin", "apply", "end", "acknowledge"):
-        setattr(Ledger, name, around(getattr(Ledger, name)))
+    for name in ("store_command", "mark_started", "store_effect", "store_result", "acknowledge_result"):
+        setattr(CommandLog, name, around(getattr(CommandLog, name)))
     write = HostWriter.write
 
     async def written(self: HostWriter, path: str, value: str, timeout_s: float) -> None:
@@ -94,7 +94,7 @@ def test_killed_between_any_two_of_its_steps_a_command_is_done_once_and_answered
         root.mkdir()
         server = StandIn()
         async with server.open():
-            server.after_welcome = [wire.encode(command(1, "attach", **ATTACH))]
+            server.after_welcome = [wire.encode_message(command(1, "attach", **ATTACH))]
             child = os.fork()
             if child == 0:
                 os.close(2)
@@ -117,9 +117,9 @@ def test_killed_between_any_two_of_its_steps_a_command_is_done_once_and_answered
                 if made:
                     assert result.outcome == "succeeded"
                 assert (result.outcome == "succeeded") == (root / "state/u1").exists()
-                assert [one.op for one, _ in host.journal.ledger.interrupted()] == []
-                await until(lambda: not host.journal.ledger.owed)
-                claimed = host.journal.ledger.attachments("drv", "card")
+                assert [one.op for one, _ in host.journal.command_log.list_interrupted()] == []
+                await until(lambda: not host.journal.command_log.unacknowledged)
+                claimed = host.journal.command_log.list_attachments("drv", "card")
                 assert claimed == {"u1": "vm1"} or not made
 
     for point in range(1, POINTS + 1):
@@ -131,9 +131,9 @@ def test_a_command_that_was_taken_and_not_begun_waits_to_be_sent_again(tmp_path:
     async def story() -> None:
         driver = real(tmp_path)
         async with workshop(tmp_path, driver) as host:
-            host.journal.ledger.hear(command(1, "install"))
+            host.journal.command_log.store_command(command(1, "install"))
         async with workshop(tmp_path, driver) as host:
-            assert (host.journal.ledger.owed, driver.asked) == ({}, [])
+            assert (host.journal.command_log.unacknowledged, driver.asked) == ({}, [])
             assert (await host.do(command(1, "install"))).outcome == "succeeded"
 
     asyncio.run(story())
@@ -163,8 +163,8 @@ def test_an_interrupted_command_is_looked_at_and_not_run_again(
     async def story() -> None:
         driver = real(tmp_path)
         async with workshop(tmp_path, driver) as host:
-            host.journal.ledger.hear(command(1, "install"))
-            host.journal.ledger.begin(command(1, "install"), "boot1")
+            host.journal.command_log.store_command(command(1, "install"))
+            host.journal.command_log.mark_started(command(1, "install"), "boot1")
             host.file("numvfs", there)
         async with workshop(tmp_path, driver, boot=boot) as host:
             result = await host.result(1)
@@ -180,8 +180,8 @@ def test_an_interrupted_command_that_nobody_can_look_into_is_answered_too(tmp_pa
     async def story() -> None:
         one = command(1, op, driver="uninstalled")
         async with workshop(tmp_path, Scripted()) as host:
-            host.journal.ledger.hear(one)
-            host.journal.ledger.begin(one, "boot1")
+            host.journal.command_log.store_command(one)
+            host.journal.command_log.mark_started(one, "boot1")
         async with workshop(tmp_path, Scripted()) as host:
             result = await host.result(1)
             text = "interrupted, because the agent stopped while it ran; its outcome is unknown"
@@ -195,14 +195,14 @@ def test_an_interrupted_attachment_counts_as_made_and_is_not_made_by_the_next_st
     async def story() -> None:
         driver = Scripted({"attach": always(step("mode", "1", seen=(Check(f"{HOME}/numvfs", "9"),), timeout_s=60))})
         async with workshop(tmp_path, driver) as host:
-            host.executor.take(command(1, "attach", **ATTACH))
+            host.executor.accept_command(command(1, "attach", **ATTACH))
             await until(lambda: host.file("mode") == "1")
         host.file("mode", "0")
         driver.plans["attach"] = always(step("mode", "1"))
         async with workshop(tmp_path, driver, boot=boot) as host:
             assert (await host.result(1)).outcome == "unknown"
             assert host.file("mode") == "0"
-            assert host.journal.ledger.attachments("drv", "card") == {"u1": "vm1"}
+            assert host.journal.command_log.list_attachments("drv", "card") == {"u1": "vm1"}
 
     asyncio.run(story())
 
@@ -221,7 +221,7 @@ def test_after_a_reboot_what_was_made_is_there_again_before_the_first_report(tmp
             assert [act for act, _ in driver.asked] == ["install", "install", "attach"]
             assert {ask.backend for _, ask in driver.asked} == {"cards"}
             assert driver.looks == await_looks + 1
-            assert {one.boot for one in host.journal.ledger.applied()} == {"boot2"}
+            assert {one.boot_id for one in host.journal.command_log.list_effects()} == {"boot2"}
             assert status(host) == ("ok", "")
 
     asyncio.run(story())
@@ -264,8 +264,8 @@ def test_what_cannot_be_put_back_makes_its_device_failed_until_it_can(tmp_path: 
     asyncio.run(story())
 
 
-def changeable(driver: Scripted) -> Callable[[Journal], Roster]:
-    return lambda journal: Roster(["drv"], {}, journal.wishes, lambda *_: driver, lambda: ("drv",))  # type: ignore[arg-type,return-value]
+def changeable(driver: Scripted) -> Callable[[Journal], DriverSet]:
+    return lambda journal: DriverSet(["drv"], {}, journal.desired_drivers, lambda *_: driver, lambda: ("drv",))  # type: ignore[arg-type,return-value]
 
 
 def test_what_a_driver_had_made_that_was_off_at_a_reboot_is_there_again_when_it_is_on(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_what_a_driver_had_made_that_was_off_at_a_reboot_is_there_again_when_it_
             assert host.file("numvfs") == "0"
             assert (await host.do(on)).outcome == "succeeded"
             assert (host.file("numvfs"), status(host)) == ("4", ("ok", ""))
-            assert {one.boot for one in host.journal.ledger.applied()} == {"boot2"}
+            assert {one.boot_id for one in host.journal.command_log.list_effects()} == {"boot2"}
 
     asyncio.run(story())
 
@@ -297,10 +297,10 @@ def test_a_driver_that_is_taken_away_while_it_looks_is_no_fault_of_the_agent(tmp
 
             driver.discover = slow  # type: ignore[method-assign]
             looks = driver.looks
-            host.executor.take(command(1, "rescan", key=""))
+            host.executor.accept_command(command(1, "rescan", key=""))
             await until(lambda: driver.released)
-            host.executor.take(command(2, "configure", key="", wish=wire.Wish(1, enabled=False)))
-            await until(lambda: host.journal.wishes.get("drv"))
+            host.executor.accept_command(command(2, "configure", key="", wish=wire.Wish(1, enabled=False)))
+            await until(lambda: host.journal.desired_drivers.get_wish("drv"))
             free.set()
             assert ((await host.result(1)).outcome, driver.looks > looks) == ("succeeded", True)
 
@@ -323,7 +323,7 @@ def test_what_takes_too_long_after_a_reboot_does_not_hold_the_first_report(tmp_p
 def test_a_cancellation_that_meets_the_answer_of_a_look_is_not_forgotten() -> None:
     async def story() -> None:
         threads: list[threading.Thread] = []
-        task = asyncio.ensure_future(aside(lambda: threads.append(threading.current_thread())))
+        task = asyncio.ensure_future(run_in_thread(lambda: threads.append(threading.current_thread())))
         await asyncio.sleep(0)
         while not threads:
             time.sleep(0.001)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents import wire
-from agents.host.discovery.reporter import Reporter, canonical, fit
+from agents.host.discovery.reporter import InventoryReporter, canonicalize_report, fit_reports
 from agents.host.journal.journal import Journal, open_journal
 from drivers.inventory import AttachHandle, Backend, Deployable, Device, DriverReport
 from tests.agents.host.standin import found, until
@@ -42,9 +42,11 @@ class Scripted:
 
 @asynccontextmanager
 async def reporting(
-    journal: Journal, drivers: dict[str, Scripted], max_bytes: int = wire.MAX_MESSAGE
-) -> AsyncIterator[tuple[Reporter, list[int]]]:
-    reporter = Reporter(drivers, journal, max_bytes=max_bytes, together_s=0.2, retry_s=0.02, pause_s=0.05)
+    journal: Journal, drivers: dict[str, Scripted], max_bytes: int = wire.MAX_MESSAGE_BYTES
+) -> AsyncIterator[tuple[InventoryReporter, list[int]]]:
+    reporter = InventoryReporter(
+        drivers, journal, max_bytes=max_bytes, gather_s=0.2, retry_s=0.02, first_backoff_s=0.05
+    )
     offers: list[int] = []
     task = asyncio.ensure_future(reporter.run(lambda: offers.append(journal.seq)))
     try:
@@ -65,11 +67,11 @@ def test_nothing_new_is_no_new_report(tmp_path: Path) -> None:
         async with reporting(journal, {"fake": fake}) as (reporter, offers):
             await until(lambda: offers)
             fake.answer = found("fake", ["a", "b"])
-            reporter.look(["fake"])
+            reporter.request_discovery(["fake"])
             await until(lambda: len(offers) == 2)
             assert offers == [1, 1]
             fake.answer = found("fake", ["a"])
-            reporter.look(["fake"])
+            reporter.request_discovery(["fake"])
             await until(lambda: offers[-1] == 2)
 
     asyncio.run(story())
@@ -83,7 +85,7 @@ def test_a_driver_that_fails_costs_only_its_own_devices(tmp_path: Path, caplog: 
             await until(lambda: offers)
             bad.answer = DriverReport("bad", error="it broke")
             good.answer = found("good", ["a", "new"])
-            reporter.look(["good", "bad"])
+            reporter.request_discovery(["good", "bad"])
             await until(lambda: journal.seq == 2)
             assert known(journal)["bad"] == bad.answer
             assert len(known(journal)["good"].devices) == 2
@@ -111,13 +113,13 @@ def test_a_backend_that_fails_costs_only_its_own_devices_and_nobody_gets_them(
             await until(lambda: offers)
             many.answer = said("it hung", other)
             rival.answer = DriverReport("rival", devices=(Device("x", "GPU", "v", "m"),))
-            reporter.look(["many", "rival"])
+            reporter.request_discovery(["many", "rival"])
             await until(lambda: known(journal)["many"].backends[0].error and known(journal)["rival"].faults)
             assert known(journal)["many"].devices == (mine, other), "as it was last known"
             assert not known(journal)["rival"].devices
         journal = open_journal(tmp_path, "h")
         async with reporting(journal, {"rival": rival, "many": many}) as (reporter, offers):
-            assert reporter.device("many", "x") == mine, "also after a restart"
+            assert reporter.find_device("many", "x") == mine, "also after a restart"
             await until(lambda: offers)
             assert known(journal)["many"].devices == (mine, other) and not known(journal)["rival"].devices
             many.answer = said("", mine, other)
@@ -135,10 +137,10 @@ def test_a_driver_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None
             await until(lambda: offers)
             hung.free.clear()
             quick.answer = found("quick", ["new"])
-            reporter.look(["quick", "hung"])
+            reporter.request_discovery(["quick", "hung"])
             await until(lambda: journal.seq == 2)
             assert known(journal)["hung"] == found("hung"), "as it was"
-            reporter.look(["hung"])
+            reporter.request_discovery(["hung"])
             hung.answer = found("hung", ["late"])
             hung.free.set()
             await until(lambda: journal.seq == 3 and hung.looks == 3)
@@ -153,7 +155,7 @@ def test_the_first_report_waits_for_every_driver(tmp_path: Path) -> None:
         slow.free.clear()
         async with reporting(journal, {"quick": quick, "slow": slow}) as (reporter, offers):
             await until(lambda: quick.looks == 1)
-            reporter.look(["quick"])
+            reporter.request_discovery(["quick"])
             await until(lambda: quick.looks == 2)
             assert journal.report is None
             slow.free.set()
@@ -188,12 +190,12 @@ def test_what_a_failing_driver_held_stays_its_own_also_after_a_restart(tmp_path:
             await until(lambda: offers)
             assert [device.key for device in known(journal)["greedy"].devices] == ["b"]
             assert [fault.subject for fault in known(journal)["greedy"].faults] == ["a"]
-            reporter.look(["greedy"])
+            reporter.request_discovery(["greedy"])
             await until(lambda: len(offers) > 1)
             assert journal.seq == offers[0]
         journal = open_journal(tmp_path, "h")
         async with reporting(journal, drivers) as (reporter, offers):
-            assert reporter.device("failing", "a"), "and after one more"
+            assert reporter.find_device("failing", "a"), "and after one more"
             await until(lambda: offers)
             assert [device.key for device in known(journal)["greedy"].devices] == ["b"]
 
@@ -217,10 +219,10 @@ def test_a_driver_that_fails_is_asked_again_once_however_often_it_was_looked_for
         monkeypatch.setattr(loop, "call_later", noted)
         bad = Scripted(DriverReport("bad", error="it broke"))
         journal = open_journal(tmp_path, "h")
-        reporter = Reporter({"bad": bad}, journal, together_s=0.2, pause_s=60)
+        reporter = InventoryReporter({"bad": bad}, journal, gather_s=0.2, first_backoff_s=60)
         task = asyncio.ensure_future(reporter.run(lambda: None))
         for _ in range(4):
-            await reporter.looked("bad")
+            await reporter.discover_and_record("bad")
         assert len(timers) > 1
         assert [timer.cancelled() for timer in timers] == [True] * (len(timers) - 1) + [False]
         timers[-1].cancel()
@@ -257,12 +259,12 @@ def test_a_gateway_that_takes_less_gets_a_report_that_fits_and_says_why(tmp_path
         async with reporting(journal, drivers) as (reporter, offers):
             await until(lambda: offers)
             assert known(journal)["big"].error == ""
-            reporter.limit(4000)
+            reporter.set_message_limit(4000)
             assert journal.seq == 2
             assert known(journal)["big"].error.startswith("the report is too large: ")
             assert "and 4000 are allowed. This driver's part is left out" in known(journal)["big"].error
             assert known(journal)["small"] == found("small")
-            reporter.limit(wire.MAX_MESSAGE)
+            reporter.set_message_limit(wire.MAX_MESSAGE_BYTES)
             assert len(known(journal)["big"].devices) == 200
 
     asyncio.run(story())
@@ -271,9 +273,9 @@ def test_a_gateway_that_takes_less_gets_a_report_that_fits_and_says_why(tmp_path
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(2500, 20_000))
 def test_what_is_cut_to_size_fits_and_keeps_what_it_can(sizes: list[int], limit: int) -> None:
     drivers = tuple(found(f"d{n}", map(str, range(size))) for n, size in enumerate(sizes))
-    fitted = fit(drivers, limit)
-    message = wire.Report(epoch=2**53, seq=2**53, hash=wire.content_hash(fitted), drivers=fitted)
-    assert len(wire.encode(message).encode()) <= limit
+    fitted = fit_reports(drivers, limit)
+    message = wire.Report(epoch=2**53, seq=2**53, hash=wire.hash_report_content(fitted), drivers=fitted)
+    assert len(wire.encode_message(message).encode()) <= limit
     assert [d.driver for d in fitted] == [d.driver for d in drivers]
     dropped = [len(d.devices) for d, f in zip(drivers, fitted, strict=True) if f.error]
     kept = [len(d.devices) for d, f in zip(drivers, fitted, strict=True) if not f.error]
@@ -297,11 +299,11 @@ def test_the_order_of_a_listing_is_no_change(deployables: list[Deployable], rand
         return DriverReport("d", devices=devices)
 
     shuffled = [msgspec.structs.replace(d, handles=tuple(reversed(d.handles))) for d in reversed(deployables)]
-    one, two = canonical(report(deployables)), canonical(report(shuffled))
-    assert wire.content_hash((one,)) == wire.content_hash((two,))
-    assert canonical(one) == one
+    one, two = canonicalize_report(report(deployables)), canonicalize_report(report(shuffled))
+    assert wire.hash_report_content((one,)) == wire.hash_report_content((two,))
+    assert canonicalize_report(one) == one
 
 
 def test_an_answer_with_a_nul_is_its_drivers_error_and_not_the_hosts() -> None:
-    report = canonical(found("bad", ["a\0b"]))
+    report = canonicalize_report(found("bad", ["a\0b"]))
     assert (report.devices, report.error) == ((), "its answer holds a NUL character, which cannot be stored")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agents import wire
-from agents.host.discovery.driver_set import Roster
-from agents.host.journal.journal import FILE, open_journal
+from agents.host.discovery.driver_set import DriverSet
+from agents.host.journal.journal import JOURNAL_FILE, open_journal
 from drivers.inventory import DriverReport
 from drivers.isolation.runner import DriverProcess
 from tests.agents.host.standin import StandIn, until
@@ -38,7 +38,7 @@ class Told:
         return await self.order("configure", driver=driver, wish=wire.Wish(generation, **more))  # type: ignore[arg-type]
 
     def driver(self, name: str = "fake_driver") -> DriverReport:
-        return next(one for one in self.server.reports[-1].told if one.driver == name)
+        return next(one for one in self.server.reports[-1].all_drivers if one.driver == name)
 
 
 async def turned_off(told: Told) -> None:
@@ -113,22 +113,24 @@ def test_a_driver_is_tried_changed_turned_off_and_stays_so(tmp_path: Path) -> No
     asyncio.run(story())
 
 
-def roster(directory: Path) -> Roster:
+def roster(directory: Path) -> DriverSet:
     """One that may run two drivers, of which its host's own configuration names the first."""
     make = lambda name, settings: DriverProcess(name, "n", settings)  # noqa: E731
-    return Roster(["a"], {"a": {"x": 1}}, open_journal(directory, HOST).wishes, make, lambda: ("a", "b"))
+    return DriverSet(["a"], {"a": {"x": 1}}, open_journal(directory, HOST).desired_drivers, make, lambda: ("a", "b"))
 
 
 def test_how_an_interrupted_change_ended_is_what_the_journal_says(tmp_path: Path) -> None:
-    open_journal(tmp_path, HOST).wishes.keep("b", wire.Wish(2))
+    open_journal(tmp_path, HOST).desired_drivers.store_wish("b", wire.Wish(2))
     asked = [command(n, "configure", driver="b", wish=wire.Wish(n)) for n in (2, 3)]
-    assert [roster(tmp_path).verdict(one)[0] for one in asked] == ["succeeded", "refused"]
+    assert [roster(tmp_path).determine_configure_result(one)[0] for one in asked] == ["succeeded", "refused"]
     assert [*roster(tmp_path).running] == ["a", "b"]
 
 
 def test_a_driver_that_is_wanted_and_whose_package_is_gone_is_told_as_failing(tmp_path: Path) -> None:
-    open_journal(tmp_path, HOST).wishes.keep("gone", wire.Wish(1))
-    (a, gone, b) = roster(tmp_path).told([DriverReport("a"), DriverReport("gone", "there is no driver 'gone'")])
+    open_journal(tmp_path, HOST).desired_drivers.store_wish("gone", wire.Wish(1))
+    (a, gone, b) = roster(tmp_path).complete_reports(
+        [DriverReport("a"), DriverReport("gone", "there is no driver 'gone'")]
+    )
     assert (a.state, gone.error, gone.generation) == ("", "there is no driver 'gone'", 1)
     assert (b.driver, b.state) == ("b", "absent")
 
@@ -137,11 +139,11 @@ def test_a_journal_from_before_there_were_wishes_and_one_that_holds_rubbish(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_journal(tmp_path, HOST).close()
-    with sqlite3.connect(tmp_path / FILE) as connection:
+    with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
         connection.execute("DROP TABLE wish")
     journal = open_journal(tmp_path, HOST)
-    assert journal.wishes.drivers() == ()
-    with sqlite3.connect(tmp_path / FILE) as connection:
+    assert journal.desired_drivers.list_drivers() == ()
+    with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
         connection.execute("INSERT INTO wish VALUES ('a', '[]')")
-    assert open_journal(tmp_path, HOST).wishes.get("a") is None
+    assert open_journal(tmp_path, HOST).desired_drivers.get_wish("a") is None
     assert "cannot be read" in caplog.text

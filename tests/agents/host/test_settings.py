@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 from agents import credentials
-from agents.host.settings import AgentSettings, driver_tables, host_of, read_join, read_settings
-from drivers.configuration import ConfigurationError, keys_of
+from agents.host.settings import (
+    AgentSettings,
+    determine_host_names,
+    read_driver_settings,
+    read_join_token,
+    read_settings,
+)
+from drivers.configuration import ConfigurationError, list_keys
 
-TOKEN = credentials.join_string("http://127.0.0.1:8000", "", "cmp1.example", "s3cret")
+TOKEN = credentials.encode_join_string("http://127.0.0.1:8000", "", "cmp1.example", "s3cret")
 
 
 def test_the_defaults_need_nothing() -> None:
@@ -19,15 +25,15 @@ def test_the_defaults_need_nothing() -> None:
     assert settings.enabled_drivers == ("fake_driver",)
     assert (settings.state_dir, settings.rescan_s) == ("./var/agent", 60.0)
     assert (settings.uevent_debounce_ms, settings.driver_deadline_s) == (100, 20.0)
-    assert read_join(settings) is None
-    assert host_of(settings, None) == (socket.getfqdn(), socket.gethostname())
+    assert read_join_token(settings) is None
+    assert determine_host_names(settings, None) == (socket.getfqdn(), socket.gethostname())
 
 
 def test_every_key_is_documented() -> None:
-    for one in keys_of(AgentSettings):
+    for one in list_keys(AgentSettings):
         assert one.name.startswith("CYBORG_")
         assert one.effect.endswith(".")
-        assert one.shown
+        assert one.default_text
 
 
 @pytest.mark.parametrize(
@@ -51,46 +57,46 @@ def test_the_join_token_comes_from_the_variable_or_the_file(tmp_path: Path) -> N
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     for environ in ({"CYBORG_JOIN_TOKEN": TOKEN}, {"CYBORG_JOIN_TOKEN_FILE": str(file)}):
-        join = read_join(read_settings(environ))
+        join = read_join_token(read_settings(environ))
         assert join is not None
         assert (join.address, join.host, join.secret) == ("http://127.0.0.1:8000", "cmp1.example", "s3cret")
     file.unlink()
-    assert read_join(read_settings({"CYBORG_JOIN_TOKEN_FILE": str(file)})) is None
+    assert read_join_token(read_settings({"CYBORG_JOIN_TOKEN_FILE": str(file)})) is None
 
 
 @pytest.mark.parametrize(
     ("token", "sentence"),
     [
         ("rubbish", "the join token is not readable"),
-        (credentials.join_string("ftp://x", "", "h", "s"), "is not http://HOST:PORT"),
-        (credentials.join_string("http://x:99999", "", "h", "s"), "is not http://HOST:PORT"),
-        (credentials.join_string("http://x:1", "ab", "h", "s"), "pins a certificate, but its address"),
+        (credentials.encode_join_string("ftp://x", "", "h", "s"), "is not http://HOST:PORT"),
+        (credentials.encode_join_string("http://x:99999", "", "h", "s"), "is not http://HOST:PORT"),
+        (credentials.encode_join_string("http://x:1", "ab", "h", "s"), "pins a certificate, but its address"),
     ],
 )
 def test_an_unusable_token_is_explained(token: str, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        read_join(read_settings({"CYBORG_JOIN_TOKEN": token}))
+        read_join_token(read_settings({"CYBORG_JOIN_TOKEN": token}))
 
 
 def test_the_host_is_configured_else_the_tokens_else_known_else_asked() -> None:
     join = credentials.parse_join_string(TOKEN)
-    assert host_of(read_settings({}), join, "old")[0] == "cmp1.example"
-    assert host_of(read_settings({}), None, "old")[0] == "old"
-    assert host_of(read_settings({"CYBORG_HOST_NAME": "n", "CYBORG_HOST_NODE": "m"}), None) == ("n", "m")
+    assert determine_host_names(read_settings({}), join, "old")[0] == "cmp1.example"
+    assert determine_host_names(read_settings({}), None, "old")[0] == "old"
+    assert determine_host_names(read_settings({"CYBORG_HOST_NAME": "n", "CYBORG_HOST_NODE": "m"}), None) == ("n", "m")
     with pytest.raises(ConfigurationError, match=r"CYBORG_HOST_NAME=n, but the join token is for cmp1\.example"):
-        host_of(read_settings({"CYBORG_HOST_NAME": "n"}), join)
+        determine_host_names(read_settings({"CYBORG_HOST_NAME": "n"}), join)
 
 
 def test_driver_settings_are_one_table_per_driver(tmp_path: Path) -> None:
     file = tmp_path / "drivers.toml"
     environ = {"CYBORG_DRIVER_SETTINGS": str(file)}
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
-        driver_tables(read_settings(environ))
+        read_driver_settings(read_settings(environ))
     file.write_text("[pci_driver")
     with pytest.raises(ConfigurationError, match="is not TOML"):
-        driver_tables(read_settings(environ))
+        read_driver_settings(read_settings(environ))
     file.write_text("rules = []")
     with pytest.raises(ConfigurationError, match="'rules' is outside of a"):
-        driver_tables(read_settings(environ))
+        read_driver_settings(read_settings(environ))
     file.write_text("[pci_driver]\nrules = [{vendor = '1af4'}]")
-    assert driver_tables(read_settings(environ)) == {"pci_driver": {"rules": [{"vendor": "1af4"}]}}
+    assert read_driver_settings(read_settings(environ)) == {"pci_driver": {"rules": [{"vendor": "1af4"}]}}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.host.discovery.change_watcher import Uevents, Watch
+from agents.host.discovery.change_watcher import ChangeWatcher, UeventSource
 
 
 @dataclass
@@ -55,14 +55,14 @@ class Pipe:
 
 
 def watching(
-    drivers: Mapping[str, Interest] = DRIVERS, rescan_s: float = 3600, *, uevents: Callable[[], Uevents]
-) -> Watch:
-    return Watch(drivers, debounce_s=0.05, rescan_s=rescan_s, uevents=uevents)
+    drivers: Mapping[str, Interest] = DRIVERS, rescan_s: float = 3600, *, uevents: Callable[[], UeventSource]
+) -> ChangeWatcher:
+    return ChangeWatcher(drivers, debounce_s=0.05, rescan_s=rescan_s, uevents=uevents)
 
 
-async def changed(watch: Watch) -> frozenset[str]:
+async def changed(watch: ChangeWatcher) -> frozenset[str]:
     async with asyncio.timeout(10):
-        return await watch.changed()
+        return await watch.wait_for_changes()
 
 
 def test_a_burst_wakes_the_drivers_of_its_subsystems_once() -> None:
@@ -76,7 +76,7 @@ def test_a_burst_wakes_the_drivers_of_its_subsystems_once() -> None:
         assert await changed(watch) == {"pci_driver", "both"}
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.15):
-                await watch.changed()
+                await watch.wait_for_changes()
         watch.close()
 
     asyncio.run(story())
@@ -112,7 +112,7 @@ def test_lost_events_wake_everyone() -> None:
 
 
 def test_without_a_socket_the_slow_timer_remains_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    def refused() -> Uevents:
+    def refused() -> UeventSource:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     async def story() -> None:
@@ -165,7 +165,7 @@ def test_a_watched_file_wakes_its_driver_when_it_comes_changes_and_goes(tmp_path
 @pytest.mark.skipif(not os.access("/sys/class/mem/null/uevent", os.W_OK), reason="only root may ask for a uevent")
 def test_the_kernels_own_events_arrive() -> None:
     async def story() -> None:
-        watch = Watch({"d": Interest(("mem",))}, debounce_s=0.01, rescan_s=3600)
+        watch = ChangeWatcher({"d": Interest(("mem",))}, debounce_s=0.01, rescan_s=3600)
         watch.start()
         Path("/sys/class/mem/null/uevent").write_text("change")
         assert await changed(watch) == {"d"}

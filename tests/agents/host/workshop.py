@@ -15,21 +15,21 @@ from pathlib import Path
 import msgspec
 
 from agents import wire
-from agents.host.connection.authority import Authority
-from agents.host.connection.http import Gateway
-from agents.host.connection.identity import load_or_make
-from agents.host.connection.link import Link
-from agents.host.discovery.driver_set import Roster
-from agents.host.discovery.reporter import Reporter
-from agents.host.execution.command_semantics import OPS
+from agents.host.connection.authority import PlacementAuthority
+from agents.host.connection.http import GatewayEndpoint
+from agents.host.connection.identity import load_or_create_keys
+from agents.host.connection.link import GatewayLink
+from agents.host.discovery.driver_set import DriverSet
+from agents.host.discovery.reporter import InventoryReporter
+from agents.host.execution.command_semantics import SUPPORTED_OPS
 from agents.host.execution.executor import Executor
-from agents.host.execution.images import Images
-from agents.host.execution.placement_writer import Direct
-from agents.host.execution.plan_runner import Site, Writer
+from agents.host.execution.images import ImageCache
+from agents.host.execution.placement_writer import DirectPlacementWriter
+from agents.host.execution.plan_runner import HostContext, StepWriter
 from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import DriverError
 from drivers.inventory import AttachHandle, Device, DriverReport
-from drivers.isolation.driver_main import Ready
+from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
@@ -67,7 +67,7 @@ class Scripted:
     asked: list[tuple[str, Ask]] = field(default_factory=list)
     looks: int = 0
     released: int = 0
-    manifest: Ready = field(default_factory=lambda: Ready(name="drv", writes=WRITES))
+    manifest: Manifest = field(default_factory=lambda: Manifest(name="drv", writes=WRITES))
 
     async def discover(self) -> DriverReport:
         self.looks += 1
@@ -106,7 +106,7 @@ class Workshop:
     root: Path
     driver: Scripted
     journal: Journal
-    reporter: Reporter
+    reporter: InventoryReporter
     executor: Executor
 
     def file(self, name: str, value: str | None = None) -> str:
@@ -119,14 +119,14 @@ class Workshop:
 
     async def result(self, number: int) -> wire.Result:
         """Of this command, as soon as it is owed."""
-        owed = self.journal.ledger.owed
+        owed = self.journal.command_log.unacknowledged
         await until(lambda: number in owed)
         return owed[number]
 
     async def do(self, *commands: wire.Command) -> wire.Result:
         """Give the commands; the result of the last."""
         for one in commands:
-            self.executor.take(one)
+            self.executor.accept_command(one)
         return await self.result(commands[-1].number)
 
 
@@ -169,14 +169,14 @@ async def workshop(
     driver: Scripted,
     *,
     boot: str = "boot1",
-    gateway: Gateway | None = None,
+    gateway: GatewayEndpoint | None = None,
     connect: bool = False,
-    hand: Callable[[str], Writer] | None = None,
+    hand: Callable[[str], StepWriter] | None = None,
     machine: Machine | None = None,
     rules: dict[str, frozenset[str]] | None = None,
     prepare_s: float = 5.0,
-    direct: Direct | None = None,
-    roster: Callable[[Journal], Roster] | None = None,
+    direct: DirectPlacementWriter | None = None,
+    roster: Callable[[Journal], DriverSet] | None = None,
 ) -> AsyncIterator[Workshop]:
     """Everything but a connection, running; the same root is the same host."""
     tree(root)
@@ -184,32 +184,34 @@ async def workshop(
     roots = {"/sys": str(root / "sys"), "/state": str(root / "state")}
     hired = roster(journal) if roster else None
     drivers = hired.running if hired else {"drv": driver}
-    reporter = Reporter(drivers, journal, together_s=0.2, retry_s=0.02, pause_s=0.05)
-    site = Site(
+    reporter = InventoryReporter(drivers, journal, gather_s=0.2, retry_s=0.02, first_backoff_s=0.05)
+    site = HostContext(
         drivers=drivers,
-        machine=lambda _: machine or Machine("cmp1", sys_root=roots["/sys"], state_root=roots["/state"]),
-        hand=hand or (lambda _: HostWriter(roots)),
-        device=reporter.device,
-        ledger=journal.ledger,
-        boot=boot,
+        machine_for=lambda _: machine or Machine("cmp1", sys_root=roots["/sys"], state_root=roots["/state"]),
+        writer_for=hand or (lambda _: HostWriter(roots)),
+        find_device=reporter.find_device,
+        command_log=journal.command_log,
+        boot_id=boot,
     )
-    gateway = gateway or Gateway("http://127.0.0.1:1", "")
-    keys = load_or_make(root, HOST, "cmp1")
-    images = Images(root / "images", gateway, keys, lambda: journal.epoch)
-    executor = Executor(site, reporter, images, direct, hired, rules=rules, logs=lambda: "line 1\nline 2", retry_s=0.02)
-    hello = wire.Hello("1", boot, ("drv",), OPS, direct.lacks() if direct else None)
-    authority = direct.authority if direct else Authority()
-    link = Link(journal, keys, gateway, hello, reporter.limit, QUICK, executor, authority)
-    executor.on_news = link.wake.set
+    gateway = gateway or GatewayEndpoint("http://127.0.0.1:1", "")
+    keys = load_or_create_keys(root, HOST, "cmp1")
+    images = ImageCache(root / "images", gateway, keys, lambda: journal.epoch)
+    executor = Executor(
+        site, reporter, images, direct, hired, allowed_acts=rules, read_log=lambda: "line 1\nline 2", retry_s=0.02
+    )
+    hello = wire.Hello("1", boot, ("drv",), SUPPORTED_OPS, direct.find_obstacle() if direct else None)
+    authority = direct.authority if direct else PlacementAuthority()
+    link = GatewayLink(journal, keys, gateway, hello, reporter.set_message_limit, QUICK, executor, authority)
+    executor.notify_sender = link.wake.set
 
     async def work() -> None:
-        await executor.prepare(prepare_s)
-        await asyncio.gather(reporter.run(link.offer), executor.run())
+        await executor.recover_after_restart(prepare_s)
+        await asyncio.gather(reporter.run(link.offer_report), executor.run())
 
     works = [work()] + ([link.run()] if connect else [])
     task = asyncio.gather(*works)
     try:
-        await until(lambda: link.looked or task.done())
+        await until(lambda: link.is_report_current or task.done())
         yield Workshop(root, driver, journal, reporter, executor)
         assert not task.done(), task
     finally:

@@ -50,7 +50,7 @@ def run(words: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Import what every command would, then serve."""
-    die_with_parent(forks_too=True)
+    die_with_parent(include_forks=True)
     import openstack.accelerator.v2._proxy  # noqa: F401
     import openstackclient.shell  # noqa: F401
 
