@@ -30,8 +30,8 @@ from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.workflows import bulk_actions, bulk_commands
 
 MAX_PREVIEW_ROWS, MAX_RESULT_ROWS = 20, 200
-"""Number of devices that the page lists before confirmation (MAX_PREVIEW_ROWS) and afterwards (MAX_RESULT_ROWS, refused ones first). The
-counts include all devices."""
+"""Number of devices that the page lists before confirmation (MAX_PREVIEW_ROWS) and afterwards (MAX_RESULT_ROWS, refused
+ones first). The counts include all devices."""
 BULK_STATE_TONES = {"draft": "calm", "running": "busy", "done": "good", "cancelled": "warn"}
 OUTCOME_BADGES = {"moved": ("done", "good"), "unchanged": ("already so", "calm"), "refused": ("refused", "bad")}
 ORDERED_BADGE = ("ordered", "good")
@@ -326,7 +326,9 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
 
 
 def _build_result_context(bulk: Bulk) -> dict[str, Any]:
-    """Return the context of the result: at most MAX_RESULT_ROWS devices with their outcomes, refused ones first; one statement."""
+    """Return the context of the result: at most MAX_RESULT_ROWS devices with their outcomes, refused ones first; one
+    statement.
+    """
     refused_first = Case(When(outcome=DeviceOutcome.REFUSED, then=0), default=1)
     items = list(bulk.items.exclude(outcome="").order_by(refused_first, "id")[:MAX_RESULT_ROWS])
     list_url = reverse("admin:accelerators_bulkitem_changelist")

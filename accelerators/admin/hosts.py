@@ -118,8 +118,8 @@ class HostAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """Show the page of one host with its drivers, devices, commands and events.
 
-        `extra_context` and `get_extra_context` add what other apps know. Raises PermissionDenied for methods other than GET and
-        HEAD.
+        `extra_context` and `get_extra_context` add what other apps know. Raises PermissionDenied for methods other than
+        GET and HEAD.
         """
         host = self.get_object(request, object_id)
         if host is None:

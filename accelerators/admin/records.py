@@ -37,8 +37,8 @@ EXACT_LOOKUPS = {
 }
 """Query lookup of a search term with a prefix, by prefix: `actor:olga`, `since:2026-11-01T10:30`."""
 MAX_SEARCH_TERMS, MAX_SUBJECT_EVENTS = 10, 10
-"""MAX_SEARCH_TERMS: number of search terms that are used, the rest is ignored. MAX_SUBJECT_EVENTS: number of other events of the same
-subject on the page of an event."""
+"""MAX_SEARCH_TERMS: number of search terms that are used, the rest is ignored. MAX_SUBJECT_EVENTS: number of other
+events of the same subject on the page of an event."""
 
 
 class EventAgeListFilter(admin.SimpleListFilter):
@@ -113,8 +113,8 @@ class EventAdmin(ReadOnlyModelAdmin):
     ) -> tuple[QuerySet[Event], bool]:
         """Search events; every kind of search term uses an index, and all terms must match.
 
-        A uuid is that of the subject. A term with a prefix of EXACT_LOOKUPS matches the whole value. Every other term must be
-        the beginning of a word of the event (`saying`). Raises ValueError for an invalid time.
+        A uuid is that of the subject. A term with a prefix of EXACT_LOOKUPS matches the whole value. Every other term
+        must be the beginning of a word of the event (`saying`). Raises ValueError for an invalid time.
         """
         terms = search_term.split()[:MAX_SEARCH_TERMS]
         for name, _, value in [term.partition(":") for term in terms if _is_exact_term(term)]:

@@ -48,8 +48,8 @@ CARD_WIDTH = COLUMN_WIDTH - GUTTER
 """Width of a card if no bridges are known."""
 MAX_CELL_ROWS = 4
 MAX_CELLS = MAX_CELL_ROWS * ((CARD_WIDTH - ICON_SPACE - RIGHT_MARGIN) // CELL_PITCH) - 2
-"""Maximum number of cells on a card of a host's picture: MAX_CELL_ROWS full rows, without the two places that the number of the
-hidden handles takes."""
+"""Maximum number of cells on a card of a host's picture: MAX_CELL_ROWS full rows, without the two places that the
+number of the hidden handles takes."""
 MAX_TEXT_LENGTH = 34
 """Maximum number of characters of a card's model and address beside its state; longer text is cut. The card's title has
 all of it."""
@@ -100,9 +100,9 @@ class HandleCell:
 class DeviceCard:
     """A device as the picture shows it.
 
-    `status_badges` are words with their tones, the device's state first. `handle_counts` is the number of all its handles by state;
-    `cells` are those handles that get a cell of their own. `numa` is -1 if unknown, `bus` is '' if the device is not on
-    PCI, and `bridges` are the PCI bridges above it, root first.
+    `status_badges` are words with their tones, the device's state first. `handle_counts` is the number of all its
+    handles by state; `cells` are those handles that get a cell of their own. `numa` is -1 if unknown, `bus` is '' if
+    the device is not on PCI, and `bridges` are the PCI bridges above it, root first.
     """
 
     name: str

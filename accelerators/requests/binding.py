@@ -1,8 +1,8 @@
 """Create, bind, unbind and delete accelerator requests (contract sections 2.3 and 4.1).
 
-This module is the only writer of requests; the life cycle is `states.REQUEST_TRANSITIONS`. It is also the last guard against
-giving one handle to two requests (promises S1 and S2): a bind finds free handles with FOR UPDATE SKIP LOCKED, so it
-waits for no row lock on them, and a unique index in the database rejects a handle that was taken meanwhile.
+This module is the only writer of requests; the life cycle is `states.REQUEST_TRANSITIONS`. It is also the last guard
+against giving one handle to two requests (promises S1 and S2): a bind finds free handles with FOR UPDATE SKIP LOCKED,
+so it waits for no row lock on them, and a unique index in the database rejects a handle that was taken meanwhile.
 
 Lock order: requests first, then hosts and devices.
 

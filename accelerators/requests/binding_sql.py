@@ -70,8 +70,8 @@ because Placement never allocates more than that, even if more handles are free.
 _FROM_FREE_HANDLES_OF_PROVIDER = f"{FROM_FREE_HANDLES} AND p.rp_uuid = %(rp)s::uuid"
 
 _LOCK_FREE_HANDLES = f"""
-SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FROM_FREE_HANDLES_OF_PROVIDER} ORDER BY t.id LIMIT %(count)s::bigint
-FOR NO KEY UPDATE OF t SKIP LOCKED
+SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FROM_FREE_HANDLES_OF_PROVIDER} ORDER BY t.id LIMIT
+%(count)s::bigint FOR NO KEY UPDATE OF t SKIP LOCKED
 """
 RESERVE_HANDLES = f"{_LOCK_FREE_HANDLES} FOR SHARE OF d SKIP LOCKED"
 """Lock at most `count` free handles of a provider, and share-lock their devices: a device cannot leave `ready` before

@@ -216,7 +216,8 @@ def list_changes(fields: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def render_changes(fields: dict[str, Any], max_changes: int = 0) -> SafeString:
-    """Render an event's changes as `field before → after`: at most `max_changes` of them (0: all), and the number of the rest.
+    """Render an event's changes as `field before → after`: at most `max_changes` of them (0: all), and the number of
+    the rest.
 
     A change of `state_since` is not listed; the duration of the former state is shown beside the change of `state`.
     """

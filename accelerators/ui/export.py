@@ -44,7 +44,9 @@ _export_slots = BoundedSemaphore(MAX_CONCURRENT_EXPORTS)
 
 
 class ExportResponse(StreamingHttpResponse):
-    """Streaming response that frees its place among `MAX_CONCURRENT_EXPORTS` exports when it is closed, even if nobody read it."""
+    """Streaming response that frees its place among `MAX_CONCURRENT_EXPORTS` exports when it is closed, even if nobody
+    read it.
+    """
 
     def close(self) -> None:
         super().close()

@@ -50,6 +50,8 @@ def require_permission(
 def build_permission_context(
     request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
 ) -> dict[str, Any]:
-    """Return the template context of a page with buttons: `may`, and in `explain_denial` the reason if the user may not."""
+    """Return the template context of a page with buttons: `may`, and in `explain_denial` the reason if the user may
+    not.
+    """
     denial = explain_denial(request, rule, permission)
     return {"may": not denial, "why_not": denial}

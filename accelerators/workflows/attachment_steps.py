@@ -164,7 +164,8 @@ def count_units_of_other_requests(row: Attachment) -> dict[str, int]:
     other_requests = held.filter(device_rp_uuid__in=row.providers).exclude(uuid__in=row.requests)
     half_units: dict[str, int] = {}
     for provider, group in other_requests.values_list("device_rp_uuid", "group"):
-        # For a Xilinx FPGA `groups.list_requested_groups` makes two requests, but one unit is claimed: each counts half.
+        # For a Xilinx FPGA `groups.list_requested_groups` makes two requests, but one unit is claimed: each counts
+        # half.
         half_units[str(provider)] = half_units.get(str(provider), 0) + (
             1 if group.get(groups.XILINX_TRAIT_KEY) == "required" else 2
         )

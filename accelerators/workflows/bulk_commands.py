@@ -35,8 +35,9 @@ def predict_refusal(
 ) -> str:
     """Return why command `op` would be refused for a device, or '' if it would be placed. Pure, for forecasts.
 
-    `word_when_chosen` and `word_now` are the device's `LifecycleState.as_text`. `is_supported` says that its driver supports
-    `op`; `is_held` is known from our own requests only. A held or changed device is refused destructive commands only.
+    `word_when_chosen` and `word_now` are the device's `LifecycleState.as_text`. `is_supported` says that its driver
+    supports `op`; `is_held` is known from our own requests only. A held or changed device is refused destructive
+    commands only.
     """
     if op in DESTRUCTIVE and word_when_chosen != word_now:
         return f"was {word_when_chosen} when it was chosen, is {word_now} now"
@@ -54,9 +55,10 @@ def place_command_for_each(
 ) -> list[ActionResult]:
     """Place command `op` for each of these devices in one transaction; a refusal of one device stops no other.
 
-    `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was chosen. Locks the devices and their hosts.
-    Once HOLDER_CHECKS_TIMEOUT_S have passed, mostly in questions to witnesses, destructive commands for the remaining
-    devices are refused with AWAY, so that they are tried again. A device that is gone is refused with UNKNOWN.
+    `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was chosen. Locks the devices and their
+    hosts. Once HOLDER_CHECKS_TIMEOUT_S have passed, mostly in questions to witnesses, destructive commands for the
+    remaining devices are refused with AWAY, so that they are tried again. A device that is gone is refused with
+    UNKNOWN.
     """
     give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
     with conductor.writing():

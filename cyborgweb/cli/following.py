@@ -20,7 +20,9 @@ from cyborgweb.cli.problems import CliError, ExitCode, to_printable_line
 FIRST_PAUSE_S, PAUSE_FACTOR, MAX_PAUSE_S = 0.1, 1.5, 2.0
 """Seconds between polls: the first pause, the factor by which each pause grows, and the longest pause."""
 MAX_OUTAGE_S = 120.0
-"""For how many seconds an unreachable server is polled again before `follow_until_ended` gives up. The ordered work goes on."""
+"""For how many seconds an unreachable server is polled again before `follow_until_ended` gives up. The ordered work
+goes on.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class WorkProgress:
 def follow_until_ended(title: str, later_command: str, poll: Callable[[], WorkProgress]) -> None:
     """Call `poll` repeatedly and show its progress until the work has ended.
 
-    `title` names the work; `later_command` is the command with which the user can look again, named in error messages. Raises
-    CliError on Ctrl-C, on any error of `poll`, and when the server could not be reached for `MAX_OUTAGE_S`.
+    `title` names the work; `later_command` is the command with which the user can look again, named in error messages.
+    Raises CliError on Ctrl-C, on any error of `poll`, and when the server could not be reached for `MAX_OUTAGE_S`.
     """
     printed_text, pause, answered_at = "", FIRST_PAUSE_S, time.monotonic()
     try:
@@ -73,7 +75,9 @@ def _create_progress_bar(title: str) -> Any:
 def wait_for_commands(
     api: ApiClient, title: str, later_command: str, uuids: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """Follow commands until all of them have ended; return the ended commands by uuid. Raises CliError as `follow_until_ended`."""
+    """Follow commands until all of them have ended; return the ended commands by uuid. Raises CliError as
+    `follow_until_ended`.
+    """
     command_by_uuid: dict[str, dict[str, Any]] = {uuid: {} for uuid in uuids}
 
     def poll() -> WorkProgress:

@@ -32,7 +32,8 @@ LOGIN_HELP = "CYBORG_URL with CYBORG_TOKEN or CYBORG_TOKEN_FILE, or --os-cloud, 
 class LoginOptions:
     """The connection settings from options and environment. `timeout` is in seconds, for one answer.
 
-    `from_command_line` holds the names of the fields set on the command line, which take precedence over the environment.
+    `from_command_line` holds the names of the fields set on the command line, which take precedence over the
+    environment.
     """
 
     url: str = ""

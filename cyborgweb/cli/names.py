@@ -18,8 +18,8 @@ MAX_DEVICES_FETCHED = 20_000
 def resolve_device(api: ApiClient, text: str) -> str:
     """Return the uuid of a device, given its uuid, the beginning of it (at least 4 characters), or HOST/ADDRESS.
 
-    A whole uuid costs no request; otherwise up to MAX_DEVICES_FETCHED devices are fetched. Raises CliError if no device or
-    several devices match, UsageError if `text` has none of these forms.
+    A whole uuid costs no request; otherwise up to MAX_DEVICES_FETCHED devices are fetched. Raises CliError if no device
+    or several devices match, UsageError if `text` has none of these forms.
     """
     try:
         return str(UUID(text))

@@ -127,7 +127,8 @@ def output_options() -> list[click.Parameter]:
 def _store_in_context(
     settings_field: str, field_name: str, convert: Callable[[Any], Any] = lambda value: value
 ) -> Callable[..., Any]:
-    """Return an option callback that stores a non-empty value in the field `field_name` of `CliContext.login` or `CliContext.output`.
+    """Return an option callback that stores a non-empty value in the field `field_name` of `CliContext.login` or
+    `CliContext.output`.
 
     Login fields that were set on the command line are also noted in `Login.from_command_line`.
     """

@@ -52,8 +52,8 @@ def print_rows(
 ) -> None:
     """Print rows on standard output in the chosen format.
 
-    A column is a field, or `name=path` with a path into the row. `empty_text` is printed on standard error if a table has
-    no rows. Raises UsageError for an unknown column.
+    A column is a field, or `name=path` with a path into the row. `empty_text` is printed on standard error if a table
+    has no rows. Raises UsageError for an unknown column.
     """
     row_list = list(rows)
     path_by_name = dict(_parse_column(column) for column in columns)
@@ -121,8 +121,9 @@ def print_row(row: Mapping[str, Any], output: OutputOptions) -> None:
 def format_table_lines(rows: Sequence[Sequence[str]], width: int) -> Iterable[str]:
     """Yield the lines of a table, at most `width` characters wide if possible; 0 means no limit.
 
-    The first row is the header. If the table is too wide, uuids are cut to SHORT_UUID_LENGTH characters, which still identify a
-    device; then columns are cut, the widest first. A last column of sentences (SENTENCE_COLUMNS) is wrapped instead.
+    The first row is the header. If the table is too wide, uuids are cut to SHORT_UUID_LENGTH characters, which still
+    identify a device; then columns are cut, the widest first. A last column of sentences (SENTENCE_COLUMNS) is wrapped
+    instead.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width and sum(widths) + COLUMN_GAP * (len(widths) - 1) > width and "uuid" in rows[0]:

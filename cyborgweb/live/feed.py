@@ -102,7 +102,9 @@ class ConsoleWatcher:
     sent_rows: dict[Any, tuple[object, dict[str, int]]] = field(default_factory=dict)
     row_names: dict[Any, str] = field(default_factory=dict)
     synced_state: object = None
-    """The state (see `Feed._compute_list_state`) at which the page was last up to date; None if it still waits for rows."""
+    """The state (see `Feed._compute_list_state`) at which the page was last up to date; None if it still waits for
+    rows.
+    """
     is_live: bool = False
     announced_live: bool = False
     pending_message: dict[str, Any] = field(default_factory=dict)
@@ -116,8 +118,8 @@ class ConsoleWatcher:
 
 
 class LiveFeed:
-    """The feed thread and its queue. `add_watcher`, `follow_rows` and `remove_watcher` are called from the event loop and do not block;
-    the private methods run in the thread, which starts with the first `add_watcher`.
+    """The feed thread and its queue. `add_watcher`, `follow_rows` and `remove_watcher` are called from the event loop
+    and do not block; the private methods run in the thread, which starts with the first `add_watcher`.
     """
 
     def __init__(self, intervals: FeedIntervals = FeedIntervals()) -> None:
@@ -321,8 +323,8 @@ class LiveFeed:
     def _update_pages(
         self, watchers: list[ConsoleWatcher], state_by_watcher: dict[ConsoleWatcher, tuple[object, ...]]
     ) -> None:
-        """Bring pages up to date, list by list. If one list fails, its pages are closed with TRY_AGAIN_LATER and the others go
-        on; an error of the connection is raised.
+        """Bring pages up to date, list by list. If one list fails, its pages are closed with TRY_AGAIN_LATER and the
+        others go on; an error of the connection is raised.
         """
         by_list: dict[Any, list[ConsoleWatcher]] = defaultdict(list)
         for watcher in watchers:

@@ -1,8 +1,8 @@
 """A device's usage as server-sent events, served on the event loop, so that listeners occupy no request thread.
 
 It answers at the address of the usage resource (`agents.api`) for clients that accept `text/event-stream`. Whether a
-client may listen is asked of that resource itself, at the beginning and again every `Pace.permission_check_s` seconds. Samples are
-read once a second for all listeners together, in one thread.
+client may listen is asked of that resource itself, at the beginning and again every `Pace.permission_check_s` seconds.
+Samples are read once a second for all listeners together, in one thread.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class _UsageListener:
 
 
 class UsageStream:
-    """The ASGI application. `json_application` is the application that serves the same resource as JSON, on a bounded number
-    of threads.
+    """The ASGI application. `json_application` is the application that serves the same resource as JSON, on a bounded
+    number of threads.
     """
 
     def __init__(self, json_application: Any, intervals: StreamIntervals = StreamIntervals()) -> None:
@@ -164,7 +164,9 @@ class UsageStream:
         return started[0]["status"], list(started[0]["headers"]), body
 
     async def _wait_until_not_allowed(self, scope: Any) -> None:
-        """Return when the client may no longer listen, or when no check has succeeded for `Pace.max_check_failure_s` seconds."""
+        """Return when the client may no longer listen, or when no check has succeeded for `Pace.max_check_failure_s`
+        seconds.
+        """
         loop = asyncio.get_running_loop()
         allowed_at = loop.time()
         while loop.time() - allowed_at < self._intervals.max_check_failure_s:
@@ -193,7 +195,8 @@ class UsageStream:
                 await asyncio.sleep(max(0.0, started_at + self._intervals.event_s - loop.time()))
         finally:
             self._reader_task = None
-            self.end_all_streams()  # there are no listeners left, or the reader failed and would never tell them anything
+            # there are no listeners left, or the reader failed and would never tell them anything
+            self.end_all_streams()
 
     def _load_samples(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Ask the gateways for the devices' last samples and keep their agents sending; return them by uuid. Runs in

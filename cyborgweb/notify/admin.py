@@ -179,8 +179,8 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return field_names if obj else tuple(name for name in field_names if name != "standing")
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """Refuse filters on `HIDDEN_FIELDS` fields: a URL may hold a token, which a filter would let people guess letter by
-        letter.
+        """Refuse filters on `HIDDEN_FIELDS` fields: a URL may hold a token, which a filter would let people guess
+        letter by letter.
         """
         return lookup.partition("__")[0] not in HIDDEN_FIELDS and super().lookup_allowed(lookup, value, request)
 

@@ -4,9 +4,9 @@ subscriptions that have failed for days.
 No transaction is open while messages are posted: it would hold up everything that waits for older transactions to end.
 
 Delivery is at least once: if the process is killed after an attempt and before its outcome is committed, the message is
-sent again with the same id. At most `MAX_ATTEMPTS_PER_HOST` simultaneous attempts go to one host and `MAX_WEBHOOKS_PER_ROUND` in all, on
-threads that do not use the database. A subscription whose last attempt failed gets one message at a time, with a
-growing back-off.
+sent again with the same id. At most `MAX_ATTEMPTS_PER_HOST` simultaneous attempts go to one host and
+`MAX_WEBHOOKS_PER_ROUND` in all, on threads that do not use the database. A subscription whose last attempt failed gets
+one message at a time, with a growing back-off.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cyborgweb.notify import keyring, mail, subscriptions, webhook
 from cyborgweb.notify.webhook import AttemptOutcome
 
 MAX_RUN_S = 10.0
-"""Seconds after which no new round begins. With `MAX_MAIL_ROUND_S` and one last mail, a job ends well below the cluster's time
-limit of 60 s.
+"""Seconds after which no new round begins. With `MAX_MAIL_ROUND_S` and one last mail, a job ends well below the
+cluster's time limit of 60 s.
 """
 MAX_WEBHOOKS_PER_ROUND, MAX_ATTEMPTS_PER_HOST, MAX_MAILS_PER_ROUND, MAX_MESSAGES_PER_MAIL = 64, 4, 20, 100
 """Attempts per webhook round, attempts per round to one host, mails per round, messages per mail."""
@@ -123,7 +123,9 @@ def run_mails() -> None:
 
 
 def send_webhooks() -> bool:
-    """Clean up with `give_up_and_delete_old`, send one round of webhooks and store the outcomes. Return True if there may be more."""
+    """Clean up with `give_up_and_delete_old`, send one round of webhooks and store the outcomes. Return True if there
+    may be more.
+    """
     give_up_and_delete_old()
     deliveries = fetch_due_deliveries(DeliveryWay.WEBHOOK, MAX_WEBHOOKS_PER_ROUND)
     store_outcomes(deliveries, _post_all(deliveries), 0)
@@ -148,8 +150,8 @@ def send_mails() -> bool:
 def _run_rounds(job: str, step: Callable[[], bool]) -> None:
     """Call `step` until it returns False or `MAX_RUN_S` has passed; then wake the job again if there is more.
 
-    Unlike `jobs.run_steps` it opens no transaction. If another process holds the job's lock it returns at once and leaves the
-    work to that process or to the clock, because a worker that waited here would be missing elsewhere.
+    Unlike `jobs.run_steps` it opens no transaction. If another process holds the job's lock it returns at once and
+    leaves the work to that process or to the clock, because a worker that waited here would be missing elsewhere.
     """
     jobs.clear_tick(job)
     end = time.monotonic() + MAX_RUN_S
@@ -275,9 +277,9 @@ def _post_delivery(
 
 
 def _send_mails(due_deliveries: Iterable[DueDelivery]) -> tuple[list[DueDelivery], list[AttemptOutcome], bool]:
-    """Send one mail per subscription, for at most `MAX_MAILS_PER_ROUND` subscriptions and `MAX_MAIL_ROUND_S` seconds. Return the deliveries
-    that were tried, their outcomes, and whether the mail server is unavailable; it stops at the first mail that
-    finds it so.
+    """Send one mail per subscription, for at most `MAX_MAILS_PER_ROUND` subscriptions and `MAX_MAIL_ROUND_S` seconds.
+    Return the deliveries that were tried, their outcomes, and whether the mail server is unavailable; it stops at the
+    first mail that finds it so.
     """
     deliveries_by_subscription: dict[int, list[DueDelivery]] = {}
     end = time.monotonic() + MAX_MAIL_ROUND_S

@@ -141,8 +141,8 @@ def resolve_host(host: str, port: int) -> Sequence[str]:
 def post_message(
     url: str, headers: dict[str, str], body: bytes, allowed: AllowedDestinations, lookup: LookupFunction = resolve_host
 ) -> AttemptOutcome:
-    """Make one attempt to post the message and return its outcome. Ends within about `ATTEMPT_TIMEOUT_S`; errors of the URL, the
-    network and TLS are returned, not raised.
+    """Make one attempt to post the message and return its outcome. Ends within about `ATTEMPT_TIMEOUT_S`; errors of the
+    URL, the network and TLS are returned, not raised.
     """
     end = time.monotonic() + ATTEMPT_TIMEOUT_S
     try:
@@ -212,7 +212,9 @@ def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, look
 
 
 def _connect_to_first(addresses: Sequence[str], port: int) -> socket.socket:
-    """Connect to the first address that answers, within `CONNECT_TIMEOUT_S` for all. Raises the last failure if none does."""
+    """Connect to the first address that answers, within `CONNECT_TIMEOUT_S` for all. Raises the last failure if none
+    does.
+    """
     end = time.monotonic() + CONNECT_TIMEOUT_S
     for address in addresses[:-1]:
         try:

@@ -26,8 +26,8 @@ MAX_ERROR_LENGTH = 160
 
 @dataclass(frozen=True)
 class Alert:
-    """One line of the list: its tone (of `badges.render_badge`), a label, the text of the link (`link_text`), the rest of
-    the sentence (`explanation`), and the link's address.
+    """One line of the list: its tone (of `badges.render_badge`), a label, the text of the link (`link_text`), the rest
+    of the sentence (`explanation`), and the link's address.
     """
 
     tone: str

@@ -38,8 +38,8 @@ PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([
 
 @dataclass(frozen=True)
 class SearchableKind:
-    """What can be found: `uuid_fields` and `name_fields` are fields that are searched by prefix; `result_text` is the result's text,
-    `side_text` the text next to it.
+    """What can be found: `uuid_fields` and `name_fields` are fields that are searched by prefix; `result_text` is the
+    result's text, `side_text` the text next to it.
     """
 
     model: type[Any]
@@ -117,8 +117,8 @@ def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
 
 
 def _build_query(kind: SearchableKind, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
-    """Return the query for the rows that match, at most `MAX_HITS_PER_KIND` and one more; None if the term cannot match this
-    kind.
+    """Return the query for the rows that match, at most `MAX_HITS_PER_KIND` and one more; None if the term cannot match
+    this kind.
     """
     exact_conditions, prefix_conditions = [], []
     if bounds := uuid_bounds(term):

@@ -32,7 +32,8 @@ WHERE ended_at IS NULL AND answered_at IS NULL AND op IN ('attach', 'detach')
 agent knows the command, does not run it twice, and reports its result. If the command had timed out here before,
 an instance would lose the accelerator that it got in the meantime."""
 EXTEND_BINDS = f"""
-UPDATE accelerators_acceleratorrequest SET deadline = now() + interval '{EXTENSION} 1 minute' WHERE state = 'BindStarted'
+UPDATE accelerators_acceleratorrequest SET deadline = now() + interval '{EXTENSION} 1 minute' WHERE state =
+'BindStarted'
 """
 """Extends the deadline of unfinished binds. It is later than the limit of the bind's command, because the command's
 result gives the reason if it fails."""

@@ -46,8 +46,8 @@ WAIT_INTERVAL_S = 1.0
 RESTING_STATES = (AttachmentState.ATTACHED.value, *ENDED_ATTACHMENT_STATES)
 UNKNOWN_INSTANCE_TEXT = "Nova has no instance {}."
 UNSETTLED_STEPS = ("claiming", "claimed", "returning")
-"""In these steps a write is under way, or its claim is not bound yet, so that `attachment_steps.count_units_of_other_requests` does not count
-it.
+"""In these steps a write is under way, or its claim is not bound yet, so that
+`attachment_steps.count_units_of_other_requests` does not count it.
 """
 PLACEMENT_OFF_TEXT = "Placement is switched off, so nothing is claimed there"
 
@@ -219,7 +219,8 @@ def _release_shares(row: Attachment) -> None:
     switched off.
 
     While Placement rejects what the instance has elsewhere, it refuses every write for the instance. So if nothing has
-    to be released, and no claim can be under way any more (`is_past_pending_writes`), the attachment ends without a write.
+    to be released, and no claim can be under way any more (`is_past_pending_writes`), the attachment ends without a
+    write.
     """
     if row.claim is None:
         return steps.end_attachment(row)

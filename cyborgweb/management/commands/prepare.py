@@ -79,8 +79,8 @@ def _migrate_database() -> None:
 
     The lock also prevents two processes from creating a first login. Waiting is done by retrying, not inside a
     statement: a waiting statement holds a snapshot, and an index built concurrently would wait for that snapshot.
-    Raises CommandError if another process holds the lock for MAX_MIGRATION_TRIES × MIGRATION_RETRY_S seconds, OperationalError if a migration
-    cannot get its locks or fails otherwise.
+    Raises CommandError if another process holds the lock for MAX_MIGRATION_TRIES × MIGRATION_RETRY_S seconds,
+    OperationalError if a migration cannot get its locks or fails otherwise.
     """
     for remaining_tries in range(MAX_MIGRATION_TRIES, -1, -1):
         with connection.cursor() as cursor:
