@@ -25,8 +25,8 @@ from agents.models import Agent, BarKind, JoinToken
 TOPIC = "agents"
 """Notifications that agent rows have changed; the detail is the host's id."""
 MAX_REASON_CHARS = 500
-SELECT_CHANGED_AGENTS = """SELECT host_id, public_key, barred, barred_reason, rotate_asked_at IS NOT NULL, connection, epoch, boot_id,
-  address
+SELECT_CHANGED_AGENTS = """SELECT host_id, public_key, barred, barred_reason, rotate_asked_at IS NOT NULL, connection,
+  epoch, boot_id, address
 FROM agents_agent WHERE changed_at > now() - make_interval(secs => %s)
 """
 

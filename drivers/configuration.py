@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-ConfigurationT = TypeVar("T")
+ConfigurationT = TypeVar("ConfigurationT")
 
 
 class ConfigurationError(ValueError):

@@ -74,7 +74,10 @@ class StateChoice:
             return f"It {error}."
         if self.action is Action.RETIRE and current.holding_requests:
             verb = "is" if current.holding_requests == 1 else "are"
-            return f"{current.holding_requests} of its units {verb} held. Choose “Drain, then retire”: that waits until they are free."
+            return (
+                f"{current.holding_requests} of its units {verb} held. Choose “Drain, then retire”: that waits"
+                " until they are free."
+            )
         return "It is not offered and nobody holds it. Choose “Retire” instead."
 
 

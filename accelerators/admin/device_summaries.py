@@ -92,7 +92,7 @@ def _page_url_template(model: str) -> str:
 
 
 def _build_card(device: Device, cells: Sequence[HandleCell], counts: Counter[str]) -> DeviceCard:
-    stale = bool(device.host.why_stale(device.driver, device.backend))
+    stale = bool(device.host.stale_reason(device.driver, device.backend))
     other_badges = (
         (f"health {device.status}", badges.HEALTH_TONES[device.status], device.status not in ("ok", "unknown")),
         ("draining", "busy", bool(device.drain_to)),

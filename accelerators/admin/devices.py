@@ -82,7 +82,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         return badges.join_badges(
             badges.render_device_state(device.state, device.state_reason),
             badges.render_drain_badge(device.drain_to),
-            badges.render_stale_badge(device.host.why_stale(device.driver, device.backend)),
+            badges.render_stale_badge(device.host.stale_reason(device.driver, device.backend)),
         )
 
     @display(description="Health", ordering="status")
@@ -162,7 +162,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             "device": device,
             "state": badges.render_device_state(device.state),
             "health": badges.render_health(device.status),
-            "stale": badges.render_stale_badge(stale_reason := device.host.why_stale(device.driver, device.backend)),
+            "stale": badges.render_stale_badge(stale_reason := device.host.stale_reason(device.driver, device.backend)),
             "why_stale": stale_reason,
             "state_since": badges.render_relative_time(device.state_since),
             "status_since": badges.render_relative_time(device.status_since),

@@ -216,7 +216,7 @@ def _build_device_row(device: Device, card: topology_svg.DeviceCard) -> dict[str
     return {
         "device": device,
         "state": badges.render_device_state(device.state, device.state_reason),
-        "stale": badges.render_stale_badge(device.host.why_stale(device.driver, device.backend)),
+        "stale": badges.render_stale_badge(device.host.stale_reason(device.driver, device.backend)),
         "health": badges.render_health(device.status, device.status_reason),
         "since": badges.render_relative_time(device.state_since),
         "held": card.held_count,

@@ -127,7 +127,8 @@ def list_notices(request: AcceleratorRequest, events: Iterable[Event]) -> list[N
     ]
     if pending_intent := Intent.objects.filter(kind=notices.NOTICE_INTENT, key=str(request.uuid)).first():
         status = "completed" if pending_intent.payload.get("completed") else "failed"
-        attempts_text = f"tried {pending_intent.attempts} time{'' if pending_intent.attempts == 1 else 's'}, last answer: {pending_intent.last_error}"
+        plural = "" if pending_intent.attempts == 1 else "s"
+        attempts_text = f"tried {pending_intent.attempts} time{plural}, last answer: {pending_intent.last_error}"
         badge = (
             badges.render_badge("retrying", "warn")
             if pending_intent.attempts

@@ -74,7 +74,10 @@ NUMA_NODE_ICON = "M5 5h14v14H5zM9 9h6v6H9zM9 2v3M15 2v3M9 19v3M15 19v3M2 9h3M2 1
 
 @dataclass(frozen=True)
 class HandleCell:
-    """An attach handle and its holder. `state` is a word of `HANDLE_GLYPHS`, `deployable_id` the id of its deployable."""
+    """An attach handle and its holder.
+
+    `state` is a word of `HANDLE_GLYPHS`, `deployable_id` the id of its deployable.
+    """
 
     name: str
     state: str
@@ -286,7 +289,10 @@ def build_legend(cards: Iterable[DeviceCard]) -> Iterator[tuple[SafeString, str,
     counts = sum((card.handle_counts for card in cards), Counter[str]())
     for state in HANDLE_GLYPHS:
         if counts[state]:
-            cell_svg = f'<svg class="picture" width="{CELL_SIZE}" height="{CELL_SIZE}" aria-hidden="true">{_draw_cell_box(state, 0, 0)}</svg>'
+            cell_svg = (
+                f'<svg class="picture" width="{CELL_SIZE}" height="{CELL_SIZE}" aria-hidden="true">'
+                f"{_draw_cell_box(state, 0, 0)}</svg>"
+            )
             yield SafeString(cell_svg), state, counts[state]
 
 
@@ -332,9 +338,8 @@ def _draw_tree(area: NumaArea) -> str:
             if placed_branch.branch.bus is None:
                 behind = _list_branches_behind(placed_branch, column[n + 1 :])
                 last_y = max(one.y for one in behind if one.branch.depth == placed_branch.branch.depth + 1)
-                lines.append(
-                    f"M{placed_branch.x} {placed_branch.y}h12M{placed_branch.x + INSET} {placed_branch.y + BRIDGE_BOX_HEIGHT // 2}V{last_y}"
-                )
+                box_bottom = placed_branch.y + BRIDGE_BOX_HEIGHT // 2
+                lines.append(f"M{placed_branch.x} {placed_branch.y}h12M{placed_branch.x + INSET} {box_bottom}V{last_y}")
                 labels.append(_draw_bridge_box(placed_branch, sum(len(one.cards) for one in behind)))
                 continue
             card_x = placed_branch.cards[0].x
@@ -360,9 +365,11 @@ def _draw_bridge_box(placed_box: PlacedBranch, card_count: int) -> str:
     tooltip = f"{name}: {' › '.join(addresses)}, {card_count} cards behind it"
     return (
         f'<g class="bridges" role="img"><title>{escape(tooltip)}</title>'
-        f'<rect x="{x}" y="{placed_box.y - BRIDGE_BOX_HEIGHT // 2}" width="{placed_box.right - x}" height="{BRIDGE_BOX_HEIGHT}" rx="6"/>'
+        f'<rect x="{x}" y="{placed_box.y - BRIDGE_BOX_HEIGHT // 2}" width="{placed_box.right - x}"'
+        f' height="{BRIDGE_BOX_HEIGHT}" rx="6"/>'
         f'<text class="mono" x="{x + 12}" y="{placed_box.y + 4}">{escape(" › ".join(shown_addresses))}</text>'
-        f'<text class="end" x="{placed_box.right - RIGHT_MARGIN}" y="{placed_box.y + 4}">{name} · {card_count} cards</text></g>'
+        f'<text class="end" x="{placed_box.right - RIGHT_MARGIN}" y="{placed_box.y + 4}">'
+        f"{name} · {card_count} cards</text></g>"
     )
 
 
@@ -380,7 +387,8 @@ def _draw_bus_label(branch: TreeBranch, x: int, y: int) -> str:
 def _draw_card(placed: PlacedCard) -> str:
     card, width, height = placed.card, placed.width, placed.height
     (state, tone), *other_badges = card.status_badges
-    tooltip = f"{card.name}: {', '.join(word for word, _ in card.status_badges)}, {card.held_count} of {card.handle_counts.total()} held"
+    status_text = ", ".join(word for word, _ in card.status_badges)
+    tooltip = f"{card.name}: {status_text}, {card.held_count} of {card.handle_counts.total()} held"
     other_badges_svg = " ".join(
         f'<tspan class="{tone}">{GLYPHS[tone]} {escape(word)}</tspan>' for word, tone in other_badges
     )
@@ -392,9 +400,10 @@ def _draw_card(placed: PlacedCard) -> str:
         f'<path class="edge" d="M8 .5H5a4.5 4.5 0 0 0-4.5 4.5V{height - 5}a4.5 4.5 0 0 0 4.5 4.5h3z"/>'
         f'<path class="shape" transform="translate(16 11)" d="{icon}"/>'
         f'<g aria-hidden="true"><text class="name" x="{ICON_SPACE}" y="25">{escape(_truncate(card.model))}</text>'
-        f'<text class="small end" x="{width - RIGHT_MARGIN}" y="25"><tspan class="{tone}">{GLYPHS[tone]} {escape(state)}'
-        f"</tspan></text>"
-        f'<text class="small" x="{ICON_SPACE}" y="44">{escape(card.type)} <tspan class="mono">{escape(_truncate(card.address))}'
+        f'<text class="small end" x="{width - RIGHT_MARGIN}" y="25">'
+        f'<tspan class="{tone}">{GLYPHS[tone]} {escape(state)}</tspan></text>'
+        f'<text class="small" x="{ICON_SPACE}" y="44">{escape(card.type)} '
+        f'<tspan class="mono">{escape(_truncate(card.address))}'
         f'</tspan></text><text class="small end" x="{width - RIGHT_MARGIN}" y="44">{other_badges_svg}</text></g></a>'
         f"{_draw_cells(placed)}</g>"
     )
@@ -419,7 +428,8 @@ def _draw_cell(cell: HandleCell, x: int, y: int) -> str:
 def _draw_cell_box(state: str, x: int, y: int) -> str:
     css_class = state.replace(" ", "-")
     return (
-        f'<g class="cell {css_class}"><rect x="{x + 0.5}" y="{y + 0.5}" width="{CELL_SIZE - 1}" height="{CELL_SIZE - 1}" rx="4"/>'
+        f'<g class="cell {css_class}">'
+        f'<rect x="{x + 0.5}" y="{y + 0.5}" width="{CELL_SIZE - 1}" height="{CELL_SIZE - 1}" rx="4"/>'
         f'<text x="{x + CELL_SIZE // 2}" y="{y + 14}" aria-hidden="true">{HANDLE_GLYPHS[state]}</text></g>'
     )
 

@@ -24,8 +24,9 @@ SEALS_JOB = "seals"
 MAX_EVENTS_PER_SEAL = 10_000
 """Maximum number of events per seal."""
 
-EVENT_TEXT = """json_build_array(e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), e.source, e.actor,
-  e.request_id, e.action, e.subject_type, e.subject, e.subject_name, e.host, e.changes::text, e.reason)::text"""
+EVENT_TEXT = """json_build_array(e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), e.source,
+  e.actor, e.request_id, e.action, e.subject_type, e.subject, e.subject_name, e.host, e.changes::text,
+  e.reason)::text"""
 """SQL expression of an event's canonical text (docs/audit.md): a JSON array with `, ` between its values."""
 EVENT_DIGEST = f"sha256(convert_to({EVENT_TEXT}, 'UTF8'))"
 SELECT_FINAL_TX = "SELECT accelerators_event_final()"

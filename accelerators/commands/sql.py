@@ -1,7 +1,7 @@
 """SQL statements of `placing` and `command_results`. Most of them handle any number of commands at once."""
 
-_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name,
-  host, changes, reason)
+_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject,
+  subject_name, host, changes, reason)
 SELECT clock_timestamp(), {source}, {actor}, m.request_id, 'command.' || {action}, 'command', m.uuid,
   left(m.op || ' ' || m.device_name, 255), h.name, {changes}, {reason}
 FROM {rows} m JOIN accelerators_host h ON h.id = m.host_id {more}"""

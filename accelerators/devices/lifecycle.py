@@ -103,7 +103,7 @@ class DeviceStateChange:
 
 @dataclass(frozen=True)
 class SeenStates:
-    """What a person saw when deciding: `Standing.as_text` of each device, and whether they confirmed held devices too."""
+    """What a person saw when deciding: `Standing.as_text` per device, and whether they confirmed held devices too."""
 
     words_by_device: Mapping[UUID, str]
     held_too: bool = False
@@ -223,7 +223,10 @@ def _decide_new_standing(
     seen_word = seen.words_by_device.get(device.uuid, before.as_text) if seen else before.as_text
     changed_by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
     since = f"since {device.state_since.astimezone(UTC):%H:%M:%S} UTC, by {changed_by}"
-    text = f"Device {device.uuid} was {seen_word} when this was decided; it is {before.as_text} now, {since}. Look at it again."
+    text = (
+        f"Device {device.uuid} was {seen_word} when this was decided; it is {before.as_text} now, {since}."
+        " Look at it again."
+    )
     changed_error = RefusedError(RefusalReason.CONFLICT, text)
     try:
         after = state_after_action(action, before, drain_to)

@@ -158,7 +158,8 @@ def _require_at_most_one(images: Sequence[Any], function: str) -> Any:
     if len(images) > 1:
         uuids = ", ".join(str(one.uuid) for one in images)
         raise ImageUnusableError(
-            f"several images have {_describe_wanted_image('function_id', function)} ({uuids}): name one by {BITSTREAM_KEY}"
+            f"several images have {_describe_wanted_image('function_id', function)} ({uuids}):"
+            f" name one by {BITSTREAM_KEY}"
         )
     return images[0] if images else None
 

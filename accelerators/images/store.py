@@ -38,7 +38,7 @@ ABANDONED_S = 24 * 3600.0
 
 def get_image_directory() -> Path:
     """Return the directory of the image files; it is created if it does not exist, readable by our user only."""
-    image_directory: Path = settings.KEYS.state / "images"
+    image_directory: Path = settings.KEYS.state_path / "images"
     image_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return image_directory
 
@@ -129,7 +129,10 @@ def delete_image(uuid: UUID, caller: Caller, source: EventSource) -> None:
         if image is None:
             raise RefusedError(RefusalReason.UNKNOWN, f"Image not found with uuid={uuid}")
         if blocking_command := Command.objects.filter(COMMAND_IS_OPEN, arguments__image__id=str(uuid)).first():
-            message = f"Command {blocking_command.uuid} ({blocking_command}) needs image {uuid}: wait until the command has ended."
+            message = (
+                f"Command {blocking_command.uuid} ({blocking_command}) needs image {uuid}:"
+                " wait until the command has ended."
+            )
             raise RefusedError(RefusalReason.CONFLICT, message)
         image.delete()
         _record_image_event("image.removed", image, source, caller.name, "")

@@ -3,8 +3,8 @@
 VISIBLE_CONDITION = "(%(project)s::text IS NULL OR q.project_id = %(project)s::text)"
 """Condition: the caller may see the request that is aliased `q` (promise X4)."""
 
-_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name,
-  host, changes, reason)
+_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject,
+  subject_name, host, changes, reason)
 SELECT clock_timestamp(), {source}, %(actor)s::text, %(request_id)s::text, 'request.' || {action}, 'request', m.uuid,
   coalesce(m.profile_name, ''), coalesce(m.hostname, ''), {changes}, {reason} FROM {rows} m"""
 
@@ -47,7 +47,10 @@ LOCK_REQUESTS = (
 
 """Lock the requests with these uuids, by id; only those that the caller may see."""
 
-LOCK_REQUESTS_OF_INSTANCE = f"{_SELECT_REQUESTS} WHERE q.instance_uuid = %(instance)s::uuid AND {VISIBLE_CONDITION} ORDER BY q.id FOR UPDATE OF q"
+LOCK_REQUESTS_OF_INSTANCE = (
+    f"{_SELECT_REQUESTS} WHERE q.instance_uuid = %(instance)s::uuid AND {VISIBLE_CONDITION}"
+    " ORDER BY q.id FOR UPDATE OF q"
+)
 """Lock the requests of an instance, by id; only those that the caller may see."""
 
 SELECT_INSTANCE_WITH_REQUESTS = f"""

@@ -36,7 +36,8 @@ _JOIN_HOLDERS = f"""LEFT JOIN (SELECT deployable_id, count(*) AS held FROM accel
     OR d.host_id = (SELECT id FROM accelerators_host WHERE name = %(host{{n}})s)) GROUP BY 1) f
     ON f.deployable_id = p.id"""
 _OFFERED_COUNT = OFFERED_COUNT.format(free="coalesce(f.free, 0)", held="coalesce(r.held, 0)")
-_JOIN_HOLDERS_BY_PROJECT = """JOIN (SELECT deployable_id, project_id, count(*) AS held FROM accelerators_acceleratorrequest
+_JOIN_HOLDERS_BY_PROJECT = """JOIN (SELECT deployable_id, project_id, count(*) AS held
+  FROM accelerators_acceleratorrequest
   WHERE attach_handle_id IS NOT NULL AND (%(project{n})s::text IS NULL OR project_id = %(project{n})s)
   GROUP BY 1, 2) r ON r.deployable_id = p.id"""
 _WITH_SAMPLES = """said AS (

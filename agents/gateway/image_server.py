@@ -39,7 +39,7 @@ SELECT EXISTS (SELECT FROM accelerators_command
   WHERE host_id = %s AND ended_at IS NULL AND answered_at IS NULL AND arguments -> 'image' ->> 'id' = %s)
 """
 """Whether an open command of a host names an image."""
-ResultT = TypeVar("T")
+ResultT = TypeVar("ResultT")
 
 
 class ImageServer:

@@ -101,7 +101,7 @@ class CommandJob:
 
 
 WriterJob = SpoolJob | AdmitJob | TrustJob | CommandJob
-BatchJobT = TypeVar("T", SpoolJob, CommandJob)
+BatchJobT = TypeVar("BatchJobT", SpoolJob, CommandJob)
 FutureResults = list[tuple[asyncio.Future[Any], Any]]
 
 

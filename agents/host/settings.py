@@ -191,6 +191,9 @@ def extract_allowed_acts(driver_settings: dict[str, dict[str, Any]]) -> dict[str
             raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS: acts = {acts!r} of [{name}] is not a list of {known}")
         allowed[name] = frozenset(acts)
     if other_keys := driver_settings.pop(ALL_DRIVERS, {}):
-        text = f'CYBORG_DRIVER_SETTINGS: the table ["*"] can have only acts; move {", ".join(other_keys)} to a driver\'s table'
+        text = (
+            'CYBORG_DRIVER_SETTINGS: the table ["*"] can have only acts; '
+            f"move {', '.join(other_keys)} to a driver's table"
+        )
         raise ConfigurationError(text)
     return allowed

@@ -51,7 +51,8 @@ def get_maintenance() -> Maintenance | None:
 def describe_maintenance(maintenance: Maintenance) -> str:
     """Return the message for a caller who is refused: since when, by whom and why everything is read only."""
     why = f": {maintenance.reason}" if maintenance.reason else ""
-    return f"All of this is read only since {maintenance.since:%Y-%m-%d %H:%M} UTC, by {maintenance.by}{why}. Try again later."
+    since = f"{maintenance.since:%Y-%m-%d %H:%M} UTC"
+    return f"All of this is read only since {since}, by {maintenance.by}{why}. Try again later."
 
 
 def refuse_if_read_only() -> None:

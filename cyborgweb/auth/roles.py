@@ -166,4 +166,7 @@ def explain_refusal(request: HttpRequest, rule: str, permission: str) -> str:
     helpful_group = next((role.group for role in reversed(ROLES) if sufficient_role in role.keystone_roles), "")
     group_hint = f" or membership in the group {helpful_group}" if helpful_group else ""
     own_roles = ", ".join(sorted(caller.roles)) or "none"
-    return f"You need the role {sufficient_role}{group_hint}. Your roles: {own_roles}. An administrator of this console can give it to you."
+    return (
+        f"You need the role {sufficient_role}{group_hint}. Your roles: {own_roles}."
+        " An administrator of this console can give it to you."
+    )

@@ -92,7 +92,10 @@ class ApiClient:
             )
             raise CliError(ExitCode.AWAY, text + outcome_unknown) from None
         except exceptions.SSLError as error:
-            text = f"{server_url} cannot be trusted ({_describe_cause(error)}): give the file of its authority in --cacert."
+            text = (
+                f"{server_url} cannot be trusted ({_describe_cause(error)}):"
+                " give the file of its authority in --cacert."
+            )
             raise CliError(ExitCode.AWAY, text) from None
         except (exceptions.ConnectionError, exceptions.DiscoveryFailure) as error:
             text = (

@@ -70,8 +70,9 @@ def find_binaries(pg_bin: str = "", wanted_major: int | None = None) -> Postgres
     if usable:
         return usable[0]
     if wanted_major is not None and binaries:
+        found_versions = ", ".join(str(b.major) for b in binaries)
         raise PostgresError(
-            f"the database is of PostgreSQL {wanted_major}, but only {', '.join(str(b.major) for b in binaries)} is here:"
+            f"the database is of PostgreSQL {wanted_major}, but only {found_versions} is here:"
             f" name the folder of version {wanted_major} in CYBORG_PG_BIN, or dump it there with pg_dumpall, move the"
             " folder away, start again and load the dump with psql"
         )

@@ -394,8 +394,8 @@ class LiveFeed:
         for one, differ in served:
             for key in differ:
                 _add_row_to_message(one, key, cached_rows.get(key, NEVER_RENDERED) if key in versions else GONE_ROW)
-            if not one.live:
-                one.mark, one.live = state_by_watcher[one], True
+            if not one.is_live:
+                one.synced_state, one.is_live = state_by_watcher[one], True
         return len(keys_to_render)
 
     def _count_new_rows(self, watchers: list[ConsoleWatcher], now: float) -> None:
@@ -443,9 +443,9 @@ class LiveFeed:
                 one.is_live = one.is_live and now - one.waiting_since < MAX_RELOAD_DELAY_S
                 if now >= one.hinted_at + self._intervals.reload_hint_s:
                     waiting.append(one)
-        for one in sorted(waiting, key=lambda one: one.waits_since or now)[:MAX_RELOAD_HINTS]:
-            one.mark, one.live, one.hinted_at, one.waits_since = state, True, now, None
-            one.say["moved"] = True
+        for one in sorted(waiting, key=lambda watcher: watcher.waiting_since or now)[:MAX_RELOAD_HINTS]:
+            one.synced_state, one.is_live, one.hinted_at, one.waiting_since = state, True, now, None
+            one.pending_message["moved"] = True
 
     @staticmethod
     def _send_pending_message(watcher: ConsoleWatcher) -> None:

@@ -122,7 +122,8 @@ def _render_code_block(self: Any, tokens: Sequence[Token], at: int, options: Any
     if language == "mermaid":
         heading = next((n for n in range(at, 0, -1) if tokens[n - 1].type == "heading_open"), None)
         accessible_name = _plain_text(tokens[heading]) if heading else env["page"]
-        return f'<div class="drawing" tabindex="0" role="group">{sequence.render_svg(token.content, accessible_name)}</div>\n'
+        drawing = sequence.render_svg(token.content, accessible_name)
+        return f'<div class="drawing" tabindex="0" role="group">{drawing}</div>\n'
     caption = f"<figcaption>{escapeHtml(name)}</figcaption>" if name else ""
     return f'<figure class="code">{caption}<pre tabindex="0"><code>{escapeHtml(token.content)}</code></pre></figure>\n'
 
@@ -133,7 +134,10 @@ def _render_image(self: Any, tokens: Sequence[Token], at: int, options: Any, env
     alternative_text, path = escapeHtml(token.content), token.meta.get("docs", "")
     if path.endswith(".svg") and path in contents.list_public_files():
         drawing = (contents.DOCS_FOLDER / path).read_text().partition("<svg ")[2]
-        return f'<span class="drawing" tabindex="0"><svg role="img" aria-label="{alternative_text}" {drawing.strip()}</span>'
+        return (
+            '<span class="drawing" tabindex="0">'
+            f'<svg role="img" aria-label="{alternative_text}" {drawing.strip()}</span>'
+        )
     return f'<img src="{escapeHtml(str(token.attrGet("src")))}" alt="{alternative_text}" loading="lazy">'
 
 

@@ -56,8 +56,9 @@ def _participant_x(participants: dict[str, str], key: str) -> int:
 
 def _draw_participant(x: int, word: str, bottom: int) -> str:
     return (
-        f'<path class="line" d="M{x} {HEAD_HEIGHT}V{bottom}"/><rect class="who" x="{x - 50}" y="8" width="100" height="32"'
-        f' rx="6"/><text class="name" x="{x}" y="29" text-anchor="middle">{escape(word)}</text>'
+        f'<path class="line" d="M{x} {HEAD_HEIGHT}V{bottom}"/>'
+        f'<rect class="who" x="{x - 50}" y="8" width="100" height="32" rx="6"/>'
+        f'<text class="name" x="{x}" y="29" text-anchor="middle">{escape(word)}</text>'
     )
 
 

@@ -146,7 +146,7 @@ def search_sections(term: str) -> list[ManualHit]:
             SERVED_EDITION.docs_url(f"{entry.name}.md#{one.anchor}"),
             entry.title,
             one.title,
-            excerpt_around(one.said, words),
+            excerpt_around(one.plain_text, words),
         )
         for _, entry, one in ranked[:MAX_HITS]
     ]

@@ -198,7 +198,7 @@ def store_outcomes(tried: list[DueDelivery], outcomes: list[AttemptOutcome], pau
         cursor.execute(UPDATE_DELIVERIES, [orjson.dumps(rows).decode()])
         for id, must_pause in failing_for_long.items():
             outcome = outcome_by_subscription[id]
-            if outcome.gone:
+            if outcome.is_gone:
                 _stop_subscription(id, SubscriptionStanding.GONE, "Its destination answered 410 Gone.")
             elif must_pause:
                 _stop_subscription(
@@ -209,7 +209,7 @@ def store_outcomes(tried: list[DueDelivery], outcomes: list[AttemptOutcome], pau
 
 
 def give_up_and_delete_old() -> None:
-    """Give up deliveries that have waited for `MAX_WAIT_S`, and delete at most 1000 that are older than `RETENTION_S`."""
+    """Give up deliveries that have waited for `MAX_WAIT_S`, and delete at most 1000 older than `RETENTION_S`."""
     with connection.cursor() as cursor:
         too_long = "created_at < statement_timestamp() - make_interval(secs => %s)"
         cursor.execute(

@@ -199,7 +199,8 @@ def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: Ev
         if inactive_subscription is not None:
             raise RefusedError(
                 RefusalReason.STATE,
-                f"The subscription {inactive_subscription.name} is {inactive_subscription.standing}: make it active first.",
+                f"The subscription {inactive_subscription.name} is {inactive_subscription.standing}:"
+                " make it active first.",
             )
         now = datetime.now(UTC)
         Delivery.objects.filter(pk__in=[row.pk for row in rows]).update(

@@ -122,7 +122,8 @@ def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
             and backlog_of_service.oldest
             and system_state.now - backlog_of_service.oldest > MAX_CLOUD_DELAY
         ):
-            behind = f"is behind by {format_duration(backlog_of_service.oldest, system_state.now)}, {count_noun(backlog_of_service.number, 'change')} waiting"
+            delay = format_duration(backlog_of_service.oldest, system_state.now)
+            behind = f"is behind by {delay}, {count_noun(backlog_of_service.number, 'change')} waiting"
             yield Alert("warn", "behind", name, _append_error(behind, backlog_of_service.error), url)
 
 
@@ -135,7 +136,8 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
         soon = f"less than {NEAR_DEADLINE_S} s before the deadline of the bind: the host answers slowly."
         yield Alert("warn", "late", count_noun(n, "request"), soon, binding_url)
     if work.spool_oldest and system_state.now - work.spool_oldest > MAX_WORKER_DELAY:
-        waits = f"not merged, the oldest for {format_duration(work.spool_oldest, system_state.now)}: check the cluster “ingest”."
+        oldest_wait = format_duration(work.spool_oldest, system_state.now)
+        waits = f"not merged, the oldest for {oldest_wait}: check the cluster “ingest”."
         yield Alert("bad", "waiting", count_noun(work.spool, "report"), waits, list_url("host"))
     if work.tick_oldest and system_state.now - work.tick_oldest > MAX_WORKER_DELAY:
         asleep = (

@@ -37,7 +37,8 @@ PROGRESS_INTERVAL_S = 0.2
 ProgressCallback = Callable[[int], None]
 COUNT_TABLES = """SELECT count(*) FROM pg_class
 WHERE relkind IN ('r', 'p') AND relnamespace = current_schema()::regnamespace"""
-COUNT_OTHER_CONNECTIONS = """SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
+COUNT_OTHER_CONNECTIONS = """SELECT count(*) FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid()
   AND coalesce(backend_type, 'client backend') = 'client backend'"""
 
 
@@ -96,7 +97,8 @@ def read_description(folder: Path) -> BackupDescription:
     known_migrations = {".".join(one) for one in MigrationLoader(None).disk_migrations}
     if unknown_migrations := sorted(set(description.migrations) - known_migrations):
         raise BackupError(
-            f"{folder} was made by a later release, which has the migration {unknown_migrations[-1]}: restore it with that release"
+            f"{folder} was made by a later release, which has the migration {unknown_migrations[-1]}:"
+            " restore it with that release"
         )
     return description
 

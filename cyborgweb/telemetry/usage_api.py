@@ -66,8 +66,8 @@ class UsageFilter(filters.FilterSet):
     """Choose the grouping, and which units are counted."""
 
     by = filters.CharFilter(
-        help_text=f"One or two of {', '.join(capacity.GROUP_COLUMNS)}, separated by a comma. The default is resource_class, "
-        "or project for callers that see one project only."
+        help_text=f"One or two of {', '.join(capacity.GROUP_COLUMNS)}, separated by a comma. "
+        "The default is resource_class, or project for callers that see one project only."
     )
     host = filters.CharFilter(help_text="Only of this host.")
     type = filters.ChoiceFilter(

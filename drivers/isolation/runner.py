@@ -296,8 +296,9 @@ class DriverProcess:
         if len(self._failure_times) == MAX_FAILURES and now - self._failure_times[0] <= FAILURE_WINDOW_S:
             self._next_start_at = float("inf")
             self._failure_reason = (
-                f"it failed {MAX_FAILURES} times within {FAILURE_WINDOW_S / 60:g} minutes and is not started again; the last failure:"
-                f" {reason}{stderr_note}; fix the cause, then have this host rescan with {self.name}, or restart the agent"
+                f"it failed {MAX_FAILURES} times within {FAILURE_WINDOW_S / 60:g} minutes and is not started again;"
+                f" the last failure: {reason}{stderr_note}; fix the cause, then have this host rescan with {self.name},"
+                " or restart the agent"
             )
             return
         self._next_start_at = now + self._backoff_s

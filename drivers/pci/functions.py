@@ -46,7 +46,7 @@ MAX_STEPS, MAX_LISTED_STEPS = 240, 20
 CAP_DAC_OVERRIDE = 1 << 1
 BLOCKED_PREFIX = "cannot be done: "
 
-MatchT = TypeVar("M", bound="PciMatch")
+MatchT = TypeVar("MatchT", bound="PciMatch")
 VfCount = Annotated[int, Meta(ge=0, le=1024)]
 KernelDriverName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
 HexGlob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]

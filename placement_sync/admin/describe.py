@@ -51,7 +51,8 @@ def _describe_inventories(write: SetInventories) -> Iterator[str]:
         elif current is None:
             yield f"- {write.name}: {name} {_format_amounts(previous)}"
         elif changed := {key: current[key] for key in DESCRIBED_FIELDS if current.get(key) != previous.get(key)}:
-            yield f"~ {write.name}: {name} {', '.join(f'{key} {previous.get(key)} → {to}' for key, to in changed.items())}"
+            changes_text = ", ".join(f"{key} {previous.get(key)} → {to}" for key, to in changed.items())
+            yield f"~ {write.name}: {name} {changes_text}"
 
 
 def _format_amounts(entry: Mapping[str, Any]) -> str:

@@ -262,11 +262,11 @@ def compare_allocations(
 
 def _build_unclaimed(holding: HoldingRequest) -> Contradiction:
     explanation = (
-        f"Instance {holding.instance} holds request {holding.request_uuid} on {holding.provider_name}, but Placement has no allocation"
-        " for it there, so Placement may offer the same part to another instance. Shelve and unshelve the instance"
-        f" through Nova, which claims and binds it again; or add rp={holding.provider_uuid} to its allocations: openstack"
-        f" resource provider allocation show {holding.instance}, then “allocation set”. If the device was attached to the"
-        " running instance, detach it and attach it again instead."
+        f"Instance {holding.instance} holds request {holding.request_uuid} on {holding.provider_name}, but Placement"
+        " has no allocation for it there, so Placement may offer the same part to another instance. Shelve and unshelve"
+        f" the instance through Nova, which claims and binds it again; or add rp={holding.provider_uuid} to its"
+        f" allocations: openstack resource provider allocation show {holding.instance}, then “allocation set”. If the"
+        " device was attached to the running instance, detach it and attach it again instead."
     )
     return _build_contradiction(DiscrepancyKind.UNCLAIMED, holding, explanation)
 
@@ -274,9 +274,9 @@ def _build_unclaimed(holding: HoldingRequest) -> Contradiction:
 def _build_unattached(provider: ComparedProvider, consumer: str, amounts: Mapping[str, int]) -> Contradiction:
     amounts_text = ", ".join(f"{amount} {name}" for name, amount in sorted(amounts.items()))
     explanation = (
-        f"Instance {consumer} has {amounts_text} of {provider.name} allocated in Placement, but no request is bound there, so nobody can"
-        " use that part. If the instance needs no device, or Nova does not know it, release the allocation: openstack"
-        f" resource provider allocation unset --provider {provider.uuid} {consumer}."
+        f"Instance {consumer} has {amounts_text} of {provider.name} allocated in Placement, but no request is bound"
+        " there, so nobody can use that part. If the instance needs no device, or Nova does not know it, release the"
+        f" allocation: openstack resource provider allocation unset --provider {provider.uuid} {consumer}."
     )
     return Contradiction(
         DiscrepancyKind.UNATTACHED,
@@ -313,8 +313,8 @@ def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[lis
         ):
             explanation = (
                 f"Nova shows instance {holding.instance} as ACTIVE on {host.name}, but it cannot use what it holds of"
-                f" {holding.provider_name}: {holding.defect}. Repair or reconnect the device and hard-reboot the instance; or"
-                " shelve and unshelve the instance through Nova, which gives it another device."
+                f" {holding.provider_name}: {holding.defect}. Repair or reconnect the device and hard-reboot the"
+                " instance; or shelve and unshelve the instance through Nova, which gives it another device."
             )
             contradictions[holding.provider_uuid, holding.instance] = _build_contradiction(
                 DiscrepancyKind.WITHOUT_DEVICE, holding, explanation

@@ -94,7 +94,8 @@ def _find_missing(holding: Collection[str], listed: Collection[str]) -> set[str]
     missing = set(holding) - set(listed)
     if len(missing) == len(holding) >= MIN_FOREIGN_CLOUD:
         raise NovaUnavailableError(
-            f"its listing has none of the {len(holding)} instances that hold accelerators; check that it is the same cloud"
+            f"its listing has none of the {len(holding)} instances that hold accelerators;"
+            " check that it is the same cloud"
         )
     return missing
 

@@ -272,7 +272,7 @@ def test_devices_of_a_driver_that_was_turned_off_are_missing_and_come_back() -> 
     device = Device.objects.select_related("host").get()
     assert (device.state, device.returns_to) == ("missing", "ready")
     assert device.state_reason == "test_driver is disabled on its host"
-    assert device.host.why_stale(DRIVER) == ""
+    assert device.host.stale_reason(DRIVER) == ""
     assert not sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=99)), "however long it is off"
     begin(UPDATE, [host], enabled=True)
     command = Command.objects.latest("id")
@@ -296,7 +296,7 @@ def test_what_only_the_hosts_own_file_leaves_out_keeps_its_devices() -> None:
     apply(host, DriverReport(DRIVER, state="absent"), seq=2)
     device = Device.objects.select_related("host").get()
     assert device.state == "inactive"
-    assert device.host.why_stale(DRIVER) == "test_driver: no longer enabled on this host"
+    assert device.host.stale_reason(DRIVER) == "test_driver: no longer enabled on this host"
     assert row(host).state == "absent"
 
 

@@ -266,7 +266,7 @@ def test_bounds_and_what_is_kept(operator: Client, fill: Fill, monkeypatch: pyte
     bulk = bulk_actions.create_draft(
         Action.ENABLE, DrainTarget.MAINTENANCE, every.filter(address__lte="0000:02:00.0"), OLGA
     )
-    assert [item.stood for item in bulk.items.all()] == [item.device.stands for item in bulk.items.all()]
+    assert [item.stood for item in bulk.items.all()] == [item.device.lifecycle_text for item in bulk.items.all()]
     assert "A reason is at most 500" in do(operator, bulk, "confirm", reason="x" * 501, typed="3")
     assert (
         not bulk_actions.delete_oldest_expired_bulk()

@@ -117,8 +117,8 @@ class CommandSerializer(RowSerializer):
     url = UrlField("commands", source="uuid")
     op = serializers.ChoiceField(
         ALL_OPERATIONS,
-        help_text=f"For a device: {', '.join(ORDERABLE_DEVICE_OPS)}; for a host: {', '.join(ORDERABLE_HOST_OPS)}. A device is installed by"
-        " enabling it. Units are attached and detached by binding requests.",
+        help_text=f"For a device: {', '.join(ORDERABLE_DEVICE_OPS)}; for a host: {', '.join(ORDERABLE_HOST_OPS)}."
+        " A device is installed by enabling it. Units are attached and detached by binding requests.",
     )
     device = UuidReferenceField(
         DeviceReference, help_text="Its uuid. Null if the device no longer exists, or if the command is for a host."
@@ -208,7 +208,8 @@ class CommandSerializer(RowSerializer):
         if len(subjects) != 1 or values["op"] not in allowed[subjects[0]]:
             raise serializers.ValidationError(
                 {
-                    "op": f"Say one of {', '.join(ORDERABLE_DEVICE_OPS)} with a device, or one of {', '.join(ORDERABLE_HOST_OPS)} with a host."
+                    "op": f"Say one of {', '.join(ORDERABLE_DEVICE_OPS)} with a device, "
+                    f"or one of {', '.join(ORDERABLE_HOST_OPS)} with a host."
                 }
             )
         accepted = {"partition": {"layout"}, "program": {"image", "deployable"}}.get(values["op"], set())

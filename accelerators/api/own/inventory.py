@@ -200,7 +200,7 @@ class DeviceSerializer(RowSerializer):
 
     def get_stale(self, device: Device) -> str:
         """Why the shown data may be out of date; empty if it is current."""
-        return device.host.why_stale(device.driver, device.backend)
+        return device.host.stale_reason(device.driver, device.backend)
 
 
 class DrainSerializer(ReasonSerializer):

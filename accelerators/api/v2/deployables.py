@@ -110,7 +110,8 @@ def _check_succeeded(command: Command) -> None:
         seconds = settings.KEYS.program_wait_s
         raise V2Error(
             500,
-            f"FPGA programming is not over after {seconds} s: command {command.uuid} goes on ({_describe_progress(command)}).",
+            f"FPGA programming is not over after {seconds} s: command {command.uuid} goes on"
+            f" ({_describe_progress(command)}).",
         )
     if command.state == CommandState.REFUSED and "image" not in command.arguments:
         raise V2Error(400, f"The image cannot be programmed: {command.text}")

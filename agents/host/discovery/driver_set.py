@@ -108,8 +108,9 @@ class DriverSet:
         """
         self._installed_names = self._list_installed()
         if driver not in self._installed_names:
+            installed_text = ", ".join(self._installed_names) or "none"
             raise Invalid(
-                f"the driver {driver} is not installed on this host (installed: {', '.join(self._installed_names) or 'none'}): "
+                f"the driver {driver} is not installed on this host (installed: {installed_text}): "
                 "install its package there, in the Python environment of cyborg-agent (pip install PACKAGE), and try "
                 "again"
             )

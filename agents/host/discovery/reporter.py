@@ -326,7 +326,7 @@ def _empty_large_report(report: DriverReport, original_size: int, max_bytes: int
         faults=(),
         backends=(),
         error=report.error
-        or f"the report is too large: it has {original_size} bytes, and {max_bytes} are allowed. This driver's part is left "
-        f"out ({driver_size} bytes, devices: {len(report.devices)}, faults: {len(report.faults)}): raise "
+        or f"the report is too large: it has {original_size} bytes, and {max_bytes} are allowed. This driver's part is "
+        f"left out ({driver_size} bytes, devices: {len(report.devices)}, faults: {len(report.faults)}): raise "
         "CYBORG_MAX_MESSAGE_BYTES on the conductor, or configure the driver to find less",
     )

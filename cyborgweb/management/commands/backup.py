@@ -34,14 +34,15 @@ class Command(shell.OperatorCommand):
 
     def handle(self, *args: Any, folder: Path, **options: Any) -> None:
         try:
-            with backup.keep_database_running(alone=False):
+            with backup.keep_database_running(exclusive=False):
                 description = backup.create_backup(folder.absolute(), _print_progress)
         except (backup.BackupError, PostgresError) as error:
             raise CommandError(str(error)) from None
         size = (folder / backup.DUMP_FILE).stat().st_size
         files = ", ".join(description.files) or "no other files"
         self.stdout.write(
-            f"{folder}: the database of {description.taken_at:%Y-%m-%d %H:%M:%S} UTC, {_format_megabytes(size)}; {files}"
+            f"{folder}: the database of {description.taken_at:%Y-%m-%d %H:%M:%S} UTC, "
+            f"{_format_megabytes(size)}; {files}"
         )
 
 

@@ -45,7 +45,7 @@ class Command(shell.OperatorCommand):
     def handle(self, *args: Any, folder: Path | None, **options: Any) -> None:
         try:
             description = backup.read_description(folder) if folder else None
-            with backup.keep_database_running(alone=True):
+            with backup.keep_database_running(exclusive=True):
                 backup.refuse_other_connections()
                 backup.require_tables(expected=description is None)
                 if folder and description:
