@@ -1,4 +1,4 @@
-"""The pages below docs/, and those beside the README, against the code: what they name and quote exists, and every link leads somewhere.
+"""The pages of docs/ and those beside README.md against the code: what they name and quote exists, links lead somewhere.
 
 The manual that is made of them is looked at in `tests/web/test_help.py`.
 """
