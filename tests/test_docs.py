@@ -1,4 +1,4 @@
-"""The pages of docs/ and those beside README.md against the code: what they name and quote exists, links lead somewhere.
+"""The pages of docs/ and beside README.md against the code: what they name and quote exists, links lead somewhere.
 
 The manual that is made of them is looked at in `tests/web/test_help.py`.
 """
