@@ -38,7 +38,7 @@ EXPORT = re.compile(r"\A/admin/.*/export\.[a-z]+\Z")
 LONG_THREADS = 12
 """More threads than the separate limits of `PATCH …/program`, uploads, exports and censuses allow together, so that a
 request beyond its limit is refused at once and does not wait for a thread."""
-ELSEWHERE = b'{"error": "This is for agents: console and APIs are served at another address."}'
+ELSEWHERE = b'{"error": "This address is for agents only: the console and the APIs are served at another address."}'
 
 
 class BoundedThreads:

@@ -40,8 +40,8 @@ class AdmissionRuleAdmin(RefusalAsMessage, Listing):
     fields = ("name", "order", "action", "host", "driver", "vendor", "model", "type", "enabled")
     exports = {"shown_fits": ("host", "driver", "vendor", "model", "type")}
     empty = (
-        "No admission rules yet: what is found is inactive until somebody enables it. A rule can make what fits it"
-        " ready, or quarantined, as soon as it is found."
+        "No admission rules yet: new devices are inactive until somebody enables them. A rule can make the devices that"
+        " match it ready, or quarantined, as soon as they are found."
     )
 
     @display(description="In force", ordering="enabled")
@@ -52,7 +52,7 @@ class AdmissionRuleAdmin(RefusalAsMessage, Listing):
     def shown_action(self, rule: AdmissionRule) -> SafeString:
         return badges.state(rule.action)
 
-    @display(description="If they fit")
+    @display(description="If they match")
     def shown_fits(self, rule: AdmissionRule) -> str:
         said = {name: getattr(rule, name) for name in ("host", "driver", "vendor", "model", "type")}
         return ", ".join(f"{name} {value}" for name, value in said.items() if value) or "always"

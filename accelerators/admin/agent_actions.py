@@ -60,7 +60,7 @@ def post(admin: Any, request: HttpRequest, about: Device | Host) -> HttpResponse
     act = catalogue.ACTS.get(request.POST.get("op", ""))
     of = "device" if isinstance(about, Device) else "host"
     if act is None or act.of != of:
-        raise PermissionDenied("That cannot be asked here; go back and try again.")
+        raise PermissionDenied("This page has no such button. Go back and try again.")
     permissions.require(request, permissions.RESCAN if act.op == "rescan" else permissions.ORDER)
     page = badges.page(of, about.pk)
     try:
@@ -85,7 +85,9 @@ def _said(request: HttpRequest, act: Act) -> dict[str, Any]:
             try:
                 return {"image": UUID(text), "deployable": UUID(part) if part else None}
             except ValueError:
-                raise RefusedError(Reason.INVALID, "Say which image: its uuid, here or in Glance.") from None
+                raise RefusedError(
+                    Reason.INVALID, "Enter the uuid of an image that is stored here or in Glance."
+                ) from None
         case "driver":
             return {"driver": text}
     return {}

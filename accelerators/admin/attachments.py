@@ -49,7 +49,7 @@ class AttachmentAdmin(ReadOnly):
     search_help_text = "uuid, instance, host, project"
     list_before_template = "accelerators/attach_before.html"
     exports = {"shown_instance": ("instance",), "what": ("profile", "device")}
-    empty = "Nothing was attached to a running instance yet. Nova's own requests are below Requests."
+    empty = "Nothing was attached to a running instance yet. Nova's own requests are listed under Requests."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return super().has_view_permission(request, obj) or permissions.may(request, permissions.ATTACH)
@@ -66,7 +66,7 @@ class AttachmentAdmin(ReadOnly):
     def shown_instance(self, row: Attachment) -> SafeString:
         return badges.short(row.instance)
 
-    @display(description="What")
+    @display(description="Profile or device")
     def what(self, row: Attachment) -> SafeString | str:
         return row.profile or badges.short(row.device)
 
@@ -150,6 +150,6 @@ def _ask(request: HttpRequest) -> Attachment:
     try:
         instance, device = UUID(said["instance"]), UUID(said["device"]) if said["device"] else None
     except ValueError:
-        raise RefusedError(Reason.INVALID, "An instance and a device are named by their uuids.") from None
+        raise RefusedError(Reason.INVALID, "Enter the uuids of the instance and of the device.") from None
     more: Any = {"profile": said["profile"], "device": device, "reason": request.POST.get("reason", "")}
     return attachments.ask(instance, device_actions.person(request), source=Source.PERSON, **more)

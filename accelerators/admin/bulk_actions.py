@@ -52,7 +52,7 @@ class BulkAdmin(ReadOnly):
     ordering = ("-id",)
     search_fields = ("uuid__startswith", "actor__startswith", "reason__icontains")
     search_help_text = "uuid, by whom, reason"
-    empty = "No bulk actions yet. Choose devices in their list, and what is to be done with them."
+    empty = "No bulk actions yet. To make one, select devices in the list of devices and choose an action."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return super().has_view_permission(request, obj) or permissions.may(request)
@@ -136,7 +136,7 @@ class BulkAdmin(ReadOnly):
                     raise PermissionDenied
                 typed = request.POST.get("typed", "").strip() == str(bulk.total)
                 if verb == "confirm" and not typed and _touches_held(bulk):
-                    messages.error(request, f"Some are held: type {bulk.total}, their number. Nothing was done.")
+                    messages.error(request, f"Some devices are held. To confirm, type {bulk.total}. Nothing was done.")
                 else:
                     bulk_actions.confirm(bulk, request.POST.get("reason", ""), held_too=typed, dry=verb == "try")
             case "cancel":
@@ -159,7 +159,7 @@ class BulkItemAdmin(ReadOnly):
     ordering = ("id",)
     search_fields = ("device_name__icontains", "host__startswith", "device_uuid__startswith")
     search_help_text = "device, host, uuid"
-    empty = "No devices here. The page of a bulk action leads to its own."
+    empty = "No devices here. The page of each bulk action links to the list of its devices."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return super().has_view_permission(request, obj) or permissions.may(request)

@@ -75,20 +75,20 @@ class CommandAdmin(ReadOnly):
         "op__startswith",
         "actor__startswith",
     )
-    search_help_text = "uuid, device, host, what was asked, by whom"
+    search_help_text = "uuid, device, host, operation, by whom"
     exports = {
         "shown_state": ("state", "outcome", "text"),
         "by": ("actor", "reason"),
         "since": ("created_at", "ended_at"),
         "result": ("percent", "progress"),
     }
-    empty = "No commands yet. The pages of devices and hosts have buttons for what their agents can be asked."
+    empty = "No commands yet. The pages of devices and hosts have buttons that order commands from their agents."
 
     @display(description="State", ordering="state")
     def shown_state(self, command: Command) -> SafeString:
         return state(command)
 
-    @display(description="What", ordering="op")
+    @display(description="Operation", ordering="op")
     def shown_op(self, command: Command) -> str:
         return command.op
 
@@ -195,11 +195,11 @@ def result(command: Command) -> SafeString:
 def waits(command: Command) -> str:
     """Return in words what an open command waits for; '' while the agent executes it."""
     if command.answered_at:
-        return "waits until the host's report is applied"
+        return "it waits until the host's report is applied"
     return {
-        "preparing": "waits for its image",
-        "queued": f"waits for the agent of {command.host.name}",
-        "taken": "the agent has it",
+        "preparing": "it waits for its image",
+        "queued": f"it waits for the agent of {command.host.name}",
+        "taken": "the agent has received it",
     }.get(command.state, "")
 
 
@@ -207,9 +207,9 @@ def standing(command: Command) -> dict[str, Any]:
     """Return the context of `command_now.html`: the command's stages with their times, and its progress."""
     stages = [
         ("ordered", command.created_at, "" if command.answered_at or command.taken_at else waits(command)),
-        ("taken by the agent", command.taken_at, f"by {command.start_by:%H:%M:%S} UTC, else it expires"),
-        ("begun", command.started_at, ""),
-        ("answered", command.answered_at, f"by {command.end_by:%H:%M:%S} UTC, else its outcome is unknown"),
+        ("taken by the agent", command.taken_at, f"must happen by {command.start_by:%H:%M:%S} UTC, else it expires"),
+        ("started", command.started_at, ""),
+        ("answered", command.answered_at, f"must happen by {command.end_by:%H:%M:%S} UTC, else its outcome is unknown"),
         ("ended", command.ended_at, ""),
     ]
     reached = [at is not None for _, at, _ in stages]

@@ -47,13 +47,13 @@ class Choice:
     @property
     def meaning(self) -> str:
         """Return one sentence for people that says what the action does."""
-        ends = " It is retired then." if self.then is Drain.RETIRED else ""
+        ends = " When its last request has ended, it is retired." if self.then is Drain.RETIRED else ""
         return actions.MEANING[self.action] + ends
 
     def offered(self, now: Standing) -> bool:
         """Return whether the button is shown: the action is legal now, and would change something.
 
-        Only our own requests count as holders (`now.held`); other witnesses are not asked.
+        Only our own requests count as holders; Placement and Nova are not asked.
         """
         try:
             changes = actions.decide(self.action, now, self.then) != now
@@ -71,8 +71,9 @@ class Choice:
         except IllegalTransitionError as error:
             return f"It {error}."
         if self.action is Action.RETIRE and now.held:
-            return f"{now.held} of its units are held: drain it first, then it is retired by itself."
-        return "It is out of offer and free: retire it at once."
+            verb = "is" if now.held == 1 else "are"
+            return f"{now.held} of its units {verb} held. Choose “Drain, then retire”: that waits until they are free."
+        return "It is not offered and nobody holds it. Choose “Retire” instead."
 
 
 CHOICES = {
@@ -156,13 +157,13 @@ def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
     permissions.require(request)
     choice = CHOICES.get(request.POST.get("choice", ""))
     if choice is None:
-        raise PermissionDenied("There is no such choice; go back and try again.")
+        raise PermissionDenied("This page has no such button. Go back and try again.")
     holders = safety.requests(device).holders
     typed = request.POST.get("typed", "").strip()
     if (choice.danger or holders) and "sure" not in request.POST:
         return _ask(admin, request, choice, device, holders)
     if holders and typed != (device.address or device.key):
-        return _ask(admin, request, choice, device, holders, "That is not it: nothing was done.")
+        return _ask(admin, request, choice, device, holders, "The text does not match. Nothing was done.")
     words = {device.uuid: request.POST["seen"][:200]} if request.POST.get("seen") else {}
     reason, seen = request.POST.get("reason", ""), Seen(words, held_too=bool(holders))
     try:

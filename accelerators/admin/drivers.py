@@ -74,7 +74,7 @@ class DriverAdmin(ReadOnly):
         "shown_drift": ("drifts",),
         "said": ("seen",),
     }
-    empty = "No drivers yet. Hosts say which they have as soon as their agents report."
+    empty = "No drivers yet. They appear as soon as the agents of their hosts report."
 
     @display(description="Driver", ordering="driver")
     def shown_driver(self, row: HostDriver) -> str:
@@ -84,7 +84,7 @@ class DriverAdmin(ReadOnly):
     def shown_host(self, row: HostDriver) -> SafeString:
         return badges.link("host", row.host_id, row.host.name)
 
-    @display(description="Seen", ordering="state")
+    @display(description="Reported", ordering="state")
     def shown_seen(self, row: HostDriver) -> SafeString:
         return seen(row)
 
@@ -96,7 +96,7 @@ class DriverAdmin(ReadOnly):
     def shown_drift(self, row: HostDriver) -> SafeString | str:
         return drift(row) or badges.NOTHING
 
-    @display(description="What it says")
+    @display(description="Message")
     def said(self, row: HostDriver) -> str:
         return Truncator(row.text).chars(200)
 
@@ -150,7 +150,7 @@ class RolloutAdmin(ReadOnly):
     search_fields = ("uuid__startswith", "driver__startswith", "actor__startswith", "reason__icontains")
     search_help_text = "uuid, driver, by whom, reason"
     exports = {"shown_state": ("state",), "what": ("op", "driver", "total"), "by": ("actor", "reason")}
-    empty = "No rollouts yet. The page of a driver begins one."
+    empty = "No rollouts yet. Start one on the page of a driver."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Rollout]:
         number = {f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in StepState}
@@ -220,7 +220,7 @@ def seen(row: HostDriver) -> SafeString:
 def wanted(row: HostDriver) -> SafeString:
     """Render the wanted state and its generation, or that nothing is wanted and the host's own file decides."""
     if row.wish is None:
-        return format_html('<span class="faint">{}</span>', "as its host's own file says")
+        return format_html('<span class="faint">{}</span>', "nothing is wanted here; its host's own file decides")
     word = "uninstalled" if not row.wish.installed else "enabled" if row.wish.enabled else "disabled"
     return format_html('{} <span class="faint">generation {}</span>', word, row.wish.generation)
 
@@ -230,7 +230,9 @@ def drift(row: HostDriver) -> SafeString | str:
     if not row.drifts or row.wish is None:
         return ""
     applied = (row.said or {}).get("generation", 0)
-    return badges.mark("drifts", "warn", f"wanted is generation {row.wish.generation}, its agent has {applied}")
+    return badges.mark(
+        "drifts", "warn", f"Generation {row.wish.generation} is wanted, but the agent has applied generation {applied}."
+    )
 
 
 def state(rollout: Rollout) -> SafeString:
@@ -283,7 +285,7 @@ def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
     """
     permissions.require(request, permissions.ROLLOUT)
     if request.POST.get("do") not in BUTTONS:
-        raise PermissionDenied("That cannot be asked here; go back and try again.")
+        raise PermissionDenied("This page has no such button. Go back and try again.")
     op, enabled = BUTTONS[request.POST["do"]]
     text = request.POST.get("settings", "").strip()
     settings = None
@@ -291,9 +293,9 @@ def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
         try:
             settings = json.loads(text)
         except ValueError as error:
-            raise RefusedError(Reason.INVALID, f"The settings are no JSON: {error}. Nothing was done.") from None
+            raise RefusedError(Reason.INVALID, f"The settings are not valid JSON: {error}. Nothing was done.") from None
         if not isinstance(settings, dict):
-            raise RefusedError(Reason.INVALID, "Settings are a JSON object. Nothing was done.")
+            raise RefusedError(Reason.INVALID, "The settings must be a JSON object. Nothing was done.")
     every = {"all": True} if op is RolloutOp.INSTALL else {"driver": row.driver}
     hosts = driver_rollouts.choose(selector=every) if request.POST.get("where") == "all" else [row.host]
     most = request.POST.get("max_parallel", "")

@@ -157,7 +157,9 @@ def live(host: Host) -> SafeString:
     """Render whether the data of a host is up to date: live, or stale with the time since when on hover."""
     if host.stale_since is None:
         return badges.mark("live", "good")
-    return badges.mark("stale", "warn", f"nothing heard of its agent since {host.stale_since:%Y-%m-%d %H:%M:%S} UTC")
+    return badges.mark(
+        "stale", "warn", f"Its agent has not been heard from since {host.stale_since:%Y-%m-%d %H:%M:%S} UTC."
+    )
 
 
 def devices_of(host: Host) -> str:

@@ -37,8 +37,10 @@ def of_list(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> Htt
     )
     if 0 < len(devices) <= partitioning.MOST:
         return _page(admin, request, devices)
-    too_many = f"More than {partitioning.MOST} devices are chosen: narrow the list by filters first."
-    messages.error(request, too_many if devices else "Of none of them the number of units can be chosen.")
+    too_many = f"More than {partitioning.MOST} devices are selected. Narrow the list by filters first."
+    messages.error(
+        request, too_many if devices else "The number of units cannot be changed on any of the selected devices."
+    )
     return None
 
 
@@ -64,7 +66,7 @@ def view(admin: Any, request: HttpRequest) -> HttpResponse:
     permissions.require(request, permissions.UNITS)
     devices = _chosen(request)
     if not devices:
-        messages.error(request, "Choose devices of which the number of units can be chosen.")
+        messages.error(request, "Select devices on which the number of units can be changed.")
         return HttpResponseRedirect(reverse("admin:accelerators_device_changelist"))
     if request.method != "POST":
         return _page(admin, request, devices)
@@ -101,7 +103,7 @@ def _wanted(request: HttpRequest, devices: list[Device]) -> Change:
     """
     sign, count = SIGNS.get(request.POST.get("change", "")), request.POST.get("count", "")
     if sign is None or (sign and not (count.isascii() and count.isdecimal() and len(count) <= 5)):
-        raise RefusedError(Reason.INVALID, f"Say how many units more or fewer: 1 to {partitioning.MOST_UNITS}.")
+        raise RefusedError(Reason.INVALID, f"Enter how many units to add or to remove: 1 to {partitioning.MOST_UNITS}.")
     words, seen = request.POST.get("layout", "").split(), request.POST.get("generation", "")
     generation = int(seen) if len(devices) == 1 and seen.isascii() and seen.isdecimal() and len(seen) < 19 else None
     return Change(sign * int(count) if sign else None, catalogue.layout(words) if words else {}, generation)

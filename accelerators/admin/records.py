@@ -102,7 +102,7 @@ class EventAdmin(ReadOnly):
         "shown_changes": ("changes", "reason"),
         "by": ("source", "actor", "request_id"),
     }
-    empty = "No events yet. Every change of the inventory will be one."
+    empty = "No events yet. Every change of the inventory is recorded as an event."
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Event | None:
         known = object_id.isdecimal() and len(object_id) < 19
@@ -222,7 +222,7 @@ class IntentAdmin(ReadOnly):
     ordering = ("-attempts", "id")
     search_fields = ("uuid__startswith", "kind__startswith", "key__startswith")
     search_help_text = "kind, key, uuid"
-    empty = "Nothing waits to be told: everything outside the database knows what it should."
+    empty = "Nothing waits to be sent: Placement, Nova and the agents have received everything."
 
     @display(description="Progress", ordering="attempts")
     def progress(self, intent: Intent) -> SafeString:

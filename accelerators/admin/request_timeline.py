@@ -23,8 +23,8 @@ STEPS = {
     "request.bound": ("bound", "good"),
     "request.bind_failed": ("bind failed", "bad"),
     "request.unbound": ("unbound", "calm"),
-    "request.notified": ("Nova was told", "good"),
-    "request.notice_refused": ("Nova refused", "bad"),
+    "request.notified": ("Nova was notified", "good"),
+    "request.notice_refused": ("Nova refused the notice", "bad"),
 }
 """Word and tone of an event, by its action. Other events are shown with the verb of their action, in a calm tone."""
 
@@ -77,7 +77,7 @@ def _command(command: Command) -> Iterator[Happened]:
     if command.taken_at:
         yield Happened(command.taken_at, f"{op}: taken", "busy", "", agent, url)
     if command.started_at:
-        yield Happened(command.started_at, f"{op}: begun", "busy", command.progress, agent, url)
+        yield Happened(command.started_at, f"{op}: started", "busy", command.progress, agent, url)
     if command.ended_at:  # a command ends when its report is applied; its answer came before
         tone, at = badges.COMMAND_STATES[command.state], command.answered_at or command.ended_at
         yield Happened(at, f"{op}: {command.state}", tone, command.text, agent, url)
@@ -115,9 +115,11 @@ def told(request: AcceleratorRequest, events: Iterable[Event]) -> list[Telling]:
     tellings = [_answer(event) for event in sorted(events, key=lambda event: event.at) if event.action in TOLD]
     if waits := Intent.objects.filter(kind=notices.KIND, key=str(request.uuid)).first():
         status = "completed" if waits.payload.get("completed") else "failed"
-        tried = f"tried {waits.attempts} time{'' if waits.attempts == 1 else 's'}, the last answer: {waits.last_error}"
+        tried = f"tried {waits.attempts} time{'' if waits.attempts == 1 else 's'}, last answer: {waits.last_error}"
         mark = badges.mark("retrying", "warn") if waits.attempts else badges.mark("waiting", "calm")
-        tellings.append(Telling(badges.ago(waits.next_at), mark, status, tried if waits.attempts else "to be told now"))
+        tellings.append(
+            Telling(badges.ago(waits.next_at), mark, status, tried if waits.attempts else "will be sent now")
+        )
     return tellings
 
 
@@ -130,5 +132,5 @@ def _answer(event: Event) -> Telling:
 def untold(request: AcceleratorRequest) -> str:
     """Return, as a sentence, why there are no notices to Nova; call it only if `told` returns none."""
     if request.state not in RESOLVED:
-        return "Nova hears of a request when it is bound or its bind has failed."
-    return "Nova was not told: no cloud is configured (CYBORG_CLOUD, OS_…), or CYBORG_NOVA_ENDPOINT is off."
+        return "Nova is notified when a request is bound or its bind has failed."
+    return "Nova was not notified: no cloud is configured (CYBORG_CLOUD, OS_…), or CYBORG_NOVA_ENDPOINT is off."

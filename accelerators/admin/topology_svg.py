@@ -67,7 +67,7 @@ SHAPES = {
     "": "M3 9h30v17H3zM6 26v5M10 26v5M14 26v5M18 26v5M22 26v5",
 }
 """SVG path of the icon for each type of device, 36 units wide and high; '' is the icon of all other types."""
-CELLS = "a cell for each function. The tables below say the same."
+CELLS = "a cell for each function. The tables below contain the same data."
 """Part of the description of a picture, for readers who do not see it."""
 NODE = "M5 5h14v14H5zM9 9h6v6H9zM9 2v3M15 2v3M9 19v3M15 19v3M2 9h3M2 15h3M19 9h3M19 15h3"
 

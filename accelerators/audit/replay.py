@@ -49,8 +49,9 @@ class Told(NamedTuple):
 def fold(events: Iterable[Told], state: State | None = None) -> State:
     """Apply events, which must be in the order of their ids, to `state`; return it.
 
-    `state` is changed in place; without it, an empty state is created. Events of other kinds than those in REPRODUCED,
-    and events without a subject, are ignored. An object appears with the first event that sets one of its fields.
+    `state` is changed in place; without it, an empty state is created. Events of other kinds than those in
+    REPRODUCED_FIELDS, and events without a subject, are ignored. An object appears with the first event that sets one
+    of its fields.
     """
     state = {kind: {} for kind in REPRODUCED} if state is None else state
     for event in events:

@@ -43,7 +43,7 @@ def run() -> None:
 def make_months() -> None:
     """Create the missing partitions for this month and the next two. The job `sweep` calls it.
 
-    If the lock is not free within PATIENCE (a backup reads for long), this logs a warning and creates nothing: the
+    If the lock is not free within LOCK_TIMEOUT (a backup reads for long), this logs a warning and creates nothing: the
     partitions are made long before they are needed, so the next run is early enough.
     """
     try:
@@ -51,7 +51,7 @@ def make_months() -> None:
             cursor.execute(BRIEFLY, [PATIENCE])
             cursor.execute("SELECT accelerators_event_months(2)")
     except OperationalError as error:
-        log.warning("partitions for the months to come are made later: %s", error)
+        log.warning("the partitions of the coming months cannot be created now, the next run tries again: %s", error)
 
 
 def drop_oldest(now: datetime | None = None) -> bool:
@@ -69,7 +69,7 @@ def drop_oldest(now: datetime | None = None) -> bool:
         with conductor.writing():
             return _drop(oldest, months)
     except OperationalError as error:
-        log.warning("events of %s are dropped later: %s", oldest, error)
+        log.warning("the events of %s cannot be dropped now, the next run tries again: %s", oldest, error)
         return False
 
 
@@ -83,7 +83,7 @@ def _drop(name: str, months: int) -> bool:
     """Drop the partition of one month (YYYY_MM) and record it by an event and a seal; in the caller's transaction.
 
     Deletes the marks of the month's seals, too. Returns False, and logs an error, if the month has more or fewer events
-    than were sealed. Raises OperationalError if a lock is not free within PATIENCE.
+    than were sealed. Raises OperationalError if a lock is not free within LOCK_TIMEOUT.
     """
     month, table, write = name.replace("_", "-"), f"accelerators_event_{name}", conductor.cursor()
     write.execute(BRIEFLY, [PATIENCE])
@@ -91,7 +91,8 @@ def _drop(name: str, months: int) -> bool:
     seals = Seal.objects.filter(month=month, events__gt=0)
     sealed = seals.aggregate(events=Sum("events", default=0))["events"]
     if there != sealed:
-        log.error("events of %s are kept: %d are there, %d sealed; see manage.py verify_events", month, there, sealed)
+        text = "the events of %s are not dropped: %d are stored, but %d were sealed; run manage.py verify_events"
+        log.error(text, month, there, sealed)
         return False
     last = sealing.newest()
     conductor.record(

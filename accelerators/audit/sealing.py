@@ -33,11 +33,12 @@ FRESH = f"""
 SELECT e.tx, e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM'), {DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND e.tx < %s ORDER BY e.tx, e.id LIMIT %s
 """
-"""Events that can be sealed: those after the last seal, of transactions below FINAL."""
+"""Events that can be sealed: those after the last seal, of transactions below that of SELECT_FINAL_TX."""
 
 
 def seal(most: int = MOST) -> bool:
-    """Seal the oldest events that are not sealed, at most `most` and of one month; return True if there may be more.
+    """Seal the oldest events that are not sealed, at most `max_events` and of one month; return True if there may be
+    more.
 
     The caller must hold the lock of the job. If the database was restored, so that its transaction numbers are lower
     than those of the last seal, this logs an error, continues the numbering of events above the old ones, and returns
@@ -48,7 +49,7 @@ def seal(most: int = MOST) -> bool:
         write = conductor.cursor()
         (final,) = write.execute(FINAL).fetchone()
         if final < last.tx:
-            log.error("transactions are numbered from lower on than the last seal's: this database was restored")
+            log.error("transaction numbers are lower than those of the last seal: this database was restored")
             write.execute("SELECT accelerators_event_renumber()")
             return False
         found = write.execute(FRESH, [last.tx, last.event, final, most]).fetchall()
@@ -78,7 +79,7 @@ def add(last: Seal, month: str, **columns: Any) -> Seal:
 
 
 def link(seal: Seal, before: str) -> Link:
-    """Return the values that the hash of a seal covers; `before` is the hash of the previous seal."""
+    """Return the values that the hash of a seal covers; `previous_hash` is that of the previous seal."""
     at = seal.sealed_at.astimezone(UTC).isoformat(timespec="microseconds")
     return Link(seal.number, before, seal.month, seal.tx, seal.event, seal.events, seal.digest, seal.drops, at)
 

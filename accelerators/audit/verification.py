@@ -2,8 +2,8 @@
 the hash of each seal from the previous one.
 
 Events that are not sealed yet cannot be verified; they are only counted. Hashes of seals that were kept outside the
-database (anchors) also show what the chain alone cannot: that its end was cut off, or that the whole chain was
-computed again.
+database (anchors) also show what the chain alone cannot: that its end was cut off, or that the whole chain was computed
+again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def verify(
     anchors: Mapping[int, str] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Proof:
-    """Verify the seals from `first` to `last` with their events, by default all; stop when there are MOST findings.
+    """Verify the seals from `first` to `last` with their events, by default all; stop when there are MAX_FINDINGS
+    findings.
 
     `anchors` maps numbers of seals to hashes that were kept outside the database. `progress` is called after each seal
     with the number of events done and the number of all. Only reads, and takes no lock; costs about one statement per
@@ -94,14 +95,14 @@ def verify(
             (proof.unsealed,) = cursor.fetchone()
             cursor.execute(BELOW)
             if below := cursor.fetchone():
-                proof.findings.append(Finding(0, below[0], f"event {below[0]} was put in: no transaction wrote it"))
+                proof.findings.append(Finding(0, below[0], f"event {below[0]} was inserted: no transaction wrote it"))
     return proof
 
 
 def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str], proof: Proof) -> None:
-    """Verify one seal and its events; add counts and findings to `proof`.
+    """Verify one seal and its events; add counts and findings to `result`.
 
-    `before` is the previous seal. `dropped` holds the months that were dropped; a month that was dropped during the
+    `previous` is the seal before. `dropped` holds the months that were dropped; a month that was dropped during the
     verification is added.
     """
     proof.seals += 1
@@ -109,7 +110,7 @@ def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str
         text = f"seal №{seal.number} does not fit: it was changed, or does not follow №{before.number}"
         proof.findings.append(Finding(seal.number, 0, text))
     if anchors.get(seal.number, seal.hash) != seal.hash:
-        text = f"seal №{seal.number} is not the one that was kept elsewhere: the chain was made anew"
+        text = f"seal №{seal.number} differs from the one that was kept elsewhere: the chain was computed again"
         proof.findings.append(Finding(seal.number, 0, text))
     with connection.cursor() as cursor:
         cursor.execute(SEALED, [before.tx, before.event, seal.tx, seal.event, seal.events + 1])
@@ -119,7 +120,7 @@ def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str
     if seal.events and seal.month in dropped:
         proof.dropped += seal.events
         if rows:
-            text = f"event {rows[0][0]} was put in: those of seal №{seal.number} were dropped with {seal.month}"
+            text = f"event {rows[0][0]} was inserted: those of seal №{seal.number} were dropped with {seal.month}"
             proof.findings.append(Finding(seal.number, rows[0][0], text))
         return
     proof.events += len(rows)
@@ -132,13 +133,13 @@ def _event(seal: Seal, ids: list[int], digests: list[bytes]) -> Finding:
     """Return the finding about the first event under a seal that does not fit; `ids` and `digests` are of the events
     that are there now."""
     place = hash_chain.parting(bytes(seal.marks), digests)
-    there = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} are there"
-    under = f"under seal №{seal.number} ({seal.events} events, {there})"
+    there = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} found"
+    under = f"under seal №{seal.number} ({seal.events} sealed, {there})"
     if place is None:
         return Finding(seal.number, 0, f"an event {under} was changed")
     if place >= len(ids):
         return Finding(seal.number, 0, f"the last events {under} are gone")
-    what = "was changed" if len(ids) == seal.events else "was put in"
+    what = "was changed" if len(ids) == seal.events else "was inserted"
     if len(ids) < seal.events:
-        what = "stands where another one stood, which is gone"
+        what = "is in the place of an event that is gone"
     return Finding(seal.number, ids[place], f"event {ids[place]} {what}, {under}")

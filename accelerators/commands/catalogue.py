@@ -19,7 +19,7 @@ from drivers.plan import DESTRUCTIVE
 
 @dataclass(frozen=True)
 class Act:
-    """A command that people can order: its target (`of`), its meaning, and the argument that it takes."""
+    """A command that people can order: its target, its meaning, and the argument that it takes."""
 
     op: str
     of: Literal["device", "host"]
@@ -35,14 +35,14 @@ class Act:
 ACTS = {
     act.op: act
     for act in (
-        Act("health", "device", "Ask the driver how the device is, and why it thinks so."),
-        Act("reset", "device", "Reset the hardware; what it was programmed with may be gone."),
-        Act("partition", "device", "Cut it into other parts, as the driver's layout words say.", "layout"),
-        Act("program", "device", "Load an image into it; what it was programmed with is gone.", "image"),
-        Act("uninstall", "device", "Take back what installing it did to the host; it is inactive then."),
-        Act("rescan", "host", "Have its drivers look again now; a driver in quarantine is let out.", "driver"),
+        Act("health", "device", "Ask the driver for the device's health and for the reasons."),
+        Act("reset", "device", "Reset the hardware. Its programmed image may be lost."),
+        Act("partition", "device", "Divide the device as given in words of the driver's layout.", "layout"),
+        Act("program", "device", "Program the device with an image, which replaces its present one.", "image"),
+        Act("uninstall", "device", "Undo what installing the device changed on the host. The device becomes inactive."),
+        Act("rescan", "host", "Make the drivers look for devices now. This ends a driver's quarantine.", "driver"),
         Act("logs", "host", "Fetch the last lines of the agent's own log."),
-        Act("report", "host", "Fetch what its agent reported last, as it is; of all its drivers, or of one.", "driver"),
+        Act("report", "host", "Fetch the agent's last report unchanged, for all drivers or for one.", "driver"),
     )
 }
 OF_DEVICE = tuple(act.op for act in ACTS.values() if act.of == "device")
@@ -66,5 +66,5 @@ def layout(words: Iterable[str]) -> dict[str, str]:
     incomplete."""
     pairs = [word.partition("=") for word in words]
     if not pairs or not all(key and value for key, _, value in pairs):
-        raise RefusedError(Reason.INVALID, "Say into which parts: words of the driver such as vfs=4.")
+        raise RefusedError(Reason.INVALID, "Give the layout in words of the driver such as vfs=4.")
     return {key: value for key, _, value in pairs}

@@ -18,15 +18,15 @@ TOPIC = "writer"
 class WriterStatus(NamedTuple):
     """An agent's ability to write to Placement.
 
-    `lacks` is the reason why it cannot write now, or '' if it can. `silent` is True if nothing has been heard of the
-    agent for so long that it must have stopped by itself any write that it was ordered to do.
+    `reason` says why it cannot write now; it is '' if it can. `has_stopped_writing` is True if nothing has been heard
+    of the agent for so long that it must have stopped by itself any write that it was ordered to do.
     """
 
     lacks: str
     silent: bool
 
 
-NOBODY = WriterStatus("no agent has ever joined from there", True)
+NOBODY = WriterStatus("no agent of this host has ever connected", True)
 
 Epoch = Callable[[], int]
 Hands = Callable[[Collection[int]], dict[int, WriterStatus]]
@@ -35,7 +35,8 @@ _hands: list[Hands] = []
 
 
 def register(epoch: Epoch | None = None, hands: Hands | None = None) -> None:
-    """Register the sources for `epoch()` and `hands()`. Call it from `AppConfig.ready()` of the app that knows them."""
+    """Register the sources for `get_writer_epoch` and `get_writer_statuses`. Call it from `AppConfig.ready()` of the
+    app that knows them."""
     _epoch.extend([epoch] if epoch else [])
     _hands.extend([hands] if hands else [])
 
@@ -46,7 +47,7 @@ def epoch() -> int:
 
 
 def hands(hosts: Collection[int]) -> dict[int, WriterStatus]:
-    """Return for each host (by id) whether its agent can write to Placement; `NOBODY` for a host without an agent."""
+    """Return for each host (by id) whether its agent can write to Placement; `NO_AGENT` for a host without an agent."""
     known = dict.fromkeys(hosts, NOBODY)
     for one in _hands:
         known |= one(hosts)

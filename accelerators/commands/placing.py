@@ -1,8 +1,9 @@
 """Place commands for agents, and store the progress and the answers that agents send.
 
-A command is inserted in the transaction that needs it (`place`, `ask`, `ask_host`); its row is its own outbox, and
-`agents.gateway.command_dispatch` delivers it. `accelerators.workflows.command_results` ends commands and applies the
-consequences. `accelerators.images` reports here when an image that a command waits for has been fetched.
+A command is inserted in the transaction that needs it (`place_commands`, `order_device_command`, `order_host_command`);
+its row is its own outbox, and `agents.gateway.command_dispatch` delivers it. `accelerators.workflows.command_results`
+ends commands and applies the consequences. `accelerators.images` reports here when an image that a command waits for
+has been fetched.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Answer(NamedTuple):
 def register(reach: Reach) -> None:
     """Register a check whether a host's agent takes commands.
 
-    `reach(host)` returns the reason why it does not, or '' if no reason is known.
+    `check(host)` returns the reason why it does not, or '' if no reason is known.
     """
     _reaches.append(reach)
 
@@ -130,7 +131,7 @@ def deadlines(op: str, programs: bool = False) -> tuple[int, int]:
     """Return two times in seconds: until a command must have begun, and how much longer it may run.
 
     The first is long for commands that may wait for a host that is away. A command for a bind gets one time limit for
-    both, which ends shortly before the bind's deadline (`MARGIN_S`).
+    both, which ends shortly before the bind's deadline (`BIND_MARGIN_S`).
     """
     keys = settings.KEYS
     if op in ("install", "uninstall", "detach"):
@@ -173,15 +174,14 @@ def ask(
     generation: int | None = None,
     source: Source = Source.API,
 ) -> Command:
-    """Place one of the commands in `ASKED` for a device, and return it. The device and its host are locked.
+    """Place one of the commands in `ALLOWED_STATES` for a device, and return it. The device and its host are locked.
 
     `layout` is required for `partition`, `image` for `program`. `deployable` selects the deployable to program; it may
     be left out if the device has only one. `generation` is the device generation that the caller has seen.
 
     Raise RefusedError: UNKNOWN if there is no such device; INVALID for wrong arguments; CONFLICT if the device has
-    another
-    generation, or its state, its driver, another command or its agent does not allow the command. Destructive commands
-    also raise HELD, with the holders, or AWAY if a witness cannot be asked.
+    another generation, or its state, its driver, another command or its agent does not allow the command. Destructive
+    commands also raise HELD, with the holders, or AWAY if a witness cannot be asked.
     """
     arguments = _arguments(op, layout, image)
     reason = check_reason(reason)
@@ -200,7 +200,7 @@ def ask(
 def ask_host(
     op: str, host_uuid: UUID, caller: Caller, *, driver: str = "", reason: str = "", source: Source = Source.API
 ) -> Command:
-    """Place one of the commands in `ASKED_OF_HOST` for a host, and return it.
+    """Place one of the commands in `HOST_OPS` for a host, and return it.
 
     `rescan` and `report` may be limited to one driver; `rescan` also releases that driver from quarantine.
 
@@ -209,10 +209,10 @@ def ask_host(
     """
     if op not in ASKED_OF_HOST:
         raise RefusedError(
-            Reason.INVALID, f"A host cannot be asked to {op}; it can be asked: {', '.join(ASKED_OF_HOST)}."
+            Reason.INVALID, f"{op} is no command for a host; the commands for hosts are {', '.join(ASKED_OF_HOST)}."
         )
     if len(driver) > MAX_WORD or "\0" in driver or (driver and op == "logs"):
-        raise RefusedError(Reason.INVALID, "Only rescan and report take a driver, by its name.")
+        raise RefusedError(Reason.INVALID, "Only rescan and report take the name of a driver.")
     reason = check_reason(reason)
     with conductor.writing():
         host = Host.objects.filter(uuid=host_uuid).first()
@@ -257,7 +257,7 @@ def cancel(requests: Sequence[UUID | str]) -> None:
     `commands` is woken. Call it inside `conductor.writing()`.
     """
     if requests:
-        values = {"requests": [str(uuid) for uuid in requests], "text": "nobody waits for it any more"}
+        values = {"requests": [str(uuid) for uuid in requests], "text": "its request does not need it any more"}
         if _execute(sql.CANCELLED, values).rowcount:
             transaction.on_commit(partial(jobs.kick, JOB), robust=True)
 
@@ -282,9 +282,10 @@ def progressed(told: Iterable[Progress]) -> None:
 def answer(told: Iterable[Answer]) -> set[Number]:
     """Store answers of agents; return the commands that need nothing more, so that their agents may forget them.
 
-    The other commands end when the report that belongs to the answer is applied (`command_results.settle`). An answer
-    to a command that has already ended as expired or unknown is only noted; if that command was an attachment and the
-    agent did not refuse it, what it made on the host is removed (`take_back`).
+    The other commands end when the report that belongs to the answer is applied
+    (`command_results.end_answered_commands`). An answer to a command that has already ended as expired or unknown is
+    only noted; if that command was an attachment and the agent did not refuse it, what it made on the host is removed
+    (`order_missing_detaches`).
     """
     rows = {(one.host, one.number): one._asdict() for one in told}
     with conductor.writing():
@@ -313,7 +314,12 @@ def take_back(numbers: Sequence[int]) -> None:
     if numbers:
         found = _execute(sql.MADE, {"numbers": list(numbers), "types": list(ON_HOST)}).fetchall()
         requests = dict(Command.objects.filter(id__in=[id for id, *_ in found]).values_list("id", "request"))
-        place([detach(handle, consumer, requests[id], "nobody waits for it") for id, handle, consumer in found])
+        place(
+            [
+                detach(handle, consumer, requests[id], "its request does not need it any more")
+                for id, handle, consumer in found
+            ]
+        )
 
 
 def detach(handle: int, consumer: str | None, request: UUID | str | None, reason: str, actor: str = "binding") -> Order:
@@ -346,18 +352,18 @@ def _arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) ->
     """Check what the caller gave for the device command `op`; return the command arguments. Raise RefusedError
     INVALID."""
     if op not in ASKED:
-        raise RefusedError(Reason.INVALID, f"A device cannot be asked to {op}; it can be asked: {', '.join(ASKED)}.")
+        raise RefusedError(Reason.INVALID, f"{op} is no command for a device; these are: {', '.join(ASKED)}.")
     if bool(layout) != (op == "partition"):
-        raise RefusedError(Reason.INVALID, 'Partition, and nothing else, takes a layout, for example {"vfs": "4"}.')
+        raise RefusedError(Reason.INVALID, 'Only partition takes a layout, and it needs one, for example {"vfs": "4"}.')
     if (image is not None) != (op == "program"):
-        raise RefusedError(Reason.INVALID, "Program, and nothing else, takes an image, by its uuid.")
+        raise RefusedError(Reason.INVALID, "Only program takes an image, and it needs one: give its uuid.")
     if layout:
         texts = [text for pair in layout.items() for text in pair]
         if not all(isinstance(text, str) and "\0" not in text and len(text) <= MAX_VALUE for text in texts) or any(
             len(word) > MAX_WORD for word in layout
         ):
             raise RefusedError(
-                Reason.INVALID, f"A layout holds words of at most {MAX_WORD} characters and short values."
+                Reason.INVALID, f"A word of a layout has at most {MAX_WORD} characters, its value at most {MAX_VALUE}."
             )
         if len(layout) > MAX_LAYOUT:
             raise RefusedError(Reason.INVALID, f"A layout holds at most {MAX_LAYOUT} words.")
@@ -366,7 +372,8 @@ def _arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) ->
 
 
 def _part(device: Device, wanted: UUID | None) -> int:
-    """Return the id of the deployable to program; without `wanted`, of the only one. Raise RefusedError INVALID."""
+    """Return the id of the deployable to program; without `deployable_uuid`, of the only one. Raise RefusedError
+    INVALID."""
     parts = dict(Deployable.objects.filter(device=device, missing_since__isnull=True).values_list("uuid", "id"))
     if wanted is None and len(parts) == 1:
         return next(iter(parts.values()))
@@ -391,14 +398,14 @@ def _check(op: str, device: Device) -> None:
 
 
 def refuse_changed(device: Device, seen: int | None) -> None:
-    """Raise RefusedError CONFLICT if the device's generation is not `seen`; do nothing if `seen` is None.
+    """Raise RefusedError CONFLICT if the device's generation is not `expected_generation`; do nothing if that is None.
 
     Of two callers who saw the same device and change it, the second must read it again.
     """
     if seen is not None and seen != device.generation:
         now = f"generation {device.generation}"
         why = f"is at {now} now, not {seen}: somebody changed it"
-        raise RefusedError(Reason.CONFLICT, f"Device {device.uuid} {why}. Look at it again, then say {now}.")
+        raise RefusedError(Reason.CONFLICT, f"Device {device.uuid} {why}. Read it again, then send {now}.")
 
 
 def _refuse_words(device: Device, layout: Mapping[str, str]) -> None:
@@ -409,7 +416,8 @@ def _refuse_words(device: Device, layout: Mapping[str, str]) -> None:
     words = device.changeable.split()
     if words and (strange := sorted(layout.keys() - words)):
         takes = f"{device.driver} takes {', '.join(words)}"
-        raise RefusedError(Reason.INVALID, f"{', '.join(strange)[:200]}: no word for device {device.uuid}; {takes}.")
+        refused = ", ".join(strange)[:200]
+        raise RefusedError(Reason.INVALID, f"The layout of device {device.uuid} has no word {refused}; {takes}.")
 
 
 def refuse_busy(device: Device, op: str) -> None:

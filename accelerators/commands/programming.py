@@ -1,7 +1,7 @@
 """Store what a deployable contains after it was programmed, and wait for a command to end.
 
-`programmed` and `unclear` must be called in the transaction that ends the command. `until_ended` waits without holding
-a database connection.
+`store_programmed_image` and `clear_bitstreams` must be called in the transaction that ends the command.
+`wait_until_ended` waits without holding a database connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accelerators.models import Attribute, Command, Deployable, Device
 from accelerators.runtime import pubsub
 
 POLL_S = 1.0
-"""Seconds after which `until_ended` reads the command again, in case a notification was lost."""
+"""Seconds after which `wait_until_ended` reads the command again, in case a notification was lost."""
 
 
 def programmed(device: Device, deployable_name: str, image: Mapping[str, Any], actor: str) -> None:
@@ -91,7 +91,7 @@ def unclear(device: int, deployable_name: str) -> None:
             host=about.host,
             subject=(about.uuid, str(about)),
             changes={f"{part.name} bitstream": [str(part.bitstream_id), None] for part in held},
-            reason="it was being programmed, and how that ended cannot be told",
+            reason="programming was interrupted, and its result is unknown",
         )
 
 

@@ -76,7 +76,7 @@ LATE = f"""
 WITH m AS ({
     _ANSWERS.format(
         sets="outcome = x.outcome,"
-        " text = concat_ws(', ', c.text || '; later its agent said: ' || x.outcome, nullif(x.text, ''))",
+        " text = concat_ws(', ', c.text || '; its agent answered later: ' || x.outcome, nullif(x.text, ''))",
         which="c.state IN ('expired', 'unknown')",
     )
 } RETURNING c.*

@@ -36,7 +36,7 @@ _LOCK = 0x72756C65
 
 
 def create(values: Mapping[str, Any], caller: Caller, source: Source = Source.API) -> AdmissionRule:
-    """Create a rule from validated values. Raises RefusedError CONFLICT if the name is in use, or there are MOST
+    """Create a rule from validated values. Raises RefusedError CONFLICT if the name is in use, or there are MAX_RULES
     rules."""
     rule = AdmissionRule(**values)
     try:
@@ -86,7 +86,8 @@ def _undecided() -> QuerySet[Device]:
 
 
 def preview() -> Counter[str]:
-    """Count, by the rule's name, the inactive devices that `apply` would move now. Two statements; changes nothing."""
+    """Count, by the rule's name, the inactive devices that `apply_rules` would move now. Two statements; changes
+    nothing."""
     rules = _enabled()
     found = _undecided().values_list("host__name", "driver", "vendor", "model", "type").iterator()
     decided = (admission.first(rules, Facts(*facts)) for facts in found)

@@ -85,9 +85,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Step:
-    """A change of one locked device from `now` to `after`.
+    """A change of one locked device from `before` to `after`.
 
-    `actor` is the actor of the event. `by` is stored with the device as the cause of its state; '' keeps the old one.
+    `actor` is the actor of the event. `changed_by` is stored with the device as the cause of its state; '' keeps the
+    old one.
     """
 
     device: Device
@@ -135,11 +136,10 @@ def ask(
     source: Source = Source.API,
     seen: Seen | None = None,
 ) -> Result:
-    """Apply an action to one device and return the result; as `act`, but a refusal is raised.
+    """Apply an action to one device and return the result; as `apply_action`, but a refusal is raised.
 
-    Raises RefusedError: UNKNOWN; INVALID for a reason that cannot be stored; CONFLICT if its state or a running
-    command does
-    not allow the action, or the device has changed since it was `seen`; HELD, naming the holders, if it would be
+    Raises RefusedError: UNKNOWN; INVALID for a reason that cannot be stored; CONFLICT if its state or a running command
+    does not allow the action, or the device has changed since it was `seen`; HELD, naming the holders, if it would be
     retired or installed, or if it was not confirmed for held devices; AWAY if a witness cannot be asked before it is
     retired.
     """
@@ -152,7 +152,8 @@ def ask(
 def many(
     action: Action, uuids: Iterable[UUID], caller: Caller, reason: str = "", then: Drain = Drain.MAINTENANCE
 ) -> Iterator[list[Result]]:
-    """Apply an action to any number of devices in slices of SLICE, with source PERSON; yield the results of each slice.
+    """Apply an action to any number of devices in slices of SLICE_SIZE, with source PERSON; yield the results of each
+    slice.
 
     Each slice is one transaction: slices that are done stay done if the caller stops or a later one fails.
     """
@@ -170,12 +171,12 @@ def act(
     source: Source = Source.API,
     seen: Seen | None = None,
 ) -> list[Result]:
-    """Apply an action to at most SLICE devices in one transaction; returns one Result per device.
+    """Apply an action to at most SLICE_SIZE devices in one transaction; returns one ActionResult per device.
 
     A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
-    nothing has to be changed. `then` is the final state of a drain. After a drain, devices that nobody holds get that
-    state at once, in a second transaction. Locks the devices and their hosts; asks witnesses about devices to be
-    retired, for PATIENCE_S at most in all. Raises RefusedError INVALID for a reason that cannot be stored.
+    nothing has to be changed. `drain_to` is the final state of a drain. After a drain, devices that nobody holds get
+    that state at once, in a second transaction. Locks the devices and their hosts; asks witnesses about devices to be
+    retired, for HOLDER_CHECKS_TIMEOUT_S at most in all. Raises RefusedError INVALID for a reason that cannot be stored.
     """
     assert len(uuids) <= SLICE, "more than a slice"
     reason = check_reason(reason) or DONE[action]
@@ -208,7 +209,7 @@ def act(
 
 
 def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Seen | None) -> Standing:
-    """Return the new standing of a locked device, equal to `now` if there is nothing to do.
+    """Return the new standing of a locked device, equal to `before` if there is nothing to do.
 
     Raises RefusedError: CONFLICT if its state does not allow the action or differs from the one that was `seen`; HELD
     if requests hold it and the person did not confirm the action for held devices.
@@ -228,7 +229,9 @@ def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Se
         raise changed
     if after != now and now.held and seen and not seen.held_too:
         holders = ", ".join(safety.requests(device).holders)
-        raise RefusedError(Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm it for held devices.")
+        raise RefusedError(
+            Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
+        )
     return after
 
 
@@ -284,7 +287,7 @@ def store(steps: Sequence[Step], source: Source) -> None:
 
 
 def _row(step: Step) -> dict[str, Any]:
-    """Return the row of a step for MOVE; None keeps what is stored."""
+    """Return the row of a state change for UPDATE_STATES; None keeps what is stored."""
     stays_missing = step.after.state == _S.MISSING  # keep the reason why it is missing
     return {
         "id": step.device.id,
@@ -298,7 +301,7 @@ def _row(step: Step) -> dict[str, Any]:
 
 
 def _event(step: Step, source: Source, at: datetime) -> dict[str, Any]:
-    """Return the event of a step, a row for `conductor.record_all`."""
+    """Return the event of a state change, a row for `conductor.record_all`."""
     pairs = {field: [getattr(step.now, field), getattr(step.after, field)] for field in FIELDS}
     changes: dict[str, Any] = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
     if "state" in changes:
@@ -352,15 +355,15 @@ def _held(devices: Iterable[Device]) -> Counter[int]:
 
 def _guard() -> Callable[[Device, Standing], None]:
     """Return a function that raises RefusedError unless a device may be retired; all its calls together have
-    PATIENCE_S."""
+    HOLDER_CHECKS_TIMEOUT_S."""
     return partial(_refuse_unless_free, time.monotonic() + PATIENCE_S)
 
 
 def _refuse_unless_free(end: float, device: Device, now: Standing) -> None:
     """Raise RefusedError HELD or AWAY unless every witness says that nobody holds the device; AWAY after the time
-    `end`."""
+    `give_up_at`."""
     if time.monotonic() > end:
-        raise RefusedError(Reason.AWAY, f"Whether device {device.uuid} is held was not found out in time: try again.")
+        raise RefusedError(Reason.AWAY, f"The check whether device {device.uuid} is held took too long: try again.")
     safety.refuse_unless_free(device, "retired", () if now.held else (safety.REQUESTS,))
 
 
@@ -376,7 +379,7 @@ def _refuse_unless_idle(device: Device, after: Standing) -> None:
 
 def _result(device: Device, after: Standing, outcome: Literal["moved", "unchanged"]) -> Result:
     """Return the result for a device that was not refused; its text tells what a missing or draining one waits for."""
-    said = [f"{after.here} when its driver names it again"] if after.state == _S.MISSING else []
+    said = [f"{after.here} when its driver reports it again"] if after.state == _S.MISSING else []
     said += [f"draining: {requests_left(after.held)}"] if after.drain_to else []
     return Result(device.uuid, outcome, str(device), device.host.name, after.state, ", ".join(said))
 

@@ -40,8 +40,8 @@ class Target:
 class Change:
     """The change wanted for each device.
 
-    `by` is the number of units to add, or to remove if it is negative; None removes all units. `layout` holds further
-    words of the layout that the driver takes.
+    `unit_delta` is the number of units to add, or to remove if it is negative; None removes all units. `layout` holds
+    further words of the layout that the driver takes.
     """
 
     by: int | None
@@ -67,28 +67,30 @@ class Result:
 def change(
     targets: Sequence[Target], wanted: Change, caller: Caller, reason: str = "", source: Source = Source.API
 ) -> list[Result]:
-    """Place a `partition` command for each device of the targets; returns one Result per device.
+    """Place a `partition` command for each device of the targets; returns one PartitionResult per device.
 
-    A target that matches no device gets a refused Result as well. Each device is a transaction of its own, and a
+    A target that matches no device gets a refused result as well. Each device is a transaction of its own, and a
     refusal of one stops no other. A device that is named twice gets one command. Devices that are not begun within
-    PATIENCE_S are refused with AWAY. Raises RefusedError INVALID if the arguments are not valid for any device, or if
-    the targets are none or more than MOST.
+    TIME_LIMIT_S are refused with AWAY. Raises RefusedError INVALID if the arguments are not valid for any device, or if
+    the targets are none or more than MAX_DEVICES.
     """
     placing.check_reason(reason)
     if wanted.by is not None and not 0 < abs(wanted.by) <= MOST_UNITS:
-        raise RefusedError(Reason.INVALID, f"Say how many units: 1 to {MOST_UNITS}.")
+        raise RefusedError(Reason.INVALID, f"The number of units must be 1 to {MOST_UNITS}.")
     found = _devices(targets)
     if not 0 < len(found) <= MOST:
-        raise RefusedError(Reason.INVALID, f"Name 1 to {MOST} devices, by themselves or by their backends.")
+        raise RefusedError(Reason.INVALID, f"Name 1 to {MOST} devices, by uuid, or by host and backend.")
     if wanted.generation is not None and len(found) != 1:
-        raise RefusedError(Reason.INVALID, f"A generation is one device's; these targets are {len(found)} devices.")
+        raise RefusedError(
+            Reason.INVALID, f"A generation is only for a single device; the targets are {len(found)} devices."
+        )
     end = time.monotonic() + PATIENCE_S
     results = []
     for device, target in found:
         if device is None:
             results.append(_nothing(target))
         elif time.monotonic() > end:
-            text = f"Device {device} was not come to in time: ask for it again."
+            text = f"There was no time left for device {device}: send the request for it again."
             results.append(Result(target, device, None, text, Reason.AWAY))
         else:
             results.append(_order(target, device, wanted, caller, reason, source))
@@ -105,13 +107,14 @@ def update(
 ) -> Command:
     """Place a `partition` command that changes these words of a device's layout; returns the command.
 
-    Raises RefusedError as `placing.ask` does, and INVALID if the device's driver lets nothing of its layout be changed.
+    Raises RefusedError as `placing.order_device_command` does, and INVALID if the device's driver does not allow its
+    layout to be changed.
     """
     with conductor.writing():
         found = next(iter(conductor.locked(Device.objects.filter(uuid=device))), None)
         if found and not found.changeable:
             raise RefusedError(
-                Reason.INVALID, f"Device {device}: {found.driver} lets nothing of its layout be changed."
+                Reason.INVALID, f"Device {device}: {found.driver} does not allow its layout to be changed."
             )
         return placing.ask(
             "partition", device, caller, reason=reason, layout=layout, generation=generation, source=source
@@ -181,21 +184,21 @@ def _order(target: Target, uuid: UUID, wanted: Change, caller: Caller, reason: s
 def _layout(device: Device, wanted: Change) -> dict[str, str]:
     """Return the layout for the command: the wanted words and the new number of units. Raises RefusedError INVALID."""
     if not device.sized_by:
-        text = f"Device {device.uuid}: how many units it has cannot be chosen, says {device.driver}."
+        text = f"Device {device.uuid}: {device.driver} does not let the number of its units be chosen."
         raise RefusedError(Reason.INVALID, text)
     if device.sized_by in wanted.layout:
-        text = f"{device.sized_by} follows from the number of units: leave it out of the layout, or change the device."
+        text = f"{device.sized_by} is computed from the number of units: leave it out of the layout."
         raise RefusedError(Reason.INVALID, text)
     now = numbers([device])[device.pk]
     then = now + wanted.by if wanted.by is not None else 0
     if not 0 <= then <= MOST_UNITS or then == now:
         raise RefusedError(
-            Reason.INVALID, f"Device {device.uuid} has {now} units: there is no such number to take away."
+            Reason.INVALID, f"The number of units of device {device.uuid} is {now}; it cannot be changed to {then}."
         )
     return {**wanted.layout, device.sized_by: str(then)}
 
 
 def _nothing(target: Target) -> Result:
     """Return the result for a target that matches no device."""
-    text = f"Host {target.host} has no device of backend {target.backend} of which the number of units can be chosen."
+    text = f"Host {target.host} has no device of backend {target.backend} whose number of units can be chosen."
     return Result(target, None, None, text, Reason.UNKNOWN)

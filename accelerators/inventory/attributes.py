@@ -19,10 +19,9 @@ MAX_VALUE = 65_535
 def put(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
     """Set an attribute of a deployable, with origin operator, so that reports do not change it. Return its uuid.
 
-    An existing attribute of the agent becomes the operator's. The device's host is locked. Raise RefusedError:
-    UNKNOWN if
-    there is no such deployable; CONFLICT if programming has written the attribute; AWAY if the agent's report inserts
-    it at the same moment.
+    An existing attribute of the agent becomes the operator's. The device's host is locked. Raise RefusedError: UNKNOWN
+    if there is no such deployable; CONFLICT if programming has written the attribute; AWAY if the agent's report
+    inserts it at the same moment.
     """
     with conductor.writing():
         deployable = _part(deployable_id)

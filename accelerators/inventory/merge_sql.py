@@ -1,4 +1,4 @@
-"""SQL statements of `merge.apply`: one that locks, one that loads, one upsert per table, and a few updates.
+"""SQL statements of `merge.merge_reports`: one that locks, one that loads, one upsert per table, and a few updates.
 
 All rows of a statement are passed as one JSON parameter (measured: 2.4 to 3 times as fast as arrays, 4 times as fast as
 the ORM's bulk upsert). `ORDER BY x.n` inserts them in the order in which the driver named them, whatever join order the
@@ -17,8 +17,9 @@ SELECT ({RULES}) FROM (SELECT count(*) FROM locked) AS all_of_them
 """
 """Lock the hosts and return the enabled admission rules.
 
-This cannot be part of LOAD: a statement sees only rows committed before it began, not those of a transaction for whose
-lock it waited. `FOR NO KEY UPDATE` still lets others insert rows that refer to a host, such as commands.
+This cannot be part of SELECT_STORED_HOSTS: a statement sees only rows committed before it began, not those of a
+transaction for whose lock it waited. `FOR NO KEY UPDATE` still lets others insert rows that refer to a host, such as
+commands.
 """
 
 LOAD = """

@@ -6,8 +6,8 @@ waits for no row lock on them, and a unique index in the database rejects a hand
 
 Lock order: requests first, then hosts and devices.
 
-While a bind programs a device, no other bind may use that device. One command programs it; if it fails, all requests
-of that bind on that device fail.
+While a bind programs a device, no other bind may use that device. One command programs it; if it fails, all requests of
+that bind on that device fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATIENCE_S = 2.0
 INSTANCE_LOCK = 0x7162
 """First key of the advisory lock that a bind takes for each instance; the second key is a hash of the instance id."""
 BATCH = 200
-"""Number of overdue requests that one call of `expire` fails."""
+"""Number of overdue requests that one call of `fail_overdue_binds` fails."""
 PROGRAMMED = "programmed"
 """Kind of the intent that waits until a programmed device's new traits are in Placement. Its key is the request's uuid;
 its payload has the uuid of the host."""
@@ -76,7 +76,8 @@ class _Request:
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> _Request:
-        """Build a request from a row of `sql.LOAD` or `sql.LOAD_OF_INSTANCE`; the row has the group as JSON text."""
+        """Build a request from a row of `sql.LOCK_REQUESTS` or `sql.LOCK_REQUESTS_OF_INSTANCE`; the row has the group
+        as JSON text."""
         uuid, id, state, group, *rest = row
         return cls(uuid, id, state, msgspec.json.decode(group), *rest)
 
@@ -95,8 +96,8 @@ class _Handle:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A locked request in state BindStarted, which waits for its host. The fields are the columns of `sql.WAITING`;
-    `waited` is in seconds."""
+    """A locked request in state BindStarted, which waits for its host. The fields are the columns of
+    `sql.LOCK_WAITING`; `waited_s` is the time since the bind began, in seconds."""
 
     uuid: str
     id: int
@@ -114,7 +115,8 @@ class Waiting:
 class End:
     """How a BindStarted request ends: Bound if `fault` is empty, otherwise BindFailed with `fault` as the reason.
 
-    `made` says that the handle may already exist on the host. A failed bind then also orders a detach there.
+    `may_exist_on_host` says that the handle may already exist on the host. A failed bind then also orders a detach
+    there.
     """
 
     request: Waiting
@@ -149,16 +151,16 @@ def create(profile_name: str, caller: Caller) -> list[str]:
 
 @metrics.answering()
 def bind(wanted: Sequence[Bind], caller: Caller, beside: bool = False) -> None:
-    """Reserve a free handle for every request in `wanted`, or for none of them, in one transaction.
+    """Reserve a free handle for every request in `specs`, or for none of them, in one transaction.
 
     A request becomes Bound at once if nothing has to be done on its host; otherwise it becomes BindStarted and a
-    command for the host is placed. `beside=True` allows an instance that already has other requests; Nova never needs
-    it.
+    command for the host is placed. `allow_existing=True` allows an instance that already has other requests; Nova never
+    needs it.
 
     Raises RefusedError. With NONE_FREE, with UNKNOWN for a provider and with INVALID for a group, all requests become
     BindFailed with that reason. With UNKNOWN for a request, with INVALID for an instance that already has requests and
     with STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a back-off
-    for PATIENCE_S seconds, then AWAY is raised and nothing is changed.
+    for RETRY_TIMEOUT_S seconds, then AWAY is raised and nothing is changed.
     """
     end, pause = time.monotonic() + PATIENCE_S, 0.01
     while True:
@@ -193,8 +195,8 @@ def unbind(uuids: Sequence[str], caller: Caller) -> None:
 def delete(uuids: Sequence[str], caller: Caller) -> None:
     """Delete all of these requests or none, in any state, and release their handles.
 
-    Raises RefusedError: UNKNOWN if a request does not exist or is not the caller's; SERVICE_TOKEN if a request
-    belongs to an instance and the caller sent no service token.
+    Raises RefusedError: UNKNOWN if a request does not exist or is not the caller's; SERVICE_TOKEN if a request belongs
+    to an instance and the caller sent no service token.
     """
     with conductor.writing():
         found = _load(uuids, caller)
@@ -219,7 +221,8 @@ def delete_of_instance(instance_uuid: str, caller: Caller) -> None:
 
 
 def expire() -> bool:
-    """Set at most BATCH BindStarted requests whose deadline has passed to BindFailed; return True if there may be more.
+    """Set at most OVERDUE_BATCH_SIZE BindStarted requests whose deadline has passed to BindFailed; return True if there
+    may be more.
 
     Requests that another transaction has locked are skipped.
     """
@@ -240,9 +243,9 @@ def waiting(uuids: Sequence[str], instances: Sequence[str], devices: Sequence[in
 def resolve(ends: Sequence[End], source: Source, actor: str) -> None:
     """Move BindStarted requests to Bound or BindFailed. After the bind was answered, this is the only way there.
 
-    The requests must be locked (`waiting`) in the caller's transaction. Writes their events and the intents that notify
-    Nova. For a failed request, also cancels commands that still wait for their image, and orders a detach if the handle
-    may already exist on the host.
+    The requests must be locked (`lock_waiting_requests`) in the caller's transaction. Writes their events and the
+    intents that notify Nova. For a failed request, also cancels commands that still wait for their image, and orders a
+    detach if the handle may already exist on the host.
     """
     moves = [_resolved(end) for end in ends]
     _move(moves, source, actor)
@@ -253,7 +256,7 @@ def resolve(ends: Sequence[End], source: Source, actor: str) -> None:
 
 
 def _resolved(end: End) -> dict[str, Any]:
-    """Build the row for `_move` from BindStarted to Bound or BindFailed."""
+    """Build the row for `_move_requests` from BindStarted to Bound or BindFailed."""
     request = end.request
     return {
         "id": request.id,
@@ -281,9 +284,8 @@ def _bind(wanted: Sequence[Bind], caller: Caller, beside: bool) -> RefusedError 
     """Try the bind once, in the caller's transaction.
 
     Returns None on success. Returns (does not raise) a RefusedError if the requests were moved to BindFailed: the
-    caller
-    must commit that and then raise it. A raised RefusedError or _ContendedError means that the transaction must be
-    rolled back.
+    caller must commit that and then raise it. A raised RefusedError or _HandlesContendedError means that the
+    transaction must be rolled back.
     """
     instances = sorted({one.instance_uuid for one in wanted})
     _execute(sql.LOCK_INSTANCES, {"lock": INSTANCE_LOCK, "instances": instances})
@@ -315,7 +317,8 @@ def _reserve(pairs: Sequence[tuple[_Request, Bind]]) -> dict[int, _Handle]:
     """Lock one free handle for each request; return request id → handle.
 
     Raises RefusedError: INVALID for a group that names no resource or both a bitstream and a function; UNKNOWN for a
-    provider that does not exist; NONE_FREE. Raises _ContendedError if enough handles are free but locked by others.
+    provider that does not exist; NONE_FREE. Raises _HandlesContendedError if enough handles are free but locked by
+    others.
     """
     needed: dict[str, list[_Request]] = {}
     for request, one in pairs:
@@ -337,8 +340,8 @@ def _reserve(pairs: Sequence[tuple[_Request, Bind]]) -> dict[int, _Handle]:
 
 
 def _refuse(rp: str, count: int) -> None:
-    """Raise the error that says why `count` handles of provider `rp` could not be locked: Refused or
-    _ContendedError."""
+    """Raise the error that says why `count` handles of provider `rp` could not be locked: RefusedError or
+    _HandlesContendedError."""
     found = _execute(sql.WHY_NONE, {"rp": rp})
     if not found:
         raise RefusedError(Reason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
@@ -352,15 +355,15 @@ def _refuse(rp: str, count: int) -> None:
 
 
 def _none_free(deployable: int, why: str) -> RefusedError:
-    """Return a Refused NONE_FREE with the beginning of upstream's error message, followed by the reason `why`."""
+    """Return a RefusedError NONE_FREE with the beginning of upstream's error message, followed by the reason `why`."""
     return RefusedError(Reason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
 
 
 def _programs(pairs: Sequence[tuple[_Request, Bind]], held: Mapping[int, _Handle]) -> dict[int, int]:
     """Return, for each device that must be programmed, the id of the request whose image it gets.
 
-    Raises RefusedError NONE_FREE if requests of this bind need different images or different deployables of one
-    device, or if another request holds the device.
+    Raises RefusedError NONE_FREE if requests of this bind need different images or different deployables of one device,
+    or if another request holds the device.
     """
     first: dict[int, _Request] = {}
     for request, _ in pairs:
@@ -385,7 +388,7 @@ def _image(group: Mapping[str, str]) -> dict[str, str]:
 def _bound(
     request: _Request, one: Bind, caller: Caller, handle: _Handle, programs: Mapping[int, int]
 ) -> tuple[dict[str, Any], Order | None]:
-    """Build the row for `_move`, and the `attach` command if the host has to do something first.
+    """Build the row for `_move_requests`, and the `attach` command if the host has to do something first.
 
     The request becomes Bound if its handle needs nothing on the host and its device is not programmed; otherwise
     BindStarted with a deadline. Only one request per programmed device gets a command here; the others follow when that
@@ -405,7 +408,7 @@ def _bound(
 
 
 def _failed(request: _Request, one: Bind, caller: Caller, fault: str) -> dict[str, Any]:
-    """Build the row for `_move` to BindFailed."""
+    """Build the row for `_move_requests` to BindFailed."""
     return _asked(request, one, caller) | {"state": _S.BIND_FAILED, "fault": fault}
 
 
@@ -424,7 +427,8 @@ def _asked(request: _Request, one: Bind, caller: Caller) -> dict[str, Any]:
 
 
 def _unbound(request: _Request) -> dict[str, Any]:
-    """Build the row for `_move` to Unbound. The project stays; `_move` clears all other columns that the row lacks."""
+    """Build the row for `_move_requests` to Unbound. The project stays; `_move_requests` clears all other columns that
+    the row lacks."""
     before = {"had_instance": request.instance_uuid, "had_handle": request.handle}
     return {"id": request.id, "was": request.state, "state": _S.UNBOUND} | before
 
@@ -454,8 +458,8 @@ def _release(found: Sequence[_Request], caller: Caller) -> None:
 
 
 def _load(uuids: Sequence[str], caller: Caller) -> list[_Request]:
-    """Lock and return these requests, by id. Raises RefusedError UNKNOWN for the first uuid that does not exist or
-    that the caller may not see."""
+    """Lock and return these requests, by id. Raises RefusedError UNKNOWN for the first uuid that does not exist or that
+    the caller may not see."""
     rows = _execute(sql.LOAD, {"uuids": list(uuids), "project": _project(caller)})
     found = [_Request.of(row) for row in rows]
     there = {request.uuid for request in found}

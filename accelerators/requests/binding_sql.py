@@ -75,8 +75,8 @@ RESERVE = f"{_RESERVE} FOR SHARE OF d SKIP LOCKED"
 """Lock at most `count` free handles of a provider, and share-lock their devices: a device cannot leave `ready` before
 the bind is committed. Locked rows are skipped, so the statement never waits for a lock."""
 RESERVE_ALONE = f"{_RESERVE} FOR NO KEY UPDATE OF d SKIP LOCKED"
-"""Like RESERVE, but lock the devices exclusively, for a bind that may program them: no other bind can use them until
-it is committed."""
+"""Like RESERVE_HANDLES, but lock the devices exclusively, for a bind that may program them: no other bind can use them
+until it is committed."""
 
 WHY_NONE = f"""
 SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FREE}),
@@ -85,9 +85,9 @@ FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 """
-"""Find out why RESERVE returned too few handles of a provider. Returns the deployable's id, the state of its device,
-whether a command uses the device alone, the number of free handles, and whether it has device nodes; no row if there
-is no such provider."""
+"""Find out why RESERVE_HANDLES returned too few handles of a provider. Returns the deployable's id, the state of its
+device, whether a command uses the device alone, the number of free handles, and whether it has device nodes; no row if
+there is no such provider."""
 
 MOVE = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname

@@ -35,8 +35,8 @@ traits, the number of handles that requests can get, and the attach types of the
 
 @dataclass(frozen=True)
 class Candidate:
-    """A resource provider with free handles. `free` is at most what Placement would still allocate; `types` are the
-    attach types of its free handles."""
+    """A resource provider with free handles. `free` is at most what Placement would still allocate; `attach_types` are
+    those of its free handles."""
 
     provider: str
     resource_class: str
@@ -61,7 +61,7 @@ class Choice:
     """The providers that were chosen for a profile.
 
     `providers` has one provider per request, in the order of the requests. `shares` maps each provider to its resource
-    class and the amount to allocate in Placement. `types` are the attach types of the chosen providers' free handles.
+    class and the amount to allocate in Placement. `attach_types` are those of the chosen providers' free handles.
     """
 
     providers: tuple[str, ...]
@@ -91,13 +91,14 @@ def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], wher
 
     Groups that fit the fewest providers are served first. Of the providers that have enough free handles, the one with
     the fewest is taken. No other combination is tried, so the choice can fail although another combination would fit.
-    Raises RefusedError NONE_FREE for the first group without a provider; `where` begins its sentence.
+    Raises RefusedError NONE_FREE for the first group without a provider; `place`, such as "Host cmp1", is the subject
+    of its sentence.
     """
     plan = groups.plan(wanted)
     chosen, without = _take(plan, _fitting(wanted, there), {one.provider: one.free for one in there})
     if without is not None:
         asked = ", ".join(f"{key}={value}" for key, value in sorted(wanted[without].items()))
-        raise RefusedError(Reason.NONE_FREE, f"{where} has none free that is ready and fits {asked[:300]}.")
+        raise RefusedError(Reason.NONE_FREE, f"{where} has no free unit that is ready and fits {asked[:300]}.")
     shares: dict[str, tuple[str, int]] = {}
     for index, one in sorted(chosen.items()):
         before = shares.get(one.provider, ("", 0))[1]
@@ -107,7 +108,8 @@ def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], wher
 
 
 def room(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], most: int) -> int:
-    """Return how many times in a row `choose` could serve the groups `wanted` from these providers, at most `most`."""
+    """Return how many times in a row `choose_providers` could serve these groups from these providers, at most
+    `maximum`."""
     plan, fitting, left = groups.plan(wanted), _fitting(wanted, there), {one.provider: one.free for one in there}
     return next((n for n in range(most) if _take(plan, fitting, left)[1] is not None), most)
 
@@ -120,7 +122,7 @@ def _fitting(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate]) ->
 def _take(
     plan: Sequence[int], fitting: Sequence[Sequence[Candidate]], left: dict[str, int]
 ) -> tuple[dict[int, Candidate], int | None]:
-    """Choose a provider for each group and subtract its handles from `left` (provider → free handles).
+    """Choose a provider for each group and subtract its handles from `free_handles` (provider → free handles).
 
     Returns group index → provider, and the index of the first group that no provider can serve, or None.
     """

@@ -45,8 +45,8 @@ _SAID = """said AS (
 _LOAD = """count(*) AS devices, count(s.key) AS sampled, round(avg(busy)::numeric, 1)::float8 AS mean,
     round(max(busy)::numeric, 1)::float8 AS highest, sum(used) FILTER (WHERE size IS NOT NULL)::bigint AS used,
     sum(size) FILTER (WHERE used IS NOT NULL)::bigint AS size, round(sum(power)::numeric, 1)::float8 AS power"""
-"""Columns of `Load`, over devices `x` joined with their samples `s`. Memory is summed only over devices that give both
-numbers, so that `used` is always a part of `size`."""
+"""Columns of `LoadSummary`, over devices `x` joined with their samples `s`. Memory is summed only over devices that
+give both numbers, so that `used` is always a part of `size`."""
 _HOSTS = f"""
 WITH {_SAID}
 SELECT x.host_id, {_LOAD}
@@ -128,10 +128,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question for `groups`: group by one or two of COLUMNS; the other fields filter.
+    """A query for `query_groups`: group by one or two of GROUP_COLUMNS; the other fields filter.
 
-    The filter `project` has an effect only if `by` contains "project". `order` is one of ORDERS. `after` (names of a
-    group) returns only the groups that follow this one, for paging; only for the orders "group" and "-group".
+    The filter `project` has an effect only if `by` contains "project". `order` is one of ORDER_BY_CLAUSES. `after`
+    (names of a group) returns only the groups that follow this one, for paging; only for the orders "group" and
+    "-group".
     """
 
     by: Sequence[str]
@@ -145,9 +146,9 @@ class Asked:
 
 
 def groups(asked: Sequence[Asked], said: Collection[Said] = ()) -> list[list[Group]]:
-    """Return the groups that each question asks for, in the order of the questions. One statement for all of them.
+    """Return the groups that each query asks for, in the order of the queries. One statement for all of them.
 
-    `said` are the devices' last samples. Retired devices are not counted.
+    `samples` are the devices' last samples. Retired devices are not counted.
     """
     known: dict[str, object] = dict(_columns(said))
     for n, one in enumerate(asked):
@@ -174,7 +175,7 @@ def of_hosts(hosts: Collection[int], said: Collection[Said]) -> dict[int, Load]:
 
 
 def _statement(n: int, asked: Asked) -> str:
-    """Build the SELECT for question number `n`; the names of its parameters end in `n`."""
+    """Build the SELECT for query number `n`; the names of its parameters end in `n`."""
     keys, by_project = [COLUMNS[name] for name in asked.by], "project" in asked.by
     sign = "<" if asked.order.startswith("-") else ">"
     beyond = f'WHERE (k1 COLLATE "C", k2 COLLATE "C") {sign} (%(first{n})s, %(second{n})s)'

@@ -131,7 +131,8 @@ def _locked(uuid: UUID) -> DeviceProfile:
 
 
 def _taken(error: IntegrityError, name: str, uuid: UUID) -> RefusedError:
-    """Return the Refused for a violated unique constraint: DUPLICATE for the uuid, otherwise CONFLICT for the name."""
+    """Return the RefusedError for a violated unique constraint: DUPLICATE for the uuid, otherwise CONFLICT for the
+    name."""
     cause = error.__cause__
     if isinstance(cause, psycopg.Error) and "uuid" in (cause.diag.constraint_name or ""):
         return RefusedError(Reason.DUPLICATE, f"DeviceProfile with uuid {uuid} already exists.")

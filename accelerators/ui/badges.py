@@ -107,7 +107,7 @@ def draining(to: str | None, left: int | None = None) -> SafeString | str:
     if not to:
         return ""
     count = "" if left is None else f": {left} request{'' if left == 1 else 's'} left"
-    return mark(f"draining{count}", "busy", f"{to} when its last request is gone")
+    return mark(f"draining{count}", "busy", f"It becomes {to} when its last request ends.")
 
 
 def progress(percent: int, text: str = "") -> SafeString:

@@ -113,7 +113,7 @@ class Listing(ModelAdmin):
     list_fullwidth = True
     list_before_template = "console/chips.html"
     actions = None
-    empty = "None has been made."
+    empty = "There are none yet."
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Fields to export for a column that is not a field of the model, or that shows several fields."""
     of_project: ClassVar[str] = ""
@@ -150,7 +150,7 @@ class Listing(ModelAdmin):
             return [every[name] for name in chosen or every]
         names = request.GET[COLUMNS].split(",")
         if unknown := [name for name in names if name not in every]:
-            raise BadRequest(f"This list has no column {unknown[0][:64]!r}, but {', '.join(every)}.")
+            raise BadRequest(f"This list has no column {unknown[0][:64]!r}. It has {', '.join(every)}.")
         return [every[name] for name in dict.fromkeys(names)]
 
     def get_list_display_links(self, request: HttpRequest, list_display: Sequence[str]) -> Sequence[str]:

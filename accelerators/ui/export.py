@@ -60,13 +60,13 @@ def respond(admin: Any, request: HttpRequest, form: str) -> HttpResponse | Strea
     Retry-After while `AT_ONCE` other exports run in this process.
     """
     if form not in FORMS:
-        raise Http404(f"There is no export as {form!r}: ask for {', '.join(FORMS)}.")
+        raise Http404(f"There is no export format {form!r}. The formats are {', '.join(FORMS)}.")
     if not admin.has_view_permission(request):
         raise PermissionDenied
     rows: QuerySet[Any] = admin.get_changelist_instance(request).queryset
     paths = columns(admin, request)
     if not _free.acquire(blocking=False):
-        text = f"{AT_ONCE} exports are under way in this process. Ask again in a moment.\n"
+        text = f"{AT_ONCE} exports are running in this process. Try again in a moment.\n"
         return HttpResponse(text, status=503, content_type="text/plain", headers={"Retry-After": "10"})
     kind, write = FORMS[form]
     name = f"{slugify(admin.opts.verbose_name_plural)}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.{form}"

@@ -63,15 +63,15 @@ def take_up(row: Attachment) -> None:
             raise RefusedError(Reason.AWAY, f"Profile {row.profile} is being changed: try again.")
         shares = {rp: {"resource_class": name, "amount": amount} for rp, (name, amount) in chosen.shares.items()}
         made = {"requests": requests, "providers": list(chosen.providers), "shares": shares, "host": host.name}
-        advance(row, _S.ATTACHING, "chosen", f"{len(requests)} requests on {host.name}", **made)
+        advance(row, _S.ATTACHING, "chosen", f"requests created for {host.name}: {len(requests)}", **made)
 
 
 def bind(row: Attachment) -> None:
     """Bind the requests of an attachment in step `claimed`.
 
     It is attached then, or in step `binding` while its host has to prepare something. Asks Nova first; the module
-    `binding` raises the intents that notify Nova. Raises RefusedError: unless the reason is AWAY, the attachment has
-    to be undone.
+    `binding` raises the intents that notify Nova. Raises RefusedError: unless the reason is AWAY, the attachment has to
+    be undone.
     """
     host = host_of(looked_up(str(row.instance)))
     if host.name != row.host:
@@ -83,7 +83,7 @@ def bind(row: Attachment) -> None:
         for request, provider in zip(row.requests, row.providers, strict=True)
     ]
     binding.bind(wanted, _service(row), beside=True)
-    # Another request of the instance may have been bound since `choice` checked this.
+    # Another request of the instance may have been bound since `choose_providers_for_attachment` checked it.
     refuse_mixed(row, {handle.attach_type for handle in handles(row)})
     follow(row)
 
@@ -91,8 +91,8 @@ def bind(row: Attachment) -> None:
 def follow(row: Attachment) -> bool:
     """Check the requests of an attachment that is being bound, and mark it attached when all of them are Bound.
 
-    Returns False while its host is still preparing them. Raises RefusedError CONFLICT if a bind failed or requests
-    are gone.
+    Returns False while its host is still preparing them. Raises RefusedError CONFLICT if a bind failed or requests are
+    gone.
     """
     found = {request.uuid: request for request in AcceleratorRequest.objects.filter(uuid__in=row.requests)}
     states = {request.state for request in found.values() if request.instance_uuid == row.instance}
@@ -100,12 +100,12 @@ def follow(row: Attachment) -> bool:
     if failed is not None:
         raise RefusedError(Reason.CONFLICT, failed or "its bind failed")
     if len(found) < len(row.requests) or not states <= {RequestState.BOUND, RequestState.BIND_STARTED}:
-        raise RefusedError(Reason.CONFLICT, "Its requests were taken away while they were being bound.")
+        raise RefusedError(Reason.CONFLICT, "Its requests were deleted or unbound while they were being bound.")
     if states == {RequestState.BOUND}:
         advance(row, _S.ATTACHED, "bound", attached_at=datetime.now(UTC))
         return True
     if row.step != "binding":
-        advance(row, _S.ATTACHING, "binding", f"{row.host} prepares it")
+        advance(row, _S.ATTACHING, "binding", f"{row.host} is preparing the device")
     return False
 
 
@@ -132,7 +132,7 @@ def free(row: Attachment) -> None:
                 binding.delete(uuids, _service(row))
         except RefusedError:  # somebody else is deleting the requests at this moment
             raise ConcurrentUpdateError from None
-        advance(row, _S(row.state), "freed", f"{len(uuids)} requests")
+        advance(row, _S(row.state), "freed", f"requests deleted: {len(uuids)}")
 
 
 def end(row: Attachment, text: str = "") -> None:
@@ -142,7 +142,7 @@ def end(row: Attachment, text: str = "") -> None:
 
 
 def long_given_up(row: Attachment) -> bool:
-    """Whether taking back began more than LATE ago.
+    """Return True if taking back began more than LONGEST_WRITE ago.
 
     Every write to Placement that was sent before that has then either taken effect or never will.
     """
@@ -166,19 +166,20 @@ def others(row: Attachment) -> dict[str, int]:
 
 
 def watch() -> bool:
-    """Start to detach attachments whose requests others deleted or unbound, at most BATCH; True if there were any."""
+    """Start to detach attachments whose requests others deleted or unbound, at most BATCH_SIZE; True if there were
+    any."""
     lost = [id for (id,) in conductor.cursor().execute(LOST, {"count": BATCH}).fetchall()]
     if lost:
         with conductor.writing():
             for row in Attachment.objects.filter(id__in=lost, state=_S.ATTACHED).order_by("id").select_for_update():
-                text = "its requests were taken away: the instance is deleted or shelved"
+                text = "its requests were deleted or unbound: the instance is deleted or shelved"
                 advance(row, _S.DETACHING, "", text, fault=text)
                 conductor.intend(KIND, {str(row.uuid): {}})
     return bool(lost)
 
 
 def forget(now: datetime | None = None) -> None:
-    """Delete at most BATCH attachments that ended more than REMEMBERED ago; their events stay."""
+    """Delete at most BATCH_SIZE attachments that ended more than ATTACHMENT_RETENTION ago; their events stay."""
     old = Attachment.objects.filter(ended_at__lt=(now or datetime.now(UTC)) - REMEMBERED).order_by("ended_at")
     if uuids := list(old.values_list("pk", flat=True)[:BATCH]):
         with conductor.writing():
@@ -206,10 +207,10 @@ def _of_class(chosen: Choice, who: Caller) -> str:
     profile, wanted = f"attach-{name}", [{f"resources:{name}": "1"}]
     if not DeviceProfile.objects.filter(name=profile).exists():
         try:
-            text = "One of its class, for devices that are attached by themselves."
+            text = "One unit of a resource class, for attaching a single device."
             profiles.create(profile, groups.check_groups(wanted), text, None, who)
         except groups.GroupError as error:
-            raise RefusedError(Reason.INVALID, f"Class {name} cannot be asked for: {error}") from None
+            raise RefusedError(Reason.INVALID, f"Resource class {name} cannot be requested: {error}") from None
     if DeviceProfile.objects.get(name=profile).groups != wanted:
         raise RefusedError(Reason.CONFLICT, f"Profile {profile} asks for something else than one {name}: rename it.")
     return profile

@@ -1,11 +1,12 @@
 """Attach accelerators to an instance that is running already, and detach them again.
 
-`ask` and `detach` only write the `Attachment` row, its event and an intent. The job `attachments`
-(`placement_sync.jobs.attachments`) then does the work, with the functions of `attachment_steps`. This module imports
-nothing that talks to Nova or Placement: the function that looks up an instance there is passed to `register`.
+`order_attachment` and `order_detachment` only write the `Attachment` row, its event and an intent. The job
+`attachments` (`placement_sync.jobs.attachments`) then does the work, with the functions of `attachment_steps`. This
+module imports nothing that talks to Nova or Placement: the function that looks up an instance there is passed to
+`register_instance_lookup`.
 
-Only `advance` changes the state of an attachment. It compares and sets, so of two processes that move the same
-attachment the second one gets `ConcurrentUpdateError` and has to read the row again.
+Only `advance_attachment` changes the state of an attachment. It compares and sets, so of two processes that move the
+same attachment the second one gets `ConcurrentUpdateError` and has to read the row again.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ TAKEN_BACK = (_S.UNDOING.value, _S.DETACHING.value, *ENDED)
 class Instance:
     """An instance as Nova describes it.
 
-    `places` are the names of its host (hypervisor host name and service host). `task` is Nova's task state, '' if Nova
-    is not working on the instance.
+    `host_names` are the names of its host (hypervisor host name and service host). `task_state` is Nova's task state,
+    '' if Nova is not working on the instance.
     """
 
     uuid: str
@@ -70,7 +71,7 @@ class ConcurrentUpdateError(Exception):
 
 
 def register(look: Look) -> None:
-    """Use `look` to look up instances from now on; it replaces the function registered before."""
+    """Use `lookup` to look up instances from now on; it replaces the function registered before."""
     _looks[:] = [look]
 
 
@@ -86,14 +87,15 @@ def ask(
 ) -> Attachment:
     """Order accelerators for a running instance: those of a device profile, or one unit of a device.
 
-    Returns the new row. Give either `profile` (name or uuid) or `device`. With `everyone` the caller may name instances
-    of every project, otherwise only of their own. The attachment itself happens later, in the job `attachments`.
+    Returns the new row. Give either `profile` (name or uuid) or `device`. With `all_projects` the caller may name
+    instances of every project, otherwise only of their own. The attachment itself happens later, in the job
+    `attachments`.
 
-    Nova (and Placement) are asked before the transaction. Raises RefusedError UNKNOWN, INVALID, CONFLICT, NONE_FREE
-    or AWAY if it is clear already that the attachment cannot succeed; then nothing is written.
+    Nova (and Placement) are asked before the transaction. Raises RefusedError UNKNOWN, INVALID, CONFLICT, NONE_FREE or
+    AWAY if it is clear already that the attachment cannot succeed; then nothing is written.
     """
     if bool(profile) == bool(device):
-        raise RefusedError(Reason.INVALID, "Say what is to be attached: a device profile, or a device.")
+        raise RefusedError(Reason.INVALID, "Give either a device profile or a device to attach.")
     reason = check_reason(reason)
     named = _profile(profile).name if profile else ""
     found = looked_up(str(instance), None if everyone else caller.project_id)
@@ -114,7 +116,7 @@ def detach(
 ) -> Attachment:
     """Order an attachment to be detached, or to be undone if it is not attached yet. Returns its row.
 
-    Does nothing if the attachment is ended or is being taken back already. With `everyone` the caller may name
+    Does nothing if the attachment is ended or is being taken back already. With `all_projects` the caller may name
     attachments of every project, otherwise only of their own. Raises RefusedError: UNKNOWN; INVALID for a reason that
     cannot be stored; CONFLICT if `uuid` is that of an accelerator request: one that Nova made is freed only by Nova.
     """
@@ -126,7 +128,7 @@ def detach(
             raise _no_attachment(uuid, own)
         if row.state not in TAKEN_BACK:
             attached = row.state == _S.ATTACHED
-            fault = "" if attached else f"{caller.name} had it detached before it was attached"
+            fault = "" if attached else f"{caller.name} ordered its detachment before it was attached"
             state = _S.DETACHING if attached else _S.UNDOING
             advance(row, state, "", reason, source=source, actor=caller.name, fault=fault)
             conductor.intend(KIND, {str(row.uuid): {}})
@@ -134,12 +136,12 @@ def detach(
 
 
 def looked_up(instance: str, project: str | None = None) -> Instance:
-    """Return what Nova knows of an instance, by the registered `Look`.
+    """Return what Nova knows of an instance, by the registered `InstanceLookup`.
 
-    Raises RefusedError as `Look` does, and CONFLICT if no cloud is configured.
+    Raises RefusedError as `InstanceLookup` does, and CONFLICT if no cloud is configured.
     """
     if not _looks:
-        text = "No cloud is configured: whose instance it is, and on which host, only Nova can tell (CYBORG_CLOUD)."
+        text = "No cloud is configured (CYBORG_CLOUD), and only Nova knows the instance's project and host."
         raise RefusedError(Reason.CONFLICT, text)
     return _looks[0](instance, project)
 
@@ -148,18 +150,19 @@ def host_of(found: Instance) -> Host:
     """Return the host of an instance.
 
     Raises RefusedError CONFLICT if the instance is in a state in which nothing can be attached, if Nova is working on
-    it, or if not exactly one host matches its places.
+    it, or if not exactly one host matches its host names.
     """
     if found.status not in FITTING or found.task:
-        doing = f", and Nova is at it ({found.task})" if found.task else ""
+        doing = f", and Nova is working on it ({found.task})" if found.task else ""
         possible = ", ".join(FITTING)
-        text = f"Instance {found.uuid} is {found.status}{doing}: devices are attached to one that is {possible}."
+        what = f"Instance {found.uuid} is {found.status}{doing}"
+        text = f"{what}: devices can only be attached to one that is {possible}."
         raise RefusedError(Reason.CONFLICT, text)
     there = Host.objects.filter(Q(name__in=found.places) | Q(node__in=found.places)).order_by("id")[:2]
     if len(there) != 1:
-        named = ", ".join(sorted(found.places)) or "no host that Nova tells our service user of"
-        which = "more than one host here" if there else "no host here"
-        raise RefusedError(Reason.CONFLICT, f"Instance {found.uuid} is on {named}, which is {which}.")
+        named = ", ".join(sorted(found.places)) or "a host that Nova does not show to our service user"
+        which = "matches more than one host here" if there else "is no host here"
+        raise RefusedError(Reason.CONFLICT, f"Instance {found.uuid} is on {named}, which {which}.")
     return there[0]
 
 
@@ -176,8 +179,8 @@ def advance(
     """Move an attachment to `state` and `step`, add the step to its history, set `columns`, and write an event.
 
     Compare and set: raises ConcurrentUpdateError if state or step in the database differ from those in `row`. Updates
-    `row` as well. A
-    history entry of the same name is replaced. `text` is stored in the history entry and as the reason of the event.
+    `row` as well. A history entry of the same name is replaced. `text` is stored in the history entry and as the reason
+    of the event.
     """
     was, now = (row.state, row.step), datetime.now(UTC)
     name = step or state.value
@@ -193,7 +196,7 @@ def advance(
 
 
 def with_handles(rows: Sequence[Attachment]) -> None:
-    """Load the attach handles of all these attachments in one statement, so that `handles` needs no query."""
+    """Load the attach handles of all these attachments in one statement, so that `get_handles` needs no query."""
     wanted = [uuid for row in rows if row.state not in ENDED for uuid in row.requests]
     held = AcceleratorRequest.objects.filter(uuid__in=wanted, attach_handle__isnull=False)
     found = {one.uuid: one.attach_handle for one in held.select_related("attach_handle")} if wanted else {}
@@ -203,7 +206,7 @@ def with_handles(rows: Sequence[Attachment]) -> None:
 
 
 def handles(row: Attachment) -> list[Handle]:
-    """Return the attach handles that the attachment holds now; one query unless `with_handles` loaded them before."""
+    """Return the attach handles that the attachment holds now; one query unless `load_handles` loaded them before."""
     if not hasattr(row, "held"):
         with_handles([row])
     return list(row.held)
@@ -218,14 +221,16 @@ def choice(row: Attachment, host: Host) -> Choice:
     """Choose the providers on `host` that would serve this attachment now. Reserves and locks nothing.
 
     Raises RefusedError: NONE_FREE; UNKNOWN if the profile is gone; INVALID if the profile asks for no accelerator;
-    CONFLICT as `refuse_mixed` does.
+    CONFLICT as `refuse_mixed_types` does.
     """
     wanted: Sequence[Mapping[str, str]]
     there = candidates.of(host, row.device)
     if row.device:
         where = f"Device {row.device} on {host.name}"
         if not there or not there[0].resource_class:
-            raise RefusedError(Reason.NONE_FREE, f"{where} has none free: it has to be ready there, and not all held.")
+            raise RefusedError(
+                Reason.NONE_FREE, f"{where} has no free unit: it must be ready, and not all its units may be held."
+            )
         wanted = [{f"resources:{there[0].resource_class}": "1"}]
     else:
         where, wanted = f"Host {host.name}", _profile(row.profile).groups
@@ -244,7 +249,7 @@ def refuse_mixed(row: Attachment, types: Set[str]) -> None:
     """
     held = AcceleratorRequest.objects.filter(instance_uuid=row.instance, attach_handle__attach_type=HandleType.PCI)
     if (other := sorted(types - {HandleType.PCI.value})) and held.exclude(uuid__in=row.requests).exists():
-        text = f"has PCI devices, which Nova would not give it at its next start beside {', '.join(other)}"
+        text = f"has PCI devices, and Nova does not pass those to an instance together with {', '.join(other)}"
         raise RefusedError(Reason.CONFLICT, f"Instance {row.instance} {text}: attach that to another instance.")
 
 
@@ -262,7 +267,7 @@ def _profile(named: str) -> DeviceProfile:
 def _no_attachment(uuid: UUID, own: Q) -> RefusedError:
     """Explain why `uuid` cannot be detached: CONFLICT if it is the uuid of a request, otherwise UNKNOWN."""
     if holder := Attachment.objects.filter(own, requests__contains=[uuid]).values_list("uuid", flat=True).first():
-        return RefusedError(Reason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that.")
+        return RefusedError(Reason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that attachment.")
     if AcceleratorRequest.objects.filter(own, uuid=uuid).exists():
         text = f"Request {uuid} was not made by an attachment but for Nova: it is freed when Nova deletes the instance."
         return RefusedError(Reason.CONFLICT, text)

@@ -1,8 +1,9 @@
 """Bulk actions: apply one action to many devices. A person chooses the set, sees a forecast, confirms, can cancel.
 
-An action either changes the devices' state (`Action`) or places a command for each device (`bulk_commands.OPS`). The
-job `bulks` works on confirmed sets, one slice per transaction. The outcome of each device is written in the transaction
-that moves the device: a worker that is killed in a slice has done nothing of it, and no device is moved twice.
+An action either changes the devices' state (`Action`) or places a command for each device (`bulk_commands.BULK_OPS`).
+The job `bulks` works on confirmed sets, one slice per transaction. The outcome of each device is written in the
+transaction that moves the device: a worker that is killed in a slice has done nothing of it, and no device is moved
+twice.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ class Forecast:
 
 
 def choose(action: Action | str, then: Drain, devices: QuerySet[Device], caller: Caller, selection: str = "") -> Bulk:
-    """Store a set of devices with the present state of each as a draft, on which nothing is done until `confirm`.
+    """Store a set of devices with the present state of each as a draft, on which nothing is done until `confirm_draft`.
 
-    `action` may also be one of `bulk_commands.OPS`; `then` is the final state of a drain; `selection` describes the
-    list's filters. Raises RefusedError INVALID if there are no devices, or more than MOST.
+    `action` may also be one of `bulk_commands.BULK_OPS`; `drain_to` is the final state of a drain; `selection`
+    describes the list's filters. Raises RefusedError INVALID if there are no devices, or more than MAX_BULK_DEVICES.
     """
     number = devices.order_by()[: MOST + 1].count()
     if not 0 < number <= MOST:
@@ -102,7 +103,8 @@ def forecast(bulk: Bulk) -> list[Forecast]:
 
 
 def first(bulk: Bulk, most: int, held: bool = False) -> list[tuple[BulkItem, Forecast]]:
-    """Return the first `most` devices of a set with their forecasts; with `held` only those that a request holds."""
+    """Return the first `maximum` devices of a set with their forecasts; with `held_only` only those that a request
+    holds."""
     found = _standing(bulk).order_by("id")
     if not held:  # select by id first, so that the database looks for holders of these devices only
         found = found.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:most]))
@@ -112,11 +114,12 @@ def first(bulk: Bulk, most: int, held: bool = False) -> list[tuple[BulkItem, For
 
 COLUMNS = ("device__state", "device__returns_to", "device__drain_to", "installs", "busy", "is_held", "able")
 SHOWN = ("now_state", "now_returns", "now_drains", "installs", "busy", "is_held", "able")
-"""The arguments of `foresee` after `stood`: COLUMNS for queries, SHOWN the same as attributes of loaded items."""
+"""The arguments of `predict_outcome` after `word_when_chosen`: FACT_COLUMNS for queries, FACT_ATTRIBUTES the same as
+attributes of loaded items."""
 
 
 def _standing(bulk: Bulk) -> QuerySet[BulkItem]:
-    """Return the items of a set, annotated with what `foresee` needs to know of each device now."""
+    """Return the items of a set, annotated with what `predict_outcome` needs to know of each device now."""
     live = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"])
     holds = (Exists(live.filter(**{path: OuterRef("device")})) for path in HOLDING)
     return bulk.items.annotate(
@@ -139,19 +142,19 @@ def foresee(
 ) -> Forecast:
     """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. Pure.
 
-    `stood` is its `Standing.word` when the set was chosen; `state`, `returns` and `drains` are its columns now, `state`
-    None if the device is gone. `facts` are four answers: whether its driver has to install it, whether a command is
-    working on it, whether a request holds it, and whether its driver supports the command that is asked for.
+    `word_when_chosen` is its `Standing.word` when the set was chosen; `state`, `returns` and `drains` are its columns
+    now, `state` None if the device is gone. `facts` are four answers: whether its driver has to install it, whether a
+    command is working on it, whether a request holds it, and whether its driver supports the command that is asked for.
     """
     installs, busy, held, able = map(bool, facts)
     if state is None:
-        return Forecast(Outcome.REFUSED, "is not there any more", held)
+        return Forecast(Outcome.REFUSED, "does not exist any more", held)
     here, drain_to = returns and DeviceState(returns), drains and Drain(drains)
     now = Standing(DeviceState(state), here or None, drain_to or None, int(held), installs)
     if bulk.action in bulk_commands.OPS:
         said = bulk_commands.blocked(bulk.action, stood, now.word, now.state, able=able, busy=busy, held=held)
         in_use = held and bulk.action in DESTRUCTIVE
-        return Forecast(Outcome.REFUSED if said else Outcome.MOVED, said or "its agent is asked", in_use)
+        return Forecast(Outcome.REFUSED if said else Outcome.MOVED, said or "the command is sent to its agent", in_use)
     action, blocked = Action(bulk.action), ""
     try:
         after = decide(action, now, Drain(bulk.then))
@@ -171,11 +174,11 @@ def foresee(
 
 
 def confirm(bulk: Bulk, reason: str, held_too: bool, dry: bool = False) -> bool:
-    """Start a bulk action that is a draft, with `dry` as a dry run that changes no device.
+    """Start a bulk action that is a draft, with `dry_run` as a dry run that changes no device.
 
     Returns False if it is not a draft any more. Without `held_too` an action does not move devices that requests hold;
-    commands (`bulk_commands.OPS`) ignore it. A set of at most SLICE devices is finished when this returns; the job
-    `bulks` works on a larger one. Raises RefusedError INVALID for a reason that cannot be stored.
+    commands (`bulk_commands.BULK_OPS`) ignore it. A set of at most BULK_SLICE_SIZE devices is finished when this
+    returns; the job `bulks` works on a larger one. Raises RefusedError INVALID for a reason that cannot be stored.
     """
     reason = placing.check_reason(reason)
     with conductor.writing():
@@ -213,7 +216,7 @@ def run() -> None:
 
 
 def step(only: int | None = None) -> bool:
-    """Work on one slice of the running set that has waited longest, or of the set `only` (a primary key).
+    """Work on one slice of the running set that has waited longest, or of the set `bulk_id` (a primary key).
 
     One transaction: moves the devices, writes the outcome of each, and ends the set after its last device. Returns
     False if there was nothing to do.
@@ -277,7 +280,7 @@ def _record(bulk: Bulk, verb: str, changes: dict[str, Any], who: str = "") -> No
 
 
 def forget(now: datetime | None = None) -> bool:
-    """Delete the oldest bulk action that has expired (FORGOTTEN, REMEMBERED); True if there may be more."""
+    """Delete the oldest bulk action that has expired (DRAFT_RETENTION, BULK_RETENTION); True if there may be more."""
     now = now or datetime.now(UTC)
     old = Q(state=BulkState.DRAFT, created_at__lt=now - FORGOTTEN) | Q(ended_at__lt=now - REMEMBERED)
     with conductor.writing():

@@ -1,6 +1,6 @@
 """Place the commands of a bulk action: one for each device, or a reason why the device gets none.
 
-Each command is placed by `placing.ask`, whose checks decide, whatever the forecast of `blocked` was.
+Each command is placed by `placing.order_device_command`, whose checks decide, whatever `predict_refusal` predicted.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ DONE = {"reset": "reset"}
 def blocked(op: str, stood: str, word: str, state: DeviceState, *, able: bool, busy: bool, held: bool) -> str:
     """Return why command `op` would be refused for a device, or '' if it would be placed. Pure, for forecasts.
 
-    `stood` and `word` are the device's `Standing.word` when it was chosen and now; `able`: its driver supports `op`;
-    `held` is known from our own requests only. A held or changed device is refused destructive commands only.
+    `word_when_chosen` and `word_now` are the device's `Standing.word`. `is_supported` says that its driver supports
+    `op`; `is_held` is known from our own requests only. A held or changed device is refused destructive commands only.
     """
     if op in DESTRUCTIVE and stood != word:
         return f"was {stood} when it was chosen, is {word} now"
     if state not in placing.ASKED[op]:
         return f"is {state}: {op} is not possible"
     if not able:
-        return f"its driver knows no {op}"
+        return f"its driver does not support {op}"
     if op in DESTRUCTIVE and held:
         return f"is held: it cannot be {DONE[op]}"
     return "is busy with a command" if busy and op in placing.EXCLUSIVE else ""
@@ -43,16 +43,16 @@ def blocked(op: str, stood: str, word: str, state: DeviceState, *, able: bool, b
 def many(op: str, seen: Mapping[UUID, str], caller: Caller, reason: str) -> list[Result]:
     """Place command `op` for each of these devices in one transaction; a refusal of one device stops no other.
 
-    `seen` maps each device to its `Standing.word` when it was chosen. Locks the devices and their hosts. Once
-    PATIENCE_S have passed, mostly in questions to witnesses, destructive commands for the remaining devices are refused
-    with AWAY, so that they are tried again. A device that is gone is refused with UNKNOWN.
+    `words_when_chosen` maps each device to its `Standing.word` when it was chosen. Locks the devices and their hosts.
+    Once HOLDER_CHECKS_TIMEOUT_S have passed, mostly in questions to witnesses, destructive commands for the remaining
+    devices are refused with AWAY, so that they are tried again. A device that is gone is refused with UNKNOWN.
     """
     until = time.monotonic() + PATIENCE_S
     with conductor.writing():
         found = {device.uuid: device for device in conductor.locked(Device.objects.filter(uuid__in=list(seen)))}
         results: Sequence[Result] = [_one(op, found[uuid], seen[uuid], caller, reason, until) for uuid in found]
     gone = seen.keys() - found.keys()
-    lost = (Result(uuid, "refused", text="It is not there any more.", reason=Reason.UNKNOWN) for uuid in gone)
+    lost = (Result(uuid, "refused", text="The device does not exist any more.", reason=Reason.UNKNOWN) for uuid in gone)
     return [*results, *lost]
 
 
@@ -64,7 +64,7 @@ def _one(op: str, device: Device, stood: str, caller: Caller, reason: str, until
             said = f"It was {stood} when it was chosen; it is {device.stands} now. Look at it again."
             raise RefusedError(Reason.CONFLICT, said)
         if op in DESTRUCTIVE and time.monotonic() > until:
-            raise RefusedError(Reason.AWAY, "Whether it is held was not found out in time: try again.")
+            raise RefusedError(Reason.AWAY, "The check whether it is held took too long: try again.")
         command = placing.ask(op, device.uuid, caller, reason=reason, source=Source.PERSON)
     except RefusedError as refused:
         return Result(device.uuid, "refused", *about, refused.text, refused.reason)

@@ -54,12 +54,12 @@ class Ended:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the command did what was ordered."""
+        """Return True if the command did what was ordered."""
         return self.state is _C.SUCCEEDED
 
     @property
     def touched(self) -> bool:
-        """Whether the command may have changed something on the host: it was neither refused nor expired."""
+        """Return True if the command may have changed something on the host: it was neither refused nor expired."""
         return self.state not in (_C.REFUSED, _C.EXPIRED)
 
 
@@ -94,23 +94,23 @@ def expire() -> bool:
 
 
 def _answered(command: Command) -> Ended:
-    """End a command as its agent answered."""
+    """Return the end of a command as its agent answered."""
     return Ended(command, CommandState(command.outcome), command.text or command.outcome)
 
 
 def _silent(command: Command) -> Ended:
-    """End a command without an answer: `expired` if the agent has not taken it, otherwise `unknown`."""
+    """Return the end of a command without an answer: `expired` if the agent has not taken it, otherwise `unknown`."""
     if command.state == _C.PREPARING:
         why = f": {command.progress}" if command.progress else ""
-        return Ended(command, _C.EXPIRED, f"its image was not here in time{why}")
+        return Ended(command, _C.EXPIRED, f"its image was not fetched in time{why}")
     if command.state == _C.QUEUED:
-        return Ended(command, _C.EXPIRED, f"the agent of {command.host} did not take it in time")
-    said = f", its last words: {command.progress}" if command.progress else ""
+        return Ended(command, _C.EXPIRED, f"the agent of {command.host} did not accept it in time")
+    said = f"; its last progress message: {command.progress}" if command.progress else ""
     return Ended(command, _C.UNKNOWN, f"the agent of {command.host} has not answered in time{said}")
 
 
 def _end(wanted: QuerySet[Command], judge: Callable[[Command], Ended]) -> bool:
-    """Lock at most BATCH of the wanted open commands and end each as `judge` says; True if BATCH were found.
+    """Lock at most BATCH_SIZE of the wanted open commands and end each as `judge` says; True if BATCH_SIZE were found.
 
     Commands that another transaction has locked are skipped.
     """
@@ -226,7 +226,7 @@ def _device(one: Ended, device: Device, into: _Consequences) -> None:
     elif command.op == "program":
         _programmed(one, device, into)
     elif command.op == "detach" and not one.succeeded:
-        why = f"a handle could not be given back: {one.text}"
+        why = f"a handle could not be detached: {one.text}"
         into.steps.append(Step(device, now, now, command.host.name, why, name="not_detached"))
     elif command.exclusive:
         _doubtful(one, device, into)

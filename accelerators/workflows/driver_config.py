@@ -57,7 +57,7 @@ class Wanted:
 
     @property
     def runs(self) -> bool:
-        """Whether the driver is wanted to run."""
+        """Return True if the driver is wanted to run."""
         return self.installed and self.enabled
 
 
@@ -76,16 +76,14 @@ def check(change: Change) -> Change:
     that JSON or the database cannot represent, or name `acts`, which only the host's own configuration may set.
     """
     if not re.fullmatch(WORD, change.driver) or len(change.driver) > 64:
-        raise RefusedError(Reason.INVALID, "Say which driver, by its name; GET /api/drivers/ lists them.")
+        raise RefusedError(Reason.INVALID, "Give the driver's name; GET /api/drivers/ lists the drivers.")
     if change.op is RolloutOp.UNINSTALL and (change.enabled is not None or change.settings is not None):
-        raise RefusedError(
-            Reason.INVALID, "Uninstalling takes neither settings nor enabled: both are forgotten with it."
-        )
+        raise RefusedError(Reason.INVALID, "Uninstalling takes neither settings nor enabled, because it deletes both.")
     if change.op is RolloutOp.UPDATE and change.enabled is None and change.settings is None:
-        raise RefusedError(Reason.INVALID, "Say what is to be other than it is: enabled, settings, or both.")
+        raise RefusedError(Reason.INVALID, "Say what to change: enabled, settings, or both.")
     if change.settings is not None:
         if "acts" in change.settings:
-            text = "acts: which acts are allowed on a host only that host's own CYBORG_DRIVER_SETTINGS can say."
+            text = "acts: only CYBORG_DRIVER_SETTINGS on the host itself decides which acts are allowed there."
             raise RefusedError(Reason.INVALID, text)
         if _size(change.settings) > MAX_SETTINGS:
             raise RefusedError(Reason.INVALID, f"Settings are at most {MAX_SETTINGS} bytes of JSON.")
@@ -103,7 +101,7 @@ def _size(settings: Settings) -> int:
     try:
         text = json.dumps(settings, ensure_ascii=False, separators=(",", ":"), default=str, skipkeys=True)
     except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits
-        text = f"Settings are nested at most {MAX_DEPTH} deep, and their numbers are of 64 bits."
+        text = f"Settings may be nested at most {MAX_DEPTH} levels deep, and their numbers must fit into 64 bits."
         raise RefusedError(Reason.INVALID, text) from None
     return len(text.encode(errors="replace"))
 
@@ -112,12 +110,12 @@ def _check_settings(value: Any, path: str = "settings", depth: int = 0) -> None:
     """Check settings recursively. Raises RefusedError INVALID with the path of the first value that is not allowed."""
     path = path[:200]
     if depth > MAX_DEPTH:
-        raise RefusedError(Reason.INVALID, f"{path}: settings are nested at most {MAX_DEPTH} deep.")
+        raise RefusedError(Reason.INVALID, f"{path}: settings may be nested at most {MAX_DEPTH} levels deep.")
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if SECRET.search(key):
-                text = f"{path}.{key[:64]} looks like a secret: settings are shown and journaled, so put it into"
-                raise RefusedError(Reason.INVALID, f"{text} a file on the host, and its path here under another name.")
+                text = f"{path}.{key[:64]} looks like a secret, and settings are shown and journaled: put it into"
+                raise RefusedError(Reason.INVALID, f"{text} a file on the host, and set that path under another name.")
             _check_settings(inner, f"{path}.{key}", depth + 1)
             _check_settings(key, f"{path}.{key}", depth)
     elif isinstance(value, list):
@@ -126,13 +124,13 @@ def _check_settings(value: Any, path: str = "settings", depth: int = 0) -> None:
     elif isinstance(value, str) and not _storable(value):
         raise RefusedError(Reason.INVALID, f"{path!r} holds characters that cannot be stored.")
     elif not isinstance(value, str | int | float | None):
-        raise RefusedError(Reason.INVALID, f"{path}: JSON has no {type(value).__name__}; say it as text.")
+        raise RefusedError(Reason.INVALID, f"{path}: JSON has no {type(value).__name__}; give it as text.")
     elif (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) > 2**63):
-        raise RefusedError(Reason.INVALID, f"{path}: no such number can be told.")
+        raise RefusedError(Reason.INVALID, f"{path}: the number is out of range.")
 
 
 def _storable(text: str) -> bool:
-    """Whether PostgreSQL can store this text: no NUL character, and valid Unicode."""
+    """Return True if PostgreSQL can store this text: no NUL character, and valid Unicode."""
     try:
         return "\0" not in text and bool(text.encode() or True)
     except UnicodeEncodeError:  # the text holds half of a surrogate pair
@@ -143,10 +141,10 @@ def order(host: Host, change: Change, by: By) -> Command | None:
     """Store a change of a driver on this host and place the `configure` command; returns the command.
 
     Returns None if nothing has to be changed. Locks the host and the driver's devices; the devices are busy until the
-    command has ended. Raises RefusedError: CONFLICT if the driver to be updated is not installed, another change of
-    it or an
-    exclusive command on one of its devices is under way, or the agent takes no commands; HELD, naming the holder, if a
-    device of a running driver is held; AWAY if a witness cannot be asked, or all of them take longer than PATIENCE_S.
+    command has ended. Raises RefusedError: CONFLICT if the driver to be updated is not installed, another change of it
+    or an exclusive command on one of its devices is under way, or the agent takes no commands; HELD, naming the holder,
+    if a device of a running driver is held; AWAY if a witness cannot be asked, or all of them take longer than
+    HOLDER_CHECKS_TIMEOUT_S.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -169,10 +167,11 @@ def order(host: Host, change: Change, by: By) -> Command | None:
 
 
 def is_driven(entry: Mapping[str, Any] | None, generation: int, runs: bool) -> bool:
-    """Whether the agent reports the driver as it is wanted.
+    """Return True if the agent reports the driver as it is wanted.
 
     `entry` is the driver's entry in `Host.drivers`, None if the agent has not reported the driver. The reported
-    generation must be `generation`, and the driver must be ok if it should run (`runs`), otherwise disabled or absent.
+    generation must be `generation`, and the driver must be ok if it should run (`should_run`), otherwise disabled or
+    absent.
     """
     if entry is None or entry.get("generation", 0) != generation:
         return False
@@ -197,7 +196,7 @@ def _wanted(change: Change, wish: DriverWish | None, entry: Mapping[str, Any] | 
 
 
 def _is_so(wish: DriverWish | None, wanted: Wanted, entry: Mapping[str, Any] | None) -> bool:
-    """Whether this configuration is stored as the wish already, and the agent reports that it is applied."""
+    """Return True if this configuration is stored as the wish already, and the agent reports that it is applied."""
     if wish is None or Wanted(wish.installed, wish.enabled, wish.settings) != wanted:
         return False
     return is_driven(entry, wish.generation, wanted.runs)
@@ -213,8 +212,8 @@ def _refuse_busy(devices: Sequence[Device]) -> None:
 
 def _refuse_held(devices: Sequence[Device], change: Change, host: Host) -> None:
     """Raise RefusedError HELD if any of these locked devices is held, AWAY if that cannot be found out within
-    PATIENCE_S."""
-    what = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "set up anew")
+    HOLDER_CHECKS_TIMEOUT_S."""
+    what = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "reinstalled")
     for pk, request, instance in safety.holding([device.pk for device in devices], "uuid", "instance_uuid")[:1]:
         held = next(device for device in devices if device.pk == pk)
         text = f"Device {held.uuid} is held by request {request} of instance {instance}"
@@ -222,8 +221,8 @@ def _refuse_held(devices: Sequence[Device], change: Change, host: Host) -> None:
     until = time.monotonic() + PATIENCE_S
     for device in devices:
         if time.monotonic() > until:
-            raise RefusedError(Reason.AWAY, "Whether its devices are held was not found out in time: try again.")
-        safety.refuse_unless_free(device, f"left by {change.driver} ({what})", {safety.REQUESTS})
+            raise RefusedError(Reason.AWAY, "The check whether its devices are held took too long: try again.")
+        safety.refuse_unless_free(device, f"taken out of use while {change.driver} is {what}", {safety.REQUESTS})
 
 
 def _tell(kept: DriverWish, wanted: Wanted, devices: Sequence[Device], by: By) -> Command:
@@ -250,6 +249,7 @@ def _tell(kept: DriverWish, wanted: Wanted, devices: Sequence[Device], by: By) -
 
 
 def _shown(settings: Settings | None) -> Any:
-    """Return settings as an event stores them: whole, or size and digest if they are longer than MAX_SHOWN."""
+    """Return settings as an event stores them: whole, or size and digest if they are longer than
+    MAX_EVENT_SETTINGS_BYTES."""
     text = msgspec.json.encode(settings)
     return settings if len(text) <= MAX_SHOWN else f"{len(text)} bytes, sha256 {hashlib.sha256(text).hexdigest()}"

@@ -2,7 +2,8 @@
 
 A rollout stops at the first failure if that is wanted. Its list of hosts is fixed when it starts. The job `rollouts`
 orders one host per transaction and marks the host's row in the same transaction: wherever a worker is killed, each host
-is ordered once. For a single host the order is placed at once, and a refusal is raised to the caller of `start`.
+is ordered once. For a single host the order is placed at once, and a refusal is raised to the caller of
+`start_rollout`.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def choose(names: Sequence[str] = (), selector: Mapping[str, Any] | None = None)
 
     A selector is `{"all": true}`, or has one or both of `driver` (hosts on which this driver runs or is wanted) and
     `name` (a pattern with * and ?). Raises RefusedError INVALID for an unknown name, an invalid selector, no host, or
-    more than MOST.
+    more than MAX_ROLLOUT_HOSTS.
     """
     if bool(names) == bool(selector):
-        raise RefusedError(Reason.INVALID, "Say on which hosts: by their names (hosts), or by a selector, not both.")
+        raise RefusedError(Reason.INVALID, "Give either the names of the hosts (hosts) or a selector, not both.")
     if not selector:
         found = Host.objects.filter(name__in=set(names)).order_by("name")
         if unknown := sorted(set(names) - {host.name for host in found}):
@@ -81,12 +82,13 @@ def start(
 ) -> Rollout:
     """Start a rollout of `change` on these hosts and return it; a single host is ordered when this returns.
 
-    Raises RefusedError INVALID, and for a single host whatever `driver_config.order` raises; then nothing is stored.
+    Raises RefusedError INVALID, and for a single host whatever `driver_config.order_driver_change` raises; then nothing
+    is stored.
     """
     driver_config.check(change)
     reason = placing.check_reason(reason)
     if not 1 <= pace.max_parallel <= MAX_PARALLEL:
-        raise RefusedError(Reason.INVALID, f"max_parallel: say how many hosts at a time, 1 to {MAX_PARALLEL}.")
+        raise RefusedError(Reason.INVALID, f"max_parallel, the number of hosts at a time, must be 1 to {MAX_PARALLEL}.")
     with conductor.writing():
         rollout = Rollout.objects.create(
             op=change.op,
@@ -133,7 +135,8 @@ def step() -> bool:
 
 
 def forget(now: datetime | None = None) -> bool:
-    """Delete the oldest rollout that ended more than REMEMBERED ago; True if there may be more. Its events stay."""
+    """Delete the oldest rollout that ended more than ROLLOUT_RETENTION ago; True if there may be more. Its events
+    stay."""
     with conductor.writing():
         old = Rollout.objects.filter(ended_at__lt=(now or datetime.now(UTC)) - REMEMBERED).order_by("id")
         count = Rollout.objects.filter(pk__in=old.values("pk")[:1]).delete()[1].get("accelerators.Rollout", 0)
@@ -183,14 +186,14 @@ def _hear(rollout: Rollout) -> bool:
     for one in ended:
         command = one.command
         succeeded = command is not None and command.state == CommandState.SUCCEEDED
-        _end(one, _S.DONE if succeeded else _S.FAILED, command.text if command else "its command is not known any more")
+        _end(one, _S.DONE if succeeded else _S.FAILED, command.text if command else "its command no longer exists")
     return bool(ended)
 
 
 def _order(rollout: Rollout, waiting: RolloutStep) -> None:
     """Place the command for one host, or mark it as done if nothing has to be changed there. Raises RefusedError."""
     if waiting.host is None:
-        raise RefusedError(Reason.UNKNOWN, f"{waiting.host_name} is not there any more.")
+        raise RefusedError(Reason.UNKNOWN, f"Host {waiting.host_name} does not exist any more.")
     token = request_id.set(rollout.request_id)
     try:
         change = Change(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings)
@@ -199,7 +202,7 @@ def _order(rollout: Rollout, waiting: RolloutStep) -> None:
     finally:
         request_id.reset(token)
     if command is None:
-        there = "is not installed there" if rollout.op == RolloutOp.UNINSTALL else "is so already"
+        there = "is not installed there" if rollout.op == RolloutOp.UNINSTALL else "is configured like this already"
         _end(waiting, _S.DONE, f"{rollout.driver} {there}")
     else:
         waiting.state, waiting.command = _S.ORDERED.value, command
@@ -225,15 +228,19 @@ def _halt(rollout: Rollout, state: RolloutState, text: str) -> None:
 
 
 def _some(hosts: list[Host]) -> list[Host]:
-    """Return the hosts. Raises RefusedError INVALID if there are none, or more than MOST."""
+    """Return the hosts. Raises RefusedError INVALID if there are none, or more than MAX_ROLLOUT_HOSTS."""
     if not 0 < len(hosts) <= MOST:
-        text = f"More than {MOST} hosts are chosen: choose fewer." if hosts else "No host is chosen: nothing fits."
+        text = (
+            f"More than {MOST} hosts are chosen: choose fewer."
+            if hosts
+            else "No host is chosen: none matches the selector."
+        )
         raise RefusedError(Reason.INVALID, text)
     return hosts
 
 
 def _runs(host: Host, driver: str) -> bool:
-    """Whether the host's agent reports this driver, and not as disabled or absent."""
+    """Return True if the host's agent reports this driver, and not as disabled or absent."""
     entry = host.drivers.get(driver)
     return entry is not None and driver_status.state_of(entry) not in driver_status.OFF
 

@@ -39,10 +39,10 @@ def run() -> None:
 
 
 def forget_commands(now: datetime | None = None) -> bool:
-    """Delete old commands among the BATCH oldest; True if there may be more.
+    """Delete old commands among the BATCH_SIZE oldest; True if there may be more.
 
     Commands are taken in the order of their ids, which is the order of their age. One is old if it ended more than
-    REMEMBERED ago.
+    COMMAND_RETENTION ago.
     """
     oldest = Command.objects.order_by("id").values_list("id", "ended_at")[:BATCH]
     before = (now or datetime.now(UTC)) - REMEMBERED
@@ -85,7 +85,7 @@ def remove_missing(now: datetime | None = None) -> bool:
 
 
 def _free(device: Device) -> bool:
-    """Whether every witness says that nobody holds the device; if not, the reason is logged."""
+    """Return True if every witness says that nobody holds the device; if not, the reason is logged."""
     try:
         safety.refuse_unless_free(device, "removed")
     except RefusedError as refused:

@@ -32,14 +32,16 @@ MOST_UNITS = 65_535
 
 
 @verb("accelerator-list", "accelerator-list --driver pci_driver\naccelerator-list --free --host cmp1.example")
-@click.option("--driver", help="Of this driver alone.")
-@click.option("--instance", type=click.UUID, help="Of this instance alone.")
-@click.option("--host", help="Of this host alone.")
-@click.option("--backend", help="Of backends of this name alone.")
-@click.option("--device", help="Of this device alone.")
-@click.option("--attached", "which", flag_value="attached", default="attached", help="Those that are held, as usual.")
-@click.option("--free", "which", flag_value="free", help="Those that nobody holds.")
-@click.option("--all", "which", flag_value="all", help="Both.")
+@click.option("--driver", help="Only of this driver.")
+@click.option("--instance", type=click.UUID, help="Only of this instance.")
+@click.option("--host", help="Only of this host.")
+@click.option("--backend", help="Only of backends with this name.")
+@click.option("--device", help="Only of this device.")
+@click.option(
+    "--attached", "which", flag_value="attached", default="attached", help="Units that are held; the default."
+)
+@click.option("--free", "which", flag_value="free", help="Units that nobody holds.")
+@click.option("--all", "which", flag_value="all", help="All units.")
 @options.limit
 @pass_asked
 def accelerator_list(asked: Asked, limit: int, which: str, device: str | None, **filters: Any) -> None:
@@ -55,23 +57,30 @@ def on_targets(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that accelerator-create and accelerator-delete share: targets, count, layout, reason, waiting."""
     for option in reversed(
         (
-            click.option("--device", "devices", multiple=True, help="Of this device; may be said again."),
-            click.option("--host", "hosts", multiple=True, help="Of this host's --backend; may be said again."),
-            click.option("--backend", "backends", multiple=True, help="Of all devices of it; may be said again."),
+            click.option("--device", "devices", multiple=True, help="On this device; can be repeated."),
+            click.option("--host", "hosts", multiple=True, help="On this host's --backend; can be repeated."),
+            click.option(
+                "--backend",
+                "backends",
+                multiple=True,
+                help="On all devices of this backend of --host; can be repeated.",
+            ),
             click.option(
                 "--count",
                 type=click.IntRange(1, MOST_UNITS),
-                help="So many of each device. Unless said, one is made, and all are taken away.",
+                help="Number of units on each device. Without it, one is created, or all are deleted.",
             ),
             click.option(
                 "--layout",
                 multiple=True,
                 metavar="WORD=VALUE",
                 callback=options.words,
-                help="Words that the driver takes beside the number, such as type=nvidia-63; may be said again.",
+                help="Settings of the driver in addition to the number, such as type=nvidia-63; can be repeated.",
             ),
             click.option(
-                "--generation", type=click.IntRange(0), help="The device's, as you saw it: refused if it has changed."
+                "--generation",
+                type=click.IntRange(0),
+                help="The device's generation that you saw: refused if it has changed.",
             ),
             options.because,
             options.waits,
@@ -103,7 +112,7 @@ def accelerator_delete(asked: Asked, count: int | None, yes: bool, **how: Any) -
     """Remove units from devices. Without --count all units are removed. Refused while a unit of the device is held."""
     if count is None:
         named = [*how["devices"], *(f"{host} {backend}" for host in how["hosts"] for backend in how["backends"])]
-        options.sure(f"Take away all units of {', '.join(named)}?", yes)
+        options.sure(f"Delete all units of {', '.join(named)}?", yes)
     _change(asked, "accelerators/delete/", "delete", count, **how)
 
 
@@ -115,9 +124,11 @@ def accelerator_delete(asked: Asked, count: int | None, yes: bool, **how: Any) -
     required=True,
     metavar="WORD=VALUE",
     callback=options.words,
-    help="Words that the device's driver takes, see `changeable` of device-show; may be said again.",
+    help="Settings of the device's driver, see `changeable` of device-show; can be repeated.",
 )
-@click.option("--generation", type=click.IntRange(0), help="The device's, as you saw it: refused if it has changed.")
+@click.option(
+    "--generation", type=click.IntRange(0), help="The device's generation that you saw: refused if it has changed."
+)
 @options.because
 @options.waits
 @pass_asked
@@ -147,7 +158,7 @@ def _change(
     **said: Any,
 ) -> None:
     if bool(hosts) != bool(backends) or not (devices or hosts):
-        raise click.UsageError("Say of what: --device, or --host and --backend.")
+        raise click.UsageError("Select devices: give --device, or --host and --backend.")
     named = {names.device(asked.api, device): device for device in devices}
     targets: list[dict[str, str]] = [{"device": uuid} for uuid in named]
     targets += [{"host": host, "backend": backend} for host in hosts for backend in backends]

@@ -28,8 +28,8 @@ STEPS = 4
     "attach-instance 6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --profile gpu-small",
 )
 @click.argument("instance", type=click.UUID)
-@click.option("--profile", help="What this device profile asks for, by its name or uuid.")
-@click.option("--device", help="A unit of this device.")
+@click.option("--profile", help="Attach what this device profile asks for; its name or uuid.")
+@click.option("--device", help="Attach a unit of this device.")
 @options.because
 @options.waits
 @pass_asked
@@ -41,7 +41,7 @@ def attach_instance(
     Nova does not plug them into a running machine. The answer says what remains to be done, with the necessary data.
     """
     if bool(profile) == bool(device):
-        raise click.UsageError("Say what: --profile, or --device.")
+        raise click.UsageError("Select what to attach: give --profile or --device.")
     uuid = names.device(asked.api, device) if device else None
     body = options.said({"instance": str(instance), "profile": profile, "device": uuid, "reason": reason})
     attachment = asked.api.post("attachments/", body)
@@ -49,13 +49,15 @@ def attach_instance(
         attachment = _followed(asked, attachment, "attach")
     show_one(attachment, asked.output)
     if attachment["state"] in ("undoing", *GONE):
-        raise CliError(Exit.REFUSED, attachment["fault"] or f"It is {attachment['state']}.")
+        raise CliError(Exit.REFUSED, attachment["fault"] or f"The attachment is {attachment['state']}.")
 
 
 @verb("detach-instance", "detach-instance 6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --yes")
 @click.argument("instance", type=click.UUID)
-@click.option("--attachment", type=click.UUID, help="This one alone; needed, or --all, where there are several.")
-@click.option("--all", "every", is_flag=True, help="Everything that attach-instance gave it.")
+@click.option(
+    "--attachment", type=click.UUID, help="Only this attachment; if there are several, give this option or --all."
+)
+@click.option("--all", "every", is_flag=True, help="Everything that attach-instance attached to the instance.")
 @options.yes
 @options.because
 @options.waits
@@ -67,10 +69,10 @@ def detach_instance(
     there = list(asked.api.rows("attachments/", 1000, instance=str(instance)))
     found = [row["uuid"] for row in there if row["state"] in OPEN and attachment in (None, UUID(row["uuid"]))]
     if not found:
-        raise CliError(Exit.NOT_FOUND, f"Instance {instance} has nothing that attach-instance gave it.")
+        raise CliError(Exit.NOT_FOUND, f"Instance {instance} has nothing that attach-instance attached.")
     if len(found) > 1 and not every:
-        raise click.UsageError(f"It was given {', '.join(found)}: say --attachment UUID, or --all.")
-    options.sure(f"Detach {', '.join(found)}? Unplug it from the machine before.", yes)
+        raise click.UsageError(f"It has the attachments {', '.join(found)}: give --attachment UUID, or --all.")
+    options.sure(f"Detach {', '.join(found)}? Unplug the accelerators from the machine first.", yes)
 
     def act(uuid: str) -> dict[str, Any]:
         now = asked.api.post(f"attachments/{uuid}/detach/", options.said({"reason": reason}))

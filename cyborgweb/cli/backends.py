@@ -23,22 +23,22 @@ DISCOVERED = ("host", "outcome", "state", "text")
 
 
 @verb("backend-list", "backend-list --host cmp1.example --kind mdev")
-@click.option("--host", help="Of this host alone.")
-@click.option("--driver", help="Of this driver alone.")
-@click.option("--kind", type=click.Choice(KINDS), help="Of this kind alone.")
-@click.option("--name", help="Of this name alone.")
+@click.option("--host", help="Only of this host.")
+@click.option("--driver", help="Only of this driver.")
+@click.option("--kind", type=click.Choice(KINDS), help="Only of this kind.")
+@click.option("--name", help="Only with this name.")
 @options.limit
 @pass_asked
 def backend_list(asked: Asked, limit: int, **filters: Any) -> None:
     """List drivers' backends. Each row has the services that the backend offers, or the error that it reports."""
     rows = asked.rows("backends/", limit, **filters)
-    show(rows, BACKENDS, asked.output, "No backends: `cyborg discover-services HOST` has a host's drivers look again.")
+    show(rows, BACKENDS, asked.output, "No backends. `cyborg discover-services HOST` makes a host's drivers rescan.")
 
 
 @verb("backend-show", "backend-show gpus --host cmp1.example")
 @click.argument("backend")
-@click.option("--host", help="On this host; needed where several have one of the name.")
-@click.option("--driver", help="Of this driver; needed where several have one of the name.")
+@click.option("--host", help="On this host; needed if several hosts have a backend of this name.")
+@click.option("--driver", help="Of this driver; needed if several drivers have a backend of this name.")
 @pass_asked
 def backend_show(asked: Asked, backend: str, host: str | None, driver: str | None) -> None:
     """Show a backend, given its name or its id. Its services are shown with their limits."""
@@ -48,21 +48,21 @@ def backend_show(asked: Asked, backend: str, host: str | None, driver: str | Non
         rows = list(asked.api.rows("backends/", 2, **options.said({"name": backend, "host": host, "driver": driver})))
         if not rows:
             raise CliError(
-                Exit.NOT_FOUND, f"There is no backend {backend!r}: `cyborg backend-list` shows those there are."
+                Exit.NOT_FOUND, f"There is no backend {backend!r}: `cyborg backend-list` lists all backends."
             )
         if len(rows) > 1:
-            text = f"Several hosts or drivers have a backend {backend!r}: say --host, and --driver if need be."
+            text = f"Several hosts or drivers have a backend {backend!r}: give --host, and --driver if necessary."
             raise CliError(Exit.NOT_FOUND, text)
         found = rows[0]
     show_one(found, asked.output)
 
 
 @verb("service-list", "service-list --name sriov --state ready")
-@click.option("--host", help="Of this host alone.")
-@click.option("--driver", help="Of this driver alone.")
-@click.option("--backend", help="Of backends of this name alone.")
-@click.option("--name", type=click.Choice(SERVICES), help="This service alone.")
-@click.option("--state", type=click.Choice(["ready", "unavailable"]), help="In this state alone.")
+@click.option("--host", help="Only of this host.")
+@click.option("--driver", help="Only of this driver.")
+@click.option("--backend", help="Only of backends with this name.")
+@click.option("--name", type=click.Choice(SERVICES), help="Only this service.")
+@click.option("--state", type=click.Choice(["ready", "unavailable"]), help="Only in this state.")
 @options.limit
 @pass_asked
 def service_list(asked: Asked, limit: int, **filters: Any) -> None:
@@ -73,7 +73,7 @@ def service_list(asked: Asked, limit: int, **filters: Any) -> None:
 @verb("discover-services", "discover-services cmp1.example --driver generic_driver")
 @click.argument("hosts", nargs=-1)
 @click.option("--all-hosts", is_flag=True, help="On every host.")
-@click.option("--driver", help="This driver alone; let out of its quarantine.")
+@click.option("--driver", help="Only this driver, which also ends its quarantine.")
 @options.because
 @options.waits
 @pass_asked
@@ -82,7 +82,7 @@ def discover_services(
 ) -> None:
     """Make the drivers of hosts rescan now. Afterwards service-list shows what they found."""
     if bool(hosts) == all_hosts:
-        raise click.UsageError("Say hosts, or --all-hosts.")
+        raise click.UsageError("Select hosts: name them, or give --all-hosts.")
     if all_hosts:
         hosts = [row["name"] for row in asked.rows("hosts/", options.LIMIT, fields="name")]
     ordered: dict[str, str] = {}

@@ -21,19 +21,22 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
     """Split a comma-separated option into names; return () if the option was left out. Raises BadParameter."""
     names = tuple(name for name in (value or "").split(",") if name)
     if value is not None and not names:
-        raise click.BadParameter("Name a host, or leave it out.")
+        raise click.BadParameter("Name at least one host, or leave the option out.")
     return names
 
 
 @verb("load-census", "load-census --profile gpu-small --count 4")
-@click.option("--profile", help="Room for requests of this device profile; for any unit without it.")
+@click.option("--profile", help="Search room for requests of this device profile; without it, for any unit.")
 @click.option(
-    "--count", "--before", type=click.IntRange(1, 256), default=1, show_default=True, help="For so many requests more."
+    "--count",
+    "--before",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Number of further requests that must fit.",
 )
-@click.option("--hosts", metavar="NAME,…", callback=_names, help="These hosts alone.")
-@click.option(
-    "--within", "within_s", type=click.FloatRange(0.1, 10), help="Seconds to wait for answers; 2 unless said."
-)
+@click.option("--hosts", metavar="NAME,…", callback=_names, help="Only these hosts.")
+@click.option("--within", "within_s", type=click.FloatRange(0.1, 10), help="Seconds to wait for answers; 2 by default.")
 @pass_asked
 def load_census(asked: Asked, **question: Any) -> None:
     """Ask hosts for their current load. Hosts with room come first, the least busy first.
@@ -60,6 +63,8 @@ def _tell(found: dict[str, Any]) -> None:
     for one in missing[:SHOWN]:
         click.echo(printable(f"{one['host']} did not answer: {one['why']}"), err=True)
     if len(missing) > SHOWN:
-        click.echo(f"{len(missing) - SHOWN} more did not answer: --format json names them.", err=True)
+        click.echo(f"{len(missing) - SHOWN} more did not answer. --format json lists all of them.", err=True)
     if found["left_out"]:
-        click.echo(f"{found['left_out']} hosts more were not asked: name some with --hosts.", err=True)
+        click.echo(
+            f"Further hosts that were not asked: {found['left_out']}. Name the hosts to ask with --hosts.", err=True
+        )

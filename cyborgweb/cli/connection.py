@@ -58,7 +58,7 @@ class Api:
         while limit > 0:
             page = self.get(path, **query)
             if not isinstance(page.get("results"), list):
-                raise CliError(Exit.AWAY, f"{self._opened[1]}/api/{path} answered no list: is --url right?")
+                raise CliError(Exit.AWAY, f"{self._opened[1]}/api/{path} answered no list: check --url.")
             yield from page["results"][:limit]
             limit -= len(page["results"])
             if not page.get("next"):
@@ -73,27 +73,27 @@ class Api:
         from keystoneauth1 import exceptions
 
         where = self.login.url or "Keystone"
-        unsure = "" if method == "GET" else " It may have been done all the same: look before you repeat it."
+        unsure = "" if method == "GET" else " The change may have been made all the same: check before you repeat it."
         try:
             session, where = self._opened
             response = session.request(
                 f"{where}/api/{path}", method, raise_exc=False, user_agent="cyborg", headers=ACCEPT, **said
             )
         except exceptions.ConnectTimeout:
-            text = f"{where} did not answer within {self.login.timeout:g} s: try again, or with a longer --timeout."
+            text = f"{where} did not answer within {self.login.timeout:g} s: try again, or give a longer --timeout."
             raise CliError(Exit.AWAY, text + unsure) from None
         except exceptions.SSLError as error:
-            text = f"{where} cannot be trusted ({_why(error)}): --cacert names the file of its authority."
+            text = f"{where} cannot be trusted ({_why(error)}): give the file of its authority in --cacert."
             raise CliError(Exit.AWAY, text) from None
         except (exceptions.ConnectionError, exceptions.DiscoveryFailure) as error:
-            text = f"{where} cannot be reached ({_why(error)}): is --url right, and the service up?"
+            text = f"{where} cannot be reached ({_why(error)}): check --url, and whether the service runs."
             raise CliError(
                 Exit.AWAY, text + ("" if any(word in str(error) for word in NEVER_SENT) else unsure)
             ) from None
         except exceptions.HttpServerError as error:
-            raise CliError(Exit.AWAY, f"{where} cannot log anybody in now: {_why(error)}") from None
+            raise CliError(Exit.AWAY, f"{where} cannot log users in now: {_why(error)}") from None
         except exceptions.ClientException as error:
-            raise CliError(Exit.NOT_ALLOWED, f"You are not logged in: {_why(error)} There are {HOW}.") from None
+            raise CliError(Exit.NOT_ALLOWED, f"You are not logged in: {_why(error)} Log in with {HOW}.") from None
         return _read(response, where)
 
 
@@ -104,15 +104,15 @@ def _read(response: Any, where: str) -> dict[str, Any]:
     """Return the decoded JSON object of a successful answer; raise CliError for redirects, errors and other content."""
     status = response.status_code
     if 300 <= status < 400:
-        to = response.headers.get("Location", "elsewhere")
-        raise CliError(Exit.AWAY, f"{where} sends on to {to}: say in --url the address that is meant.")
+        to = response.headers.get("Location", "another address")
+        raise CliError(Exit.AWAY, f"{where} redirects to {to}: give the right address in --url.")
     try:
         body = response.json()
     except ValueError:
         body = None
     if not isinstance(body, dict):
         raise CliError(
-            CODES.get(status, Exit.AWAY), f"{where} answered {status}, not as this API does: is --url right?"
+            CODES.get(status, Exit.AWAY), f"{where} answered {status}, but not as this API does: check --url."
         )
     if status < 300:
         return body
@@ -120,7 +120,7 @@ def _read(response: Any, where: str) -> dict[str, Any]:
     told = error.get("message") if isinstance(error, dict) else body.get("error_message") or error
     request = error.get("request_id") if isinstance(error, dict) and status >= 500 else None
     if status == 401:
-        told = f"Your token is not known there, or has ended: say who you are with {HOW}."
+        told = f"Your token is not known there, or has expired: log in with {HOW}."
     raise CliError(
         CODES.get(status, Exit.REFUSED),
         f"{told or f'{where} answered {status}.'}" + (f" (request {request})" if request else ""),

@@ -22,13 +22,19 @@ HEARD = ("up", "late", "down", "revoked", "clone")
 
 
 @verb("device-list", "device-list --host cmp1.example --state inactive")
-@click.option("--host", help="Of this host alone.")
-@click.option("--state", type=click.Choice(STATES), multiple=True, help="In this state; may be said again.")
-@click.option("--type", "kind", help="Of this type alone: GPU, FPGA, NIC, …")
-@click.option("--vendor", help="Of this vendor alone.")
-@click.option("--driver", help="Of this driver alone.")
-@click.option("--draining/--not-draining", default=None, help="Those that wait for their last request, or the others.")
-@click.option("--stale/--fresh", default=None, help="Those whose host or driver is not heard, or the others.")
+@click.option("--host", help="Only of this host.")
+@click.option("--state", type=click.Choice(STATES), multiple=True, help="In this state; can be repeated.")
+@click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
+@click.option("--vendor", help="Only of this vendor.")
+@click.option("--driver", help="Only of this driver.")
+@click.option(
+    "--draining/--not-draining",
+    default=None,
+    help="Only devices that wait for their last request to end, or only the others.",
+)
+@click.option(
+    "--stale/--fresh", default=None, help="Only devices whose host or driver does not report, or only the others."
+)
 @options.limit
 @pass_asked
 def device_list(asked: Asked, limit: int, kind: str | None, **filters: Any) -> None:
@@ -70,7 +76,10 @@ def device_maintain(asked: Asked, devices: Sequence[str], reason: str) -> None:
 @verb("device-drain", 'device-drain 3f1c --then retired --reason "end of lease"')
 @click.argument("devices", nargs=-1, required=True)
 @click.option(
-    "--then", type=click.Choice(["maintenance", "retired"]), default="maintenance", help="What they become then."
+    "--then",
+    type=click.Choice(["maintenance", "retired"]),
+    default="maintenance",
+    help="The state that they get when they are free.",
 )
 @options.because
 @pass_asked
@@ -91,14 +100,14 @@ def device_drain(asked: Asked, devices: Sequence[str], then: str, reason: str) -
 @pass_asked
 def device_retire(asked: Asked, devices: Sequence[str], reason: str, yes: bool) -> None:
     """Take devices out of use permanently. Refused while a device is offered, or while a request holds it."""
-    options.sure(f"Retire {', '.join(devices)} for good?", yes)
+    options.sure(f"Retire {', '.join(devices)} permanently?", yes)
     finish(_asked_of(asked, devices, "retire", {"reason": reason}), DECIDED, asked.output)
 
 
 @verb("agent-list", "agent-list --state down")
-@click.option("--host", help="Of this host alone.")
-@click.option("--state", type=click.Choice(HEARD), help="In this state alone.")
-@click.option("--version", help="In this version alone.")
+@click.option("--host", help="Only of this host.")
+@click.option("--state", type=click.Choice(HEARD), help="Only in this state.")
+@click.option("--version", help="Only with this version.")
 @options.limit
 @pass_asked
 def agent_list(asked: Asked, limit: int, **filters: Any) -> None:
@@ -117,7 +126,10 @@ def _asked_of(asked: Asked, devices: Sequence[str], action: str, body: dict[str,
 def _row(shown: dict[str, Any]) -> dict[str, Any]:
     """Convert a device of the API into an output row; its text names the requests still draining, or why it failed."""
     draining = shown["draining"]
-    left = f"{draining['left']} requests hold it; {draining['to']} then" if draining else ""
+    left = ""
+    if draining:
+        held = "1 request holds it" if draining["left"] == 1 else f"{draining['left']} requests hold it"
+        left = f"{held}; then it becomes {draining['to']}"
     where = {"host": shown["host"]["name"], "address": shown["address"], "state": shown["state"]}
     return (
         {"target": shown["uuid"]}

@@ -35,10 +35,14 @@ MAX_SETTINGS = 65_536
 
 
 @verb("driver-list", "driver-list --driver generic_driver --state failed")
-@click.option("--host", help="Of this host alone.")
-@click.option("--driver", help="This driver alone.")
-@click.option("--state", type=click.Choice(STATES), help="In this state alone.")
-@click.option("--drifts/--as-wanted", default=None, help="Those that are not as is wanted, or the others.")
+@click.option("--host", help="Only of this host.")
+@click.option("--driver", help="Only this driver.")
+@click.option("--state", type=click.Choice(STATES), help="Only in this state.")
+@click.option(
+    "--drifts/--as-wanted",
+    default=None,
+    help="Only drivers whose state differs from the desired state, or only the others.",
+)
 @options.limit
 @pass_asked
 def driver_list(asked: Asked, limit: int, **filters: Any) -> None:
@@ -64,7 +68,7 @@ def settings(context: click.Context, parameter: click.Parameter, path: str | Non
     except ValueError as error:
         raise click.BadParameter(f"{path} cannot be understood: {error}") from None
     if not isinstance(found, dict):
-        raise click.BadParameter(f"{path} holds no settings: say names and values.")
+        raise click.BadParameter(f"{path} has no settings: write names with values.")
     return found
 
 
@@ -101,8 +105,8 @@ def rolled_out(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(
         (
             click.argument("driver"),
-            click.option("--host", "hosts", multiple=True, help="On this host; may be said again."),
-            click.option("--hosts-like", metavar="GLOB", help="On hosts of such names: 'cmp1*'."),
+            click.option("--host", "hosts", multiple=True, help="On this host; can be repeated."),
+            click.option("--hosts-like", metavar="GLOB", help="On hosts whose names match, such as 'cmp1*'."),
             click.option("--hosts-with", metavar="DRIVER", help="On hosts that have this driver."),
             click.option("--all-hosts", is_flag=True, help="On every host."),
             click.option(
@@ -110,9 +114,9 @@ def rolled_out(function: Callable[..., Any]) -> Callable[..., Any]:
                 type=click.IntRange(1, 100),
                 default=5,
                 show_default=True,
-                help="So many hosts at a time.",
+                help="Largest number of hosts at a time.",
             ),
-            click.option("--keep-going", is_flag=True, help="Begin further hosts although one has failed."),
+            click.option("--keep-going", is_flag=True, help="Go on with further hosts after one has failed."),
             options.because,
             options.waits,
         )
@@ -127,7 +131,7 @@ with_settings = (
         "file",
         metavar="FILE",
         callback=settings,
-        help="Its settings, all of them: a file .json, .toml or .yaml; - is standard input.",
+        help="All settings of the driver: a .json, .toml or .yaml file; - is standard input.",
     ),
     click.option(
         "--set",
@@ -135,7 +139,7 @@ with_settings = (
         multiple=True,
         metavar="NAME=VALUE",
         callback=_set,
-        help="One of its settings; those that are not said are forgotten.",
+        help="One setting of the driver; settings that are not given are deleted.",
     ),
 )
 
@@ -154,7 +158,7 @@ def install_driver(asked: Asked, file: dict[str, Any] | None, values: dict[str, 
 @rolled_out
 @with_settings[0]
 @with_settings[1]
-@click.option("--enable/--disable", "enabled", default=None, help="Whether it runs.")
+@click.option("--enable/--disable", "enabled", default=None, help="Whether the driver runs.")
 @pass_asked
 def update_driver(
     asked: Asked, file: dict[str, Any] | None, values: dict[str, Any], enabled: bool | None, **how: Any
@@ -162,7 +166,7 @@ def update_driver(
     """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held."""
     changes = _settings(file, values) | ({} if enabled is None else {"enabled": enabled})
     if not changes:
-        raise click.UsageError("Say what is to change: --enable, --disable, --settings or --set.")
+        raise click.UsageError("Select what to change: give --enable, --disable, --settings or --set.")
     _roll_out(asked, "update", changes, **how)
 
 
@@ -204,7 +208,7 @@ def _roll_out(
     chosen = {"name": hosts_like, "driver": hosts_with, "all": all_hosts or None}
     selector = {name: value for name, value in chosen.items() if value}
     if bool(hosts) == bool(selector) or (all_hosts and len(selector) > 1):
-        raise click.UsageError("Say on which hosts: --host, or --hosts-like and --hosts-with, or --all-hosts.")
+        raise click.UsageError("Select hosts: give --host, or --hosts-like and --hosts-with, or --all-hosts.")
     for host in hosts:
         names.host(asked.api, host)
     body = {"op": op, "driver": driver, "max_parallel": max_parallel, "stop_on_failure": not keep_going}

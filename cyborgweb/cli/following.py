@@ -46,9 +46,9 @@ def follow(what: str, later: str, look: Callable[[], Progress]) -> None:
                     now, heard = look(), time.monotonic()
                 except CliError as problem:
                     if problem.exit_code != Exit.AWAY or time.monotonic() - heard > PATIENCE_S:
-                        text = f"{problem.message} What was ordered goes on. Look again: {later}"
+                        text = f"{problem.message} The ordered work goes on. To look again: {later}"
                         raise CliError(problem.exit_code, text) from None
-                    now = Progress(bar.pos if bar else 0, "the server cannot be reached; trying again", False)
+                    now = Progress(bar.pos if bar else 0, "the server cannot be reached; it is tried again", False)
                 if bar:
                     bar.update(int(now.percent) - bar.pos, printable(now.text))
                 elif told != (told := printable(now.text)):
@@ -58,7 +58,7 @@ def follow(what: str, later: str, look: Callable[[], Progress]) -> None:
                 time.sleep(pause)
                 pause = min(pause * SLOWER, LAST_S)
     except KeyboardInterrupt:
-        text = f"Not followed any longer; what was ordered goes on. Look again: {later}"
+        text = f"The command stopped following; the ordered work goes on. To look again: {later}"
         raise CliError(Exit.INTERRUPTED, text) from None
 
 

@@ -82,7 +82,7 @@ def _chosen(login: Login) -> str:
     """
     on_line = [way for way in WAYS if way in login.on_line]
     if len(on_line) > 1:
-        raise CliError(Exit.USAGE, "Say one of --token, --token-file and --os-cloud, not several.")
+        raise CliError(Exit.USAGE, "Give only one of --token, --token-file and --os-cloud.")
     return next(iter(on_line or [way for way in WAYS if getattr(login, way)]), "os_cloud")
 
 
@@ -95,7 +95,7 @@ def _catalogued(way: Way) -> str:
             service_type=SERVICE, interface=way.interface, region_name=way.region, skip_discovery=True
         ):
             return str(found)
-    raise CliError(Exit.USAGE, f"The cloud's catalogue has no service of type {SERVICE}: say its address in --url.")
+    raise CliError(Exit.USAGE, f"The cloud's catalogue has no service of type {SERVICE}: give its address in --url.")
 
 
 def _by_token(login: Login, way: str) -> Way:
@@ -103,7 +103,7 @@ def _by_token(login: Login, way: str) -> Way:
     from keystoneauth1.token_endpoint import Token
 
     if not login.url:
-        raise CliError(Exit.USAGE, "A token needs an address: say it in --url or CYBORG_URL.")
+        raise CliError(Exit.USAGE, "A token needs the server's address: give it in --url or CYBORG_URL.")
     token = login.token.strip() if way == "token" else _of_file(login.token_file)
     if not TOKEN.fullmatch(token):
         raise CliError(Exit.USAGE, "This is no token: `manage.py api_token NAME` prints one as its last line.")
@@ -126,7 +126,7 @@ def _by_cloud(login: Login) -> Way:
 
     cloud = login.os_cloud or os.environ.get("OS_CLOUD", "")
     if not cloud and not any(os.environ.get(name) for name in ("OS_AUTH_URL", "OS_AUTH_TYPE", "OS_TOKEN")):
-        raise CliError(Exit.NOT_ALLOWED, f"Say who you are: {HOW}.")
+        raise CliError(Exit.NOT_ALLOWED, f"You are not logged in. Log in with {HOW}.")
     try:
         way = _of_clouds_yaml(cloud) if cloud else _of_variables()
     except ClientException as error:
@@ -178,5 +178,5 @@ def _root(url: str) -> str:
     """Return the server's URL without a trailing `/` and `/api`. Raises CliError if it is no plain HTTP(S) URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        raise CliError(Exit.USAGE, f"{url!r} is no address of the API: say https://HOST[:PORT].")
+        raise CliError(Exit.USAGE, f"{url!r} is no address of the API: write https://HOST[:PORT].")
     return url.rstrip("/").removesuffix("/api")

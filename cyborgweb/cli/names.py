@@ -36,16 +36,19 @@ def device(api: Api, text: str) -> str:
         there = [row["uuid"] for row in api.rows("devices/", LOOKED_AT, fields="uuid")]
         if len(there) == LOOKED_AT:
             raise CliError(
-                Exit.REFUSED, f"There are too many devices to look for {text!r}: say all of it, or HOST/ADDRESS."
+                Exit.REFUSED,
+                f"There are too many devices to search for {text!r}: give the whole uuid, or HOST/ADDRESS.",
             )
         found = [uuid for uuid in there if uuid.startswith(text.lower())]
     else:
-        raise click.UsageError(f"{text!r} is no device: say its uuid, at least 4 signs of it, or HOST/ADDRESS.")
+        raise click.UsageError(
+            f"{text!r} does not name a device: give its uuid, at least the first 4 characters of it, or HOST/ADDRESS."
+        )
     if len(found) > 1:
         some = ", ".join(found[:3])
-        raise CliError(Exit.NOT_FOUND, f"{text!r} is not one device but {len(found)}: {some}…; say more of it.")
+        raise CliError(Exit.NOT_FOUND, f"{text!r} is not one device but {len(found)}: {some}…; give more of its uuid.")
     if not found:
-        raise CliError(Exit.NOT_FOUND, f"There is no device {text!r}: `cyborg device-list` shows those there are.")
+        raise CliError(Exit.NOT_FOUND, f"There is no device {text!r}: `cyborg device-list` lists all devices.")
     return str(found[0])
 
 
@@ -53,4 +56,6 @@ def host(api: Api, name: str) -> str:
     """Return the uuid of the host `name`. Raises CliError if there is none."""
     for row in api.rows("hosts/", 1, name=name, fields="uuid"):
         return str(row["uuid"])
-    raise CliError(Exit.NOT_FOUND, f"There is no host {name!r}: `cyborg agent-list` shows those there are.")
+    raise CliError(
+        Exit.NOT_FOUND, f"There is no host {name!r}: `cyborg agent-list` lists the hosts that have an agent."
+    )

@@ -42,7 +42,7 @@ class Asked:
         """
         found = list(self.api.rows(path, limit + 1, **said(filters)))
         if len(found) > limit:
-            click.echo(f"These are the first {limit}; there are more: --limit says how many to show.", err=True)
+            click.echo(f"Only the first {limit} rows are shown. Give a larger --limit to see more.", err=True)
         return found[:limit]
 
 
@@ -93,12 +93,12 @@ def of_connection(hidden: bool = False) -> list[click.Parameter]:
 
     return [
         option("--url", "Address of the service, https://HOST[:PORT].", metavar="URL"),
-        option("--token", "A token; other users of this machine can see it here, so better in the variable."),
+        option("--token", "A token. Other users of this machine can see it here, so prefer the variable."),
         option("--token-file", "File whose last line is a token.", metavar="FILE"),
-        option("--os-cloud", "Log in as this cloud of clouds.yaml says; without it, as the OS_… variables say."),
-        option("--cacert", "File with the authorities that vouch for the service.", metavar="FILE"),
-        option("--insecure", "Trust whoever answers.", is_flag=True),
-        option("--timeout", "Seconds to wait for an answer; 30 unless said.", type=click.FloatRange(0.1, 3600)),
+        option("--os-cloud", "Log in with this cloud of clouds.yaml; without it, with the OS_… variables."),
+        option("--cacert", "File with the certificate authorities to trust.", metavar="FILE"),
+        option("--insecure", "Do not verify the server's certificate.", is_flag=True),
+        option("--timeout", "Seconds to wait for an answer; 30 by default.", type=click.FloatRange(0.1, 3600)),
     ]
 
 
@@ -110,7 +110,7 @@ def of_output() -> list[click.Parameter]:
             type=click.Choice(FORMATS),
             expose_value=False,
             callback=_kept("output", "format"),
-            help="table unless said. json and yaml give everything, table and csv columns.",
+            help="The default is table. json and yaml print whole rows, table and csv the columns.",
         ),
         click.Option(
             ["--columns", "-c"],
@@ -140,20 +140,24 @@ def _kept(part: str, name: str, read: Callable[[Any], Any] = lambda value: value
 
 
 limit = click.option(
-    "--limit", type=click.IntRange(1, 1_000_000), default=LIMIT, show_default=True, help="So many rows at most."
+    "--limit", type=click.IntRange(1, 1_000_000), default=LIMIT, show_default=True, help="Largest number of rows."
 )
-waits = click.option("--wait/--no-wait", default=True, help="Follow it to its end, as is usual, or only order it.")
-yes = click.option("--yes", "-y", is_flag=True, help="Do not ask whether it is meant.")
+waits = click.option(
+    "--wait/--no-wait", default=True, help="Wait until the work has ended (the default), or only order it."
+)
+yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 
 
 def reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
     """Return the reason unchanged. Raises BadParameter if it is longer than MAX_REASON, the service's limit."""
     if len(value) > MAX_REASON:
-        raise click.BadParameter(f"Say it in at most {MAX_REASON} characters.")
+        raise click.BadParameter(f"The reason has at most {MAX_REASON} characters.")
     return value
 
 
-because = click.option("--reason", default="", callback=reason, help="Why; shown with it and with its events.")
+because = click.option(
+    "--reason", default="", callback=reason, help="The reason, which is shown with the change and its events."
+)
 
 
 def said(values: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +169,7 @@ def words(context: click.Context, parameter: click.Parameter, value: tuple[str, 
     """Parse options of the form WORD=VALUE, such as `vfs=4`, into a dict. Raises BadParameter."""
     pairs = [text.partition("=") for text in value]
     if len(pairs) > MAX_WORDS or not all(word and mark and said for word, mark, said in pairs):
-        raise click.BadParameter(f"Say WORD=VALUE, such as vfs=4; at most {MAX_WORDS} times.")
+        raise click.BadParameter(f"Write WORD=VALUE, such as vfs=4; at most {MAX_WORDS} times.")
     return {word: said for word, _, said in pairs}
 
 
@@ -177,5 +181,5 @@ def sure(question: str, meant: bool) -> None:
     if meant:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError("Nobody is there to be asked whether this is meant: say --yes.")
+        raise click.UsageError("There is no terminal on which to confirm this: give --yes.")
     click.confirm(question, abort=True, err=True)

@@ -58,7 +58,7 @@ def show(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], output: Outp
     chosen = {name: paths.get(name, name) for name in output.columns} or paths
     if found and (unknown := [path for path in chosen.values() if path.split(".")[0] not in found[0]]):
         there_are = ", ".join(dict.fromkeys((*paths, *found[0])))
-        raise click.UsageError(f"There is no column {', '.join(unknown)}; there are {there_are}.")
+        raise click.UsageError(f"There is no column {', '.join(unknown)}. The columns are {there_are}.")
     if output.format in ("json", "yaml"):
         whole = [{name: _at(row, path) for name, path in chosen.items()} for row in found] if output.columns else found
         click.echo(_text(whole, output.format), nl=False)
@@ -92,7 +92,7 @@ def show_one(row: Mapping[str, Any], output: Output) -> None:
     """
     chosen = {name: _at(row, name) for name in output.columns} or dict(row)
     if unknown := [name for name in chosen if name.split(".")[0] not in row]:
-        raise click.UsageError(f"There is no field {', '.join(unknown)}; there are {', '.join(row)}.")
+        raise click.UsageError(f"There is no field {', '.join(unknown)}. The fields are {', '.join(row)}.")
     if output.format in ("json", "yaml"):
         click.echo(_text(chosen, output.format), nl=False)
     elif output.format == "csv":

@@ -17,9 +17,9 @@ UNITS = ("total", "held", "free", "reserved", "sampled=load.sampled", *BUSY)
 
 @verb("usage", "usage --by host,type --type GPU")
 @click.option("--by", metavar="WHAT[,WHAT]", help="One or two of host, type, resource_class, project.")
-@click.option("--host", help="Of this host alone.")
-@click.option("--type", "kind", help="Of this type alone: GPU, FPGA, NIC, …")
-@click.option("--resource-class", help="Of this resource class alone.")
+@click.option("--host", help="Only of this host.")
+@click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
+@click.option("--resource-class", help="Only of this resource class.")
 @options.limit
 @pass_asked
 def usage(asked: Asked, limit: int, kind: str | None, **filters: Any) -> None:

@@ -71,7 +71,7 @@ def find(pg_bin: str = "", wanted_major: int | None = None) -> Binaries:
         return usable[0]
     if wanted_major is not None and found:
         raise PostgresError(
-            f"its data are of PostgreSQL {wanted_major}, here is only {', '.join(str(b.major) for b in found)}:"
+            f"the database is of PostgreSQL {wanted_major}, but only {', '.join(str(b.major) for b in found)} is here:"
             f" name the folder of version {wanted_major} in CYBORG_PG_BIN, or dump it there with pg_dumpall, move the"
             " folder away, start again and load the dump with psql"
         )
@@ -158,7 +158,7 @@ class Postgres:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.getuid() and self.socket.stat().st_uid != os.getuid():
             raise PostgresError(
-                f"{self.socket} belongs to somebody else: remove it, or choose a shorter CYBORG_STATE_DIR"
+                f"{self.socket} belongs to another user: remove it, or choose a shorter CYBORG_STATE_DIR"
             )
         wrap = _as_unprivileged(self.home, self.socket)
         if not version.exists():
@@ -286,5 +286,6 @@ def _as_account(home: Path, socket: Path) -> list[str]:
                 os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
         return ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
     raise PostgresError(
-        "running as root where user namespaces are refused and there is no unprivileged account: start as a plain user"
+        "PostgreSQL refuses to run as root, and there are neither user namespaces nor an unprivileged account: start"
+        " this as a plain user"
     )

@@ -28,7 +28,7 @@ from cyborgweb.live import session_permissions
 from cyborgweb.live.list_snapshot import Cells, Shown, fingerprint
 
 log = logging.getLogger(__name__)
-_watching = metrics.gauge("cyborg_console_watchers", "Pages of the console that somebody looks at.")
+_watching = metrics.gauge("cyborg_console_watchers", "Console pages that are open in a browser.")
 
 ROWS_PER_LOOK = 15
 """Changed rows sent to one page per look; the others follow in the next looks."""
@@ -97,7 +97,7 @@ class Watcher:
     user: Any = None
     rights: str = ""
     is_page: bool = False
-    """The page has said what it shows, and it is not a list."""
+    """Whether the page has reported that it is not a list."""
     shown: Shown | None = None
     seen: dict[Any, tuple[object, dict[str, int]]] = field(default_factory=dict)
     names: dict[Any, str] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class Feed:
             if watcher.user:
                 watcher.rights = session_permissions.of([watcher.user.pk]).get(watcher.user.pk, "")
         except Exception as error:  # noqa: BLE001 the page is told to connect again later
-            log.warning("nobody can be let in: %s", type(error).__name__)
+            log.warning("a console page cannot be admitted to the live feed: %s", type(error).__name__)
             watcher.post(LATER)
             return
         if watcher.rights:
@@ -219,7 +219,7 @@ class Feed:
         except PermissionDenied:
             watcher.post(NOT_ALLOWED)
         except Exception as error:  # noqa: BLE001 an error of a crafted or costly query affects its own page only
-            log.info("a page cannot be followed: %s", type(error).__name__)
+            log.info("a list cannot be followed for one page: %s", type(error).__name__)
             watcher.post(MALFORMED if connection.is_usable() else LATER)
 
     def _look(self) -> None:
@@ -260,7 +260,11 @@ class Feed:
         """Handle a failed look: mark all pages as not live, close the connection, and compare everything at the next
         look.
         """
-        log.warning("live pages wait: %s", type(error).__name__, exc_info=None if isinstance(error, Error) else error)
+        log.warning(
+            "live pages cannot be updated now: %s",
+            type(error).__name__,
+            exc_info=None if isinstance(error, Error) else error,
+        )
         self._outages += 1
         for watcher in self._watchers:
             watcher.live = False

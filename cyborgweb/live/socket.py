@@ -37,7 +37,7 @@ class Ask(msgspec.Struct, forbid_unknown_fields=True):
             or len(self.rows) > 100
             or any(len(r) > 64 for r in self.rows)
         ):
-            raise ValueError("a page shows 100 rows at most")
+            raise ValueError("the path, the query or the rows exceed their limits")
 
 
 _ask = msgspec.json.Decoder(Ask)

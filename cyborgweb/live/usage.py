@@ -37,7 +37,7 @@ soon after the last listener has gone.
 """
 NOT_OURS = {b"content-type", b"content-length", b"etag", b"cache-control", b"content-encoding"}
 HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
-FULL = b"So many listeners are here already: try again in a while, or ask for application/json."
+FULL = b"Too many listeners are connected: try again later, or ask for application/json."
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Usage:
             ends = await asyncio.gather(*tasks, return_exceptions=True)
         for error in ends:
             if isinstance(error, Exception) and not isinstance(error, TimeoutError | OSError):
-                log.error("a stream ended", exc_info=error)
+                log.error("a usage stream ended with an error", exc_info=error)
         if gone.cancelled():
             await _farewell(send)
 
@@ -177,7 +177,7 @@ class Usage:
                 try:
                     facts = await loop.run_in_executor(self._thread, self._look, asked)
                 except DatabaseError as error:
-                    log.warning("listeners wait for the database: %s", type(error).__name__)
+                    log.warning("usage streams get no new samples because the database fails: %s", type(error).__name__)
                     facts = {}
                 for one in self._listeners:
                     if one.uuid in facts:
@@ -224,7 +224,7 @@ async def _speak(listener: _Listener, send: Any) -> None:
             listener.news.clear()
             text = listener.event
         except TimeoutError:
-            log.debug("nothing to tell for %s s", SLOW_S)
+            log.debug("no new sample for %s s", SLOW_S)
         if not listener.ended:
             async with asyncio.timeout(SLOW_S):
                 await send({"type": "http.response.body", "body": text, "more_body": True})
@@ -240,7 +240,7 @@ async def _farewell(send: Any) -> None:
         async with asyncio.timeout(FAREWELL_S):
             await send({"type": "http.response.body", "body": b""})
     except (TimeoutError, OSError) as error:
-        log.debug("a listener took nothing in any more: %s", type(error).__name__)
+        log.debug("a listener did not accept the end of its stream: %s", type(error).__name__)
 
 
 async def _answer(send: Any, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

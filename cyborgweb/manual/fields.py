@@ -33,7 +33,7 @@ ALIASES = {
 HEAD = """\
 # Every field
 
-What stands in the console's lists and forms, and in the API under the same names. *Generated from the code.*
+These are the fields of the console's lists and forms; the API has them under the same names. *Generated from the code.*
 """
 
 

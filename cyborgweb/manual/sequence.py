@@ -40,7 +40,7 @@ def svg(source: str, name: str) -> str:
     lines = "".join(_person(_x(people, key), word, y) for key, word in people.items())
     return (
         f'<svg class="sequence" viewBox="0 0 {WIDTH} {y + 4}" role="img" aria-label="{escape(name)}">'
-        f"<desc>{escape(', '.join(people.values()))}. The table below tells each step.</desc>"
+        f"<desc>{escape(', '.join(people.values()))}. The table below explains each step.</desc>"
         f"{lines}{''.join(drawn)}</svg>"
     )
 

@@ -62,7 +62,7 @@ class SubscriptionForm(forms.ModelForm):
     kinds = forms.MultipleChoiceField(
         choices=[(kind.value, f"{kind.value}: {MEANINGS[kind]}") for kind in Kind],
         widget=UnfoldAdminCheckboxSelectMultipleWidget,
-        help_text="What you want to be told of.",
+        help_text="The kinds of messages that you want to get.",
     )
 
     class Meta:
@@ -106,8 +106,8 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
         "since": ("created_at",),
     }
     empty = (
-        "No subscriptions yet: nobody is told when accelerators are bound or devices fail. Add one for your inbox, an"
-        " e-mail address or a webhook."
+        "There are no subscriptions, so nobody gets messages when accelerators are bound or devices fail. Add one for"
+        " your inbox, an e-mail address or a webhook."
     )
 
     @display(description="Standing", ordering="standing")
@@ -116,18 +116,18 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
             return badges.mark("failing", "warn", row.last_error)
         return badges.mark(row.standing, STANDINGS[row.standing], row.last_error)
 
-    @display(description="Tells", ordering="way")
+    @display(description="Delivered by", ordering="way")
     def shown_way(self, row: Subscription) -> SafeString | str:
         where = "" if row.way == Way.INBOX else row.destination
         return format_html('{} <span class="faint">{}</span>', row.way, where)
 
-    @display(description="Of")
+    @display(description="Messages")
     def shown_kinds(self, row: Subscription) -> str:
         return "everything" if len(row.kinds) == len(Kind) else ", ".join(row.kinds)
 
-    @display(description="Whose", ordering="scope")
+    @display(description="Covers", ordering="scope")
     def shown_scope(self, row: Subscription) -> str:
-        whose = "all of the cloud" if row.scope == Scope.CLOUD else f"project {row.project_id}"
+        whose = "the whole cloud" if row.scope == Scope.CLOUD else f"project {row.project_id}"
         only = {name: getattr(row, name) for name in ("host", "type", "label")}
         return ", ".join([whose, *(f"{name} {value}" for name, value in only.items() if value)])
 
@@ -137,7 +137,7 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
             return f"project {row.project_id}"
         return row.user.get_username() if row.user else row.person
 
-    @display(description="Made", ordering="-created_at")
+    @display(description="Created", ordering="-created_at")
     def since(self, row: Subscription) -> SafeString:
         return badges.ago(row.created_at)
 
@@ -189,7 +189,7 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
         made, secret = subscriptions.create(values, caller, Source.PERSON, personal=True)
         obj.pk = made.pk
         if secret:
-            messages.warning(request, f"Its secret is {secret} – keep it now: it is not shown again.")
+            messages.warning(request, f"The webhook's secret is {secret} – store it now: it is not shown again.")
 
     def delete_model(self, request: HttpRequest, obj: Subscription) -> None:
         caller = caller_of(request)
@@ -227,10 +227,12 @@ class SubscriptionAdmin(RefusalAsMessage, Listing):
         try:
             if verb == "test":
                 subscriptions.test(row.pk, caller, Source.PERSON)
-                messages.success(request, "A test is on its way; what came of it is shown below in a moment.")
+                messages.success(request, "A test message is being sent. Its outcome is shown below in a moment.")
             else:
                 _, secret = subscriptions.rotate(row.pk, caller, Source.PERSON)
-                messages.warning(request, f"Its secret is now {secret} – keep it: it is not shown again.")
+                messages.warning(
+                    request, f"The webhook's new secret is {secret} – store it now: it is not shown again."
+                )
         except RefusedError as refused:
             messages.error(request, refused.text)
         return HttpResponseRedirect(reverse("admin:cyborgweb_subscription_change", args=[row.pk]))
@@ -257,7 +259,7 @@ class DeliveryAdmin(ReadOnly):
         "shown_progress": ("progress",),
         "next": ("next_at",),
     }
-    empty = "Nothing was told to anybody yet. What happens is brought to the subscriptions that ask for it."
+    empty = "No message was delivered yet. Each event is delivered to the subscriptions that match it."
 
     @display(description="When", ordering="-at")
     def when(self, row: Delivery) -> SafeString:
@@ -276,11 +278,11 @@ class DeliveryAdmin(ReadOnly):
     def shown_progress(self, row: Delivery) -> SafeString:
         return progress(row)
 
-    @display(description="Next try", ordering="next_at")
+    @display(description="Next attempt", ordering="next_at")
     def next(self, row: Delivery) -> SafeString:
         return badges.ago(row.next_at) if row.progress == Progress.WAITING else badges.NOTHING
 
-    @admin.action(description="Bring again", permissions=["replay"])
+    @admin.action(description="Deliver again", permissions=["replay"])
     def replay(self, request: HttpRequest, queryset: QuerySet[Delivery]) -> None:
         """Deliver the selected messages again with the same ids; inbox messages are left out."""
         caller = caller_of(request)
@@ -288,7 +290,7 @@ class DeliveryAdmin(ReadOnly):
             raise PermissionDenied
         try:
             count = subscriptions.replay(queryset, caller, Source.PERSON)
-            messages.success(request, f"{count} deliver{'y is' if count == 1 else 'ies are'} brought again.")
+            messages.success(request, f"{count} message{' is' if count == 1 else 's are'} delivered again.")
         except RefusedError as refused:
             messages.error(request, refused.text)
 

@@ -45,37 +45,42 @@ class SubscriptionSerializer(Chosen):
     """What a subscription delivers, and how."""
 
     url = Url("subscriptions", source="uuid")
-    name = Text(max_length=64, help_text="Your own word for it.")
+    name = Text(max_length=64, help_text="Your own name for it.")
     project = serializers.CharField(source="project_id", read_only=True)
-    personal = Flag(required=False, help_text="It is yours alone, not the project's. An inbox is, always.")
+    personal = Flag(required=False, help_text="Whether it belongs to you alone. An inbox always does.")
     scope = serializers.ChoiceField(
         [word.value for word in Scope],
         required=False,
-        help_text="The project's own requests and the devices they hold, or all of the cloud.",
+        help_text="It covers the project's own requests and the devices that they hold, or the whole cloud.",
     )
     kinds = serializers.ListField(
         child=serializers.ChoiceField([word.value for word in Kind]),
         allow_empty=False,
         min_length=1,
         max_length=len(Kind),
-        help_text="What you want to be told of.",
+        help_text="The kinds of messages that you want to get.",
     )
-    host = Text(max_length=255, allow_blank=True, required=False, help_text="With the scope cloud: only this host.")
+    host = Text(
+        max_length=255,
+        allow_blank=True,
+        required=False,
+        help_text="Only messages about this host; needs the scope cloud.",
+    )
     type = serializers.ChoiceField(["", *(word.value for word in DeviceType)], required=False)
     label = Text(
-        max_length=255, allow_blank=True, required=False, help_text="Only what a project labelled with these words."
+        max_length=255, allow_blank=True, required=False, help_text="Only messages about requests with this label."
     )
-    way = serializers.ChoiceField([word.value for word in Way], help_text="How you are told.")
+    way = serializers.ChoiceField([word.value for word in Way], help_text="How messages reach you.")
     target = Text(
         max_length=2000,
         allow_blank=True,
         required=False,
-        help_text="The webhook's URL, or the e-mail address. Who may not change it sees where it leads.",
+        help_text="The webhook's URL, or the e-mail address. Callers who may not change it see only where it leads.",
     )
     standing = serializers.ChoiceField(
         [word.value for word in Standing],
         required=False,
-        help_text="You say active or off; it is paused when its destination failed for days, gone after a 410.",
+        help_text="You can set active or off. It is paused after failing for days, and gone after an answer 410.",
     )
 
     combinations: ClassVar[Mapping[str, Any]] = {
@@ -108,7 +113,9 @@ class SubscriptionSerializer(Chosen):
     def validate_standing(self, word: str) -> str:
         """Accept only the standings that a person may set."""
         if word not in subscriptions.BY_HAND:
-            raise serializers.ValidationError(f"Say {' or '.join(subscriptions.BY_HAND)}.")
+            raise serializers.ValidationError(
+                f"Set it to {' or '.join(subscriptions.BY_HAND)}; the others are set by the service."
+            )
         return word
 
     def to_representation(self, instance: Subscription) -> dict[str, Any]:
@@ -124,7 +131,9 @@ class SubscriptionSerializer(Chosen):
 class SecretSerializer(SubscriptionSerializer):
     """A subscription with the secret of its webhook, which is shown only this once."""
 
-    secret = serializers.CharField(read_only=True, help_text="Signs what you get; keep it. It is not shown again.")
+    secret = serializers.CharField(
+        read_only=True, help_text="Signs your messages. Store it now; it is not shown again."
+    )
 
     class Meta(SubscriptionSerializer.Meta):
         fields = (*SubscriptionSerializer.Meta.fields, "secret")
@@ -145,7 +154,7 @@ class DeliveryFilter(filters.FilterSet):
 class DeliverySerializer(Chosen):
     """One message for one subscription, with the progress of its delivery."""
 
-    uuid = serializers.UUIDField(source="message", read_only=True, help_text="In the header webhook-id, after msg_.")
+    uuid = serializers.UUIDField(source="message", read_only=True, help_text="The header webhook-id has it after msg_.")
     url = Url("deliveries", source="message")
     subscription = SubscriptionReference(read_only=True)
     data = serializers.JSONField(read_only=True)
@@ -191,7 +200,7 @@ class MessageSerializer(Chosen):
 class ReadSerializer(serializers.Serializer):
     """How many messages were marked as read."""
 
-    read = serializers.IntegerField(read_only=True, help_text="Messages that were not read before.")
+    read = serializers.IntegerField(read_only=True, help_text="How many messages were unread before.")
 
 
 class SubscriptionView(Collection):
@@ -239,7 +248,7 @@ class SubscriptionView(Collection):
         found = self.get_object()
         values = self._values(request, found)
         if values.pop("personal", found.personal) != found.personal:
-            raise RefusedError(Reason.CONFLICT, "Whose it is stays as it is: make another subscription.")
+            raise RefusedError(Reason.CONFLICT, "A subscription cannot change its owner: create another subscription.")
         if values.get("scope") == Scope.CLOUD:
             self.require("cyborg:subscription:elevated")
         return Response(self.get_serializer(subscriptions.edit(found.pk, values, self.caller)).data)

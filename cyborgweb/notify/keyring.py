@@ -26,7 +26,7 @@ def unlock(stored: str) -> str:
     try:
         return _fernet().decrypt(stored.encode()).decode()
     except InvalidToken:
-        raise DecryptionError("Its secret was encrypted with another key: rotate it.") from None
+        raise DecryptionError("The webhook's secret was encrypted with another key: rotate it.") from None
 
 
 def _fernet() -> Fernet:

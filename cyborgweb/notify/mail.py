@@ -18,7 +18,7 @@ Told = tuple[datetime, str, Mapping[str, Any]]
 """One message: its time, its kind and its data."""
 WHOLE_S = 20.0
 """Seconds that sending one mail may take at most, whatever the mail server does."""
-FOOT = "You get this because of a subscription in the accelerator control plane; change or delete it there."
+FOOT = "You get this mail because of a subscription in the accelerator control plane. Change or delete it there."
 
 
 def letter(to: str, told: Sequence[Told], message: str) -> EmailMessage:
@@ -40,9 +40,9 @@ def send(to: str, told: Sequence[Told], message: str) -> tuple[Outcome, bool]:
     try:
         _sent(letter(to, told, message)).result(WHOLE_S)
     except smtplib.SMTPRecipientsRefused:
-        return Outcome("The mail server refuses this address."), False
+        return Outcome("The mail server refused this address."), False
     except smtplib.SMTPException as error:
-        return Outcome(f"The mail server refuses our mail: {type(error).__name__}."), True
+        return Outcome(f"The mail server refused the mail: {type(error).__name__}."), True
     except TimeoutError:
         return Outcome("The mail server did not answer in time."), True
     except OSError as error:

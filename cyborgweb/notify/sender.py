@@ -194,14 +194,18 @@ def settle(tried: list[Due], outcomes: list[Outcome], pause_s: float) -> None:
             if outcome.gone:
                 _stop(id, Standing.GONE, "Its destination answered 410 Gone.")
             elif for_long:
-                _stop(id, Standing.PAUSED, f"It failed for {PAUSED_S // 86_400} days; the last time: {outcome.error}")
+                _stop(
+                    id,
+                    Standing.PAUSED,
+                    f"Its destination failed for {PAUSED_S // 86_400} days. The last error: {outcome.error}",
+                )
 
 
 def tidy() -> None:
     """Give up deliveries that have waited for `GIVEN_UP_S`, and delete at most 1000 that are older than `KEPT_S`."""
     with connection.cursor() as cursor:
         too_long = "created_at < statement_timestamp() - make_interval(secs => %s)"
-        cursor.execute(ENDED + too_long, ["It waited for too long.", GIVEN_UP_S])
+        cursor.execute(ENDED + too_long, [f"It waited for more than {GIVEN_UP_S // 86_400} days.", GIVEN_UP_S])
         cursor.execute(OLD, [KEPT_S])
 
 

@@ -67,7 +67,10 @@ def create(
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
         if Subscription.objects.filter(project_id=made.project_id, person=person).count() >= MOST:
-            raise RefusedError(Reason.CONFLICT, f"There are {MOST} subscriptions already: delete one first.")
+            raise RefusedError(
+                Reason.CONFLICT,
+                f"There are already {MOST} subscriptions, the largest number allowed: delete one first.",
+            )
         made.save()
         _record("created", made, {name: [None, value] for name, value in _shown(made).items() if value}, caller, source)
     return made, secret
@@ -83,7 +86,9 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: Source = So
     with conductor.writing():
         row = _locked(pk)
         if "way" in values and values["way"] != row.way:
-            raise RefusedError(Reason.CONFLICT, "How it tells you stays as it is: make another subscription.")
+            raise RefusedError(
+                Reason.CONFLICT, "A subscription cannot change how it delivers messages: create another subscription."
+            )
         before = _shown(row)
         for name, value in values.items():
             setattr(row, name, value)
@@ -137,7 +142,9 @@ def test(pk: int, caller: Caller, source: Source = Source.API) -> Delivery:
             raise RefusedError(Reason.STATE, f"This subscription is {row.standing}: make it active first.")
         waiting = row.deliveries.filter(kind=TEST, progress=Progress.WAITING)
         if waiting.exists():
-            raise RefusedError(Reason.CONFLICT, "A test of it is under way: look at its deliveries.")
+            raise RefusedError(
+                Reason.CONFLICT, "A test message is already under way: look at the subscription's deliveries."
+            )
         told = {"subscription": str(row.uuid), "name": row.name, "by": caller.name}
         inbox = row.way == Way.INBOX
         made = row.deliveries.create(
@@ -202,13 +209,15 @@ def read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None) -> int
 def check(row: Subscription) -> None:
     """Check that the fields of a subscription fit together. Raises RefusedError INVALID with the reason."""
     if not row.kinds or set(row.kinds) - set(Kind):
-        raise RefusedError(Reason.INVALID, f"Say what you want to be told of: one or more of {', '.join(Kind)}.")
+        raise RefusedError(
+            Reason.INVALID, f"Select the kinds of messages that you want: one or more of {', '.join(Kind)}."
+        )
     if row.host and (row.scope != Scope.CLOUD or not HOST.fullmatch(row.host)):
         raise RefusedError(
-            Reason.INVALID, "A host is a name, with * and ? for what differs, and needs the scope cloud."
+            Reason.INVALID, "A host is a name, in which * and ? are wildcards, and needs the scope cloud."
         )
     if row.way == Way.INBOX and row.target:
-        raise RefusedError(Reason.INVALID, "The inbox needs no target.")
+        raise RefusedError(Reason.INVALID, "The inbox takes no target.")
     if row.way == Way.WEBHOOK:
         try:
             webhook.where(row.target, allowed())
@@ -225,10 +234,10 @@ def _check_address(address: str) -> None:
     try:
         validate_email(address)
     except ValidationError:
-        raise RefusedError(Reason.INVALID, "The target is no e-mail address.") from None
+        raise RefusedError(Reason.INVALID, "The target is no e-mail address: write NAME@DOMAIN.") from None
     domains = keys.mail_domains or (keys.mail_from.rpartition("@")[2],)
     if "*" not in domains and address.rpartition("@")[2].lower() not in {domain.lower() for domain in domains}:
-        raise RefusedError(Reason.INVALID, f"Mail is sent to addresses at {', '.join(domains)} only.")
+        raise RefusedError(Reason.INVALID, f"Mail can be sent to addresses at {', '.join(domains)} only.")
 
 
 def _shown(row: Subscription) -> dict[str, Any]:
@@ -240,7 +249,7 @@ def _shown(row: Subscription) -> dict[str, Any]:
 def _locked(pk: int) -> Subscription:
     found = Subscription.objects.select_for_update().filter(pk=pk).first()
     if found is None:
-        raise RefusedError(Reason.UNKNOWN, "The subscription is not there any more.")
+        raise RefusedError(Reason.UNKNOWN, "The subscription does not exist any more.")
     return found
 
 

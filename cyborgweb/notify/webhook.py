@@ -108,22 +108,26 @@ def where(url: str, allowed: Allowed) -> Where:
     cannot be used.
     """
     if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or set(url) & set(' \\"<>'):
-        raise WebhookUrlError(f"A webhook's URL is at most {MAX_URL} characters of ASCII, without blanks.")
+        raise WebhookUrlError(
+            f"A webhook's URL has at most {MAX_URL} characters, all of them ASCII and without blanks."
+        )
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname or ""
     except ValueError:
-        raise WebhookUrlError("This is no URL; say https://name/path.") from None
+        raise WebhookUrlError("This is no URL: write https://HOST/PATH.") from None
     if parts.scheme not in ("https", "http") or not host:
         raise WebhookUrlError("A webhook's URL begins with https:// and the name of a host.")
     if parts.scheme == "http" and not allowed.http:
-        raise WebhookUrlError("A webhook's URL begins with https://; this installation sends nothing unencrypted.")
+        raise WebhookUrlError(
+            "A webhook's URL begins with https://, because this installation sends nothing unencrypted."
+        )
     if parts.username is not None or parts.password is not None or parts.fragment:
-        raise WebhookUrlError("A webhook's URL has no name, password or fragment; messages are signed instead.")
+        raise WebhookUrlError("A webhook's URL has no name, password or fragment: messages are signed instead.")
     if (literal := _literal(host)) is not None:
         _check([literal], host, allowed)
     elif not HOST.fullmatch(host):
-        raise WebhookUrlError("The host in this URL is no name that can be looked up.")
+        raise WebhookUrlError("The host in this URL is no name that DNS can resolve.")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     secure = parts.scheme == "https"
     return Where(secure, host, port or (443 if secure else 80), path)
@@ -160,7 +164,7 @@ def _judged(status: int) -> Outcome:
     if 200 <= status < 300:
         return Outcome()
     if 300 <= status < 400:
-        return Outcome(f"The receiver answered {status}: redirects are not followed; subscribe the address it is at.")
+        return Outcome(f"The receiver answered {status}: redirects are not followed. Subscribe with the final address.")
     return Outcome(f"The receiver answered {status}.", gone=status == 410)
 
 
@@ -176,7 +180,7 @@ def _check(addresses: Sequence[Address], host: str, allowed: Allowed) -> None:
         raise WebhookUrlError(f"{host} has no address.")
     if not all(allowed.takes(address) for address in addresses):
         # The message does not name the address: it comes from our internal DNS, which the subscriber may not see.
-        raise WebhookUrlError(f"{host} leads to an address which is not public; webhooks are not sent there.")
+        raise WebhookUrlError(f"{host} has an address that is not public: webhooks are not sent there.")
 
 
 def _connected(to: Where, allowed: Allowed, lookup: Lookup) -> socket.socket:
@@ -186,9 +190,9 @@ def _connected(to: Where, allowed: Allowed, lookup: Lookup) -> socket.socket:
     try:
         found = _lookups.submit(lookup, to.host, to.port).result(CONNECT_S)
     except TimeoutError:
-        raise OSError(0, f"{to.host} could not be looked up in time") from None
+        raise OSError(0, f"the name {to.host} was not resolved in time") from None
     except (socket.gaierror, UnicodeError):
-        raise OSError(0, f"{to.host} is not a name that is known") from None
+        raise OSError(0, f"the name {to.host} cannot be resolved") from None
     addresses = [ip_address(text.partition("%")[0]) for text in dict.fromkeys(found)]
     _check(addresses, to.host, allowed)
     connection = _first([str(address) for address in addresses], to.port)
@@ -236,7 +240,11 @@ def _status(connection: socket.socket, end: float) -> int:
             return int(found[1])
         if not more or b"\n" in answer:
             break
-    raise WebhookUrlError("The receiver's answer is no HTTP." if answer else "The receiver closed without an answer.")
+    raise WebhookUrlError(
+        "The receiver's answer is no HTTP answer."
+        if answer
+        else "The receiver closed the connection without an answer."
+    )
 
 
 def _left(end: float) -> float:

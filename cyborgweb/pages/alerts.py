@@ -59,38 +59,38 @@ def needs(house: House) -> list[Need]:
 def _hardware(house: House) -> Iterator[Need]:
     work, of = house.work, house.devices
     if n := work.missing_held:
-        lost = "held by instances all the same: see to the host first, then to the instances."
+        lost = "still held by instances: repair the host first, then the instances."
         yield Need("bad", "missing", some(n, "device"), lost, listed("device", state__exact="missing"))
     if n := work.discrepancies:
-        says = "between us, Placement and Nova; each says what to do."
+        says = "between this service, Placement and Nova; each of them says what to do."
         url = reverse("admin:placement_sync_discrepancy_changelist")
         yield Need("bad", "differs", some(n, "contradiction"), says, url)
     if n := of["failed"]:
-        why = "to look at: read why, then enable or retire."
+        why = "failed: read the reason, then enable or retire."
         yield Need("bad", "failed", some(n, "device"), why, listed("device", state__exact="failed"))
     if n := work.broken:
-        broken = "with broken hardware, says the driver: drain, then replace."
+        broken = "with broken hardware, as the driver reports: drain, then replace."
         yield Need("bad", "broken", some(n, "device"), broken, listed("device", status__exact="failed"))
     if n := work.degraded:
-        degraded = "not quite well, says the driver: plan to look."
+        degraded = "degraded, as the driver reports: plan an inspection."
         yield Need("warn", "degraded", some(n, "device"), degraded, listed("device", status__exact="degraded"))
     if n := of["missing"] - work.missing_held:
-        gone = "no longer named by the driver: put back, or retire."
+        gone = "no longer reported by the driver: put back, or retire."
         yield Need("warn", "missing", some(n, "device"), gone, listed("device", state__exact="missing"))
     if n := of["inactive"]:
-        decide = "found, and not decided about: enable, or let an admission rule do it."
+        decide = "waiting for a decision: enable, or write an admission rule."
         yield Need("calm", "new", some(n, "device"), decide, listed("device", state__exact="inactive"))
 
 
 def _hosts(house: House) -> Iterator[Need]:
     if n := house.hosts["down"]:
-        silent = "not heard, so what is shown of the host is old: start cyborg-agent there."
+        silent = "down, so the data shown of the host is old: start cyborg-agent there."
         yield Need("bad", "down", some(n, "agent"), silent, f"{reverse('admin:agents_agent_changelist')}?is=down")
     if n := house.failing:
-        answer = "without an answer: the reason stands below."
+        answer = "failing: the reasons are listed below."
         yield Need("bad", "failing", some(n, "driver"), answer, "#failing")
     if n := house.faults:
-        taken = "not taken for a device: the reason stands below."
+        taken = "skipped by drivers: the reasons are listed below."
         yield Need("warn", "faults", some(n, "piece of hardware", "pieces of hardware"), taken, "#faults")
 
 
@@ -98,7 +98,7 @@ def _told(house: House) -> Iterator[Need]:
     work = house.work
     if n := work.stuck:
         error = next((one.error for one in work.intents.values() if one.stuck and one.error), "")
-        failed = _so("failed ten times and more", error)
+        failed = _so("failed ten times or more", error)
         yield Need("bad", "stuck", some(n, "intent"), failed, listed("intent", stuck="yes"))
     trees, notices = reverse("admin:placement_sync_tree_changelist") + "?is=behind", listed("intent", kind="notice")
     for name, kind, told, url in (
@@ -106,31 +106,31 @@ def _told(house: House) -> Iterator[Need]:
         ("Nova", "notice", work.nova, notices),
     ):
         if jobs.has_taker(kind) and not told.stuck and told.oldest and house.now - told.oldest > LATE:
-            behind = f"is behind by {lasted(told.oldest, house.now)}, {told.number} to tell"
+            behind = f"is behind by {lasted(told.oldest, house.now)}, {some(told.number, 'change')} waiting"
             yield Need("warn", "behind", name, _so(behind, told.error), url)
 
 
 def _work(house: House) -> Iterator[Need]:
     work, binding = house.work, listed("acceleratorrequest", state__exact="BindStarted")
     if n := work.overdue:
-        late = "past the deadline of the bind, and not ended: do the workers run?"
+        late = "past the deadline of the bind, and still not ended: check whether the workers run."
         yield Need("bad", "stuck", some(n, "request"), late, binding)
     if n := work.near - work.overdue:
-        soon = f"within {NEAR_S} s of the deadline of the bind: the host is slow to answer."
+        soon = f"less than {NEAR_S} s before the deadline of the bind: the host answers slowly."
         yield Need("warn", "late", some(n, "request"), soon, binding)
     if work.spool_oldest and house.now - work.spool_oldest > SLOW:
-        waits = f"not merged, the oldest for {lasted(work.spool_oldest, house.now)}: does the cluster “ingest” run?"
+        waits = f"not merged, the oldest for {lasted(work.spool_oldest, house.now)}: check the cluster “ingest”."
         yield Need("bad", "waiting", some(work.spool, "report"), waits, listed("host"))
     if work.tick_oldest and house.now - work.tick_oldest > SLOW:
-        asleep = f"have taken nothing up for {lasted(work.tick_oldest, house.now)}: start the clusters again."
+        asleep = f"have started no job for {lasted(work.tick_oldest, house.now)}: start the clusters again."
         yield Need("bad", "asleep", "The workers", asleep, listed("intent"))
 
 
 def _capacity(house: House) -> Iterator[Need]:
     for one in house.classes:
         if one.name and not one.free and one.held:
-            out = f"{one.held} held, {one.reserved} out of offer"
-            yield Need("warn", "full", one.name, f"has nothing free: {out}.", listed("device", state__exact="ready"))
+            out = f"{one.held} held, {one.reserved} not offered"
+            yield Need("warn", "full", one.name, f"has no free unit: {out}.", listed("device", state__exact="ready"))
 
 
 def listed(model: str, **asked: str) -> str:

@@ -49,12 +49,12 @@ def _question(said: dict[str, str]) -> census.Question:
     """Build the question from the form. Raises RefusedError INVALID for values that cannot be used."""
     count = said["count"] or "1"
     if not (count.isascii() and count.isdecimal() and len(count) <= 3 and 1 <= int(count) <= census.MOST):
-        raise RefusedError(Reason.INVALID, f"Say for how many requests more: 1 to {census.MOST}.")
+        raise RefusedError(Reason.INVALID, f"Give the number of further requests that must fit: 1 to {census.MOST}.")
     names = tuple(dict.fromkeys(said["hosts"].replace(",", " ").split())) if len(said["hosts"]) <= LONGEST else ()
     if len(said["hosts"]) > LONGEST or len(names) > census.MOST_NAMED or any("\0" in text for text in said.values()):
         raise RefusedError(Reason.INVALID, f"Name at most {census.MOST_NAMED} hosts, or none to ask all.")
     if said["hosts"] and not names:
-        raise RefusedError(Reason.INVALID, "Name a host, or leave it out to ask all.")
+        raise RefusedError(Reason.INVALID, "Name a host, or leave the field empty to ask all.")
     return census.Question(names or None, said["profile"], int(count))
 
 

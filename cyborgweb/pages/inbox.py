@@ -64,7 +64,7 @@ def _rows(request: HttpRequest) -> QuerySet[Delivery]:
     """
     caller = caller_of(request)
     if caller is None:
-        raise PermissionDenied("Your session does not say who you are any more: log out and in again.")
+        raise PermissionDenied("Your session has no valid user any more: log out and log in again.")
     if not project_of(request.user):
         return subscriptions.inbox(caller.user_id)
     return subscriptions.inbox_in_project(caller, policy.allows(caller, "cyborg:subscription:elevated"))

@@ -69,10 +69,10 @@ def none(agent: Agent | None, loads: Loads, said: HostLoad | None, driver: str) 
     if word_of(agent) == "down":
         return "no samples: its agent is down"
     if said is not None:
-        return f"no samples: {driver or 'its driver'} gives none of it"
+        return f"no samples: {driver or 'its driver'} reports no load"
     if loads.silent:
         return f"no samples: {', '.join(loads.silent)} may have them, and does not answer"
-    return "no samples yet: its agent has just come, or is older than they are"
+    return "no samples yet: its agent has just connected, or its release sends none"
 
 
 def name_of(metric: str) -> str:

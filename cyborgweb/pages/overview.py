@@ -114,7 +114,7 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
 def _told(name: str, kind: str, told: backlog.Telling, url: str, now: datetime) -> dict[str, Any]:
     """Describe how far Placement or Nova is behind."""
     late = told.oldest is not None and now - told.oldest > alerts.LATE
-    tone, word = ("bad", "stuck") if told.stuck else ("warn", "behind") if late else ("busy", "telling")
+    tone, word = ("bad", "stuck") if told.stuck else ("warn", "behind") if late else ("busy", "sending")
     mark = badges.mark(word, tone, told.error) if told.number else badges.mark("in step", "good")
     return {
         "name": name,
@@ -122,7 +122,7 @@ def _told(name: str, kind: str, told: backlog.Telling, url: str, now: datetime) 
         "number": told.number,
         "mark": mark
         if jobs.has_taker(kind)
-        else badges.mark("no cloud", "calm", "None is configured: nobody is told."),
+        else badges.mark("no cloud", "calm", "No cloud is configured, so nothing is sent."),
         "oldest": badges.ago(told.oldest) if told.oldest else "",
     }
 

@@ -98,7 +98,7 @@ def _save(request: HttpRequest, model: str, query: str) -> None:
         return
     own = SavedView.objects.filter(user=user, of=model).exclude(name="")
     if not own.filter(name=name).exists() and own.count() >= MOST:
-        messages.error(request, f"{MOST} views of this list are saved: delete one first.")
+        messages.error(request, f"You have already saved {MOST} views of this list: delete one first.")
         return
     values = {"query": query.replace("\0", ""), "shared": "shared" in request.POST}
     SavedView.objects.update_or_create(user=user, of=model, name=name, defaults=values)
@@ -113,7 +113,7 @@ def _delete(request: HttpRequest, model: str, key: str) -> None:
     if gone:
         messages.success(request, "The view is deleted.")
     else:
-        messages.error(request, "It is not there any more, or not yours to delete.")
+        messages.error(request, "The view does not exist any more, or you may not delete it.")
 
 
 def _choose(request: HttpRequest, listing: Listing, query: str) -> str:

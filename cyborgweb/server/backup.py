@@ -63,7 +63,7 @@ def take(folder: Path, progress: Progress) -> About:
     `progress` is called with the size of the dump in bytes while it grows. Raises BackupError, PostgresError.
     """
     if folder.exists():
-        raise BackupError(f"{folder} is there already: a backup is a folder of its own")
+        raise BackupError(f"{folder} exists already: name a new folder for the backup")
     made = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(made, ignore_errors=True)  # left by an interrupted backup
     try:
@@ -90,12 +90,14 @@ def read(folder: Path) -> About:
     try:
         about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
     except OSError as error:
-        raise BackupError(f"{folder} is no backup: {ABOUT} cannot be read ({error.strerror})") from None
+        raise BackupError(f"{folder} is not a backup: {ABOUT} cannot be read ({error.strerror})") from None
     except msgspec.DecodeError as error:
-        raise BackupError(f"{folder} is no backup of this release: {ABOUT}: {error}") from None
+        raise BackupError(f"{folder} is not a backup of this release: {ABOUT}: {error}") from None
     known = {".".join(one) for one in MigrationLoader(None).disk_migrations}
     if later := sorted(set(about.migrations) - known):
-        raise BackupError(f"{folder} is of a later release, which knows {later[-1]}: restore it with that one")
+        raise BackupError(
+            f"{folder} was made by a later release, which has the migration {later[-1]}: restore it with that release"
+        )
     return about
 
 
@@ -118,7 +120,8 @@ def nobody_else() -> None:
     """Raise BackupError if there are other client connections to the database."""
     if others := _count(OTHERS):
         raise BackupError(
-            f"{others} other connections to the database: stop every web process, cluster and supervisor first"
+            f"the database has {others} other connection{'s' if others > 1 else ''}: stop every web process, cluster"
+            " and supervisor first"
         )
 
 
@@ -129,7 +132,7 @@ def has_tables(wanted: bool) -> None:
         raise BackupError("the database is empty: nothing has been restored yet")
     if there and not wanted:
         raise BackupError(
-            "the database is not empty, and nothing is ever restored over another one: name an empty one in"
+            "the database is not empty, and a backup is never restored over another database: name an empty one in"
             f" CYBORG_DATABASE_URL, or move the folder {keys().state / 'postgres'} away"
         )
 
@@ -174,7 +177,7 @@ def _taken(lock: int) -> bool:
 
 
 def _run(name: str, words: list[str], written: Path | None = None, progress: Progress | None = None) -> None:
-    """Run a PostgreSQL program (`pg_dump`, `pg_restore`) on our database, and call `progress` with `written`'s size.
+    """Run `pg_dump` or `pg_restore` on our database, and call `progress` with the size of the file `written`.
 
     The password is passed in its environment, which other users cannot read. Raises BackupError if it fails.
     """

@@ -25,7 +25,7 @@ def say(who: str, text: str) -> None:
 
 @dataclass
 class Child:
-    """A supervised process. Call `start` once, then `keep` in every round of the loop: it restarts a dead process."""
+    """A supervised process. Call `start` once, then `keep` in every round: it restarts a dead process."""
 
     name: str
     command: list[str]

@@ -25,8 +25,8 @@ WHERE t.at < clock_timestamp() - make_interval(secs => %s)
 class TickWatch(threading.Thread):
     """Checks every cluster once a second, and writes a byte to the file descriptor `wake` when one is stuck.
 
-    `jobs` maps each job to (cluster, lock class, lock id). A tick row is old after `stall_s` seconds. `seen` returns
-    the results.
+    `jobs` maps each job to (cluster, lock class, lock id). A tick row is old after `stall_s` seconds.
+    `seen` returns the results.
     """
 
     def __init__(self, jobs: dict[str, tuple[str, int, int]], dsn: str, stall_s: float, wake: int) -> None:

@@ -8,13 +8,13 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Tags, Warning, register
 
 NO_TLS = Warning(
-    "People come without TLS: on the way their passwords, cookies and tokens can be read.",
-    hint="Set CYBORG_PUBLIC_URL=https://NAME, and have the proxy of docs/install-several.md in front.",
+    "People connect without TLS, so their passwords, cookies and tokens can be read on the network.",
+    hint="Set CYBORG_PUBLIC_URL=https://NAME, and run the proxy that docs/install-several.md describes.",
     id="cyborgweb.W001",
 )
 ANY_NAME = Warning(
-    "The web answers to any name: links in its answers name whatever host a caller writes into a request.",
-    hint="Set CYBORG_ALLOWED_HOSTS to the names, or addresses, under which people, programs and probes come.",
+    "The web process accepts any host name, so a caller decides which host the links in its answers name.",
+    hint="Set CYBORG_ALLOWED_HOSTS to the names and addresses that people, programs and probes use.",
     id="cyborgweb.W002",
 )
 

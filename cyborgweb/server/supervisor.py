@@ -41,17 +41,17 @@ COUNTS = "metrics"
 
 
 SAMPLE_DRIVERS = """\
-# What this machine's agent is told of its drivers: one table each. Written once, yours to edit.
+# The driver settings of this machine's agent, one table for each driver. Written once; edit it as you like.
 
 [fake_driver]
-# Changed by `python -m drivers.fake`; --help lists what its hardware can be made to do.
+# The control file describes the simulated hardware. `python -m drivers.fake` changes it; --help lists what it can do.
 control_file = {control}
 
 [pci_driver]
-# Virtual machines have virtio functions, so that a first look shows real PCI hardware.
-# A function that the host itself uses (its disks, its network) is never taken.
-# vfs = 4 in a rule divides a card into virtual functions when it is enabled, bind = "vfio-pci" gives what is handed out
-# to that driver. acts = ["install", "uninstall"] in any table here allows only these acts of its driver on this host.
+# The rule selects virtio functions, which every virtual machine has, so that some real PCI hardware is found.
+# A function that the host itself uses (its disks, its network) is never offered.
+# vfs = 4 in a rule divides a card into 4 virtual functions when it is enabled; bind = "vfio-pci" binds what is handed
+# out to that kernel driver. acts = ["install", "uninstall"] in any table allows only these acts of its driver here.
 rules = [{{ vendor = "1af4", type = "FPGA" }}]
 """
 
@@ -128,7 +128,7 @@ class Supervisor:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StartError(
-                f"another one runs on {state}: stop it, or set CYBORG_STATE_DIR to another folder"
+                f"another process of the product runs on {state}: stop it, or set CYBORG_STATE_DIR to another folder"
             ) from None
         return lock
 
@@ -188,7 +188,7 @@ class Supervisor:
         if self.stopping:
             return {}
         if preparing.returncode:
-            raise StartError("the database could not be prepared; the reason stands above")
+            raise StartError("the database could not be prepared; the lines above give the reason")
         facts: dict[str, Any] = json.loads(said.splitlines()[-1])
         return facts
 
@@ -198,9 +198,10 @@ class Supervisor:
         return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | more
 
     def _start_web(self, listener: socket.socket, agents: socket.socket | None) -> None:
-        """Start the web process. It loads its code while the database is prepared, and serves when `self.gate` closes.
+        """Start the web process: it loads its code now, and serves when `self.gate` is closed.
 
-        The listeners are inherited, so that a restarted web process goes on with the same sockets.
+        So it can start while the database is prepared. The listeners are inherited, so that a restarted web process
+        goes on with the same sockets.
         """
         after, self.gate = os.pipe()
         self.after = after
@@ -270,11 +271,11 @@ class Supervisor:
             self._judge(self.children[name], job)
 
     def _judge(self, cluster: Child, stuck: str | None) -> None:
-        """Kill a cluster that does not take up the job `stuck`, unless it may still be starting. `keep` restarts it.
+        """Kill a cluster that does not take up the job `stuck`, unless it may still be starting.
 
-        The time allowed for starting doubles with each quick death (16 times at most); otherwise a busy machine would
-        replace it before it has started. When the cluster takes up its jobs (`stuck` is None) and has run for that
-        time, its deaths are reset to 0.
+        The dead cluster is restarted in the next round. The time allowed for starting doubles with each quick death (16
+        times at most); otherwise a busy machine would replace it before it has started. When the cluster takes up its
+        jobs (`stuck` is None) and has run for that time, its deaths are reset to 0.
         """
         patience = self.settings.tick_stall_s + 3
         if stuck is None:
@@ -315,7 +316,7 @@ def _listener(listen: str, key: str) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         raise StartError(
-            f"cannot listen on {host}:{port} ({error.strerror}): set {key}, port 0 takes a free one"
+            f"cannot listen on {host}:{port} ({error.strerror}): set {key}; with port 0 a free port is chosen"
         ) from None
     listener.listen(4096)
     return listener
@@ -346,7 +347,7 @@ def main() -> None:
         "--no-agent",
         dest="agent",
         action="store_false",
-        help="leave out this machine's own agent, its join token and the sample rule: for a controller",
+        help="start no agent on this machine, and make no join token and no sample rule (for a controller)",
     )
     arguments = parser.parse_args()
     if arguments.leash:

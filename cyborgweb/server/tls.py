@@ -58,9 +58,9 @@ def fingerprint(settings: Keys) -> str:
 def door(asked: str, unpinned: bool) -> tuple[str, str]:
     """Return the address and the pinned fingerprint of a join token. The fingerprint is '' if nothing is pinned.
 
-    The address is `asked`; if that is empty, the TLS listener's, or else the web process's default address. If there
-    is a TLS listener, an https address is assumed to be its address and is pinned, unless `unpinned`. Raises
-    ConfigurationError.
+    The address is `asked`; if that is empty, the TLS listener's, or else the web process's default address.
+    If there is a TLS listener, an https address is assumed to be its address and is pinned, unless `unpinned`.
+    Raises ConfigurationError.
     """
     settings = keys()
     where = asked or (address(settings) if settings.agent_listen else "http://127.0.0.1:8000")
@@ -73,7 +73,7 @@ def address(settings: Keys) -> str:
     host, port = listen_address(settings.agent_listen, "CYBORG_AGENT_LISTEN")
     if port == 0:
         raise ConfigurationError(
-            f"CYBORG_AGENT_LISTEN={settings.agent_listen} names no port: say where agents reach it"
+            f"CYBORG_AGENT_LISTEN={settings.agent_listen} names no port: set the port at which agents reach it"
         )
     name = socket.getfqdn() if host in ("0.0.0.0", "::") else host
     return f"https://[{name}]:{port}" if ":" in name else f"https://{name}:{port}"

@@ -1,5 +1,6 @@
-"""`python -m cyborgweb.server.web`: uvicorn on sockets that the supervisor has bound, so a restart of web loses no
-caller.
+"""`python -m cyborgweb.server.web`: uvicorn on sockets that the supervisor has bound.
+
+Because the sockets stay open, no caller is refused while the web process is restarted.
 
 With CYBORG_AGENT_LISTEN a second socket speaks TLS to agents, in the same process and with the same gateway.
 """
@@ -32,7 +33,9 @@ def main() -> None:
     """Serve on the inherited, listening socket `--fd` until SIGTERM, and on `--agent-fd` with TLS if it is given."""
     parser = argparse.ArgumentParser(prog="cyborgweb.server.web", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of a listening socket")
-    parser.add_argument("--agent-fd", type=int, help="the same for the agents' TLS listener")
+    parser.add_argument(
+        "--agent-fd", type=int, help="file descriptor of the listening socket on which agents connect with TLS"
+    )
     parser.add_argument("--after", type=int, help="file descriptor of a pipe: serve when its other end is closed")
     arguments = parser.parse_args()
     die_with_parent()
@@ -82,7 +85,9 @@ def _facing(database: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         logging.getLogger(__name__).warning(
-            "other machines do not learn where this gateway is (%s): set CYBORG_GATEWAY_URL", error
+            "this machine's address towards the database cannot be found (%s), so other machines cannot reach this"
+            " gateway: set CYBORG_GATEWAY_URL",
+            error,
         )
         return ""
 
@@ -168,7 +173,7 @@ def _open_files(agents: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < agents + OTHER_FILES:
         logging.getLogger(__name__).warning(
-            "%d open files are allowed, so that about %d agents can be connected, not %d (CYBORG_AGENT_CONNECTIONS):"
+            "only %d open files are allowed: about %d agents can be connected, not %d (CYBORG_AGENT_CONNECTIONS);"
             " raise LimitNOFILE of the service, or `ulimit -Hn`",
             *(hard, max(0, hard - OTHER_FILES), agents),
         )

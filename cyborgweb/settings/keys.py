@@ -37,83 +37,92 @@ class Keys:
     agent_listen: str = key(
         "CYBORG_AGENT_LISTEN",
         "",
-        "ADDRESS:PORT of a TLS listener of its own for agents; the one above takes them all the same.",
-        "*(absent: `CYBORG_LISTEN` alone)*",
+        "ADDRESS:PORT of a separate TLS listener for agents; they can still connect to `CYBORG_LISTEN`, too.",
+        "*(absent: `CYBORG_LISTEN` only)*",
     )
     agent_cert: str = key(
         "CYBORG_AGENT_CERT",
         "",
-        "Its certificate in PEM, the issuers' after it. Join tokens pin it: after a change, agents need new ones.",
+        "That listener's certificate in PEM, then its issuers'. Join tokens pin it: after a change, make new tokens.",
         "*(self-made, in the state directory)*",
     )
     agent_key: str = key("CYBORG_AGENT_KEY", "", "The certificate's key in PEM.", "*(in `CYBORG_AGENT_CERT`)*")
     gateway_url: str = key(
         "CYBORG_GATEWAY_URL",
         "",
-        "Where other processes of ours reach the web process that holds agents' connections, for example"
-        " `http://10.0.0.5:8000`; needed where such processes run on several machines.",
-        "*(`CYBORG_LISTEN`; where that is all addresses, the one that faces the database)*",
+        "The URL at which our other processes reach the web process that holds agents' connections, for example"
+        " `http://10.0.0.5:8000`; needed if our processes run on several machines.",
+        "*(`CYBORG_LISTEN`; if that is all addresses, the address on the route to the database)*",
     )
     request_threads: int = key(
-        "CYBORG_REQUEST_THREADS", 4, "HTTP requests worked on at once by one web process; more make agents wait."
+        "CYBORG_REQUEST_THREADS",
+        4,
+        "How many HTTP requests one web process handles at once; higher values make agents wait.",
     )
     request_queue: int = key(
         "CYBORG_REQUEST_QUEUE",
         64,
-        "HTTP requests that may wait for a thread; beyond it the answer is 503 with Retry-After.",
+        "How many HTTP requests may wait for a thread; further ones are answered 503 with Retry-After.",
     )
     flush_interval_ms: float = key(
         "CYBORG_FLUSH_INTERVAL_MS", 5.0, "How long a gateway collects reports before one commit."
     )
-    flush_max_rows: int = key("CYBORG_FLUSH_MAX_ROWS", 500, "Reports in one commit at most.")
+    flush_max_rows: int = key("CYBORG_FLUSH_MAX_ROWS", 500, "The maximum number of reports in one commit.")
     lease_flush_s: float = key("CYBORG_LEASE_FLUSH_S", 5.0, "How often a gateway writes the leases that were renewed.")
     beat_s: float = key(
-        "CYBORG_BEAT_S", 8.0, "How often an agent renews its lease; silent for two of them, it is down."
+        "CYBORG_BEAT_S", 8.0, "How often an agent renews its lease; an agent that misses two renewals is down."
     )
-    max_message_bytes: int = key("CYBORG_MAX_MESSAGE_BYTES", 1_048_576, "Largest message of an agent.")
+    max_message_bytes: int = key("CYBORG_MAX_MESSAGE_BYTES", 1_048_576, "The maximum size of a message from an agent.")
     handshakes: int = key(
         "CYBORG_HANDSHAKES",
         512,
-        "Agents that one web process lets connect at a time; beyond it the answer is 503 with Retry-After.",
+        "How many agents one web process lets connect at a time; further ones are answered 503 with Retry-After.",
     )
     agent_connections: int = key(
         "CYBORG_AGENT_CONNECTIONS",
         20_000,
-        "Agents connected to one web process at most, each one open file and 30 KB; the same beyond it.",
+        "How many agents can be connected to one web process, each with one open file and 30 KB; further ones get 503.",
     )
     pending_report_bytes: int = key(
         "CYBORG_PENDING_REPORT_BYTES",
         268_435_456,
-        "Reports in one web process's memory that wait for their commit; beyond it agents are told to come back.",
+        "The size of the reports that wait in one web process for their commit; beyond it, agents must retry later.",
     )
     tick_stall_s: float = key(
-        "CYBORG_TICK_STALL_S", 5.0, "A job not taken up for so long means that its cluster is stuck and is replaced."
+        "CYBORG_TICK_STALL_S",
+        5.0,
+        "If a job is not started for this time, its cluster counts as stuck and is replaced.",
     )
     placement_endpoint: str = key(
-        "CYBORG_PLACEMENT_ENDPOINT", "", "Where Placement is; `off`: it is told nothing.", "*(catalogue)*"
+        "CYBORG_PLACEMENT_ENDPOINT", "", "The URL of Placement; `off`: nothing is written to it.", "*(catalogue)*"
     )
     nova_endpoint: str = key(
-        "CYBORG_NOVA_ENDPOINT", "", "Where the compute API is; `off`: instances' states stay unknown.", "*(catalogue)*"
+        "CYBORG_NOVA_ENDPOINT",
+        "",
+        "The URL of the compute API; `off`: instances' states stay unknown.",
+        "*(catalogue)*",
     )
     glance_endpoint: str = key(
         "CYBORG_GLANCE_ENDPOINT",
         "",
-        "Where the image API is; `off`: devices are programmed with uploaded images only.",
+        "The URL of the image API; `off`: devices are programmed with uploaded images only.",
         "*(catalogue)*",
     )
     image_max_bytes: int = key(
         "CYBORG_IMAGE_MAX_BYTES",
         1_073_741_824,
-        "Largest image, uploaded or of Glance, that a device is programmed with.",
+        "The maximum size of an image, uploaded or from Glance, that a device is programmed with.",
     )
     bind_timeout_s: int = key(
-        "CYBORG_BIND_TIMEOUT_S", 60, "A bind that needs its host fails after it; below Nova's `arq_binding_timeout`."
+        "CYBORG_BIND_TIMEOUT_S",
+        60,
+        "A bind that needs its host fails after this time; keep it below Nova's `arq_binding_timeout`.",
     )
     program_timeout_s: int = key("CYBORG_PROGRAM_TIMEOUT_S", 240, "The same for a bind that programs its device first.")
     program_wait_s: int = key(
         "CYBORG_PROGRAM_WAIT_S",
         60,
-        "How long `PATCH /v2/deployables/{uuid}/program` waits for the end; the command goes on without it.",
+        "How long `PATCH /v2/deployables/{uuid}/program` waits for its command; the command goes on afterwards.",
     )
     missing_retention_s: int = key(
         "CYBORG_MISSING_RETENTION_S", 86_400, "How long a missing, free device is kept before it is removed."
@@ -121,13 +130,13 @@ class Keys:
     event_retention_months: int = key(
         "CYBORG_EVENT_RETENTION_MONTHS",
         0,
-        "How many whole months of events are kept beside the present one; older ones are dropped. 0: for ever.",
+        "How many whole months of events are kept before the present one; older ones are dropped. 0: all are kept.",
     )
     join_token_hours: int = key("CYBORG_JOIN_TOKEN_HOURS", 24, "How long a join token is valid.")
     auth: str = key(
         "CYBORG_AUTH",
         "local",
-        "Who vouches for callers: `local` (Django's users, API tokens in `X-Auth-Token`) or `keystone`.",
+        "What authenticates callers: `local` (Django's users, API tokens in `X-Auth-Token`) or `keystone`.",
     )
     cloud: str = key(
         "CYBORG_CLOUD",
@@ -138,33 +147,36 @@ class Keys:
     www_authenticate_uri: str = key(
         "CYBORG_WWW_AUTHENTICATE_URI",
         "",
-        "Where a 401 sends clients for a token, if it is not the service user's own auth URL.",
+        "The URL to which a 401 sends clients for a token, if it is not the service user's own auth URL.",
         "*(auth URL)*",
     )
     service_token_roles: tuple[str, ...] = key(
-        "CYBORG_SERVICE_TOKEN_ROLES", ("service",), "Roles of which an `X-Service-Token` must have one.", "`service`"
+        "CYBORG_SERVICE_TOKEN_ROLES",
+        ("service",),
+        "A service token (`X-Service-Token`) must have one of these roles.",
+        "`service`",
     )
     policy_file: str = key(
         "CYBORG_POLICY_FILE",
         "",
-        "Overrides of policy rules, read anew when edited; `manage.py policy_sample` prints all rules.",
+        "File with overrides of policy rules, read again when it changes; `manage.py policy_sample` prints all rules.",
         "*(`policy.yaml` in the state directory)*",
     )
     enforce_new_defaults: bool = key(
         "CYBORG_ENFORCE_NEW_DEFAULTS",
         False,
-        "Leave out the legacy rules, with which every token of a project may read devices and use requests.",
+        "Switch off the legacy rules, which allow every token of a project to read devices and use requests.",
         "`off`",
     )
     console_session_h: float = key(
         "CYBORG_CONSOLE_SESSION_H",
         8.0,
-        "With Keystone: how long a login to the console lasts; the next one maps the user's roles afresh.",
+        "With Keystone: how long a login to the console lasts; the next login reads the user's roles again.",
     )
     console_viewer_roles: tuple[str, ...] = key(
         "CYBORG_CONSOLE_VIEWER_ROLES",
         ("manager",),
-        "With Keystone: roles that may look at the console, where every project's requests are seen; `admin` may act.",
+        "With Keystone: roles that may view the console and every project's requests in it; `admin` may also act.",
         "`manager`",
     )
     console_tenant_roles: tuple[str, ...] = key(
@@ -176,50 +188,55 @@ class Keys:
     environment: str = key(
         "CYBORG_ENVIRONMENT",
         "",
-        "Which cloud this is, for example `prod` or `staging`: a strip on every page of the console says it.",
+        "The name of this cloud, for example `prod` or `staging`; a strip on every page of the console shows it.",
         "*(absent: no strip)*",
     )
     webhook_allow_http: bool = key(
-        "CYBORG_WEBHOOK_ALLOW_HTTP", False, "Bring messages to webhooks by http, unencrypted, as well.", "`off`"
+        "CYBORG_WEBHOOK_ALLOW_HTTP", False, "Also send messages to webhooks over http, without encryption.", "`off`"
     )
     webhook_networks: tuple[str, ...] = key(
         "CYBORG_WEBHOOK_NETWORKS",
         (),
-        "Networks (`10.1.0.0/16`) where webhooks may be beside public addresses, separated by commas.",
+        "Networks (`10.1.0.0/16`) in which webhooks are allowed in addition to public addresses, separated by commas.",
         "*(none)*",
     )
-    mail_host: str = key("CYBORG_MAIL_HOST", "", "The SMTP server that takes our mail.", "*(absent: no mail)*")
-    mail_port: int = key("CYBORG_MAIL_PORT", 25, "Its port.")
-    mail_tls: str = key("CYBORG_MAIL_TLS", "off", "How it is spoken to: `off`, `starttls` or `tls`.")
-    mail_from: str = key("CYBORG_MAIL_FROM", "accelerators@localhost", "Who our mail comes from.")
+    mail_host: str = key("CYBORG_MAIL_HOST", "", "The SMTP server that sends our mail.", "*(absent: no mail)*")
+    mail_port: int = key("CYBORG_MAIL_PORT", 25, "The port of the SMTP server.")
+    mail_tls: str = key(
+        "CYBORG_MAIL_TLS", "off", "The encryption of the connection to the SMTP server: `off`, `starttls` or `tls`."
+    )
+    mail_from: str = key("CYBORG_MAIL_FROM", "accelerators@localhost", "The sender address of our mail.")
     mail_domains: tuple[str, ...] = key(
         "CYBORG_MAIL_DOMAINS",
         (),
-        "Domains of addresses that may be subscribed, separated by commas; `*`: any.",
+        "Domains of mail addresses that may be subscribed, separated by commas; `*` allows any.",
         "*(that of `CYBORG_MAIL_FROM`)*",
     )
-    mail_user: str = key("CYBORG_MAIL_USER", "", "The name to log in with there.", "*(absent: no login)*")
-    mail_password_file: str = key("CYBORG_MAIL_PASSWORD_FILE", "", "The file with its password.", "*(absent)*")
+    mail_user: str = key("CYBORG_MAIL_USER", "", "The user name for the SMTP server.", "*(absent: no login)*")
+    mail_password_file: str = key(
+        "CYBORG_MAIL_PASSWORD_FILE", "", "The file with the password for the SMTP server.", "*(absent)*"
+    )
     public_url: str = key(
         "CYBORG_PUBLIC_URL",
         "",
-        "Where people reach it: `https://NAME`, through a proxy that does TLS and sets `X-Forwarded-Proto` itself."
-        " Cookies go over TLS alone then, and who opens the console by http is sent there.",
+        "The URL at which people reach the console: `https://NAME`, through a proxy that does TLS and sets"
+        " `X-Forwarded-Proto` itself. Cookies are then sent over TLS only, and the console is redirected from http to"
+        " this URL.",
         "*(absent: http, for one's own machine)*",
     )
     allowed_hosts: tuple[str, ...] = key(
-        "CYBORG_ALLOWED_HOSTS", ("*",), "Host names the web answers to, separated by commas.", "`*`"
+        "CYBORG_ALLOWED_HOSTS", ("*",), "Host names that the web process accepts, separated by commas.", "`*`"
     )
     metrics_token: str = key(
         "CYBORG_METRICS_TOKEN",
         "",
-        "Opens `/metrics` to other machines, as `Authorization: Bearer …`; 16 characters at least.",
-        "*(absent: this machine alone)*",
+        "The token with which other machines read `/metrics` (`Authorization: Bearer …`); at least 16 characters.",
+        "*(absent: this machine only)*",
     )
     metrics_devices: bool = key(
         "CYBORG_METRICS_DEVICES",
         False,
-        "Tell in `/metrics` what each device has to do; 50 000 series at most.",
+        "Show the load of each device in `/metrics`, in at most 50 000 series.",
         "`off`",
     )
     debug: bool = key("CYBORG_DEBUG", False, "Django's debug pages. Never in production.", "`off`")
@@ -261,11 +278,13 @@ def keys() -> Keys:
     if read.auth not in ("local", "keystone"):
         raise ConfigurationError(f"CYBORG_AUTH={read.auth!r} is not usable: write local or keystone")
     if read.console_session_h <= 0:
-        raise ConfigurationError(f"CYBORG_CONSOLE_SESSION_H={read.console_session_h} is not usable: write a time")
+        raise ConfigurationError(
+            f"CYBORG_CONSOLE_SESSION_H={read.console_session_h} is not usable: write a number of hours above 0"
+        )
     _check_agents(read)
     _check_outside(read)
     if len(read.environment) > 40 or not read.environment.isprintable():
-        raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write one or two words")
+        raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write at most 40 printable characters")
     return read
 
 
@@ -276,8 +295,8 @@ def _check_agents(read: Keys) -> None:
             raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
     if read.pending_report_bytes < read.max_message_bytes:
         raise ConfigurationError(
-            f"CYBORG_PENDING_REPORT_BYTES={read.pending_report_bytes} is not usable: write no less than"
-            f" CYBORG_MAX_MESSAGE_BYTES ({read.max_message_bytes}), or no report gets through"
+            f"CYBORG_PENDING_REPORT_BYTES={read.pending_report_bytes} is not usable: write at least"
+            f" CYBORG_MAX_MESSAGE_BYTES ({read.max_message_bytes}), so that every report fits"
         )
     if read.gateway_url and not re.fullmatch(r"https?://[^/?#@\s]{1,200}", read.gateway_url):
         raise ConfigurationError("CYBORG_GATEWAY_URL is not usable: write http://ADDRESS:PORT, without a path")

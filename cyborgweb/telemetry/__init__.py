@@ -1,3 +1,4 @@
-"""Usage: units that are held (from the database), joined with how busy their devices are (from agents' last
-samples), and the load census before a boot.
+"""Usage of units and load of devices, and the load census.
+
+Units that are held come from the database, the load of their devices from agents' last samples.
 """

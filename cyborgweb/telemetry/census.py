@@ -46,8 +46,10 @@ class CensusBusyError(RefusedError):
 
 @dataclass(frozen=True)
 class Question:
-    """What to ask: which hosts (None: all), for how many requests (`count`) of which profile ('': any unit), and how
-    many seconds to wait.
+    """What to ask.
+
+    Which hosts (None: all), for how many requests (`count`) of which profile ('': any unit), and how many seconds to
+    wait.
     """
 
     hosts: tuple[str, ...] | None = None
@@ -58,9 +60,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """One host of the answer. `free` is the number of units that fit; `room` is how many requests find a place, at
-    most as many as were asked for; `why` is the reason if the host does not fit. `load` is None if the host did
-    not answer.
+    """One host of the answer.
+
+    `free` is the number of units that fit; `room` is how many requests find a place, at most as many as were asked for;
+    `why` is the reason if the host does not fit. `load` is None if the host did not answer.
     """
 
     host: Host
@@ -79,8 +82,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Census:
-    """The result of a census. `came`: how many hosts answered; `missing`: the others, with the reason; `left_out`:
-    how many hosts there are beyond MOST_HOSTS.
+    """The result of a census.
+
+    `came`: how many hosts answered; `missing`: the others, with the reason; `left_out`: how many hosts there are beyond
+    MOST_HOSTS.
     """
 
     came: int
@@ -98,8 +103,8 @@ class Census:
 def take(question: Question) -> Census:
     """Take a census; blocks for up to the question's `within_s` seconds, plus the time of the statements.
 
-    Raises CensusBusyError if AT_ONCE are running, RefusedError UNKNOWN for a host or a profile that does not exist,
-    CONFLICT for a profile that asks for no accelerator.
+    Raises CensusBusyError if AT_ONCE are running, RefusedError UNKNOWN for a host or a profile that does not
+    exist, CONFLICT for a profile that asks for no accelerator.
     """
     if not _turns.acquire(blocking=False):
         raise CensusBusyError
@@ -136,8 +141,9 @@ def _wanted(name: str) -> tuple[Mapping[str, str], ...] | None:
 
 
 def _hosts(names: tuple[str, ...] | None) -> tuple[list[Host], int]:
-    """Return the hosts with their agents, and the number of hosts beyond MOST_HOSTS. Raises RefusedError UNKNOWN for
-    a name that does not exist.
+    """Return the hosts with their agents, and the number of hosts beyond MOST_HOSTS.
+
+    Raises RefusedError UNKNOWN for a name that does not exist.
     """
     found = Host.objects.select_related("agent", "lease").defer("drivers")
     if names is not None:
@@ -172,7 +178,7 @@ def _row(
     if word not in SPEAK:
         why = _why_not_asked(word)
     elif not free:
-        why = "nothing free there is ready and fits"
+        why = "it has no free unit that is ready and fits"
     elif room < count:
         why = f"room for {room} of {count}"
     return Row(host, free, room, not why, why, busy)
@@ -201,7 +207,7 @@ def _silence(before: telemetry.HostLoad | None, gateways: Sequence[str], within_
         return f"silent: no answer within {within_s:g} s; it last spoke {max(0.0, time.time() - before.at):.0f} s ago"
     if gateways:
         return f"gateway not answering: {', '.join(gateways)[:200]} may hold its connection"
-    return "never sent samples: an older agent, or one that has just come"
+    return "its agent has never sent samples: it is an older release, or it has just connected"
 
 
 def _why_not_asked(word: str) -> str:

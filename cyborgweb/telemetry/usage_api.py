@@ -34,7 +34,7 @@ class LoadSerializer(serializers.Serializer):
     """
 
     devices = serializers.IntegerField(read_only=True)
-    sampled = serializers.IntegerField(read_only=True, help_text="So many of the devices said something.")
+    sampled = serializers.IntegerField(read_only=True, help_text="How many of the devices sent samples.")
     utilization_percent_mean = serializers.FloatField(source="mean", read_only=True, allow_null=True)
     utilization_percent_max = serializers.FloatField(source="highest", read_only=True, allow_null=True)
     memory_used_bytes = serializers.IntegerField(source="used", read_only=True, allow_null=True)
@@ -45,12 +45,16 @@ class LoadSerializer(serializers.Serializer):
 class GroupSerializer(serializers.Serializer):
     """Units of one group. Groups by project have no total, because they count only what is held."""
 
-    group = serializers.DictField(child=serializers.CharField(), read_only=True, help_text="By what → which.")
+    group = serializers.DictField(
+        child=serializers.CharField(), read_only=True, help_text="Each grouping column and its value."
+    )
     total = serializers.IntegerField(read_only=True, allow_null=True)
     held = serializers.IntegerField(read_only=True)
-    free = serializers.IntegerField(read_only=True, allow_null=True, help_text="What requests can get now.")
-    reserved = serializers.IntegerField(read_only=True, help_text="Neither held nor free: not offered.")
-    load = LoadSerializer(read_only=True, allow_null=True, help_text="Null for who sees one project alone.")
+    free = serializers.IntegerField(read_only=True, allow_null=True, help_text="Units that requests can get now.")
+    reserved = serializers.IntegerField(
+        read_only=True, help_text="Units that are neither held nor free, thus not offered."
+    )
+    load = LoadSerializer(read_only=True, allow_null=True, help_text="Null for callers that see one project only.")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -62,12 +66,14 @@ class UsageFilter(filters.FilterSet):
     """Choose the grouping, and which units are counted."""
 
     by = filters.CharFilter(
-        help_text=f"One or two of {', '.join(capacity.COLUMNS)}, with a comma between them; resource_class if nothing "
-        "is said, project for who sees one project alone."
+        help_text=f"One or two of {', '.join(capacity.COLUMNS)}, separated by a comma. The default is resource_class, "
+        "or project for callers that see one project only."
     )
-    host = filters.CharFilter(help_text="Of this host alone.")
-    type = filters.ChoiceFilter(choices=[(word.value, word.value) for word in DeviceType], help_text="Of this type.")
-    resource_class = filters.CharFilter(help_text="Of this resource class alone.")
+    host = filters.CharFilter(help_text="Only of this host.")
+    type = filters.ChoiceFilter(
+        choices=[(word.value, word.value) for word in DeviceType], help_text="Only of this type."
+    )
+    resource_class = filters.CharFilter(help_text="Only of this resource class.")
 
     def filter_queryset(self, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Return the queryset unchanged: there are no rows, the parameters are only validated."""
@@ -78,8 +84,9 @@ class Groups(Pages):
     """Forward-only pages of groups: each begins after the last group of the page before."""
 
     def after(self) -> tuple[str, ...] | None:
-        """Return the group after which this page begins, or None for the first page. Raises NotFound for a cursor
-        that names no group.
+        """Return the group after which this page begins, or None for the first page.
+
+        Raises NotFound for a cursor that names no group.
         """
         if self.cursor is None:
             return None
@@ -182,7 +189,7 @@ class QuestionSerializer(Closed):
     )
     profile = Text(max_length=255, required=False, help_text="Name of a device profile; any unit will do if absent.")
     count = Number(
-        min_value=1, max_value=census.MOST, required=False, help_text="So many requests more of it; 1 if absent."
+        min_value=1, max_value=census.MOST, required=False, help_text="How many more requests of it; 1 if absent."
     )
     within_s = Seconds(
         min_value=0.1,
@@ -197,10 +204,10 @@ class CandidateSerializer(serializers.Serializer):
 
     host = HostReference(read_only=True)
     free = serializers.IntegerField(read_only=True, help_text="Units that fit what is asked for.")
-    room = serializers.IntegerField(read_only=True, help_text="So many requests find a place, counted up to `count`.")
+    room = serializers.IntegerField(read_only=True, help_text="How many requests find a place, at most `count`.")
     fits = serializers.BooleanField(read_only=True)
-    why = serializers.CharField(read_only=True, help_text="What is in the way.")
-    load = LoadSerializer(read_only=True, allow_null=True, help_text="Null: no answer came.")
+    why = serializers.CharField(read_only=True, help_text="Why the host does not fit.")
+    load = LoadSerializer(read_only=True, allow_null=True, help_text="Null if the host did not answer.")
 
 
 class MissingSerializer(serializers.Serializer):
@@ -215,10 +222,12 @@ class CensusSerializer(serializers.Serializer):
     in each part.
     """
 
-    came = serializers.IntegerField(read_only=True, help_text="So many hosts answered.")
+    came = serializers.IntegerField(read_only=True, help_text="How many hosts answered.")
     fitting = serializers.IntegerField(read_only=True)
     took_s = serializers.FloatField(read_only=True)
-    left_out = serializers.IntegerField(read_only=True, help_text="Hosts beyond the first 10 000: name some.")
+    left_out = serializers.IntegerField(
+        read_only=True, help_text="Hosts beyond the first 10 000, which were not asked."
+    )
     missing = MissingSerializer(many=True, read_only=True)
     hosts = CandidateSerializer(many=True, read_only=True)
 

@@ -14,21 +14,21 @@ from drivers.errors import KINDS, Invalid
 from drivers.fake.driver import Script, read_script
 
 LESSON = """\
-The driver reads its control file at every call, and looks again at once when it changes. Things to try:
+The driver reads its control file at every call, and searches for devices again as soon as it changes. Things to try:
 
   count 3                               three devices
-  unplug 1; plug 1                      one goes and comes back
-  fail 0 "no power"; degrade 0 warm     its health, until it is plugged again
+  unplug 1; plug 1                      device 1 disappears and comes back
+  fail 0 "no power"; degrade 0 warm     change its health until it is plugged again
   set install '["firmware", "clock"]'   making a device ready takes two steps
   set handle_type '"MDEV"'              handles are made on the host when they are bound
-  refuse install Busy "a guest has it"  an act ends with this reason; kinds: {kinds}
+  refuse install Busy "a guest has it"  an act is refused for this reason; kinds: {kinds}
   set wrong '{{"install": true}}'         an act fails at its last step, and is undone
-  set slow_s '{{"program": 5}}'           an act takes thought
-  set busy '[0]'                        somebody on the host uses device 0
-  set stats '{{"power_watts": 12.5}}'     the load of every device; `null`: it moves by itself
-  set slow_s '{{"stats": 9}}'             the load is not said in time, and everything else is
-  misbehave hang                        the driver itself fails; five times in ten minutes, and it is started no more
-  reset                                 one healthy device, as at first
+  set slow_s '{{"program": 5}}'           planning an act takes 5 s
+  set busy '[0]'                        another program on the host uses device 0
+  set stats '{{"power_watts": 12.5}}'     the load of every device; with `null` it changes by itself
+  set slow_s '{{"stats": 9}}'             the load is not read in time; everything else works
+  misbehave hang                        the driver itself fails; five times in ten minutes: it is not started again
+  reset                                 go back to one healthy device
 """
 
 
@@ -52,25 +52,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--control", default=f"{state}/fake-driver.json", help="control file (default: %(default)s)")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, text in (("unplug", "take device N away"), ("plug", "put device N back")):
+    for verb, text in (("unplug", "remove device N"), ("plug", "put device N back")):
         verbs.add_parser(verb, help=text).add_argument("n", type=int)
     for verb, text in (("fail", "device N fails"), ("degrade", "device N is degraded")):
         parts = verbs.add_parser(verb, help=text)
         parts.add_argument("n", type=int)
         parts.add_argument("reason")
     verbs.add_parser("count", help="have N devices").add_argument("n", type=int)
-    refuse = verbs.add_parser("refuse", help="have the driver refuse an act")
+    refuse = verbs.add_parser("refuse", help="make the driver refuse an act")
     refuse.add_argument("act")
     refuse.add_argument("kind", choices=[*KINDS])
     refuse.add_argument("reason")
     misbehave = verbs.add_parser("misbehave", help="make the driver itself fail")
     misbehave.add_argument("how", choices=["raise", "fail", "hang", "flood", "rubbish", "die"])
-    anything = verbs.add_parser("set", help="any key of the script, as JSON")
+    anything = verbs.add_parser("set", help="set a key of the control file to a JSON value")
     anything.add_argument(
         "key", choices=Script.__struct_fields__, metavar="KEY", help=", ".join(Script.__struct_fields__)
     )
     anything.add_argument("json", metavar="JSON")
-    verbs.add_parser("reset", help="one healthy device, as at first")
+    verbs.add_parser("reset", help="go back to one healthy device")
     return parser
 
 

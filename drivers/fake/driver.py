@@ -46,7 +46,7 @@ class Script(Struct, forbid_unknown_fields=True):
     `install`: names, each of which takes one step to install. `handle_type`: MDEV handles must be attached. `refuse`:
     act → kind and text of the error it raises. `wrong`: acts that get a last step whose check never succeeds. `slow_s`:
     act or `stats` → seconds that it sleeps. `busy`: numbers of devices that another program uses. `signals`: the
-    readings of `health`. `stats`: the load of every device; if it is None, the load changes by itself (`moving`).
+    readings of `health`. `stats`: the load of every device; if it is None, it changes by itself (`moving`).
     """
 
     count: Annotated[int, Meta(ge=0, le=4096)] = 1
@@ -132,7 +132,7 @@ class FakeDriver(Driver):
             raise Invalid("there is no image to program")
         wanted = ask.image.properties.get("accel:device", "fake")
         if wanted != "fake":
-            raise Invalid(f"the image {ask.image.name} is made for the device {wanted}, and this one is fake")
+            raise Invalid(f"the image {ask.image.name} is made for the device {wanted}, but this device is fake")
         device.refuse_if_attached()
         if device.made.get("loaded") == ask.image.sha256:
             return device.plan("program", [])
@@ -148,7 +148,7 @@ class FakeDriver(Driver):
         """
         device = _begin("partition", machine, settings, ask)
         if not ask.layout:
-            raise Invalid('the layout does not say into how many parts: {"parts": "4"}')
+            raise Invalid('the layout does not state a number of parts, like {"parts": "4"}')
         device.refuse_if_attached()
         return device.plan("partition", device.to_divide(ask.layout))
 
@@ -216,7 +216,7 @@ class FakeDevice:
         """
         path = self.path(name)
         before = self.made.get(name, "") if now is None else now
-        does = f"set {name} of device {self.n} to {value}" if value else f"take {name} of device {self.n} away"
+        does = f"set {name} of device {self.n} to {value}" if value else f"remove {name} of device {self.n}"
         if name == "image":
             return Step(does, Write(path, ""))
         checks = (Check(path, before),), (Check(path, value),)
@@ -364,7 +364,7 @@ def _misbehave(how: str) -> None:
     if how == "die":
         os._exit(3)
     if how:
-        raise Invalid(f"misbehave={how!r}: raise, fail, hang, flood, rubbish or die")
+        raise Invalid(f"misbehave={how!r} is not usable: write raise, fail, hang, flood, rubbish or die")
 
 
 def _script(settings: Settings) -> Script:

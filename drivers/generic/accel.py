@@ -52,7 +52,10 @@ class Accel(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
     def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
         """Return health and stats, and `passthrough` as unavailable with the reason why Nova cannot use the devices."""
         return (
-            service("passthrough", "it hands out device nodes (DEV), which Nova gives no guest: not offered to Nova"),
+            service(
+                "passthrough",
+                "it hands out device nodes (DEV), which Nova cannot give to a guest: it is not offered to Nova",
+            ),
             *readings(machine, devices),
         )
 

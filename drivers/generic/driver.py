@@ -25,7 +25,7 @@ FOR_LOOKS = 0.6
 """The part of a call's deadline that all looks together may take; the rest is for starting and for the answer."""
 LEAST_S = 0.5
 """The minimum time of a backend in seconds, unless the remaining time of all backends is shorter."""
-SLOW = "it did not answer in its share of the time (CYBORG_DRIVER_DEADLINE_S): is a device stuck?"
+SLOW = "it did not answer within its share of CYBORG_DRIVER_DEADLINE_S: is a device stuck?"
 
 
 class Look(threading.Thread):
@@ -95,7 +95,7 @@ class GenericDriver(Driver):
             faults += look.findings.faults
             devices += (msgspec.structs.replace(device, backend=name) for device in look.findings.devices)
         if not backends:
-            faults.append(Fault("backends", "none is configured: describe in `backends` what this host is to offer"))
+            faults.append(Fault("backends", "none is configured: describe in `backends` what this host offers"))
         return Findings(tuple(devices), at_most(faults), tuple(answers))
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
@@ -178,8 +178,8 @@ def within(
 ) -> tuple[tuple[Device, ...], tuple[Fault, ...]]:
     """Return the devices and handles that the backend's limits allow, and a fault for everything that is left out.
 
-    Devices whose keys are `known` come first, so that a new device does not displace them; within both groups the order
-    is by address.
+    Devices whose keys are `known` come first, so that a new device does not displace them.
+    Within both groups the order is by address.
     """
     most_devices, most_handles = kind.limits.max_devices, kind.limits.max_handles
     ordered = sorted(devices, key=lambda device: (device.key not in known, device.address or "", device.key))

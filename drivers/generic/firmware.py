@@ -25,7 +25,7 @@ CLASS = "/sys/class/firmware"
 DEPTHS = 8
 WRITES = tuple(f"{PCI_DEVICES}/*:*:*.*/{'*/' * depth}firmware/*" for depth in range(DEPTHS))
 UPLOAD_S = 600.0
-NO_LOADER = "its kernel driver takes no firmware: there is no directory of it in /sys/class/firmware"
+NO_LOADER = "its kernel driver cannot load firmware: it has no directory in /sys/class/firmware"
 
 
 class Firmware(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="firmware"):
@@ -89,7 +89,7 @@ def plan(machine: Machine, ask: Ask) -> Plan:
     if len(found) > 1:
         names = ", ".join(path.rpartition("/")[2] for path in found)
         raise Failed(
-            f"{address} takes firmware in more than one place ({names}): this driver cannot tell which is meant"
+            f"{address} has several directories in /sys/class/firmware ({names}), and this driver cannot choose one"
         )
     parts = [address, *sriov.virtual(machine, address)]
     binding.Look(machine, used_by_host(machine), acting=True).refuse(parts)

@@ -121,7 +121,7 @@ class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
         if _made(machine, address, ask.uuid):
             if holder == ask.consumer:
                 return []
-            raise Busy(f"the mediated device {ask.uuid} belongs to {holder or 'nobody known'}: detach it first")
+            raise Busy(f"the mediated device {ask.uuid} belongs to {holder or 'an unknown consumer'}: detach it first")
         if ask.handle not in self._handles(machine, address):
             raise Gone(f"{address} has no such handle (any more)")
         if not self._left(machine, address):
@@ -172,10 +172,10 @@ def _detach(machine: Machine, address: str, ask: Ask) -> list[Step]:
         group = machine.link(f"{device}/iommu_group")
         nodes = (f"/dev/vfio/{group}",) if group else ()
         for node in filter(machine.is_open, nodes):
-            raise Busy(f"the mediated device {ask.uuid} cannot be taken away: a guest uses it ({node} is open)")
+            raise Busy(f"the mediated device {ask.uuid} cannot be removed: a guest uses it ({node} is open)")
         gone = (Check(f"{device}/mdev_type", "", link=True),)
         write = Write(f"{device}/remove", "1")
-        steps.append(Step(f"take the mediated device {ask.uuid} away", write, idle=nodes, seen=gone, timeout_s=MAKE_S))
+        steps.append(Step(f"remove the mediated device {ask.uuid}", write, idle=nodes, seen=gone, timeout_s=MAKE_S))
     if holder:
-        steps.append(Step(f"forget who had {ask.uuid}", Write(note, ""), seen=(Check(note, ""),)))
+        steps.append(Step(f"remove the note of who has {ask.uuid}", Write(note, ""), seen=(Check(note, ""),)))
     return steps

@@ -74,7 +74,7 @@ class Pci(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="p
             return firmware.plan(machine, ask)
         wanted, most = ask.layout.get("vfs", ""), self.limits.max_handles
         if most is not None and wanted.isdecimal() and int(wanted) > most:
-            raise Invalid(f"this backend hands out at most {most} in all (its limits.max_handles), not {wanted}")
+            raise Invalid(f"this backend hands out at most {most} handles (its limits.max_handles), not {wanted}")
         plan: Plan = getattr(functions.PciDriver(), act)(machine, self._settings(), ask)
         return plan
 

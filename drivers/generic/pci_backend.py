@@ -30,7 +30,7 @@ class Matched(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def problem(self) -> str:
         """Return a reason if a match selects every function, which is a mistake; '' otherwise."""
         if pci.Match() in self.match:
-            return "one of its match takes everything: state vendor, product, class or address"
+            return "one entry of `match` selects every function: state vendor, product, class or address"
         return ""
 
     def functions(self, machine: Machine) -> Findings:

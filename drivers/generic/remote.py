@@ -86,8 +86,8 @@ class Remote(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="r
 
     def _unknown(self) -> Status:
         if not self.status_file:
-            return Status("unknown", "nothing tells how it is: name a status_file")
-        return Status("unknown", f"the status file {self.status_file} does not say")
+            return Status("unknown", "its health is not known: set status_file")
+        return Status("unknown", f"the status file {self.status_file} has no entry for it")
 
     def _device(self, device: Described, said: dict[str, Status]) -> Device:
         now = said.get(device.name, self._unknown())

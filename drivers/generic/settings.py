@@ -23,17 +23,17 @@ KINDS: tuple[type[Kind], ...] = (Pci, Mdev, Accel, Firmware, Remote)
 def read(settings: Settings) -> dict[str, Kind]:
     """Return the backends by name, in the order of the settings. Raises Invalid, which describes the first mistake."""
     if unknown := sorted(settings.keys() - {"backends"}):
-        raise Invalid(f"generic_driver has no setting {unknown[0]!r}: it has backends")
+        raise Invalid(f"generic_driver has no setting {unknown[0]!r}: its only setting is backends")
     sections = settings.get("backends", {})
     if not isinstance(sections, dict) or len(sections) > MAX_BACKENDS:
-        raise Invalid(f"backends of generic_driver is no table of at most {MAX_BACKENDS} named sections")
+        raise Invalid(f"backends of generic_driver must be a table of at most {MAX_BACKENDS} named sections")
     return {str(name): _backend(str(name), section) for name, section in sections.items()}
 
 
 def _backend(name: str, section: object) -> Kind:
     if not NAME.fullmatch(name):
         raise Invalid(
-            f"a backend of generic_driver cannot be called {name[:80]!r}: 64 letters, digits and _ . - at most"
+            f"a backend of generic_driver cannot be called {name[:80]!r}: use at most 64 letters, digits and _ . -"
         )
     try:
         backend: Kind = msgspec.convert(section, Pci | Mdev | Accel | Firmware | Remote)

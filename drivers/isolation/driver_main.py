@@ -1,10 +1,10 @@
 """The main program of a driver's process: `python -I -m drivers.isolation.driver_main NAME`.
 
 The agent starts it (`drivers.isolation.runner`); for inspection it can be started by hand. It speaks JSON lines: it
-first writes `{"ready": {manifest}}`, then answers each line of stdin, a Request, with an Answer that has exactly one of
-`report`, `reasons`, `vitals`, `load`, `plan` and `error`. The process can only read the host
-(`drivers.isolation.sandbox`), so its stdout must be a terminal or a pipe, not a file (docs/writing-a-driver.md).
-To keep the process small it uses no asyncio and no logging, and imports pyudev only for drivers that need it.
+first writes `{"ready": {manifest}}`, then answers each line of stdin, a Request, with an Answer.
+The process can only read the host (`drivers.isolation.sandbox`), so its stdout must be a terminal or a pipe, not a file
+(docs/writing-a-driver.md). To keep the process small it uses no asyncio and no logging, and imports pyudev only for
+drivers that need it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _answer(name: str, driver: Driver, request: Request, unconfined: tuple[str, 
         if request.call == "samples":
             return Answer(request.id, load=_load(gauge.read(machine, request.settings, request.asks)))
         if request.ask is None:
-            raise Invalid(f"{request.call} needs to know what it is about")
+            raise Invalid(f"the request {request.call} does not name a device")
         if request.call == "health":
             return Answer(request.id, vitals=_vitals(driver, machine, request.settings, request.ask, gauge))
         if request.call not in driver.acts:
@@ -185,9 +185,9 @@ def _report(name: str, findings: object) -> DriverReport:
     findings have the wrong type, too many devices, or invalid backends.
     """
     if not isinstance(findings, Findings):
-        raise Failed(f"it answered rubbish: {type(findings).__name__} in place of devices")
+        raise Failed(f"its discover returned {type(findings).__name__} in place of Findings")
     if len(findings.devices) > MAX_DEVICES:
-        raise Failed(f"it answered {len(findings.devices)} devices, more than {MAX_DEVICES}")
+        raise Failed(f"its discover returned {len(findings.devices)} devices, more than {MAX_DEVICES}")
     devices, faults = [], []
     for device in findings.devices:
         try:
@@ -235,7 +235,7 @@ def _checked(thing: object, kind: type[T], what: str) -> T:
     try:
         data = msgspec.json.encode(thing)
         if rb"\u0000" in data:
-            raise ValueError("it holds a NUL character, which no database takes")
+            raise ValueError("it contains a NUL character, which cannot be stored")
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise Failed(f"the driver describes {what} wrongly: {_clean(str(error))}") from None

@@ -2,7 +2,7 @@
 
 The write itself is done by a worker process (`drivers.isolation.write_worker`), which is started at the first write and
 killed when a write does not return in time. If not even SIGKILL ends the worker, it hangs in the kernel and holds the
-device: the hand is *stuck* until the worker ends.
+device: the HostWriter is *stuck* until the worker ends.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HostWriter:
     def _real(self, path: str) -> str:
         top = "/" + path.split("/", 2)[1]
         if top not in self._roots:
-            raise Denied(f"{path} is no place where this agent writes")
+            raise Denied(f"{path} is outside the directories that this agent may write")
         return self._roots[top] + path[len(top) :]
 
     async def _ask(self, order: dict[str, Any], path: str, timeout_s: float, progress: Callable[[int], None]) -> None:
@@ -85,7 +85,9 @@ class HostWriter:
             raise Timeout(f"{path}: the kernel did not answer within {timeout_s:g} s; the outcome is unknown") from None
         except PipeError as error:
             await self.close()
-            raise Timeout(f"{path}: the worker that wrote it is gone ({error}); the outcome is unknown") from None
+            raise Timeout(
+                f"{path}: the process that was writing it has ended ({error}); the outcome is unknown"
+            ) from None
         except BaseException:  # cancelled, or the worker did not start: nobody waits for an answer any more
             await self.close()
             raise
@@ -104,7 +106,7 @@ class HostWriter:
                 )
                 await self._pipe.line()
         except (OSError, PipeError) as error:
-            raise Failed(f"no worker can be started to write with: {str(error) or 'it does not answer'}") from None
+            raise Failed(f"the process that writes to the host does not start: {str(error) or 'no answer'}") from None
         return self._pipe
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from typing import cast
 
 MAX_STDERR = 1024 * 1024
-"""Maximum bytes on stderr per request; more counts as a flood. The last TAIL bytes are kept for the error message."""
+"""Maximum bytes on stderr per request; more is an error. The last TAIL bytes are kept for error messages."""
 TAIL = 2048
 MAX_LINES = 16
 """Maximum unread lines of answers; a correct driver has one, or two when it starts."""
@@ -29,8 +29,9 @@ class PipeError(Exception):
 
 
 class Pipe(asyncio.SubprocessProtocol):
-    """The connection to one child process. Call `begin` before each request, `send` it, and read answers with `line`.
+    """The connection to one child process.
 
+    Call `begin` before each request, send it with `send`, and read answers with `line`.
     `max_line` is the maximum size of an answer in bytes. `introduced` is for the owner of this object: whether the
     process has sent its manifest.
     """
@@ -62,16 +63,16 @@ class Pipe(asyncio.SubprocessProtocol):
             self._tail = (self._tail + piece)[-TAIL:]
             self._complained += len(piece)
             if self._complained > MAX_STDERR:
-                self._break(f"it flooded: more than {MAX_STDERR} bytes of messages in one call")
+                self._break(f"it sent too much: more than {MAX_STDERR} bytes on stderr in one call")
             return
         self._unread += piece
         *lines, rest = self._unread.split(b"\n")
         self._unread = bytearray(rest)
         self._lines.extend(bytes(line) for line in lines)
         if len(self._unread) > self._max_line or any(len(line) > self._max_line for line in lines):
-            self._break(f"it flooded: an answer of more than {self._max_line} bytes")
+            self._break(f"it sent too much: an answer of more than {self._max_line} bytes")
         elif len(self._lines) > MAX_LINES:
-            self._break("it flooded: answers nobody asked for")
+            self._break("it sent too much: answers without a request")
         self._arrived.set()
 
     def process_exited(self) -> None:
@@ -105,7 +106,7 @@ class Pipe(asyncio.SubprocessProtocol):
 
         Raises PipeError if the process sent too much, or if it ended and all its lines are read.
         """
-        while not self._lines or self._broken.startswith("it flooded"):
+        while not self._lines or self._broken.startswith("it sent too much"):
             if self._broken:
                 raise PipeError(self._broken)
             self._arrived.clear()
@@ -113,7 +114,7 @@ class Pipe(asyncio.SubprocessProtocol):
         return self._lines.popleft()
 
     def complaint(self) -> str:
-        """Return the last line that the process wrote to stderr since `begin`, printable and at most 500 characters."""
+        """Return the last line on stderr since `begin`, printable and at most 500 characters."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
         return "".join(char if char.isprintable() else " " for char in lines[-1][-500:]) if lines else ""
 

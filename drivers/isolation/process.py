@@ -20,9 +20,10 @@ _parent = 0
 def die_with_parent(sig: int = signal.SIGKILL, *, forks_too: bool = False) -> None:
     """Make the kernel send `sig` to this process when the thread of the parent that started it ends.
 
-    With `forks_too`, every later fork of this process does the same for itself: the kernel clears PR_SET_PDEATHSIG in a
-    child of os.fork() (django-q2 uses it). The parent may put its process id into `CYBORG_PARENT`, which is removed
-    from the environment; then this process also signals itself if the parent ended before this call.
+    With `forks_too`, every later fork of this process does the same for itself, because the kernel clears
+    PR_SET_PDEATHSIG in a child of os.fork() (django-q2 uses it). The parent may put its process id into
+    `CYBORG_PARENT`, which is removed from the environment; then this process also signals itself if the parent ended
+    before this call.
     """
     if sys.platform != "linux":
         return

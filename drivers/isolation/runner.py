@@ -30,7 +30,7 @@ log = logging.getLogger("cyborg.driver")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """The back-off before a broken driver is started again: it doubles from the first to the longest pause."""
 BREAKS, WITHIN_S = 5, 600.0
-"""A driver that broke BREAKS times within WITHIN_S seconds is quarantined: not started again until `release`."""
+"""A driver that failed BREAKS times within WITHIN_S seconds is quarantined: only `release` ends that."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "UMOCKDEV_DIR")
 """Environment variables that a driver's process inherits; none of the agent's secrets are among them.
 
@@ -142,17 +142,17 @@ class DriverProcess:
                 async with asyncio.timeout(SAMPLES_S):
                     answer = await self._ask("samples", SAMPLES_S, asks=asks)
             except TimeoutError:
-                raise self._error(Failed, f"it did not say its load within {SAMPLES_S:g} s") from None
+                raise self._error(Failed, f"it did not return its load within {SAMPLES_S:g} s") from None
             except PipeError as error:
                 await self._stop()
-                raise self._error(Failed, f"it broke when it was asked for its load: {error}") from None
+                raise self._error(Failed, f"it failed while its load was read: {error}") from None
         if answer.error:
             raise self._error(Failed, answer.error)
         load = cast(Load, answer.load)
         before, self._unread = self._unread, {fault.subject: fault.reason for fault in load.unread}
         for subject, reason in self._unread.items():
             if before.get(subject) != reason:
-                log.warning("driver %s, %s: no load: %s", self.name, subject, reason)
+                log.warning("driver %s: the load of device %s cannot be read: %s", self.name, subject, reason)
         return load.samples
 
     async def plan(self, act: Act, ask: Ask) -> Plan:
@@ -163,7 +163,7 @@ class DriverProcess:
         """
         plan = cast(Plan, (await self._asked(act, ask)).plan)
         if path := stray(plan, self.manifest.writes):
-            raise Denied(f"{self.name}: it wants to write {path}, which is none of the paths it says it writes")
+            raise Denied(f"{self.name}: it wants to write {path}, which is not among the paths that it declares")
         return plan
 
     def release(self) -> None:
@@ -228,7 +228,7 @@ class DriverProcess:
 
     async def _running(self) -> Pipe:
         if self._pipe and self._pipe.killed and not self._pipe.exited.is_set():
-            raise PipeError("it is stuck in the kernel and cannot even be killed")
+            raise PipeError("its process hangs in the kernel and cannot be killed")
         if self._pipe is None or self._pipe.exited.is_set():
             self._pipe = await self._start()
         self._pipe.begin()
@@ -245,7 +245,7 @@ class DriverProcess:
         return pipe
 
     async def _answer(self, pipe: Pipe, wanted: str) -> Answer:
-        """Return the next answer, which must belong to the last request and have the field `wanted` or an error.
+        """Return the next answer: it must be for the last request, with the field `wanted` or an error.
 
         Raises PipeError for any other line; a manifest before it is stored.
         """
@@ -256,11 +256,11 @@ class DriverProcess:
             elif answer.error and not answer.id:
                 raise PipeError(answer.error)
             elif answer.id != self._calls:
-                raise PipeError(f"it answered rubbish: to question {answer.id} in place of {self._calls}")
+                raise PipeError(f"its answer is invalid: it is for request {answer.id}, not for {self._calls}")
             elif answer.report and answer.report.driver != self.name:
-                raise PipeError(f"it answered rubbish: in the name of {answer.report.driver!r}")
+                raise PipeError(f"its answer is invalid: it names the driver {answer.report.driver!r}")
             elif not answer.error and getattr(answer, wanted) is None:
-                raise PipeError(f"it answered rubbish: neither a {wanted} nor an error")
+                raise PipeError(f"its answer is invalid: it has neither a {wanted} nor an error")
             else:
                 return answer
 
@@ -271,9 +271,12 @@ class DriverProcess:
         name or another protocol version. Logs each missing sandbox restriction once.
         """
         if pipe.introduced:
-            raise PipeError("it answered rubbish: a second manifest")
+            raise PipeError("its answer is invalid: it is a second manifest")
         if (ready.name, ready.api) != (self.name, API):
-            raise PipeError(f"it speaks for {ready.name!r} by version {ready.api} of the drivers' protocol, not {API}")
+            raise PipeError(
+                f"its manifest names the driver {ready.name!r} and version {ready.api} of the drivers' protocol, not"
+                f" {self.name!r} and {API}"
+            )
         pipe.introduced = True
         self.manifest = ready
         for reason in {*ready.unconfined} - _warned:
@@ -281,7 +284,7 @@ class DriverProcess:
         _warned.update(ready.unconfined)
 
     async def _give_up(self, reason: str) -> None:
-        """Stop the process and set the back-off or, after BREAKS breaks within WITHIN_S, quarantine the driver.
+        """Stop the process and set the back-off. After too many failures, quarantine the driver instead.
 
         The stored reason stays the same until the next start, because a changed error text would cause a new report.
         """
@@ -289,12 +292,12 @@ class DriverProcess:
         await self._stop()
         now = time.monotonic()
         self._breaks.append(now)
-        said = f" (it said: {tail})" if tail else ""
+        said = f" (its last message: {tail})" if tail else ""
         if len(self._breaks) == BREAKS and now - self._breaks[0] <= WITHIN_S:
             self._not_before = float("inf")
             self._broken = (
-                f"it broke {BREAKS} times within {WITHIN_S / 60:g} minutes and is started no more; the last time: "
-                f"{reason}{said}; when that is put right, have this host rescan with {self.name}, or restart the agent"
+                f"it failed {BREAKS} times within {WITHIN_S / 60:g} minutes and is not started again; the last failure:"
+                f" {reason}{said}; fix the cause, then have this host rescan with {self.name}, or restart the agent"
             )
             return
         self._not_before = now + self._pause_s
@@ -311,10 +314,10 @@ class DriverProcess:
 
 def _decoded(line: bytes) -> Answer:
     if rb"\u0000" in line:
-        raise PipeError("it answered rubbish: text with NUL characters, which no database takes")
+        raise PipeError("its answer is invalid: it contains a NUL character, which cannot be stored")
     try:
         answer = msgspec.json.decode(line, type=Answer)
         msgspec.json.encode(answer)  # a lone surrogate can be decoded, but not encoded and sent on
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PipeError(f"it answered rubbish: {str(error)[:200]}") from None
+        raise PipeError(f"its answer is invalid: {str(error)[:200]}") from None
     return answer

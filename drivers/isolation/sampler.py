@@ -67,18 +67,18 @@ class Gauge:
         """
         told = self._driver.stats(machine, settings, ask)
         if len(told) > MAX_PER_DEVICE:
-            raise Failed(f"it says {len(told)} numbers of this device, more than {MAX_PER_DEVICE}")
+            raise Failed(f"it returned {len(told)} samples of this device, more than {MAX_PER_DEVICE}")
         samples = self._checked(tuple(one for one in told if math.isfinite(one.value)))
         if any(one.key != ask.key for one in samples):
-            raise Failed("it says numbers of another device")
+            raise Failed("it returned samples of another device")
         return samples
 
 
 class Reading(threading.Thread):
     """One round through the devices, in a thread.
 
-    `at` is the key of the device being read, `done` the key of the last one that was read. Setting `over` ends the
-    round after the present device.
+    `at` is the key of the device being read, `done` the key of the last one that was read.
+    Setting `over` ends the round after the present device.
     """
 
     def __init__(self, asks: list[Ask], one: Callable[[Ask], tuple[Sample, ...]]) -> None:

@@ -53,12 +53,12 @@ def confine() -> tuple[str, ...]:
     ctypes.util.find_library = _library
     libc = ctypes.CDLL(None, use_errno=True)
     missing = []
-    for what, restrict in (("write to this host", _no_writes), ("start processes", _no_processes)):
+    for what, restrict in (("writing to this host", _no_writes), ("starting processes", _no_processes)):
         try:
             _did(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
             restrict(libc)
         except OSError as error:
-            missing.append(f"the kernel cannot keep this driver from being able to {what}: {error.strerror}")
+            missing.append(f"the kernel cannot prevent this driver from {what}: {error.strerror}")
     return tuple(missing)
 
 
@@ -88,7 +88,7 @@ def _no_processes(libc: ctypes.CDLL) -> None:
     its flags; the C library then uses clone.
     """
     if platform.machine() not in NATIVE or sys.maxsize < 1 << 32:
-        raise OSError(errno.ENOSYS, f"not known for {platform.machine()}")
+        raise OSError(errno.ENOSYS, f"no filter is known for {platform.machine()}")
     audit, clone, forks = NATIVE[platform.machine()]
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     deny, allow = 0x00050000, 0x7FFF0000

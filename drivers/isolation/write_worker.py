@@ -47,7 +47,7 @@ def attribute(path: str, value: str | bytes) -> None:
     except OSError as error:
         raise WriteRefusedError(errno=error.errno, at=at, path=path) from None
     if written != len(data):
-        raise WriteRefusedError(failed=f"{path} took {written} of {len(data)} bytes")
+        raise WriteRefusedError(failed=f"{path}: the kernel accepted only {written} of {len(data)} bytes")
 
 
 def own(path: str, value: str) -> None:
@@ -71,10 +71,10 @@ def copy(path: str, image: str) -> None:
 def firmware(path: str, image: str, say: Callable[..., None]) -> None:
     """Upload the image through the kernel's firmware upload class and wait until the upload has ended.
 
-    `path` is the directory of the class device; `say` is called with the progress. Raises WriteRefusedError if
-    another upload
-    runs, because the kernel does not refuse that (Documentation/ABI/testing/sysfs-class-firmware), or if the device
-    reports an error. Raises OSError if writing the data fails.
+    `path` is the directory of the class device; `say` is called with the progress.
+    Raises WriteRefusedError if another upload runs, because the kernel does not refuse that
+    (Documentation/ABI/testing/sysfs-class-firmware), or if the device reports an error. Raises OSError if writing the
+    data fails.
     """
     if (status := _text(f"{path}/status")) != "idle":
         raise WriteRefusedError(busy=f"{path} is {status}: another upload runs")
@@ -99,8 +99,10 @@ def firmware(path: str, image: str, say: Callable[..., None]) -> None:
 
 
 def _replace(path: str, fill: Callable[[str], object]) -> None:
-    """Replace a file atomically: `fill` writes `path` + `.new`, which is synced and renamed. Raises
-    WriteRefusedError."""
+    """Replace a file atomically: `fill` writes `path` + `.new`, which is synced and renamed.
+
+    Raises WriteRefusedError.
+    """
     new = f"{path}.new"
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)

@@ -41,10 +41,10 @@ class Look:
         """Raise Busy if the host uses one of the functions or, when `acting`, a guest does."""
         for address in addresses:
             if reason := self.in_use.get(address):
-                raise Busy(f"{address} cannot be touched: {reason}")
+                raise Busy(f"{address} cannot be changed: {reason}")
             for node in nodes(self.machine, [address]) if self.acting else ():
                 if self.machine.is_open(node):
-                    raise Busy(f"{address} cannot be touched: a guest uses it ({node} is open)")
+                    raise Busy(f"{address} cannot be changed: a guest uses it ({node} is open)")
 
     def override(self, address: str) -> str:
         """Return the only driver that may be bound to the function; `(null)` for any driver, and if not `acting`."""
@@ -83,11 +83,11 @@ def is_bound(machine: Machine, address: str, wanted: str) -> bool:
 def refuse_unable(machine: Machine, address: str, wanted: str) -> None:
     """Raise Unsupported, with advice, if the kernel cannot bind this function and its parts to `wanted`."""
     if wanted and not machine.exists(f"{DRIVERS}/{wanted}"):
-        raise Unsupported(f"the kernel has no driver {wanted}: load it (modprobe {wanted}), and at every boot")
+        raise Unsupported(f"the kernel has no driver {wanted}: load it now (modprobe {wanted}) and at every boot")
     if wanted == VFIO and not group_of(machine, address):
         raise Unsupported(
-            f"{address} is in no IOMMU group, so {VFIO} cannot take it: switch the IOMMU on (VT-d or AMD-Vi in the "
-            "firmware, intel_iommu=on on the kernel's command line for Intel)"
+            f"{address} is in no IOMMU group, so it cannot be bound to {VFIO}: switch the IOMMU on (VT-d or AMD-Vi in "
+            "the firmware, intel_iommu=on on the kernel's command line for Intel)"
         )
 
 
@@ -189,6 +189,7 @@ def _refuse_neighbours(machine: Machine, address: str) -> None:
             continue
         if other != address:
             raise Busy(
-                f"{other}, which the host's {driver} has, is in the IOMMU group {group} of {address} too: a guest gets "
-                f"all of a group or nothing, so unbind {other} or have a rule bind it to {VFIO}"
+                f"{address} is in the same IOMMU group ({group}) as {other}, which is bound to the host's driver "
+                f"{driver}: a guest gets all functions of a group or none, so unbind {other}, or bind it to {VFIO} "
+                "with a rule"
             )

@@ -154,7 +154,9 @@ class PciDriver(Driver):
         steps = sriov.back(look, address, ask.first)
         for part in [address] if steps else [address, *sriov.virtual(machine, address)]:
             steps += binding.back(look, part, ask.first)
-        return Plan(tuple(steps[:MAX_STEPS]), "as it was before it was first touched" if ask.first else "never touched")
+        return Plan(
+            tuple(steps[:MAX_STEPS]), "as it was before its first change" if ask.first else "it was never changed"
+        )
 
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
@@ -207,7 +209,9 @@ def read_rules(settings: dict[str, object]) -> list[Rule]:
         raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
     for number, rule in enumerate(rules, 1):
         if rule == Rule(type=rule.type, vfs=rule.vfs, bind=rule.bind):
-            raise Invalid(f"rule {number} of pci_driver takes everything: state vendor, product, class or address")
+            raise Invalid(
+                f"rule {number} of pci_driver selects every function: state vendor, product, class or address"
+            )
     return rules
 
 
@@ -215,7 +219,7 @@ def _rule_over(rule: Rule, layout: dict[str, str]) -> Rule:
     """Return the rule with the values of a layout in place of its own. Raises Invalid for an unusable layout."""
     try:
         if unknown := set(layout) - {"vfs", "bind"}:
-            raise Invalid(f"the layout of a PCI function has no word {min(unknown)}: it has vfs and bind")
+            raise Invalid(f"the layout of a PCI function has no key {min(unknown)!r}: its keys are vfs and bind")
         changed = {**msgspec.to_builtins(rule), **layout}
         return msgspec.convert(changed, Rule, strict=False)
     except msgspec.ValidationError as error:
@@ -281,7 +285,9 @@ def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, s
         return
     kind = rule.type or class_type(function)
     if kind is None:
-        yield Fault(address, f"its PCI class {function.pci_class} does not tell what it is: state the rule's type")
+        yield Fault(
+            address, f"its PCI class {function.pci_class} does not determine the device type: set `type` in the rule"
+        )
         return
     handed_out = [part for part in parts if part not in in_use and (virtual or not rule.vfs)]
     to_install = _to_install(binding.Look(machine, in_use, acting=False), address, rule)

@@ -21,8 +21,8 @@ from drivers.inventory import Device, DriverReport, Fault
 def settle(reports: Sequence[DriverReport], before: Mapping[str, DriverReport] | None = None) -> list[DriverReport]:
     """Return the reports with a Fault in place of each device that belongs to another driver or backend.
 
-    `reports` must be in the order of `enabled_drivers`. `before` is the last result by driver name: a driver or backend
-    that failed now gets the devices it had then.
+    `reports` must be in the order of `enabled_drivers`. `before` is the last result by driver name: a driver or a
+    backend that failed now gets the devices it had then.
     """
     had = before or {}
     whole = [_carried(report, had.get(report.driver)) for report in reports]
@@ -89,7 +89,7 @@ def _problem(device: Device, same_key: int) -> str:
     `same_key` is the number of devices with its identity: if there are several, none of them can be told apart.
     """
     if same_key > 1:
-        return f"{same_key} devices of this driver have the identity {device.key}: none of them can be told apart"
+        return f"{same_key} devices of this driver have the identity {device.key}, so none of them can be used"
     names = [deployable.name for deployable in device.deployables]
     if len(set(names)) < len(names):
         return "two of its deployables have the same name"

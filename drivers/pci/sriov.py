@@ -46,7 +46,7 @@ def plan(look: Look, address: str, wanted: int, *, unbound: bool) -> list[Step]:
     total = machine.read_int(f"{path}/sriov_totalvfs", 0)
     if total == 0:
         raise Unsupported(
-            f"{address} cannot have virtual functions: leave vfs out of its rule, or switch SR-IOV on in it"
+            f"{address} cannot have virtual functions: remove vfs from its rule, or enable SR-IOV in its firmware"
         )
     if wanted > total:
         raise Invalid(f"{address} can have at most {total} virtual functions, not {wanted}: change vfs")
@@ -65,7 +65,7 @@ def plan(look: Look, address: str, wanted: int, *, unbound: bool) -> list[Step]:
 def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
     """Return the steps that restore the first number of virtual functions and the first autoprobe setting.
 
-    `first` is `Ask.first`; values that are not in it are left unchanged. Raises Busy and Unsupported like `plan`.
+    `first` is `Ask.first`; values that are not in it are left unchanged. Raises Busy and Unsupported.
     """
     machine, path = look.machine, f"{PCI_DEVICES}/{address}"
     wanted, there = first.get(f"{path}/sriov_numvfs", ""), machine.read_int(f"{path}/sriov_numvfs", 0)
@@ -87,8 +87,8 @@ def _refuse_without_driver(machine: Machine, address: str) -> None:
     driver = driver_of(machine, address)
     if driver in ("", VFIO):
         raise Unsupported(
-            f"{address} is bound to {driver or 'no kernel driver'}, which makes no virtual functions: bind its own "
-            "driver to it, or pci-pf-stub"
+            f"{address} is bound to {driver or 'no kernel driver'}, which cannot create virtual functions: bind its "
+            "own driver to it, or pci-pf-stub"
         )
 
 
@@ -109,9 +109,9 @@ def _number(machine: Machine, address: str, before: int, wanted: int) -> Step:
     looked_at = dict.fromkeys([*range(min(wanted, LOOKED_AT)), wanted - 1] if wanted else [])
     links = (Check(f"{path}/virtfn{number}/physfn", address, link=True) for number in looked_at)
     return Step(
-        does=f"make {wanted} virtual functions of {address}"
+        does=f"make {wanted} virtual function{'s' if wanted > 1 else ''} of {address}"
         if wanted
-        else f"take the virtual functions of {address} away",
+        else f"remove the virtual functions of {address}",
         write=Write(f"{path}/sriov_numvfs", str(wanted)),
         expect=(
             Check(f"{path}/sriov_numvfs", str(before)),

@@ -108,7 +108,7 @@ def test_a_handle_is_made_on_its_host_and_given_back_there(handle: AttachHandle)
     assert Device.objects.get().busy_with is None
     ends(detach, "failed", "the mdev is busy")
     device = Device.objects.get()
-    assert (device.state, device.state_reason) == ("ready", "a handle could not be given back: the mdev is busy")
+    assert (device.state, device.state_reason) == ("ready", "a handle could not be detached: the mdev is busy")
     assert Event.objects.filter(action="device.not_detached", subject=device.uuid).count() == 1
 
 
@@ -137,7 +137,7 @@ def test_silence_is_a_failed_bind_and_what_was_made_all_the_same_is_given_back_o
     with conductor.writing():
         Command.objects.update(start_by=past, end_by=past)
     command_results.expire()
-    assert state(request) == ("BindFailed", "the agent of cmp1 did not take it in time")
+    assert state(request) == ("BindFailed", "the agent of cmp1 did not accept it in time")
     assert not Command.objects.filter(op="detach").exists(), "as far as is known nothing was made"
     for _ in range(2):
         ends(attach)
@@ -273,5 +273,5 @@ def test_nothing_is_programmed_for_who_waits_no_more(handle: AttachHandle) -> No
     assert not placing.prepared(command.id, ADDER)
     command_results.settle()
     command.refresh_from_db()
-    assert (command.state, command.text) == ("refused", "nobody waits for it any more")
+    assert (command.state, command.text) == ("refused", "its request does not need it any more")
     assert Device.objects.get().busy_with is None

@@ -206,7 +206,7 @@ def test_not_begun_in_time_is_expired_and_not_answered_in_time_is_unknown(device
     lifecycle.enable(device.uuid, OLGA)
     late()
     command = Command.objects.get()
-    assert (command.state, command.text) == ("expired", "the agent of cmp1 did not take it in time")
+    assert (command.state, command.text) == ("expired", "the agent of cmp1 did not accept it in time")
     assert state(device)[:2] == ("failed", command.text)
     assert device.busy_with is None
     lifecycle.enable(device.uuid, OLGA)
@@ -219,10 +219,10 @@ def test_not_begun_in_time_is_expired_and_not_answered_in_time_is_unknown(device
     late()
     command.refresh_from_db()
     assert command.state == "unknown"
-    assert command.text == "the agent of cmp1 has not answered in time, its last words: functions are made"
+    assert command.text == "the agent of cmp1 has not answered in time; its last progress message: functions are made"
     assert state(device)[:2] == ("failed", command.text)
     assert said(command, "succeeded", "4 functions")
-    assert (command.state, "; later its agent said: succeeded, 4 functions" in command.text) == ("unknown", True)
+    assert (command.state, "; its agent answered later: succeeded, 4 functions" in command.text) == ("unknown", True)
     assert Event.objects.filter(action="command.answered", subject=command.uuid).count() == 1
 
 
@@ -264,12 +264,12 @@ Ask = Callable[[Device], object]
     ("ask", "reason", "text"),
     [
         (lambda d: placing.ask("health", uuid4(), OLGA), Reason.UNKNOWN, "Device not found"),
-        (lambda d: placing.ask("attach", d.uuid, OLGA), Reason.INVALID, "it can be asked: uninstall"),
+        (lambda d: placing.ask("attach", d.uuid, OLGA), Reason.INVALID, "these are: uninstall"),
         (lambda d: placing.ask("partition", d.uuid, OLGA), Reason.INVALID, "takes a layout"),
         (lambda d: placing.ask("reset", d.uuid, OLGA, layout={"a": "b"}), Reason.INVALID, "takes a layout"),
         (lambda d: placing.ask("program", d.uuid, OLGA), Reason.INVALID, "takes an image"),
         (lambda d: placing.ask("reset", d.uuid, OLGA, reason="x" * 501), Reason.INVALID, "at most 500"),
-        (lambda d: placing.ask("partition", d.uuid, OLGA, layout={"a": "\0"}), Reason.INVALID, "short values"),
+        (lambda d: placing.ask("partition", d.uuid, OLGA, layout={"a": "\0"}), Reason.INVALID, "its value at most"),
         (lambda d: placing.ask("partition", d.uuid, OLGA, layout={"x" * 65: ""}), Reason.INVALID, "at most 64 char"),
         (
             lambda d: placing.ask("partition", d.uuid, OLGA, layout={str(n): "" for n in range(65)}),
@@ -281,7 +281,7 @@ Ask = Callable[[Device], object]
             Reason.INVALID,
             "Say which deployable",
         ),
-        (lambda d: placing.ask_host("install", d.host.uuid, OLGA), Reason.INVALID, "it can be asked: rescan, logs"),
+        (lambda d: placing.ask_host("install", d.host.uuid, OLGA), Reason.INVALID, "for hosts are rescan, logs"),
         (lambda d: placing.ask_host("logs", d.host.uuid, OLGA, driver="x"), Reason.INVALID, "Only rescan"),
         (lambda d: placing.ask_host("logs", uuid4(), OLGA), Reason.UNKNOWN, "Host not found"),
     ],

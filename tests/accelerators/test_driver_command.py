@@ -99,7 +99,7 @@ def test_it_is_begun_listed_shown_and_cancelled() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("install", "pci_driver"), "Say on which hosts"),
+        (("install", "pci_driver"), "Give either the names of the hosts"),
         (("install", "pci_driver", "--host", "nope"), "There is no host nope"),
         (("install", "pci_driver", "--all", "--settings-file", "/nowhere.toml"), "cannot be read"),
         (("update", "pci_driver", "--host", "cmp0", "--enable"), "install it there first"),

@@ -111,7 +111,7 @@ def test_what_is_so_already_is_not_told_again() -> None:
     said(Command.objects.get())
     again = begin(INSTALL, [host])
     assert (again.state, states(again)) == ("done", ["done"])
-    assert again.steps.get().text == "test_driver is so already"
+    assert again.steps.get().text == "test_driver is configured like this already"
     never = begin(UNINSTALL, [host], driver="other_driver")
     assert states(never) == ["done"]
     assert never.steps.get().text == "other_driver is not installed there"
@@ -180,7 +180,7 @@ def test_a_host_whose_agent_does_not_come_fails_with_that_reason() -> None:
         Command.objects.update(start_by=past, end_by=past)
     command_results.expire()
     assert states(work(rollout)) == ["failed"]
-    assert rollout.steps.get().text == "the agent of cmp0 did not take it in time"
+    assert rollout.steps.get().text == "the agent of cmp0 did not accept it in time"
 
 
 def test_S1_a_driver_whose_devices_are_held_is_left_alone(fill: Fill) -> None:
@@ -213,7 +213,7 @@ def test_S1_many_devices_are_asked_about_only_so_long(monkeypatch: pytest.Monkey
     monkeypatch.setitem(safety._witnesses, "nova", lambda device: asked.append(device) or safety.HolderCheck())
     (host,) = hosts(1, answer(card(1), card(2)))
     monkeypatch.setattr(driver_config, "PATIENCE_S", -1.0)
-    with pytest.raises(RefusedError, match="was not found out in time: try again") as refused:
+    with pytest.raises(RefusedError, match="took too long: try again") as refused:
         begin(UNINSTALL, [host])
     assert (refused.value.reason, asked) == (Reason.AWAY, [])
     assert not Rollout.objects.exists()
@@ -238,7 +238,7 @@ def test_a_command_that_an_older_release_forgot_is_in_nobodys_way() -> None:
         cursor.execute("DELETE FROM accelerators_command")
         cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
     assert states(work(rollout)) == ["failed"]
-    assert rollout.steps.get().text == "its command is not known any more"
+    assert rollout.steps.get().text == "its command no longer exists"
     assert begin(UPDATE, [host], settings={"a": 1}).state == "running"
 
 
@@ -309,23 +309,23 @@ Bad = tuple[Change, str]
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (Change(INSTALL, "no driver"), "Say which driver"),
+        (Change(INSTALL, "no driver"), "Give the driver's name"),
         (Change(UNINSTALL, "d", enabled=True), "takes neither"),
-        (Change(UPDATE, "d"), "Say what is to be other"),
-        (Change(INSTALL, "d", settings={"acts": []}), "only that host's own"),
+        (Change(UPDATE, "d"), "Say what to change"),
+        (Change(INSTALL, "d", settings={"acts": []}), "on the host itself"),
         (
             Change(INSTALL, "d", settings={"rules": [{"db_password": "x"}]}),
             r"settings.rules\[0\].db_password looks like",
         ),
         (Change(INSTALL, "d", settings={"API-key": "x"}), "looks like a secret"),
         (Change(INSTALL, "d", settings={"a": "\0"}), "cannot be stored"),
-        (Change(INSTALL, "d", settings={"a": float("inf")}), "no such number"),
+        (Change(INSTALL, "d", settings={"a": float("inf")}), "out of range"),
         (Change(INSTALL, "d", settings={"a": [[[[[[[[[1]]]]]]]]]}), "nested at most 8"),
         (Change(INSTALL, "d", settings={"a": "x" * 65_536}), "at most 65536 bytes"),
         (Change(INSTALL, "d", settings={"token": "x" * 65_536}), "at most 65536 bytes"),
         (Change(INSTALL, "d", settings={"a": "\ud800"}), "cannot be stored"),
         (Change(INSTALL, "d", settings={"a": datetime.now(UTC)}), "JSON has no datetime"),
-        (Change(INSTALL, "d", settings={"a": 1 << 20_000}), "numbers are of 64 bits"),
+        (Change(INSTALL, "d", settings={"a": 1 << 20_000}), "numbers must fit into 64 bits"),
     ],
 )
 def test_what_makes_no_sense(change: Change, says: str) -> None:

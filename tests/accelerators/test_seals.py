@@ -109,7 +109,7 @@ FORGERIES: dict[str, tuple[str, str]] = {
     ),
     "one is deleted": (
         "DELETE FROM accelerators_event WHERE subject_name = 'e5'",
-        "event {e6} stands where another one stood, which is gone, under seal №2",
+        "event {e6} is in the place of an event that is gone, under seal №2",
     ),
     "the last of a seal is deleted": (
         "DELETE FROM accelerators_event WHERE subject_name = 'e3'",
@@ -119,7 +119,7 @@ FORGERIES: dict[str, tuple[str, str]] = {
         "INSERT INTO accelerators_event (id, tx, at, source, actor, request_id, action, subject_type, subject_name,"
         " host, changes, reason) SELECT -1, tx, at, source, actor, request_id, action, subject_type, 'new', host,"
         " changes, reason FROM accelerators_event WHERE subject_name = 'e0'",
-        "event -1 was put in, under seal №1",
+        "event -1 was inserted, under seal №1",
     ),
     "two change places": (
         "UPDATE accelerators_event SET id = CASE subject_name WHEN 'e1' THEN {e2} ELSE {e1} END"
@@ -176,7 +176,7 @@ def test_a_cut_tail_and_a_chain_made_anew_are_found_with_what_was_kept_elsewhere
     happen("another")
     seal()
     told = json.loads(ask("--json", "--seal-file", str(kept), fails=True))
-    assert not told["ok"] and "made anew" in told["findings"][0]["text"] and told["events"] == 9
+    assert not told["ok"] and "computed again" in told["findings"][0]["text"] and told["events"] == 9
 
 
 @pytest.mark.parametrize("text", ["", "1 abc\n", "1 " + "0" * 64 + "\n1 " + "1" * 64])
@@ -269,7 +269,7 @@ def test_old_months_go_whole_and_what_remains_is_proved(
             " changes, reason) SELECT tx, 'system', 'me', '', 'device.old', 'device', '', '', '{}', ''"
             " FROM accelerators_seal WHERE month = '2024-01'"
         )
-    assert "was put in" in ask(fails=True)
+    assert "was inserted" in ask(fails=True)
 
 
 def test_a_month_that_is_not_as_it_was_sealed_is_kept(months: Callable[[str, int], None], settings: Any) -> None:

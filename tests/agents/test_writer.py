@@ -75,4 +75,4 @@ def test_C2_who_knows_nothing_of_it_is_told_nothing(agent: WireAgent) -> None:
             placement_delegation.hands([host.id])[host.id].lacks
             == "its agent (release 9.9) does not support Placement writes: update it"
         )
-    assert placement_delegation.hands([0])[0].lacks == "no agent has ever joined from there"
+    assert placement_delegation.hands([0])[0].lacks == "no agent of this host has ever connected"

@@ -143,7 +143,7 @@ def test_a_bulk_action_tells_what_changed_meanwhile(desk: Desk) -> None:
     other.get_by_role("button", name="Enable", exact=True).click()
     expect(other.get_by_role("region", name="Now")).to_contain_text("ready")
     page.get_by_role("button", name="of 2").click()
-    outcome = page.get_by_role("region", name="What became of each")
+    outcome = page.get_by_role("region", name="Outcome of each device")
     expect(outcome.get_by_role("row").filter(has_text=CARDS[1])).to_contain_text("done")
     expect(outcome.get_by_role("row").filter(has_text=CARDS[0])).to_contain_text("Look at it again")
 

@@ -70,7 +70,7 @@ def is_refused(page: Page, path: str, why: str, heading: str = "Not allowed", st
     assert answer is not None and answer.status == status, path
     expect(page.get_by_role("heading", level=1)).to_have_text(heading)
     expect(page.get_by_role("main")).to_contain_text(why)
-    expect(page.get_by_role("link", name="To the overview")).to_be_visible()
+    expect(page.get_by_role("link", name="Back to the overview")).to_be_visible()
     expect(page.locator("p.live")).to_have_count(0)
 
 

@@ -36,6 +36,6 @@ def test_a_device_is_drawn_as_it_speaks_and_a_page_that_renews_itself_leaves_the
 def test_a_census_with_the_keyboard_alone(desk: Desk) -> None:
     page = desk.administrator()
     page.goto("/admin/census/")
-    page.get_by_label("Requests more").press("Enter")
+    page.get_by_label("Number of requests").press("Enter")
     expect(page.locator("#found")).to_contain_text("1 answered")
-    expect(page.locator(".census")).to_contain_text("nothing free there is ready and fits")
+    expect(page.locator(".census")).to_contain_text("it has no free unit that is ready and fits")

@@ -41,9 +41,9 @@ def test_the_worst_comes_first_and_what_waits_for_a_decision_last() -> None:
     found = words({"inactive": 2, "missing": 3, "failed": 1}, down=1, failing=2, missing_held=1, discrepancies=1)
     tones = [line.split()[0] for line in found]
     assert tones == ["bad"] * 5 + ["warn", "calm"]
-    assert found[0].startswith("bad missing: 1 device held by instances all the same")
-    assert found[5].startswith("warn missing: 2 devices no longer named")
-    assert found[-1].startswith("calm new: 2 devices found")
+    assert found[0].startswith("bad missing: 1 device still held by instances")
+    assert found[5].startswith("warn missing: 2 devices no longer reported")
+    assert found[-1].startswith("calm new: 2 devices waiting for a decision")
 
 
 def test_who_is_behind_is_named_with_the_error_and_stuck_outdoes_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +52,11 @@ def test_who_is_behind_is_named_with_the_error_and_stuck_outdoes_late(monkeypatc
     assert words(intents={"provider": late}) == []  # no cloud is configured: nobody is told
     jobs.register("placement", "none", cluster="work", intent="provider")
     assert words(intents={"provider": late}) == [
-        "warn behind: Placement is behind by 4 min, 3 to tell: 503 from Placement"
+        "warn behind: Placement is behind by 4 min, 3 changes waiting: 503 from Placement"
     ]
     stuck = backlog.Telling(3, 1, NOW, "x" * 300)
     (line,) = words(intents={"provider": stuck})
-    assert line.startswith("bad stuck: 1 intent failed ten times and more: xxx") and line.endswith("x…")
+    assert line.startswith("bad stuck: 1 intent failed ten times or more: xxx") and line.endswith("x…")
 
 
 def test_binds_and_our_own_workers() -> None:

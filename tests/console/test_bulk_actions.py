@@ -112,7 +112,7 @@ def test_what_changed_after_the_question_is_left_alone_and_said(operator: Client
     assert other.state == "ready"
     assert (bulk.moved, bulk.unchanged, bulk.refused) == (8, 1, 1)
     assert "it is ready now, since" in text and "by vera: needed. Look at it again." in text
-    assert "Choose again the 1 that was refused" in text
+    assert "Choose the 1 refused device again" in text
     asked = operator.post(page(bulk), {"do": "again"}, follow=True)
     assert "Quarantine: 1 device?" in asked.content.decode()
     assert [stood for _, _, stood, _, _ in asked.context["first"]] == ["ready"]
@@ -127,9 +127,9 @@ def test_held_devices_take_their_number_typed(operator: Client, fill: Fill) -> N
     with conductor.writing():
         Device.objects.update(state="ready")
     bulk = choose(operator, "drain")
-    assert "Some are in use" in operator.get(page(bulk)).content.decode()
+    assert "Some devices are held" in operator.get(page(bulk)).content.decode()
     for wrong in ("", "9"):
-        assert "type 10, their number. Nothing was done." in do(operator, bulk, "confirm", typed=wrong)
+        assert "To confirm, type 10. Nothing was done." in do(operator, bulk, "confirm", typed=wrong)
     assert bulk.state == "draft" and not Device.objects.exclude(state="ready").exists()
     do(operator, bulk, "confirm", typed="10")
     assert (bulk.state, bulk.moved) == ("done", 10)
@@ -299,7 +299,7 @@ def test_agents_are_asked_about_many_and_what_is_held_is_never_reset(operator: C
     coming = {one.text: one.number for _, one in asked.context["forecast"]}
     going = 10 - len(held) - 1
     assert coming == {
-        "its agent is asked": going,
+        "the command is sent to its agent": going,
         "is held: it cannot be reset": len(held),
         "is busy with a command": 1,
     }
@@ -325,7 +325,7 @@ def test_health_is_asked_of_held_devices_too_and_each_refusal_has_its_reason(ope
     with conductor.writing():
         Device.objects.filter(pk=missing.pk).update(state="missing", returns_to="ready")
     bulk = choose(operator, "health")
-    assert "Some are in use" not in operator.get(page(bulk)).content.decode()
+    assert "Some devices are held" not in operator.get(page(bulk)).content.decode()
     do(operator, bulk, "confirm")
     assert (bulk.state, bulk.moved, bulk.refused) == ("done", 9, 11)
     why = dict(bulk.items.filter(outcome="refused").values_list("device_uuid", "text"))

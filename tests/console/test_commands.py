@@ -113,7 +113,7 @@ def test_what_is_destructive_names_who_holds_it(operator: Client, device: Device
     [
         ({"op": "partition"}, "words of the driver such as vfs=4"),
         ({"op": "partition", "layout": "vfs"}, "words of the driver such as vfs=4"),
-        ({"op": "program", "image": "shell.bit"}, "Say which image: its uuid"),
+        ({"op": "program", "image": "shell.bit"}, "Enter the uuid of an image"),
         ({"op": "health", "reason": "x" * 501}, "at most 500 characters"),
     ],
 )
@@ -150,7 +150,7 @@ def test_hosts_are_asked_too_and_a_failing_driver_alone(operator: Client, fill: 
 def test_a_command_is_followed_to_its_end(operator: Client, device: Device) -> None:
     command = begun(device)
     shown = operator.get(page(command)).content.decode()
-    for fact in ("40 %", "unbinding it", "looks ill", "olga", "begun", "command.ordered", str(command.uuid)):
+    for fact in ("40 %", "unbinding it", "looks ill", "olga", "started", "command.ordered", str(command.uuid)):
         assert fact in shown
     (live,) = re.findall(r'data-live="([^"]+)"', shown)
     piece = operator.get(live).content.decode()

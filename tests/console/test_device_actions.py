@@ -73,7 +73,7 @@ def test_a_drain_is_shown_on_the_page_and_in_the_list(operator: Client, fill: Fi
     assert "request" in answered.content.decode() and "Type <code>0000:00:00.0</code>" in answered.content.decode()
     for typed in ("", "0000:01:00.0"):
         wrong = operator.post(decide(held()), {"choice": "drain-retire", "sure": "yes", "typed": typed})
-        assert "That is not it: nothing was done." in wrong.content.decode()
+        assert "The text does not match. Nothing was done." in wrong.content.decode()
     assert held().state == "ready"
     answered = operator.post(decide(held()), SURE | {"choice": "drain-retire"}, follow=True)
     assert sentence(answered) == "1044 0000:00:00.0 is now maintenance, draining: 1 request left."
@@ -138,7 +138,7 @@ RULE = {"name": "fakes", "order": "10", "action": "ready", "driver": "test_*", "
 def test_rules_are_made_changed_applied_and_deleted(operator: Client) -> None:
     apply(a_host(), answer(*(card(n) for n in range(3))))
     rules = reverse("admin:accelerators_admissionrule_changelist")
-    assert "what is found is inactive until somebody enables it" in operator.get(rules).content.decode()
+    assert "new devices are inactive until somebody enables them" in operator.get(rules).content.decode()
     made = operator.post(reverse("admin:accelerators_admissionrule_add"), RULE)
     assert made.status_code == 302, made.context["adminform"].errors
     rule = AdmissionRule.objects.get()

@@ -38,7 +38,7 @@ def press(client: Client, address: str, **fields: str) -> str:
 
 def test_a_driver_is_installed_from_its_page_and_the_rollout_is_followed(operator: Client) -> None:
     shown = operator.get(page()).content.decode()
-    assert "as its host&#x27;s own file says" in shown and 'value="install"' in shown
+    assert "its host&#x27;s own file decides" in shown and 'value="install"' in shown
     assert 'value="uninstall"' not in shown
     shown = press(operator, page(), do="install", settings='{"rules": []}', reason="new GPUs")
     assert "install pci_driver on 1 host" in shown and "1 ordered" in shown
@@ -76,11 +76,11 @@ def test_on_all_hosts_with_a_failure_and_cancelled(operator: Client) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"do": "install", "settings": "{"}, "The settings are no JSON"),
-        ({"do": "install", "settings": "[]"}, "Settings are a JSON object"),
+        ({"do": "install", "settings": "{"}, "The settings are not valid JSON"),
+        ({"do": "install", "settings": "[]"}, "The settings must be a JSON object"),
         ({"do": "install", "settings": '{"password": "x"}'}, "looks like a secret"),
         ({"do": "enable"}, "install it there first"),
-        ({"do": "settings"}, "Say what is to be other than it is"),
+        ({"do": "settings"}, "Say what to change"),
     ],
 )
 def test_what_is_refused_is_said_on_its_page(operator: Client, fields: dict[str, str], says: str) -> None:

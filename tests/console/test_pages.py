@@ -142,7 +142,7 @@ def test_a_driver_that_is_not_asked_any_more_is_said(operator: Client) -> None:
     with conductor.writing():
         Host.objects.update(drivers={})
     apply(host, answer(driver="other_driver"), seq=4)
-    assert "pci_driver is not asked any more on cmp1" in text(operator, host)
+    assert "The driver pci_driver does not run on cmp1 any more" in text(operator, host)
 
 
 @pytest.mark.parametrize("devices", [1, 6])
@@ -228,7 +228,7 @@ def test_the_course_of_a_bind_is_told_with_its_durations(operator: Client) -> No
     with conductor.writing():  # a test is one transaction, and in one all is answered at its begin
         Command.objects.update(answered_at=datetime.now(UTC))
     command_results.settle()
-    assert words() == ["requested", "bind started", "attach: taken", "attach: begun", "attach: succeeded", "bound"]
+    assert words() == ["requested", "bind started", "attach: taken", "attach: started", "attach: succeeded", "bound"]
     page = operator.get(url(request))
     assert re.fullmatch(r"bound after (\d+ ms|[\d.]+ s)", page.context["took"])
     assert url(command) in page.content.decode()
@@ -261,7 +261,7 @@ def test_each_answer_of_nova_is_told_and_what_still_waits(operator: Client) -> N
         waits.save()
     page = text(operator, request)
     assert "Nova answered 403" in page
-    assert "tried 3 times, the last answer: Nova answered 503" in page
+    assert "tried 3 times, last answer: Nova answered 503" in page
     told(request, "notified", said="Nova was told completed: 200 taken")
     with conductor.writing():
         Intent.objects.all().delete()

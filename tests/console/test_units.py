@@ -58,12 +58,12 @@ def test_many_devices_of_several_backends_are_divided_at_once(operator: Client) 
 
 
 SENSELESS = (
-    ({"change": "more", "count": "0"}, "Say how many units: 1 to"),
-    ({"change": "more", "count": "x"}, "Say how many units more or fewer"),
-    ({"change": "double", "count": "1"}, "Say how many units more or fewer"),
+    ({"change": "more", "count": "0"}, "The number of units must be 1 to"),
+    ({"change": "more", "count": "x"}, "Enter how many units to add or to remove"),
+    ({"change": "double", "count": "1"}, "Enter how many units to add or to remove"),
     ({"change": "more", "count": "1", "layout": "nonsense"}, "words of the driver"),
     ({"change": "more", "count": "1", "reason": "x" * 501}, "A reason is at most"),
-    ({"change": "more", "count": "1", "device": ["x"]}, "Choose devices"),
+    ({"change": "more", "count": "1", "device": ["x"]}, "Select devices"),
 )
 
 

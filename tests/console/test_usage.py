@@ -89,7 +89,7 @@ def test_a_census_by_its_form(operator: Client, fill: Fill, busy: list[str]) -> 
     assert "devices heard" not in operator.post(CENSUS, {"hosts": "cmp0.example"}).content.decode()
     assert "data-page" not in text  # it would ask again by itself
     for said, why in (
-        ({"count": "0"}, "Say for how many requests more"),
+        ({"count": "0"}, "Give the number of further requests"),
         ({"profile": "nope"}, "There is no device profile"),
         ({"hosts": "far"}, "There is no host far."),
         ({"hosts": ", ,"}, "Name a host"),
@@ -121,7 +121,7 @@ def test_a_device_and_a_host_show_what_they_say_or_why_they_say_nothing(
     assert "<dt>temperature</dt><dd>61 °C</dd>" in page
     assert f'data-usage="/api/devices/{first.uuid}/usage/"' in page
     page = operator.get(reverse("admin:accelerators_device_change", args=[second.pk])).content.decode()
-    assert "no samples: pci_driver gives none of it" in page
+    assert "no samples: pci_driver reports no load" in page
     address = reverse("admin:accelerators_host_load", args=[host.pk])
     page = operator.get(reverse("admin:accelerators_host_change", args=[host.pk])).content.decode()
     piece = operator.get(address).content.decode()
@@ -132,7 +132,7 @@ def test_a_device_and_a_host_show_what_they_say_or_why_they_say_nothing(
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("nothing", "its agent has just come, or is older"),
+        ("nothing", "its agent has just connected, or its release"),
         ("away", "web-2 may have them, and does not answer"),
         ("down", "its agent is down"),
         ("barred", "its agent may not connect (revoked)"),

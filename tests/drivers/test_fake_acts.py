@@ -101,8 +101,8 @@ def test_install_takes_a_step_for_each_word_and_uninstall_takes_them_back(bench:
     assert bench.do("install") == both
     assert bench.device().to_install == ""
     kept = {"/state/boot-1/0/clock": "on"}
-    assert bench.do("uninstall", first=kept) == ["take firmware of device 0 away"]
-    assert bench.do("uninstall") == ["take clock of device 0 away"]
+    assert bench.do("uninstall", first=kept) == ["remove firmware of device 0"]
+    assert bench.do("uninstall") == ["remove clock of device 0"]
 
 
 def test_after_a_reboot_it_is_what_it_was_at_first(bench: Bench) -> None:
@@ -143,7 +143,7 @@ def test_mdev_handles_are_upstreams_and_belong_to_one_consumer(bench: Bench) -> 
             bench.plan(act, image=image, layout={"parts": "4"})
     assert bench.do("detach", **{**mine, "consumer": VM2}) == []
     assert bench.do("attach", handle=second, uuid=OTHER, consumer=VM2)
-    assert bench.do("detach", **mine) == [f"take mdev-{HANDLE} of device 0 away"]
+    assert bench.do("detach", **mine) == [f"remove mdev-{HANDLE} of device 0"]
     with pytest.raises(Invalid, match="uuid"):
         bench.plan("attach", handle=first, uuid="../x", consumer=VM)
     with pytest.raises(Gone, match="no such handle"):
@@ -155,10 +155,10 @@ def test_an_image_is_loaded_once_and_another_one_replaces_it(bench: Bench) -> No
     file.write_bytes(b"\xff" * 100_000)
     one, two = (Image(str(file), 100_000, digit * 64, "a.bit", {"accel:device": "fake"}) for digit in "12")
     assert bench.do("program", image=one) == ["copy 100000 bytes", f"set loaded of device 0 to {'1' * 64}"]
-    assert bench.do("program", image=two)[0] == "take loaded of device 0 away"
+    assert bench.do("program", image=two)[0] == "remove loaded of device 0"
     assert bench.do("reset") == [
-        "take loaded of device 0 away",
-        "take image of device 0 away",
+        "remove loaded of device 0",
+        "remove image of device 0",
         "set resets of device 0 to 1",
     ]
     with pytest.raises(Invalid, match="made for the device T4"):

@@ -96,7 +96,9 @@ def test_pci_makes_virtual_functions_and_takes_them_away(host: ModelMachine) -> 
         "reset",
         "health",
     ]
-    assert "no sensor and count no errors" in found["stats"].reason and "takes no firmware" in found["program"].reason
+    assert (
+        "no sensor and count no errors" in found["stats"].reason and "cannot load firmware" in found["program"].reason
+    )
     work.do("partition", Ask(device.key, layout={"vfs": "3", "bind": "vfio-pci"}))
     assert len(handles(only(work))) == 3
     work.do("partition", Ask(device.key, layout={"vfs": "1", "bind": "vfio-pci"}))
@@ -249,7 +251,9 @@ def test_of_three_backends_one_hangs_and_one_fails_and_the_third_answers(host: M
     for _ in range(2):
         found = look(work)
         errors = {backend.name: backend.error for backend in found.backends}
-        assert "its share of the time" in errors["stuck"] and "far.json is not usable" in errors["rubbish"]
+        assert (
+            "its share of CYBORG_DRIVER_DEADLINE_S" in errors["stuck"] and "far.json is not usable" in errors["rubbish"]
+        )
         assert errors["disks"] == "" and [device.backend for device in found.devices] == ["disks"]
     work.do("partition", Ask(found.devices[0].key, layout={"vfs": "2"}))
     with pytest.raises(Gone, match="no backend"):
@@ -313,7 +317,7 @@ def test_a_fresh_process_finds_the_backend_of_a_device(host: ModelMachine) -> No
         (PCI | {"vfs": 4}, "unknown field `vfs`"),
         (PCI | {"match": []}, "length >= 1"),
         (PCI | {"match": [{"vendor": "0x1B36"}]}, "hex digits in lower case"),
-        (PCI | {"match": [{}]}, "takes everything"),
+        (PCI | {"match": [{}]}, "selects every function"),
         (PCI | {"limits": {"max_handles": -1}}, ">= 0"),
         ({key: value for key, value in MDEV.items() if key != "desired"}, "missing required field `desired`"),
         (MDEV | {"desired": {"mdev_type": "../x"}}, "regex"),
@@ -331,7 +335,7 @@ def test_every_mistake_in_a_section_is_said_in_a_sentence(host: ModelMachine, se
     ("settings", "says"),
     [
         ({"backend": {}}, "no setting 'backend'"),
-        ({"backends": []}, "no table"),
+        ({"backends": []}, "must be a table"),
         ({"backends": {"a b": PCI}}, "cannot be called 'a b'"),
     ],
 )

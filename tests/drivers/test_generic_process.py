@@ -40,7 +40,9 @@ def test_three_backends_one_hangs_one_fails(tmp_path: Path) -> None:
             assert first == again and first.error == ""
             assert [(device.key, device.backend) for device in first.devices] == [("remote:here", "here")]
             errors = {backend.name: backend.error for backend in first.backends}
-            assert "its share of the time" in errors["stuck"] and "Expected `object`" in errors["broken"]
+            assert (
+                "its share of CYBORG_DRIVER_DEADLINE_S" in errors["stuck"] and "Expected `object`" in errors["broken"]
+            )
             (tmp_path / "bad").write_text("{}")
             os.close(os.open(tmp_path / "never", os.O_RDWR | os.O_NONBLOCK))
             (tmp_path / "never").unlink()

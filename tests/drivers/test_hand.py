@@ -46,7 +46,7 @@ def test_a_value_is_written_into_what_is_there_and_nothing_is_made(tmp_path: Pat
         assert file.read_text() == "4"
         with pytest.raises(Gone, match="/sys/a/other: No such file"):
             await hand.write("/sys/a/other", "4", 5)
-        with pytest.raises(Denied, match="/dev/sda is no place"):
+        with pytest.raises(Denied, match="/dev/sda is outside the directories"):
             await hand.write("/dev/sda", "4", 5)
         assert [path.name for path in file.parent.iterdir()] == ["numvfs"]
 
@@ -96,7 +96,7 @@ def test_a_worker_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path) -> N
         asked = asyncio.ensure_future(hand.write("/sys/wait", "1", 10))
         await asyncio.sleep(0.01)
         os.kill(hand._pipe.pid, signal.SIGKILL)
-        with pytest.raises(Timeout, match="the worker that wrote it is gone"):
+        with pytest.raises(Timeout, match="the process that was writing it has ended"):
             await asked
 
     with_hand(tmp_path, work)
@@ -107,7 +107,7 @@ def test_a_worker_that_starts_and_says_nothing_is_not_waited_for(monkeypatch: py
 
     async def story() -> None:
         hand = HostWriter({"/sys": "/nowhere"}, ("sleep", "60"))
-        with pytest.raises(Failed, match="no worker can be started to write with: it does not answer"):
+        with pytest.raises(Failed, match="the process that writes to the host does not start: no answer"):
             async with asyncio.timeout(10):
                 await hand.write("/sys/mode", "1", 10)
         assert not hand.stuck

@@ -115,7 +115,7 @@ def test_the_class_decides_the_type_or_nobody_does(host: Host, vendor: str, pci_
     if type_:
         assert one(found).type == type_
     else:
-        assert "state the rule's type" in reason(found)
+        assert "set `type` in the rule" in reason(found)
 
 
 def test_the_first_matching_rule_states_the_type(host: Host) -> None:
@@ -298,8 +298,8 @@ def test_one_bad_function_costs_only_itself(host: Host) -> None:
         ([{"vendor": "10DE"}], "lower case"),
         ([{"vendr": "10de"}], "vendr"),
         ([{"vendor": "10de", "type": "TPU"}], "TPU"),
-        ([{"vendor": "10de"}, {"type": "GPU"}], "rule 2 of pci_driver takes everything"),
-        ([{"vfs": 4, "bind": "vfio-pci"}], "rule 1 of pci_driver takes everything"),
+        ([{"vendor": "10de"}, {"type": "GPU"}], "rule 2 of pci_driver selects every function"),
+        ([{"vfs": 4, "bind": "vfio-pci"}], "rule 1 of pci_driver selects every function"),
         ([{"vendor": "10de", "vfs": -1}], "vfs"),
         ([{"vendor": "10de", "bind": "../x"}], "bind"),
         ("10de", "array"),

@@ -87,7 +87,7 @@ def test_a_rule_that_names_no_driver_leaves_that_to_the_kernel(host: ModelMachin
     work = doer(host, vfs=1)
     work.do("install", ASK)
     assert host.driver_of(FIRST) == "nvme"
-    assert work.told == [f"make 1 virtual functions of {CARD}"]
+    assert work.told == [f"make 1 virtual function of {CARD}"]
 
 
 def test_another_number_takes_all_away_first(host: ModelMachine) -> None:
@@ -95,7 +95,7 @@ def test_another_number_takes_all_away_first(host: ModelMachine) -> None:
     work = doer(host, vfs=3)
     work.do("install", ASK)
     assert work.told == [
-        f"take the virtual functions of {CARD} away",
+        f"remove the virtual functions of {CARD}",
         f"make 3 virtual functions of {CARD}",
     ]
     assert len(handed_out(work)) == 3
@@ -113,7 +113,7 @@ def test_virtual_functions_somebody_made_are_handed_out_and_never_their_card(hos
     work = doer(host)
     assert handed_out(work) == ["01:00.1", "01:00.2"]
     assert card(work).to_install == ""
-    assert card(doer(host, vfs=0)).to_install == f"take the virtual functions of {CARD} away"
+    assert card(doer(host, vfs=0)).to_install == f"remove the virtual functions of {CARD}"
 
 
 def test_virtual_functions_of_a_card_no_rule_takes_are_devices_of_their_own(host: ModelMachine) -> None:
@@ -237,7 +237,7 @@ def test_a_card_the_host_uses_hands_out_the_virtual_functions_it_has(host: Model
         ({"bind": "xocl"}, "", Unsupported, "modprobe xocl"),
         ({"bind": "vfio-pci"}, "no iommu", Unsupported, "intel_iommu=on"),
         ({"vfs": 2, "bind": "vfio-pci"}, "no iommu", Unsupported, "intel_iommu=on"),
-        ({"bind": "vfio-pci"}, "neighbour", Busy, "0000:01:00.7, which the host's snd has"),
+        ({"bind": "vfio-pci"}, "neighbour", Busy, "as 0000:01:00.7, which is bound to the host's driver snd"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_touched(
@@ -280,7 +280,9 @@ def test_many_are_bound_in_plans_of_bounded_length(tmp_path: Path, monkeypatch: 
     assert card(doer(host, bind="nvme")).to_install.splitlines()[20:] == ["and 4 more steps"]
 
 
-@pytest.mark.parametrize(("layout", "says"), [({"vgs": "4"}, "no word vgs"), ({"vfs": "many"}, "layout is not usable")])
+@pytest.mark.parametrize(
+    ("layout", "says"), [({"vgs": "4"}, "no key 'vgs'"), ({"vfs": "many"}, "layout is not usable")]
+)
 def test_a_layout_is_checked(host: ModelMachine, layout: dict[str, str], says: str) -> None:
     with pytest.raises(Invalid, match=says):
         doer(host).plan("partition", Ask(ASK.key, layout=layout))

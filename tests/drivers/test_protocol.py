@@ -141,8 +141,8 @@ def test_a_plan_that_takes_for_ever_is_given_up_and_the_next_one_answers() -> No
 @pytest.mark.parametrize(
     ("see", "reason"),
     [
-        ("Findings((None,) * 10**6)", "answered 1000000 devices, more than 4096"),
-        ("None", "rubbish: NoneType in place of devices"),
+        ("Findings((None,) * 10**6)", "returned 1000000 devices, more than 4096"),
+        ("None", "discover returned NoneType in place of Findings"),
         ("Findings(None)", "it raised TypeError"),
         ("Findings(backends=(Backend('a b', 'pci'),))", "describes its backends wrongly"),
         ("Findings(backends=(Backend('a', 'pci'),) * 257)", "describes its backends wrongly"),
@@ -220,8 +220,8 @@ def test_a_kernel_without_the_walls_is_told_of_once(caplog: pytest.LogCaptureFix
 
     async def story() -> None:
         first, second = await process.probe()
-        assert "able to write to this host: Function not implemented" in first
-        assert "able to start processes: not known for" in second
+        assert "from writing to this host: Function not implemented" in first
+        assert "from starting processes: no filter is known for" in second
         await process.close()
         process.release()
         assert (await process.discover()).error == ""

@@ -51,28 +51,31 @@ def ask(driver: Callable[[], DriverProcess], times: int = 1) -> list[DriverRepor
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("raise RuntimeError('no card')", "ended by itself (exit status 1) (it said: RuntimeError: no card)"),
+        ("raise RuntimeError('no card')", "ended by itself (exit status 1) (its last message: RuntimeError: no card)"),
         ("os._exit(3)", "exit status 3"),
-        ("sys.exit('a\\0b\\x1b[31m')", "(it said: a b [31m)"),
+        ("sys.exit('a\\0b\\x1b[31m')", "(its last message: a b [31m)"),
         ("os.kill(os.getpid(), 11)", "SIGSEGV"),
-        ("while True: sys.stdout.write('x' * 9999)", "flooded"),
-        ("while True: print()", "flooded"),
-        ("while True: sys.stderr.write('x' * 9999)", "flooded"),
-        ("say(id=question['id'], report={'driver': 'x', 'devices': [{}] * 5000})", "rubbish"),
-        ("say(id=question['id'], report={'driver': 'x', 'devices': [{}] * 10**6})", "flooded"),
-        ("print('[' * 60000, flush=True)", "rubbish"),
-        ("os.write(1, b'\\xff\\xfe{}\\n')", "rubbish"),
-        ("say(id=question['id'], error='\\ud800')", "rubbish"),
-        ("say(id=question['id'], error='\\0')", "rubbish"),
-        ("print('hello', flush=True)", "rubbish"),
-        ("say(id=question['id'])", "rubbish"),
-        ("say(id=7, report={'driver': 'x'})", "rubbish: to question 7 in place of 1"),
-        ("say(id=question['id'], report={'driver': 'y'})", "rubbish: in the name of 'y'"),
+        ("while True: sys.stdout.write('x' * 9999)", "sent too much"),
+        ("while True: print()", "sent too much"),
+        ("while True: sys.stderr.write('x' * 9999)", "sent too much"),
+        ("say(id=question['id'], report={'driver': 'x', 'devices': [{}] * 5000})", "answer is invalid"),
+        ("say(id=question['id'], report={'driver': 'x', 'devices': [{}] * 10**6})", "sent too much"),
+        ("print('[' * 60000, flush=True)", "answer is invalid"),
+        ("os.write(1, b'\\xff\\xfe{}\\n')", "answer is invalid"),
+        ("say(id=question['id'], error='\\ud800')", "answer is invalid"),
+        ("say(id=question['id'], error='\\0')", "answer is invalid"),
+        ("print('hello', flush=True)", "answer is invalid"),
+        ("say(id=question['id'])", "answer is invalid"),
+        ("say(id=7, report={'driver': 'x'})", "invalid: it is for request 7, not for 1"),
+        ("say(id=question['id'], report={'driver': 'y'})", "invalid: it names the driver 'y'"),
         ("say(error='cannot be loaded'); sys.exit(1)", "cannot be loaded"),
-        ("say(ready={'name': 'x'}); say(ready={'name': 'x', 'writes': ['/sys/*']})", "rubbish: a second manifest"),
-        ("say(ready={'name': 'y'})", "it speaks for 'y'"),
-        ("say(ready={'name': 'x', 'api': 2})", "by version 2 of the drivers' protocol, not 1"),
-        ("say(id=question['id'], plan={})", "rubbish: neither a report nor an error"),
+        (
+            "say(ready={'name': 'x'}); say(ready={'name': 'x', 'writes': ['/sys/*']})",
+            "invalid: it is a second manifest",
+        ),
+        ("say(ready={'name': 'y'})", "its manifest names the driver 'y'"),
+        ("say(ready={'name': 'x', 'api': 2})", "version 2 of the drivers' protocol, not 'x' and 1"),
+        ("say(id=question['id'], plan={})", "invalid: it has neither a report nor an error"),
     ],
 )
 def test_a_driver_that_misbehaves_is_a_report_with_the_reason(body: str, reason: str) -> None:
@@ -148,12 +151,12 @@ def test_a_driver_that_broke_five_times_is_started_no_more_until_it_is_released(
         command = ["sh", "-c", f"printf . >> {starts}; echo no licence >&2; exit 1"]
         process = DriverProcess("x", "n", {}, command=command)
         async with asyncio.timeout(20):
-            while "started no more" not in (error := (await process.discover()).error):
+            while "not started again" not in (error := (await process.discover()).error):
                 await asyncio.sleep(0.01)
-        assert "x: it broke 5 times within 10 minutes" in error
-        assert "(it said: no licence); when that is put right, have this host rescan with x, or restart" in error
+        assert "x: it failed 5 times within 10 minutes" in error
+        assert "(its last message: no licence); fix the cause, then have this host rescan with x, or restart" in error
         await asyncio.sleep(0.2)  # longer than any pause before
-        with pytest.raises(Failed, match="started no more"):
+        with pytest.raises(Failed, match="not started again"):
             await process.plan("install", Ask("k"))
         assert starts.read_text() == "....."
         process.release()
@@ -245,7 +248,7 @@ def control(path: Path, **script_: object) -> DriverProcess:
     [
         ("raise", "it raised RuntimeError: told to raise"),
         ("hang", "did not answer within 2 s"),
-        ("flood", "flooded"),
+        ("flood", "sent too much"),
         ("rubbish", "told to answer rubbish"),
         ("die", "exit status 3"),
     ],

@@ -24,11 +24,11 @@ BAD = {
     "throw(Gone('pulled out'))": "pulled out",
     "None": "TypeError",
     "(None,)": "AttributeError",
-    "(Sample('other', 'x', 1.0),)": "numbers of another device",
+    "(Sample('other', 'x', 1.0),)": "samples of another device",
     "(Sample(key, 'a b', 1.0),)": "describes its load wrongly",
     "(Sample(key, 'x', 'much'),)": "TypeError",
     "(Sample(key, 'x', 10 ** 400),)": "OverflowError",
-    "tuple(Sample(key, f'x{n}', 1.0) for n in range(65))": "65 numbers of this device, more than 64",
+    "tuple(Sample(key, f'x{n}', 1.0) for n in range(65))": "65 samples of this device, more than 64",
     "throw(Gone('a\\0b\\ud800'))": "a b?",
 }
 
@@ -63,7 +63,7 @@ def test_one_bad_device_costs_only_its_own_load_and_is_said_once(caplog: pytest.
         assert (process.pid, process.manifest) == (pid, before)
 
     running(process, story)
-    said = [record.getMessage() for record in caplog.records if "no load" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "the load of device" in record.getMessage()]
     assert len(said) == len(BAD)
     for key, reason in BAD.items():
         assert any(key[:20] in line and reason in line for line in said), (reason, said)
@@ -142,10 +142,10 @@ else:
 @pytest.mark.parametrize(
     ("body", "reason", "same"),
     [
-        (LATE.format(0.6), "did not say its load within 0.3 s", True),
-        (LATE.format(600), "did not say its load within 0.3 s", False),
+        (LATE.format(0.6), "did not return its load within 0.3 s", True),
+        (LATE.format(600), "did not return its load within 0.3 s", False),
         ("os._exit(3) if question['call'] == 'samples' else ok(question)", "exit status 3", False),
-        ("print('x', flush=True) if question['call'] == 'samples' else ok(question)", "rubbish", False),
+        ("print('x', flush=True) if question['call'] == 'samples' else ok(question)", "answer is invalid", False),
         ("say(id=question['id'], plan={}) if question['call'] == 'samples' else ok(question)", "neither a load", False),
     ],
 )

@@ -80,7 +80,7 @@ def test_x4_a_project_sees_its_own_and_a_person_theirs(ask: Ask, subscribe: Subs
         ({"scope": "cloud"}, "member", 403, "cyborg:subscription:elevated"),
         ({"scope": "cloud"}, "manager", 403, "cyborg:subscription:elevated"),
         ({"host": "gpu-1"}, "member", 400, "needs the scope cloud"),
-        ({"scope": "cloud", "host": "%"}, "operator", 400, "with * and ?"),
+        ({"scope": "cloud", "host": "%"}, "operator", 400, "* and ? are wildcards"),
         ({"kinds": []}, "member", 400, "kinds"),
         ({"kinds": ["device.exploded"]}, "member", 400, "kinds"),
         ({"way": "pigeon"}, "member", 400, "way"),
@@ -88,7 +88,7 @@ def test_x4_a_project_sees_its_own_and_a_person_theirs(ask: Ask, subscribe: Subs
         ({"target": "https://[::1]/"}, "member", 400, "not public"),
         ({"target": "ftp://x/"}, "member", 400, "begins with https://"),
         ({"way": "email", "target": "nobody"}, "member", 400, "no e-mail address"),
-        ({"way": "inbox"}, "member", 400, "needs no target"),
+        ({"way": "inbox"}, "member", 400, "takes no target"),
         ({"standing": "paused"}, "member", 400, "active or off"),
         ({"secret": "mine"}, "member", 400, "cannot be written"),
     ],
@@ -134,7 +134,7 @@ def test_the_test_button_the_delivery_and_the_replay(ask: Ask, receiver: Receive
     assert json.loads(off.content)["standing"] == "off"
     assert "make it active" in message(ask(f"{at(hook)}test/", "member", "p1", "POST"), 409)
     assert "make it active" in message(ask(f"{at(delivery)}replay/", "member", "p1", "POST"), 409)
-    assert "make another" in message(ask(at(hook), "member", "p1", "PATCH", {"way": "inbox"}), 409)
+    assert "create another" in message(ask(at(hook), "member", "p1", "PATCH", {"way": "inbox"}), 409)
     assert ask(at(hook), "member", "p1", "DELETE").status_code == 204
     assert not Delivery.objects.exists()
 
@@ -142,8 +142,8 @@ def test_the_test_button_the_delivery_and_the_replay(ask: Ask, receiver: Receive
 def test_what_a_subscription_cannot_become_is_a_conflict(ask: Ask) -> None:
     """The answers that docs/notifications.md lists: the request is well formed, and the subscription is in the way."""
     hook, inbox = made(ask, HOOK), made(ask, INBOX)
-    assert "make another" in message(ask(at(hook), "member", "p1", "PATCH", {"way": "inbox"}), 409)
-    assert "make another" in message(ask(at(hook), "member", "p1", "PATCH", {"personal": True}), 409)
+    assert "create another" in message(ask(at(hook), "member", "p1", "PATCH", {"way": "inbox"}), 409)
+    assert "create another" in message(ask(at(hook), "member", "p1", "PATCH", {"personal": True}), 409)
     assert "Only webhooks" in message(ask(f"{at(inbox)}rotate/", "member", "p1", "POST"), 409)
     assert ask(at(hook), "member", "p1", "PATCH", {"way": "webhook", "personal": False}).status_code == 200
 
@@ -231,7 +231,7 @@ def test_the_console_subscribes_shows_and_marks_read(client: Client, receiver: R
     client.force_login(user)
     form = {"name": "hot cards", "kinds": ["device.failed"], "way": "inbox", "scope": "cloud", "target": ""}
     wrong = client.post("/admin/cyborgweb/subscription/add/", form | {"target": "x"})
-    assert b"The inbox needs no target." in wrong.content
+    assert b"The inbox takes no target." in wrong.content
     assert client.post("/admin/cyborgweb/subscription/add/", form).status_code == 302
     mine = Subscription.objects.get()
     assert (mine.person, mine.user) == (str(user.pk), user)

@@ -93,11 +93,11 @@ def test_filters_and_what_a_page_costs(ask: Ask, django_assert_num_queries: Any)
     ("said", "status", "says"),
     [
         ({}, 400, "instance: This field is required."),
-        ({"instance": VM}, 400, "Say what is to be attached: a device profile, or a device."),
-        ({"instance": VM, "profile": "one", "device": NOBODY}, 400, "Say what is to be attached"),
+        ({"instance": VM}, 400, "Give either a device profile or a device to attach."),
+        ({"instance": VM, "profile": "one", "device": NOBODY}, 400, "Give either a device profile"),
         ({"instance": VM, "profile": "none"}, 404, "There is no device profile 'none'."),
         ({"instance": NOBODY, "profile": "one"}, 404, f"Nova has no instance {NOBODY}."),
-        ({"instance": VM, "device": NOBODY}, 409, "has none free: it has to be ready there"),
+        ({"instance": VM, "device": NOBODY}, 409, "has no free unit: it must be ready"),
         ({"instance": VM, "profile": "one", "reason": "x" * 501}, 400, "no more than 500 characters"),
         ({"instance": VM, "profile": "one", "state": "attached"}, 400, "state: cannot be written"),
     ],
@@ -131,7 +131,7 @@ def test_the_console_asks_shows_and_detaches(client: Client) -> None:
     page = client.get("/admin/accelerators/attachment/attach/?profile=one").content.decode()
     assert 'value="one"' in page and '<option value="two">' in page
     wrong = client.post("/admin/accelerators/attachment/attach/", {"instance": "x", "profile": "one"})
-    assert "named by their uuids" in wrong.content.decode()
+    assert "Enter the uuids of the instance" in wrong.content.decode()
     made = client.post("/admin/accelerators/attachment/attach/", {"instance": VM, "profile": "one", "reason": "why"})
     row = Attachment.objects.get()
     assert made["Location"] == f"/admin/accelerators/attachment/{row.pk}/change/"

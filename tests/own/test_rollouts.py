@@ -99,14 +99,14 @@ def test_one_host_is_refused_at_once_many_each_for_itself(ask: Ask, fill: Fill) 
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"op": "install"}, "Say on which hosts"),
+        ({"op": "install"}, "Give either the names of the hosts"),
         ({"op": "install", "hosts": ["cmp1"], "selector": {"all": True}}, "not both"),
         ({"op": "install", "hosts": ["nope"]}, "There is no host nope"),
-        ({"op": "install", "hosts": []}, "Say on which hosts"),
+        ({"op": "install", "hosts": []}, "Give either the names of the hosts"),
         ({"op": "install", "selector": {"zone": "a"}}, "zone: cannot be written; writable fields: all, driver, name"),
         ({"op": "install", "selector": {"driver": "x"}}, "No host is chosen"),
         ({"op": "explode", "hosts": ["cmp1"]}, '"explode" is not a valid choice'),
-        ({"op": "update", "hosts": ["cmp1"]}, "Say what is to be other than it is"),
+        ({"op": "update", "hosts": ["cmp1"]}, "Say what to change"),
         ({"op": "uninstall", "hosts": ["cmp1"], "enabled": False}, "Uninstalling takes neither"),
         ({"op": "install", "hosts": ["cmp1"], "settings": []}, "Settings must be an object"),
         ({"op": "install", "hosts": ["cmp1"], "settings": {"token": "x"}}, "settings.token looks like a secret"),

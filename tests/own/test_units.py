@@ -110,7 +110,7 @@ def test_fewer_or_none_are_left_and_never_fewer_than_none(ask: Ask) -> None:
     assert [layout["vfs"] for layout in layouts()] == ["2", "0"]
     (refused,) = post(ask, "delete/", targets=[one], count=4)
     assert (refused["kind"], refused["command"]) == ("invalid", None)
-    assert "has 3 units" in refused["refused"]
+    assert "is 3; it cannot be changed to" in refused["refused"]
 
 
 def test_one_that_is_refused_stops_no_other(ask: Ask) -> None:
@@ -124,7 +124,7 @@ def test_one_that_is_refused_stops_no_other(ask: Ask) -> None:
     assert [row["kind"] for row in made] == ["held", "conflict", "", "invalid", "unknown", "unknown"]
     assert [row["device"] for row in made] == [*uuids, NOBODY, None]
     assert f"request {held.uuid} of instance {INSTANCES[0]}" in made[0]["refused"]
-    assert "is retired" in made[1]["refused"] and "cannot be chosen" in made[3]["refused"]
+    assert "is retired" in made[1]["refused"] and "does not let the number" in made[3]["refused"]
     assert "backend z" in made[5]["refused"]
     assert Command.objects.get().device == device(3)
     (again,) = post(ask, targets=[{"device": uuids[2]}], count=1)
@@ -166,11 +166,11 @@ def test_what_makes_no_sense_orders_nothing(ask: Ask) -> None:
 def test_only_the_words_that_a_driver_takes_are_passed_on(ask: Ask) -> None:
     reported(divisible(1, 2), divisible(2, 2, changeable="", sized_by=""))
     target = [{"device": str(device(1).uuid)}]
-    for said, says in (({"speed": "9"}, "generic_driver takes bind, vfs"), ({"vfs": "9"}, "follows from the number")):
+    for said, says in (({"speed": "9"}, "generic_driver takes bind, vfs"), ({"vfs": "9"}, "is computed from")):
         (refused,) = post(ask, targets=target, count=1, layout=said)
         assert refused["kind"] == "invalid" and says in refused["refused"]
-    assert "speed: no word for device" in patch(ask, device(1), 400, layout={"speed": "9"})
-    assert "lets nothing of its layout be changed" in patch(ask, device(2), 400, layout={"vfs": "1"})
+    assert "has no word speed; " in patch(ask, device(1), 400, layout={"speed": "9"})
+    assert "does not allow its layout to be changed" in patch(ask, device(2), 400, layout={"vfs": "1"})
     assert "layout: This" in patch(ask, device(1), 400, layout={})
     patch(ask, Device(uuid=NOBODY), 404, layout={"vfs": "1"})
     assert not Command.objects.exists()
@@ -194,7 +194,7 @@ def test_who_changes_what_somebody_has_changed_is_told_what_it_is_now(ask: Ask) 
         post(ask, status=409, targets=target, count=1, generation=0),
         post(ask, "delete/", status=409, targets=target, generation=0),
     ):
-        assert "is at generation 1 now, not 0" in refused and refused.endswith("then say generation 1.")
+        assert "is at generation 1 now, not 0" in refused and refused.endswith("then send generation 1.")
     assert "is busy with partition" in post(ask, status=409, targets=target, count=1, generation=1)
     reported(divisible(1, 4), seq=2)
     ended(Command.objects.get())

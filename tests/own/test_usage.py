@@ -140,7 +140,7 @@ def test_free_is_what_a_bind_would_get(ask: Ask, heard: Heard) -> None:
     wanted = [{"resources:FPGA": "1"}]
     assert candidates.room(wanted, there, 5) == 2
     assert set(candidates.choose(wanted * 2, there, "there").providers) == {one.provider for one in there}
-    with pytest.raises(RefusedError, match="none free"):
+    with pytest.raises(RefusedError, match="no free unit"):
         candidates.choose([{"resources:FPGA": "2"}], there, "there")
 
 
@@ -246,7 +246,7 @@ def test_a_census_names_who_fits_the_least_busy_first_and_who_did_not_answer(ask
     ]
     assert {row[0] for row in found[4:]} == {"cmp2", "cmp5", "cmp8"} and not any(row[1] for row in found[4:])
     why = {row["host"]["name"]: row["why"] for row in said["hosts"]}
-    assert why["cmp2"] == "nothing free there is ready and fits"
+    assert why["cmp2"] == "it has no free unit that is ready and fits"
     assert said["hosts"][0]["load"]["utilization_percent_mean"] == 5.0 and said["hosts"][2]["load"] is None
     missing = {one["host"]: one["why"] for one in said["missing"]}
     assert (said["came"], said["fitting"], len(missing)) == (3, 4, 4)

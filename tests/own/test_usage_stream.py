@@ -189,4 +189,4 @@ def test_who_may_not_listen_is_told_why_as_elsewhere(
     assert "application/json" in message(ask(address, **STREAM), 406)
     monkeypatch.setattr(usage, "MAX_LISTENERS", 0)
     full = Stream(house.port, address, **{"X-Auth-Token": token}).head
-    assert (full.status, full.headers["Retry-After"]) == (503, "30") and b"So many listeners" in full.read()
+    assert (full.status, full.headers["Retry-After"]) == (503, "30") and b"Too many listeners" in full.read()

@@ -101,7 +101,7 @@ def test_one_unit_of_a_device(cloud: Cloud) -> None:
     ask("", device=second.uuid)
     work()
     assert cloud.has() == {provider(1): {"FPGA": 2}}
-    with pytest.raises(RefusedError, match="has none free"):
+    with pytest.raises(RefusedError, match="has no free unit"):
         ask("", device=second.uuid)
 
 
@@ -111,7 +111,7 @@ def test_the_last_one_goes_to_one_of_two(cloud: Cloud) -> None:
     rows = [ask(), ask(instance=other)]
     work()
     assert [state(row) for row in rows] == ["attached", "failed"]
-    assert "none free" in rows[1].fault
+    assert "no free unit" in rows[1].fault
     assert (held(VM), held(other), AcceleratorRequest.objects.count()) == (["Bound"], [], 1)
     assert cloud.has(other) == {}
 
@@ -144,7 +144,7 @@ def test_who_does_not_want_it_any_more_need_not_wait(cloud: Cloud, before: str) 
     until_step(row, before)
     attachments.detach(row.uuid, OLGA)
     work()
-    assert (state(row), row.fault) == ("failed", "olga had it detached before it was attached")
+    assert (state(row), row.fault) == ("failed", "olga ordered its detachment before it was attached")
     assert (cloud.has(), AcceleratorRequest.objects.count()) == ({}, 0)
 
 
@@ -212,22 +212,22 @@ def test_with_placement_off_nothing_is_claimed_and_that_is_said(cloud: Cloud, se
 def test_what_can_be_told_at_once_is_refused_at_once(cloud: Cloud, settings: Any) -> None:
     cards()
     nobody = str(uuid.uuid4())
-    assert "Say what is to be attached" in refused(Reason.INVALID, profile="")
+    assert "Give either a device profile" in refused(Reason.INVALID, profile="")
     assert "no device profile 'none'" in refused(Reason.UNKNOWN, profile="none")
     assert f"Nova has no instance {nobody}" in refused(Reason.UNKNOWN, instance=nobody)
     for status, place in (("SHELVED_OFFLOADED", ""), ("ERROR", "cmp1"), ("VERIFY_RESIZE", "cmp1")):
         cloud.nova.shown[VM] = (status, place)
-        assert f"is {status}: devices are attached to one that is ACTIVE" in refused(Reason.CONFLICT)
+        assert f"is {status}: devices can only be attached to one that is ACTIVE" in refused(Reason.CONFLICT)
     cloud.nova.shown[VM] = ("ACTIVE", "cmp9")
     assert "is on cmp9, which is no host here" in refused(Reason.CONFLICT)
     cloud.nova.shown[VM], cloud.nova.tasks[VM] = ("ACTIVE", "cmp1"), "resize_prep"
-    assert "Nova is at it (resize_prep)" in refused(Reason.CONFLICT)
+    assert "Nova is working on it (resize_prep)" in refused(Reason.CONFLICT)
     cloud.nova.tasks.clear()
     with conductor.writing():
         DeviceProfile.objects.create(name="many", groups=[{"resources:FPGA": "3"}])
         DeviceProfile.objects.create(name="else", groups=[{"resources:FPGA": "1", "trait:CUSTOM_TEST": "forbidden"}])
     for profile in ("many", "else"):
-        assert "Host cmp1 has none free that is ready and fits" in refused(Reason.NONE_FREE, profile=profile)
+        assert "Host cmp1 has no free unit that is ready and fits" in refused(Reason.NONE_FREE, profile=profile)
     cloud.placement.away = True
     assert "cannot be asked for now" in refused(Reason.AWAY)
     cloud.placement.away = False
@@ -238,7 +238,7 @@ def test_what_can_be_told_at_once_is_refused_at_once(cloud: Cloud, settings: Any
     assert "Nova answered 503" in refused(Reason.AWAY)
     cloud.nova.status = 0
     lifecycle.disable(Device.objects.get().uuid, OLGA)
-    assert "none free that is ready" in refused(Reason.NONE_FREE)
+    assert "no free unit that is ready" in refused(Reason.NONE_FREE)
     settings.KEYS.nova_endpoint = "off"
     assert "Nova is switched off" in refused(Reason.CONFLICT)
     attachments._looks.clear()
@@ -277,7 +277,7 @@ def test_pci_devices_are_not_lost_for_the_sake_of_another_kind(cloud: Cloud) -> 
     with conductor.writing():
         second = Device.objects.get(address="0000:01:00.0")
         second.deployables.get().attach_handles.update(attach_type="TEST_PCI")
-    assert "has PCI devices, which Nova would not give it" in refused(Reason.CONFLICT, profile="", device=second.uuid)
+    assert "has PCI devices, and Nova does not pass those" in refused(Reason.CONFLICT, profile="", device=second.uuid)
 
 
 @pytest.mark.parametrize("outcome", ["succeeded", "failed"])
@@ -317,7 +317,7 @@ def test_when_the_instance_is_gone_so_is_the_attachment(cloud: Cloud) -> None:
     assert held() == []
     work()
     assert state(row) == "detached"
-    assert "its requests were taken away" in [step["text"] for step in row.steps][-3]
+    assert "its requests were deleted or unbound" in [step["text"] for step in row.steps][-3]
 
 
 def test_shelved_by_nova_it_is_detached_and_the_claim_given_back_if_it_is_there(cloud: Cloud) -> None:
@@ -327,7 +327,7 @@ def test_shelved_by_nova_it_is_detached_and_the_claim_given_back_if_it_is_there(
     binding.delete_of_instance(VM, Caller("nova", "u", frozenset({"service", "admin"}), "p1", service=True))
     work()
     assert (state(row), cloud.has()) == ("detached", {})
-    assert "taken away" in row.fault, "its guest may run on with the device"
+    assert "deleted or unbound" in row.fault, "its guest may run on with the device"
 
 
 def test_a_resize_that_drops_the_claim_is_found(cloud: Cloud) -> None:
@@ -374,7 +374,7 @@ def test_groups_that_few_providers_fit_choose_first() -> None:
     assert choose([double], [xilinx], "here").shares == {"x": ("FPGA", 1)}
     assert choose([double], [xilinx], "here").providers == ("x", "x")
     for wanted in ([fast, fast], [{"resources:FPGA": "1", "resources:VGPU": "1"}], [{"resources:VGPU": "1"}]):
-        with pytest.raises(RefusedError, match="here has none free"):
+        with pytest.raises(RefusedError, match="here has no free unit"):
             choose(wanted, [plain, other], "here")
 
 

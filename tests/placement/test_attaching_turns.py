@@ -135,7 +135,7 @@ def test_pci_and_another_kind_that_were_chosen_at_once(cloud: Cloud) -> None:
     rows = [ask("", device=pci.uuid), ask("", device=other.uuid)]
     alternately(rows)
     assert [state(row) for row in rows] == ["attached", "failed"]
-    assert "has PCI devices, which Nova would not give it" in rows[1].fault
+    assert "has PCI devices, and Nova does not pass those" in rows[1].fault
     assert (held(), len(cloud.has())) == (["Bound"], 1)
 
 

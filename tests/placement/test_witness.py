@@ -140,7 +140,7 @@ def test_an_instance_that_lives_on_with_the_device_holds_it(device: Device, nova
         ({"attached_at": THEN}, False),
         ({"attached_at": THEN, "ended_at": THEN}, True),
         ({"ended_at": THEN, "fault": "none was free"}, True),
-        ({"attached_at": THEN, "ended_at": THEN, "fault": "its requests were taken away"}, False),
+        ({"attached_at": THEN, "ended_at": THEN, "fault": "its requests were deleted or unbound"}, False),
     ],
 )
 def test_what_was_attached_while_it_ran_is_free_when_it_is_detached(

@@ -48,25 +48,25 @@ def test_a_backup_is_a_private_folder_with_the_database_and_the_secret_key(tmp_p
     listed = subprocess.run(lists, capture_output=True, text=True, check=True).stdout
     assert "TABLE DATA public accelerators_acceleratorrequest" in listed
     assert backup.read(made) == about
-    with pytest.raises(backup.BackupError, match="is there already"):
+    with pytest.raises(backup.BackupError, match="exists already"):
         backup.take(made, told.append)
 
 
 def test_what_is_no_backup_or_of_a_later_release_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="is no backup"):
+    with pytest.raises(CommandError, match="is not a backup"):
         call_command("restore", str(tmp_path))
     later = {"taken_at": "2026-11-22T00:00:00Z", "postgresql": 17, "migrations": ["accelerators.9999_x"], "files": []}
     (tmp_path / backup.ABOUT).write_text(json.dumps(later))
-    with pytest.raises(CommandError, match=r"of a later release, which knows accelerators\.9999_x"):
+    with pytest.raises(CommandError, match=r"by a later release, which has the migration accelerators\.9999_x"):
         call_command("restore", str(tmp_path))
     (tmp_path / backup.ABOUT).write_text("{}")
-    with pytest.raises(CommandError, match="is no backup of this release"):
+    with pytest.raises(CommandError, match="is not a backup of this release"):
         call_command("restore", str(tmp_path))
 
 
 def test_nothing_is_restored_over_another_database() -> None:
     backup.has_tables(wanted=True)
-    with pytest.raises(backup.BackupError, match="nothing is ever restored over another one"):
+    with pytest.raises(backup.BackupError, match="a backup is never restored over another database"):
         backup.has_tables(wanted=False)
 
 

@@ -77,7 +77,7 @@ def test_a_list_as_table_json_yaml_and_csv(cyborg: Cyborg) -> None:
     assert rows[0] == {"uuid": whole[0]["uuid"], "host": "cmp1", "held": "0"}
     nothing = cyborg("device-list", "--host", "cmp9")
     assert (nothing.exit_code, nothing.stdout, nothing.stderr) == (0, "", "No devices.\n")
-    refused(cyborg("device-list", "-c", "colour"), 2, "There is no column colour; there are uuid, state")
+    refused(cyborg("device-list", "-c", "colour"), 2, "There is no column colour. The columns are uuid, state")
     assert (
         cyborg("agent-list", "--state", "up", "-c", "host,version", "-f", "csv").stdout == "host,version\ncmp1,0.1.0\n"
     )
@@ -91,7 +91,7 @@ def test_pages_are_followed_to_the_end_or_the_limit(cyborg: Cyborg, monkeypatch:
     assert len(json.loads(cyborg(*words).stdout)) == 5
     some = cyborg(*words, "--limit", "3")
     assert len(json.loads(some.stdout)) == 3 and some.stderr == (
-        "These are the first 3; there are more: --limit says how many to show.\n"
+        "Only the first 3 rows are shown. Give a larger --limit to see more.\n"
     )
 
 
@@ -109,11 +109,11 @@ def test_a_device_goes_by_its_uuid_its_beginning_or_its_address(cyborg: Cyborg) 
         "retire",
     ] in shown
     refused(cyborg("device-show", "cmp1/0000:07:00.0"), 3, "no device 'cmp1/0000:07:00.0'", "device-list")
-    refused(cyborg("device-show", "the fast one"), 2, "say its uuid")
+    refused(cyborg("device-show", "the fast one"), 2, "give its uuid")
     with conductor.writing():
         for n, one in enumerate(Device.objects.all()):
             Device.objects.filter(pk=one.pk).update(uuid=f"abcd{n:04}-0000-4000-8000-000000000000")
-    refused(cyborg("device-show", "abcd"), 3, "'abcd' is not one device but 2", "say more of it")
+    refused(cyborg("device-show", "abcd"), 3, "'abcd' is not one device but 2", "give more of its uuid")
     assert "abcd0001" in cyborg("device-show", "abcd0001").stdout
 
 
@@ -130,7 +130,7 @@ def test_refusals_have_their_codes_and_say_what_to_do(cyborg: Cyborg, url: str, 
     refused(cyborg("device-list", role="member"), 4, "cyborg:inventory:get_all")
     refused(cyborg("device-show", "00000000-0000-4000-8000-000000000000"), 3, "nothing here")
     refused(cyborg("device-ready", "cmp1/0000:00:00.0", "--reason", "x" * 501), 2, "at most 500")
-    refused(cyborg("device-retire", "cmp1/0000:00:00.0"), 2, "say --yes")
+    refused(cyborg("device-retire", "cmp1/0000:00:00.0"), 2, "give --yes")
     assert cyborg("device-ready", "cmp1/0000:00:00.0").exit_code == 0
     refused(cyborg("device-retire", "cmp1/0000:00:00.0", "--yes"), 1, "drain or disable it first")
 
@@ -206,7 +206,7 @@ def test_a_cloud_of_clouds_yaml_or_of_the_environment(url: str, tmp_path: Path) 
         refused(run("device-list", OS_CLOUD="ours", **stale), 4, "token is not known")
         assert run("device-list", "--os-cloud", "ours", **stale).stderr == "No devices.\n", "what is typed goes first"
         assert run("--os-cloud", "ours", "device-list", **stale).stderr == "No devices.\n"
-        refused(run("--os-cloud", "ours", "device-list", "--token", "abc", **where), 2, "Say one of --token")
+        refused(run("--os-cloud", "ours", "device-list", "--token", "abc", **where), 2, "Give only one of --token")
         assert isinstance(keystone, Keystone) and "secret" not in run("device-list", OS_CLOUD="theirs", **where).output
 
 
@@ -257,9 +257,9 @@ def strange() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("answer", "code", "says"),
     [
-        ((200, "text/html", "<html>", ""), 5, "answered 200, not as this API does"),
-        ((404, "text/html", "<html>", ""), 3, "answered 404, not as this API does"),
-        ((302, "text/html", "", f"{NOWHERE}/login"), 5, f"sends on to {NOWHERE}/login: say in --url"),
+        ((200, "text/html", "<html>", ""), 5, "answered 200, but not as this API does"),
+        ((404, "text/html", "<html>", ""), 3, "answered 404, but not as this API does"),
+        ((302, "text/html", "", f"{NOWHERE}/login"), 5, f"redirects to {NOWHERE}/login: give the right"),
         ((503, "application/json", '{"error_message": "The service is busy: try again in a second."}', ""), 5, "busy"),
         (
             (500, "application/json", '{"error": {"message": "It failed.", "request_id": "req-1"}}', ""),
@@ -286,7 +286,7 @@ def test_who_is_silent_is_waited_for_only_so_long() -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         refused(run("device-list", "--url", url, "--token", "a", "--timeout", "0.1"), 5, "did not answer within 0.1 s")
         uuid = "00000000-0000-4000-8000-000000000000"
-        refused(run("device-ready", uuid, "--url", url, "--token", "a", "--timeout", "0.1"), 5, "may have been done")
+        refused(run("device-ready", uuid, "--url", url, "--token", "a", "--timeout", "0.1"), 5, "may have been made")
 
 
 def test_every_row_of_several_has_an_outcome_and_a_text() -> None:

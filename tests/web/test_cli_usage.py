@@ -61,4 +61,4 @@ def test_a_census_says_who_fits_who_is_silent_and_ends_accordingly(
 
 @pytest.mark.parametrize("hosts", ["", ",", ",,"])
 def test_a_census_of_no_host_is_no_census_of_all(cyborg: Cyborg, hosts: str) -> None:
-    refused(cyborg("load-census", "--hosts", hosts), 2, "Name a host, or leave it out.")
+    refused(cyborg("load-census", "--hosts", hosts), 2, "Name at least one host, or leave the option out.")

@@ -113,7 +113,7 @@ def test_units_are_made_and_taken_away_each_device_by_itself(cyborg: Cyborg, hos
     busy = ("accelerator-create", "--device", "cmp1/0000:01:00.0", "--device", "cmp1/0000:02:00.0", "--count", "2")
     mixed = cyborg(*busy, "--no-wait", "-f", "json")
     assert mixed.exit_code == 6 and "is busy with partition" in json.loads(mixed.stdout)[0]["text"]
-    refused(cyborg("accelerator-delete", "--device", "cmp1/0000:01:00.0"), 2, "say --yes")
+    refused(cyborg("accelerator-delete", "--device", "cmp1/0000:01:00.0"), 2, "give --yes")
     refused(cyborg("accelerator-create", "--host", "cmp1"), 2, "--device, or --host and --backend")
     refused(cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--layout", "vfs"), 2, "WORD=VALUE")
 
@@ -151,7 +151,7 @@ def test_who_stops_following_is_told_that_it_goes_on(
     monkeypatch.setattr(following.time, "sleep", interrupted)
     uuid = device("0000:02:00.0")
     left = cyborg("accelerator-create", "--device", uuid)
-    refused(left, 130, "what was ordered goes on", f"cyborg device-show {uuid}")
+    refused(left, 130, "the ordered work goes on", f"cyborg device-show {uuid}")
     assert Command.objects.get().state == "queued"
 
 
@@ -178,16 +178,16 @@ def test_a_driver_is_brought_to_hosts_and_taken_from_them(cyborg: Cyborg, host: 
     with agents("failed", "it does not load"):
         failed = cyborg("update-driver", "nic_driver", "--all-hosts", "--disable")
     assert failed.exit_code == 1 and "it does not load" in failed.stdout and "1 failed" in failed.stderr
-    refused(cyborg("uninstall-driver", "nic_driver", "--all-hosts"), 2, "say --yes")
+    refused(cyborg("uninstall-driver", "nic_driver", "--all-hosts"), 2, "give --yes")
     with agents():
         assert cyborg("uninstall-driver", "nic_driver", "--hosts-with", "nic_driver", "--yes").exit_code == 0
 
 
 MISTAKES = (
-    (("install-driver", "nic_driver"), 2, "Say on which hosts"),
-    (("install-driver", "nic_driver", "--host", "cmp1", "--all-hosts"), 2, "Say on which hosts"),
+    (("install-driver", "nic_driver"), 2, "Select hosts"),
+    (("install-driver", "nic_driver", "--host", "cmp1", "--all-hosts"), 2, "Select hosts"),
     (("install-driver", "nic_driver", "--host", "cmp9"), 3, "There is no host 'cmp9'"),
-    (("update-driver", "nic_driver", "--host", "cmp1"), 2, "Say what is to change"),
+    (("update-driver", "nic_driver", "--host", "cmp1"), 2, "Select what to change"),
     (("install-driver", "nic_driver", "--host", "cmp1", "--settings", "/none.toml"), 2, "cannot be read"),
     (("install-driver", "nic_driver", "--host", "cmp1", "--settings", __file__), 2, "cannot be understood"),
     (("install-driver", "nic_driver", "--host", "cmp1", "--set", "password=x"), 1, "password"),
@@ -215,7 +215,7 @@ def test_backends_and_services_are_listed_and_shown(cyborg: Cyborg, host: Host) 
     assert ready.splitlines()[1] == "cmp1,nic_driver,nics,sriov,1,ready,total_vfs=8,"
     refused(cyborg("backend-show", "disks"), 3, "There is no backend 'disks'", "backend-list")
     apply(a_host("cmp2"), DriverReport("nic_driver", "", (), backends=(found,)))
-    refused(cyborg("backend-show", "nics"), 3, "say --host")
+    refused(cyborg("backend-show", "nics"), 3, "give --host")
 
 
 INSTANCE = "6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b"
@@ -259,11 +259,11 @@ def test_an_instance_is_given_accelerators_and_they_are_taken_back(
     with attaching(asked="attaching", attaching="undoing", undoing="failed"):
         refused(cyborg(*attach), 1, "Placement has no room")
     with attaching(asked="detached"):
-        refused(cyborg(*attach), 1, "It is detached.")
-    refused(cyborg("detach-instance", INSTANCE), 2, "say --yes")
+        refused(cyborg(*attach), 1, "The attachment is detached.")
+    refused(cyborg("detach-instance", INSTANCE), 2, "give --yes")
     with attaching(detaching="detached"):
         back = cyborg("detach-instance", INSTANCE, "--yes", "-f", "csv", "-c", "outcome,state")
     assert (back.exit_code, back.stdout) == (0, "outcome,state\ndone,detached\n")
-    refused(cyborg("detach-instance", INSTANCE, "--yes"), 3, "has nothing that attach-instance gave it")
-    refused(cyborg("attach-instance", INSTANCE), 2, "--profile, or --device")
+    refused(cyborg("detach-instance", INSTANCE, "--yes"), 3, "has nothing that attach-instance attached")
+    refused(cyborg("attach-instance", INSTANCE), 2, "--profile or --device")
     refused(cyborg("attach-instance", INSTANCE, "--profile", "none"), 3, "none")

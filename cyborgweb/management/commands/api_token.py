@@ -23,17 +23,19 @@ IMPLIED = {
 
 
 class Command(BaseCommand):
-    help = "Make an API token. The last line printed is the token; it is shown once and stored only as a hash."
+    help = "Create an API token. The last line printed is the token; it is shown once and stored only as a hash."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("name", help="what it is for, shown in the console")
+        parser.add_argument("name", help="purpose of the token, which the console shows")
         parser.add_argument("--role", default="admin", choices=[*IMPLIED, "reader", "service"])
-        parser.add_argument("--project", default="local", help="project id it is scoped to (default: local)")
+        parser.add_argument(
+            "--project", default="local", help="id of the project to which the token is scoped (default: local)"
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         name, role = options["name"], options["role"]
         if not 0 < len(name) <= 150:
-            raise CommandError("NAME is 1 to 150 characters")
+            raise CommandError("NAME must have 1 to 150 characters")
         users = get_user_model()
         user, made = users.objects.get_or_create(username=f"token-{name}"[:150])
         if made:

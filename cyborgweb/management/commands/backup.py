@@ -14,23 +14,23 @@ from cyborgweb.database.postgres import PostgresError
 from cyborgweb.server import backup
 
 TEACHING = """\
-The folder is made anew. It has the database as of the moment of the call, the secret key, and the agents' certificate
-where it was made here: whoever can read it can read everything, so keep it as the secret it is, on another machine.
+The command creates the folder. It holds the database as it was when the command began, the secret key, and the agents'
+certificate if it was created here. Whoever can read the folder can read everything: keep it secret, on another machine.
 
   manage.py backup /backups/accelerators-2026-11-22
   manage.py restore /backups/accelerators-2026-11-22
 
-docs/backup.md says what is not in it, and what to look at after a restore.
+docs/backup.md lists what the backup does not hold, and what to check after a restore.
 """
 
 
 class Command(shell.Taught):
     teaching = TEACHING
-    help = "Back up the database and the secrets, while everything goes on."
+    help = "Back up the database and the secrets while the product runs."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("folder", type=Path, help="is made, and must not be there")
+        parser.add_argument("folder", type=Path, help="folder to create; it must not exist yet")
 
     def handle(self, *args: Any, folder: Path, **options: Any) -> None:
         try:

@@ -13,8 +13,8 @@ from drivers.configuration import keys_of
 HEAD = """\
 # Configuration
 
-*Generated from the code by `make docs`.* Every key is an environment variable, and may stand in the TOML file that
-`CYBORG_CONFIG` names; the environment wins. A value that cannot be used is refused at start with one sentence.
+*Generated from the code by `make docs`.* Every key is an environment variable, or a key of the TOML file that
+`CYBORG_CONFIG` names. The environment takes precedence. The start fails with one sentence if a value cannot be used.
 """
 
 

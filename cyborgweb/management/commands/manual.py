@@ -12,7 +12,7 @@ from cyborgweb.manual import site
 
 
 class Command(BaseCommand):
-    help = "Write the manual as HTML that works from a folder; what the folder had is gone."
+    help = "Write the manual as HTML files that need no server. The former content of the folder is deleted."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:

@@ -10,14 +10,15 @@ from django.core.management.base import BaseCommand
 from cyborgweb.auth.policy_rules import BLOCKS, OWN, UPSTREAM, Rule
 
 HEAD = """\
-Policy rules of the accelerator service, each with its default. Copy what you want to change into the file that
-CYBORG_POLICY_FILE names (policy.yaml in the state directory, if it does not) and take away the "#"; it is read anew
-within a second. A file that cannot be understood changes nothing, and the log says what is wrong with it.
+Policy rules of the accelerator service, each with its default. To change a rule, copy it into the file that
+CYBORG_POLICY_FILE names (by default policy.yaml in the state directory) and remove the "#". Changes of the file apply
+within a second. A file that cannot be parsed changes nothing, and the log says what is wrong with it.
 
-Tokens without a project, of a domain or of the system are refused before any rule is asked. Whose request it is, and
-the service token for binding, are asked besides the rule, whatever it says.
+Tokens that have no project, such as those of a domain or of the system, are refused before any rule is checked. The
+owner of a request, and the service token for binding, are checked in addition to the rule, whatever the rule says.
 
-"Legacy" stands beside a default until CYBORG_ENFORCE_NEW_DEFAULTS is on: who satisfies it is let in as well."""
+"Legacy" is a second rule beside a default. Callers that satisfy it are allowed as well, until
+CYBORG_ENFORCE_NEW_DEFAULTS is on."""
 PARTS = {
     "Building blocks, for use in other rules": BLOCKS,
     "The Accelerator API, /v2": UPSTREAM,
@@ -43,7 +44,7 @@ def _comment(text: str) -> str:
 
 
 class Command(BaseCommand):
-    help = "Print a policy.yaml of every rule and its default, all of it commented out."
+    help = "Print a policy.yaml with every rule and its default, all of them commented out."
     requires_system_checks: list[str] = []
 
     def handle(self, *args: Any, **options: Any) -> None:

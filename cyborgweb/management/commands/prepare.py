@@ -42,15 +42,18 @@ Waiting longer for a lock instead would block the requests that are being served
 
 
 class Command(BaseCommand):
-    help = (
-        "Migrate (one process at a time), make the first login and a join token for this machine's agent; prints JSON."
-    )
+    help = "Migrate the database, create the first login and a join token for this machine's agent, and print JSON."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--address", help="where this machine's agent reaches us; without it, no join token")
         parser.add_argument(
-            "--sample-rules", action="store_true", help="let fake devices in by a rule, if the installation is new"
+            "--address",
+            help="address at which this machine's agent reaches the server; without it, no join token is created",
+        )
+        parser.add_argument(
+            "--sample-rules",
+            action="store_true",
+            help="create an admission rule for fake devices, if the installation is new",
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -89,7 +92,7 @@ def _migrate() -> None:
             if not (isinstance(error.__cause__, LockNotAvailable) and tries):
                 raise
         time.sleep(PAUSE_S)
-    raise CommandError("another process has been migrating this database for a minute: see what it waits for")
+    raise CommandError("another process has been migrating this database for a minute: check what it waits for")
 
 
 def _first_login(path: Path) -> str:
@@ -101,7 +104,7 @@ def _first_login(path: Path) -> str:
         return path.read_text().strip()
     users = get_user_model()
     if users.objects.exists():
-        return "the one you already have"
+        return "a login that already exists"
     password = secrets.token_urlsafe(12)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"admin / {password}\n")

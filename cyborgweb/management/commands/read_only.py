@@ -12,11 +12,11 @@ from accelerators.management import shell
 from cyborgweb.auth import read_only
 
 TEACHING = """\
-While it is on, the console and both APIs show everything and change nothing: whoever tries is told so, with the reason
-(503, Retry-After). So Nova binds no accelerators meanwhile. Agents go on reporting, and jobs finish what was begun.
-What is done by manage.py at a shell is not held back.
+In read-only mode, the console and both APIs show everything and refuse every change with the reason (503, Retry-After),
+so Nova cannot bind accelerators. Agents still report, and jobs finish what was begun. Changes that an operator makes
+with manage.py at a shell are still possible.
 
-  manage.py read_only                           whether, since when, by whom, why
+  manage.py read_only                           shows whether it is on, since when, by whom and why
   manage.py read_only on --reason "the database moves tonight"
   manage.py read_only off
 """
@@ -24,11 +24,13 @@ What is done by manage.py at a shell is not held back.
 
 class Command(shell.Taught):
     teaching = TEACHING
-    help = "Say, or change, whether everything is read only."
+    help = "Show whether the product is in read-only mode, or switch that mode on or off."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("state", nargs="?", choices=("on", "off"), help="how it is to be from now on")
-        parser.add_argument("--reason", default="", help="why; shown to whoever is refused, and with its event")
+        parser.add_argument("state", nargs="?", choices=("on", "off"), help="switch read-only mode on or off")
+        parser.add_argument(
+            "--reason", default="", help="the reason, which is shown with each refusal and with the event"
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         now = read_only.current()
@@ -37,4 +39,6 @@ class Command(shell.Taught):
                 now = read_only.switch(options["state"] == "on", shell.person(), options["reason"], Source.SYSTEM)
             except RefusedError as refused:
                 raise CommandError(refused.text) from None
-        self.stdout.write(read_only.sentence(now) if now else "Everything can be changed by whoever may.")
+        self.stdout.write(
+            read_only.sentence(now) if now else "The product is not in read-only mode: changes are possible."
+        )

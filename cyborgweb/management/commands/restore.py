@@ -13,29 +13,32 @@ from cyborgweb.database.postgres import PostgresError
 from cyborgweb.server import after_restore, backup
 
 TEACHING = """\
-Everything is stopped first. Nothing is restored over another database: CYBORG_DATABASE_URL names an empty one, or the
-folder postgres of the state directory is moved away. Agents need nothing: they come back by themselves.
+Stop everything first. A restore never overwrites a database: CYBORG_DATABASE_URL must name an empty one, or the folder
+postgres of the state directory must have been moved away. Agents need nothing: they reconnect by themselves.
 
   manage.py restore /backups/accelerators-2026-11-22
 
-With --loaded the database has been restored by other means (point-in-time recovery, a snapshot, pg_restore), and only
-what comes after is done: tables of this release, numbers that nobody was told yet, nobody logged in, read only.
+With --loaded the database has already been restored by other means (point-in-time recovery, a snapshot, pg_restore),
+and only the following steps are done: migrate the tables to this release, advance sequences past all numbers that
+agents may have seen, end all sessions, and switch read-only mode on.
 
-Afterwards everything is read only, so that no bind hands out what an instance got after the backup. Start, look at what
-docs/backup.md says, then: manage.py read_only off
+Afterwards the product is in read-only mode, so that no bind hands out a unit that an instance got after the backup.
+Start it, check what docs/backup.md lists, then: manage.py read_only off
 """
-AFTER = "All is read only. Start it, look at what docs/backup.md says, then: manage.py read_only off"
+AFTER = "The product is in read-only mode. Start it, check what docs/backup.md lists, then: manage.py read_only off"
 
 
 class Command(shell.Taught):
     teaching = TEACHING
-    help = "Restore a backup into an empty database, while everything is stopped."
+    help = "Restore a backup into an empty database while everything is stopped."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         what = parser.add_mutually_exclusive_group(required=True)
-        what.add_argument("folder", type=Path, nargs="?", help="what `manage.py backup` made")
-        what.add_argument("--loaded", action="store_true", help="it was restored by other means: do what comes after")
+        what.add_argument("folder", type=Path, nargs="?", help="folder that `manage.py backup` created")
+        what.add_argument(
+            "--loaded", action="store_true", help="the database was restored by other means: do only the steps after it"
+        )
 
     def handle(self, *args: Any, folder: Path | None, **options: Any) -> None:
         try:

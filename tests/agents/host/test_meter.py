@@ -272,7 +272,7 @@ def test_a_driver_that_fails_is_left_alone_and_the_round_is_told_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(ask: Ask) -> float:
-        raise Failed("fake_driver: it did not say its load within 2 s")
+        raise Failed("fake_driver: it did not return its load within 2 s")
 
     async def story() -> None:
         async with StandIn().open() as server, host(tmp_path, server, Gauge(answers=fails)) as agent:

@@ -17,7 +17,7 @@ def test_a_second_one_over_the_same_state(product: Product, folder: Path) -> Non
     second.log_file = folder / "second.log"
     second.begin()
     assert second.process and second.process.wait(60) == 2
-    assert str(product.state) in second.log() and "another one runs" in second.log()
+    assert str(product.state) in second.log() and "another process of the product runs on" in second.log()
     assert second.log().count("\n") == 1
     assert None not in first
     assert {product.child(name) for name in ("web", "ingest", "work", "agent")} == first
