@@ -53,9 +53,10 @@ test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that n
 	$(BIN)/python -m pytest -m "system or exhaustive" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 OUTAGES := tests/system/test_slow_services.py
-test-long: $(VENV)/dev  ## the scenarios of test and test-system at full length: many rounds, outages of an hour; some three hours
-	TEST_LONG=1 $(BIN)/python -m pytest $(OUTAGES) -m system -n 5 --dist load  # eight outages of an hour, in two rounds
-	TEST_LONG=1 $(BIN)/python -m pytest -m "not qemu and not browser" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore=$(OUTAGES)
+LONGER := tests/accelerators/test_binding_machine.py tests/system/test_race.py tests/system/test_bootstorm.py
+test-long: $(VENV)/dev  ## the scenarios that CI runs shortened, at full length: outages of an hour, a thousand rounds; some two hours
+	TEST_LONG=1 $(BIN)/python -m pytest $(OUTAGES) -m system -n 8 --dist load  # eight outages of an hour, side by side
+	TEST_LONG=1 $(BIN)/python -m pytest $(LONGER) -n $(TEST_PROCESSES) --dist load
 
 test-qemu: $(VENV)/dev  ## boot a real kernel with simulated hardware, plug and pull, see it in the API
 	$(BIN)/python -m pytest tests/qemu -m qemu

@@ -29,6 +29,8 @@ TESTS_OF = {
     "manage.py": ("tests/web",),
     "Makefile": ("tests/test_docs.py", "tests/test_house.py"),
     "README.md": ("tests/test_docs.py",),
+    "CONTRIBUTING.md": ("tests/test_docs.py",),
+    "CHANGELOG.md": ("tests/test_docs.py",),
 }
 """The first prefix that fits a changed file decides."""
 NOT_HERE = ("tests/system/", "tests/qemu/", "tests/browser/")

@@ -1,4 +1,4 @@
-"""The pages below docs/ against the code: what they name and quote exists, and every link leads somewhere.
+"""The pages of docs/ and beside README.md against the code: what they name and quote exists, links lead somewhere.
 
 The manual that is made of them is looked at in `tests/web/test_help.py`.
 """
@@ -19,7 +19,8 @@ from cyborgweb.cli.main import cli
 from cyborgweb.manual import contents
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [*FRONT, *sorted((ROOT / "docs").rglob("*.md"))]
 FLOWS = (ROOT / "docs/request-flows.md").read_text()
 CODE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cyborgweb)(?:\.\w+)+)`")
 FILE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cyborgweb|tests|docs)/[\w/]+\.\w+)`")
@@ -93,7 +94,8 @@ def test_the_pictures_can_be_drawn() -> None:
 
 
 def test_the_contents_have_every_page_once_and_no_other() -> None:
-    there = {str(page.relative_to(contents.DOCS_FOLDER).with_suffix("")) for page in PAGES[1:]} | {contents.FIELDS_PAGE}
+    there = {str(page.relative_to(contents.DOCS_FOLDER).with_suffix("")) for page in PAGES[len(FRONT) :]}
+    there |= {contents.FIELDS_PAGE}
     named = [entry.name for entry in contents.load_entries()]
     assert sorted(named) == sorted(there), "docs/contents.toml names each page of docs/ once"
 

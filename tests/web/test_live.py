@@ -343,6 +343,6 @@ def test_nothing_that_fails_ends_the_feed(
             tab.until(lambda: not tab.live)
         else:
             assert Tab(port, page).closed() == 1013
-            house.console.feed._asked.put((failing, ()))
+            house.console.feed._calls.put((failing, ()))
     move("ready")
     tab.until(lambda: tab.live and all("ready" in row["field-shown_state"] for row in tab.cells.values()))

@@ -1,0 +1,17 @@
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+def display(
+    function: F | None = None,
+    *,
+    boolean: bool | None = None,
+    image: bool | None = None,
+    ordering: Any = None,
+    description: Any = None,
+    empty_value: str | None = None,
+    dropdown: bool | None = None,
+    label: bool | str | Mapping[Any, str] | None = None,
+    header: bool | None = None,
+) -> Callable[[F], F]: ...
