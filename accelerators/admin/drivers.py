@@ -129,7 +129,7 @@ class DriverAdmin(ReadOnlyModelAdmin):
             "settings": request.POST.get("settings", settings),
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),
-            "since": badges.render_relative_time((row.said or {}).get("since")),
+            "since": badges.render_relative_time((row.reported or {}).get("since")),
             "longest": MAX_REASON,
             "parallel": driver_rollouts.DEFAULT_PARALLEL,
             "rollouts": [(rollout, render_rollout_state(rollout)) for rollout in _select_newest_rollouts(row)],

@@ -83,7 +83,7 @@ def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dic
         classes, projects = capacity.query_capacity(loads, capacity.BY_RESOURCE_CLASS, capacity.BY_PROJECT)
         system_state = alerts.SystemState(
             hosts,
-            Counter({line.word: line.total.number for line in devices["lines"]}),
+            Counter({line.device_state: line.total.number for line in devices["lines"]}),
             current_backlog,
             classes,
             troubles["failing_n"],

@@ -149,13 +149,13 @@ class UsageView(CollectionView):
             resource_class=parameters.get("resource_class") or None,
             project=None if elevated else self.caller.project_id,
             order=self.paginator.order,
-            after=self.paginator.after(),
+            after=self.paginator.parse_cursor(),
             limit=self.paginator.size + 1,
         )
 
     def _list_groups(self, query: CapacityQuery, elevated: bool) -> dict[str, Any]:
         loads = telemetry.get_last_loads() if elevated else None
-        rows, next_url = self.paginator.page(usage_with_load.count_groups_with_load(loads, query)[0])
+        rows, next_url = self.paginator.split_page(usage_with_load.count_groups_with_load(loads, query)[0])
         results = [
             {
                 "group": dict(zip(query.by, row.names, strict=True)),

@@ -204,7 +204,7 @@ def test_X5_samples_without_measure_are_dropped_and_named_and_beats_go_on(agent:
         socket.send(wire.encode_message(Samples(many)))
         assert ask(socket, wire.Beat(2)) == wire.Ack(2, "Beat")
         assert telemetry.get_last_loads() == LoadSnapshot({})
-    until(lambda: Event.objects.filter(action="agent.refused", host="cmp1", reason__contains="samples").exists())
+    until(lambda: Event.objects.filter(action="agent.refused", host="cmp1", reason__contains="Samples").exists())
     unheard = (" " + says(1.0), says(1.0).encode())
     assert says(1.0).startswith(sample_cache.SAMPLES_PREFIX) and wire.encode_message(Samples(())).startswith(
         sample_cache.SAMPLES_PREFIX

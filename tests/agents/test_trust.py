@@ -243,9 +243,9 @@ def test_frames_that_are_cut_off_cost_only_their_own_connection(
         with sockets.create_connection(("127.0.0.1", agent.port), 10) as raw:
             raw.sendall(upgrade.format(agent.credential(agent.challenge())).encode())
             assert b" 101 " in raw.recv(4096)
-            until(lambda: gateway.holders.by_host)
+            until(lambda: gateway.sessions.by_host)
             raw.sendall(frame)
-        until(lambda: not gateway.holders.by_host)
+        until(lambda: not gateway.sessions.by_host)
     with agent.speaking() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
 

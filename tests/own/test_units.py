@@ -151,7 +151,7 @@ BAD = [
     ({"targets": [{"device": NOBODY}], "count": "2"}, "count"),
     ({"targets": [{"device": NOBODY}], "count": 1, "reason": "x" * 501}, "reason"),
     ({"targets": [{"device": NOBODY}] * 257, "count": 1}, "no more than 256"),
-    ({"targets": [{"host": "cmp1", "backend": "a"}], "count": 1, "generation": 1}, "these targets are 2 devices"),
+    ({"targets": [{"host": "cmp1", "backend": "a"}], "count": 1, "generation": 1}, "the targets are 2 devices"),
     ({"targets": [{"device": NOBODY}], "count": 1, "layout": {"vfs": 4}}, "layout.vfs"),
 ]
 

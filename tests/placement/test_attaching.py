@@ -203,7 +203,7 @@ def test_with_placement_off_nothing_is_claimed_and_that_is_said(cloud: Cloud, se
     row = ask()
     work()
     assert (state(row), cloud.has(), held()) == ("attached", {}, ["Bound"])
-    assert row.steps[2]["text"] == "Placement is switched off: nothing is claimed there"
+    assert row.steps[2]["text"] == "Placement is switched off, so nothing is claimed there"
     attachments.order_detachment(row.uuid, OLGA)
     work()
     assert state(row) == "detached"

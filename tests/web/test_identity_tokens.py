@@ -139,7 +139,7 @@ def test_after_a_failure_one_request_in_a_while_tries_and_the_others_do_not_wait
     assert len(world.asked) == 2
     world.failure, world.now = None, world.now + UNREACHABLE_PAUSE_S
     assert tokens.find_caller("good") == ALICE and tokens.find_caller("b") is None
-    assert [record.message.split()[0] for record in caplog.records] == ["tokens", "Keystone"]
+    assert [record.message.split()[0] for record in caplog.records] == ["Tokens", "Keystone"]
 
 
 def test_a_refused_service_user_makes_nobody_wait(caplog: pytest.LogCaptureFixture) -> None:

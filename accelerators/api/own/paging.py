@@ -95,7 +95,7 @@ class RowPagination(CursorPagination):
     def paginate_queryset(self, queryset: QuerySet[Any], request: Request, view: Any = None) -> list[Any]:
         """Return the rows of the page that `parse_request` has read. Every page takes one statement."""
         cursor, size = self.cursor, self.size
-        backwards = cursor is not None and cursor.back
+        backwards = cursor is not None and cursor.backwards
         descending = self.order.startswith("-") != backwards
         if cursor:
             queryset = self._filter_beyond_cursor(queryset, cursor, descending)

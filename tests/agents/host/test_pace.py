@@ -40,7 +40,7 @@ def test_a_report_may_wait_longer_while_beats_are_acknowledged() -> None:
         owed.record_sent("Beat", second, float(second))
         owed.record_ack("Beat", second, float(second))
         assert owed.describe_overdue(float(second)) == ""
-    assert "not report 7" in owed.describe_overdue(60.0)
+    assert "not acknowledged report 7" in owed.describe_overdue(60.0)
     owed.record_ack("Report", 7, 60.0)
     assert owed.next_deadline() == float("inf")
 
