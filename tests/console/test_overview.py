@@ -66,7 +66,7 @@ def test_failing_drivers_faults_and_what_waits(operator: Client, fill: Fill) -> 
     troubles, waiting = page.context["troubles"], page.context["waiting"]
     assert (troubles["failing_n"], troubles["faults_n"]) == (2, 0)
     assert troubles["failing"][0]["error"] == "it hung for 20 s"
-    assert (waiting.spool, waiting.placement_intents.number, waiting.stuck) == (1, Intent.objects.count(), 1)
+    assert (waiting.spool, waiting.placement_intents.number, waiting.stuck_intents) == (1, Intent.objects.count(), 1)
     assert len(page.context["events"]) == min(20, Event.objects.count())
 
 

@@ -45,6 +45,8 @@ ACKNOWLEDGED_S = 6.0
 seconds the gateway's writer has other work to do first, which needs some twenty answers."""
 AWAY_S = scaled(5.0, 3600.0)
 PHASE_S = scaled(6.0, 3600.0)
+ROUND_PAUSE_S = scaled(0.0, 2.0)
+"""Pause between two rounds of plugging and reading, so that outages of an hour can run side by side on one machine."""
 SERVICE_DELAY_S = 4.0
 """Longer than the product waits for Nova when it shows an instance (2 s), shorter than its other time-outs (5 to 10 s).
 A read by a known caller may not take as long, because it needs no answer of the slow service."""
@@ -342,6 +344,7 @@ def test_L3_with_a_service_that_is_slow_or_silent_reads_and_reports_go_on_and_wr
             site.plug("plug", "maintenance")
             if time.monotonic() > end:
                 break
+            time.sleep(ROUND_PAUSE_S)
         if how == "silent" and service in INTENTS:
             product.until(lambda: site.has_given_up_once(service), 40, "a call has come to its time-out")
         elif service in INTENTS:
