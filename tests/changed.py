@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ALWAYS = "tests/test_house.py"
-TESTS_OF = {
+ALWAYS_RUN = "tests/test_house.py"
+TESTS_BY_PREFIX = {
     "drivers/": ("tests/drivers",),
     "accelerators/admin": ("tests/console",),
     "accelerators/api": ("tests/api", "tests/own"),
@@ -33,40 +33,40 @@ TESTS_OF = {
     "CHANGELOG.md": ("tests/test_docs.py",),
 }
 """The first prefix that fits a changed file decides."""
-NOT_HERE = ("tests/system/", "tests/qemu/", "tests/browser/")
+FOLDERS_WITHOUT_FAST_TESTS = ("tests/system/", "tests/qemu/", "tests/browser/")
 """Folders without a test of the fast lane."""
 
 
-def tests_of(path: str) -> tuple[str, ...]:
+def tests_for_file(path: str) -> tuple[str, ...]:
     """Return the tests to run when the file `path` changed; empty where the fast lane has none for it."""
     if path.startswith("tests/"):
-        return _tests_below_tests(Path(path))
-    return next((tests for prefix, tests in TESTS_OF.items() if path.startswith(prefix)), ())
+        return _tests_for_file_below_tests(Path(path))
+    return next((tests for prefix, tests in TESTS_BY_PREFIX.items() if path.startswith(prefix)), ())
 
 
-def _tests_below_tests(path: Path) -> tuple[str, ...]:
-    if f"{path}".startswith(NOT_HERE):
+def _tests_for_file_below_tests(path: Path) -> tuple[str, ...]:
+    if f"{path}".startswith(FOLDERS_WITHOUT_FAST_TESTS):
         return ()
     if path.name.startswith("test_") and path.suffix == ".py":
         return (f"{path}",) if (ROOT / path).exists() else ()
     if f"{path}" == "tests/conftest.py" or path.parts[1] == "support":
         return ("tests",)
     folder = Path(*path.parts[:2])
-    return (f"{folder}",) if len(path.parts) > 2 and (ROOT / folder).exists() else (ALWAYS,)
+    return (f"{folder}",) if len(path.parts) > 2 and (ROOT / folder).exists() else (ALWAYS_RUN,)
 
 
-def changed_files() -> list[str]:
+def list_changed_files() -> list[str]:
     """Return the tracked files that differ from the last commit, and the untracked ones."""
     commands = (["git", "diff", "--name-only", "HEAD"], ["git", "ls-files", "--others", "--exclude-standard"])
     printed = [subprocess.run(one, cwd=ROOT, capture_output=True, text=True, check=True).stdout for one in commands]
     return sorted({line for text in printed for line in text.splitlines() if line.strip()})
 
 
-def selected(paths: list[str]) -> list[str]:
+def select_tests(paths: list[str]) -> list[str]:
     """Return what pytest is to run for these changed files; a folder covers the files below it."""
-    wanted = {ALWAYS} | {test for path in paths for test in tests_of(path)}
+    wanted = {ALWAYS_RUN} | {test for path in paths for test in tests_for_file(path)}
     return sorted(test for test in wanted if not any(test.startswith(f"{other}/") for other in wanted))
 
 
 if __name__ == "__main__":
-    print(*selected(changed_files()))
+    print(*select_tests(list_changed_files()))

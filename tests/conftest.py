@@ -29,8 +29,8 @@ def django_db_setup(django_db_blocker: Any) -> None:
     with django_db_blocker.unblock():
         connection.close()
         connection.settings_dict["NAME"] = settings.DATABASES["default"]["NAME"] = TEST_DATABASE
-        emptying.allow()
-        emptying.by_deleting()
+        emptying.allow_emptying()
+        emptying.empty_by_deleting()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -53,7 +53,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _static_files_are_looked_up_when_asked_for() -> None:
+def _look_up_static_files_on_demand() -> None:
     """Make WhiteNoise look up static files on demand.
 
     Each test client has its own handler, which would otherwise read all static files first: a fifth of the run's time.
@@ -91,7 +91,7 @@ def _single_writer(_guarded_connections: None) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def _preset_read_only_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preset the cached answer that nothing is read only, so that its statement never counts in a test.
 
     In the product each process asks once and caches the answer for a few seconds.

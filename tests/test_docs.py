@@ -21,20 +21,20 @@ from cyborgweb.manual import contents
 ROOT = Path(__file__).resolve().parents[1]
 FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES = [*FRONT, *sorted((ROOT / "docs").rglob("*.md"))]
-FLOWS = (ROOT / "docs/request-flows.md").read_text()
-CODE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cyborgweb)(?:\.\w+)+)`")
-FILE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cyborgweb|tests|docs)/[\w/]+\.\w+)`")
-TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-LINK = re.compile(r"\]\(([^)\s]+)\)")
-ARROW = re.compile(r"^\s+\w+--?(?:>>|x)\w+:", re.MULTILINE)
-FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-ROOMS = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb")
-MOST_BYTES = 150_000
+FLOWS_PAGE = (ROOT / "docs/request-flows.md").read_text()
+CODE_REFERENCE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cyborgweb)(?:\.\w+)+)`")
+FILE_REFERENCE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cyborgweb|tests|docs)/[\w/]+\.\w+)`")
+TEST_REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+MARKDOWN_LINK = re.compile(r"\]\(([^)\s]+)\)")
+DIAGRAM_ARROW = re.compile(r"^\s+\w+--?(?:>>|x)\w+:", re.MULTILINE)
+FENCED_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PRODUCT_PACKAGES = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb")
+MAX_PICTURE_BYTES = 150_000
 """Of a picture."""
 
 
 @cache
-def functions(path: str) -> set[str]:
+def list_function_names(path: str) -> set[str]:
     """The names of the functions in a file; none when it is not there."""
     file = ROOT / path
     tree = ast.parse(file.read_text() if file.exists() else "")
@@ -42,74 +42,74 @@ def functions(path: str) -> set[str]:
 
 
 @cache
-def anchors(page: Path) -> set[str]:
+def list_heading_anchors(page: Path) -> set[str]:
     """What its headings are called in links, as GitHub has it."""
     counts: Counter[str] = Counter()
     found = set()
-    for title in re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE):
+    for title in re.findall(r"^#+ (.+)$", FENCED_BLOCK.sub("", page.read_text()), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
         found.add(f"{slug}-{counts[slug]}" if counts[slug] else slug)
         counts[slug] += 1
     return found
 
 
-def rows(section: str) -> list[str]:
+def list_numbered_rows(section: str) -> list[str]:
     """The numbered rows of its table."""
     return re.findall(r"^\| \d+ \|.*$", section, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
-    for link in LINK.findall(FENCED.sub("", page.read_text())):
+def test_every_link_of_a_page_has_an_existing_target_and_anchor(page: Path) -> None:
+    for link in MARKDOWN_LINK.findall(FENCED_BLOCK.sub("", page.read_text())):
         path, _, anchor = link.partition("#")
         if "://" in path:
             continue
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        assert not anchor or anchor in list_heading_anchors(target), link
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_code_files_and_tests_that_a_page_names_are_there(page: Path) -> None:
+def test_the_code_files_and_tests_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
-    for name in CODE.findall(text):
+    for name in CODE_REFERENCE.findall(text):
         assert name.endswith(".toml") or pkgutil.resolve_name(name), name
-    assert not [path for path in FILE.findall(text) if not (ROOT / path).exists()], "files that do not exist"
-    gone = [f"{path}::{name}" for path, name in TEST.findall(text) if name not in functions(path)]
+    assert not [path for path in FILE_REFERENCE.findall(text) if not (ROOT / path).exists()], "files that do not exist"
+    gone = [f"{path}::{name}" for path, name in TEST_REFERENCE.findall(text) if name not in list_function_names(path)]
     assert not gone, "tests that do not exist"
 
 
-def test_every_step_of_a_flow_is_a_row_with_code_and_a_test() -> None:
-    for section in FLOWS.split("\n## ")[1:]:
-        numbers = [int(row.split("|")[1]) for row in rows(section)]
-        assert numbers == list(range(1, len(ARROW.findall(section)) + 1)), section.splitlines()[0]
-        for row in rows(section):
-            assert CODE.search(row), row
-            assert TEST.search(row), row
+def test_every_arrow_of_a_flow_diagram_has_a_table_row_with_code_and_a_test() -> None:
+    for section in FLOWS_PAGE.split("\n## ")[1:]:
+        numbers = [int(row.split("|")[1]) for row in list_numbered_rows(section)]
+        assert numbers == list(range(1, len(DIAGRAM_ARROW.findall(section)) + 1)), section.splitlines()[0]
+        for row in list_numbered_rows(section):
+            assert CODE_REFERENCE.search(row), row
+            assert TEST_REFERENCE.search(row), row
 
 
-def test_the_pictures_can_be_drawn() -> None:
-    for picture in re.findall(r"^```mermaid\n(.*?)^```$", FLOWS, re.MULTILINE | re.DOTALL):
+def test_flow_diagrams_contain_no_semicolon_that_mermaid_would_reject() -> None:
+    for picture in re.findall(r"^```mermaid\n(.*?)^```$", FLOWS_PAGE, re.MULTILINE | re.DOTALL):
         assert ";" not in picture, "Mermaid takes it for the end of the line"
 
 
-def test_the_contents_have_every_page_once_and_no_other() -> None:
-    there = {str(page.relative_to(contents.DOCS_FOLDER).with_suffix("")) for page in PAGES[len(FRONT) :]}
-    there |= {contents.FIELDS_PAGE}
-    named = [entry.name for entry in contents.load_entries()]
-    assert sorted(named) == sorted(there), "docs/contents.toml names each page of docs/ once"
+def test_the_table_of_contents_names_each_page_of_docs_exactly_once() -> None:
+    existing_pages = {str(page.relative_to(contents.DOCS_FOLDER).with_suffix("")) for page in PAGES[len(FRONT) :]}
+    existing_pages |= {contents.FIELDS_PAGE}
+    listed_pages = [entry.name for entry in contents.load_entries()]
+    assert sorted(listed_pages) == sorted(existing_pages), "docs/contents.toml names each page of docs/ once"
 
 
-def test_pictures_are_small_and_all_are_shown() -> None:
+def test_pictures_of_docs_are_small_shown_on_a_page_and_have_alternative_text() -> None:
     text = "".join(page.read_text() for page in PAGES)
     for picture in sorted((ROOT / "docs/images").iterdir()):
-        assert picture.stat().st_size <= MOST_BYTES, f"{picture.name}: too large"
+        assert picture.stat().st_size <= MAX_PICTURE_BYTES, f"{picture.name}: too large"
         assert f"images/{picture.name})" in text, f"{picture.name}: nobody shows it"
     assert not re.findall(r"!\[\]\(", text), "a picture without words"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_commands_a_page_names_are_there(page: Path) -> None:
+def test_the_commands_and_make_targets_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     assert not set(re.findall(r"manage\.py ([a-z_]{3,})", text)) - set(get_commands())
     assert not set(re.findall(r"\bcyborg ([a-z]+-[a-z-]+)", text)) - set(cli.commands)
@@ -118,21 +118,23 @@ def test_the_commands_a_page_names_are_there(page: Path) -> None:
 
 
 @cache
-def code() -> str:
+def read_product_code() -> str:
     """Every line of the product."""
-    return "\n".join(path.read_text() for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
+    return "\n".join(path.read_text() for room in PRODUCT_PACKAGES for path in sorted((ROOT / room).rglob("*.py")))
 
 
-def test_the_sentences_that_troubleshooting_quotes_are_the_products_own() -> None:
+def test_sentences_quoted_in_troubleshooting_occur_in_the_product_code() -> None:
     text = (ROOT / "docs/troubleshooting.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
     assert len(quoted) > 15
-    assert not [sentence for sentence in quoted if sentence not in code()]
+    assert not [sentence for sentence in quoted if sentence not in read_product_code()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_key_a_page_names_is_one(page: Path) -> None:
+def test_every_setting_that_a_page_names_exists_in_the_product_code(page: Path) -> None:
     named = re.findall(r"\bCYBORG_[A-Z_]*[A-Z]\b", page.read_text())
     options = [f"--{key.removeprefix('CYBORG_').lower()}" for key in named]
-    known = [key in code() or option in code() for key, option in zip(named, options, strict=True)]
+    known = [
+        key in read_product_code() or option in read_product_code() for key, option in zip(named, options, strict=True)
+    ]
     assert all(known), dict(zip(named, known, strict=True))

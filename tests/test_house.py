@@ -12,11 +12,11 @@ from tests import changed
 from tests.support import sharing
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb", "tests")
-SOURCES = [p for room in ROOMS for p in sorted((ROOT / room).rglob("*.py")) if "migrations" not in p.parts]
+PACKAGES = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb", "tests")
+SOURCES = [p for room in PACKAGES for p in sorted((ROOT / room).rglob("*.py")) if "migrations" not in p.parts]
 
 
-def python(code: str) -> str:
+def run_python(code: str) -> str:
     """What a fresh interpreter prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
@@ -35,23 +35,23 @@ def test_the_import_contracts_hold() -> None:
 
 
 @pytest.mark.system
-def test_start_up_does_not_import_what_it_does_not_need() -> None:
+def test_django_setup_imports_neither_openstack_nor_drf_spectacular() -> None:
     code = (
         "import django, sys; django.setup(); print([m for m in ('openstack', 'drf_spectacular') if m in sys.modules])"
     )
-    assert python(f"import os; os.environ['DJANGO_SETTINGS_MODULE'] = 'cyborgweb.settings.base'; {code}") == "[]"
+    assert run_python(f"import os; os.environ['DJANGO_SETTINGS_MODULE'] = 'cyborgweb.settings.base'; {code}") == "[]"
 
 
 @pytest.mark.system
-def test_the_agent_and_the_drivers_never_see_django() -> None:
+def test_the_agent_and_the_drivers_do_not_import_django() -> None:
     drivers = "drivers.isolation.runner, drivers.catalogue, drivers.pci.functions, drivers.fake.driver"
     modules = f"agents.host.main, agents.credentials, {drivers}"
-    assert python(f"import {modules}, sys; print('django' in sys.modules)") == "False"
+    assert run_python(f"import {modules}, sys; print('django' in sys.modules)") == "False"
 
 
 @pytest.mark.system
-def test_the_supervisor_never_sees_django() -> None:
-    assert python("import cyborgweb.server.supervisor, sys; print('django' in sys.modules)") == "False"
+def test_the_supervisor_does_not_import_django() -> None:
+    assert run_python("import cyborgweb.server.supervisor, sys; print('django' in sys.modules)") == "False"
 
 
 @pytest.mark.django_db
@@ -61,7 +61,7 @@ def test_migrations_match_the_models() -> None:
     call_command("makemigrations", check=True, dry_run=True, verbosity=0)
 
 
-def test_the_configuration_page_is_the_codes() -> None:
+def test_the_configuration_page_equals_what_the_code_generates() -> None:
     from cyborgweb.management.commands.configuration_page import render_configuration_page
 
     assert (ROOT / "docs" / "configuration.md").read_text() == render_configuration_page(), "run `make docs`"
@@ -76,19 +76,29 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
     assert all("product" in (ROOT / folder / "conftest.py").read_text() for folder in sharing.FOLDERS)
 
 
-def test_a_change_selects_its_own_tests() -> None:
-    assert changed.selected(["accelerators/admin/devices.py"]) == ["tests/console", changed.ALWAYS]
-    assert changed.selected(["agents/host/connection/link.py", "agents/wire.py"]) == ["tests/agents", changed.ALWAYS]
-    assert changed.selected(["tests/system/test_kill.py", "tests/qemu/boot.py"]) == [changed.ALWAYS]
-    assert changed.selected(["tests/drivers/tree.py", "manage.py"]) == ["tests/drivers", changed.ALWAYS, "tests/web"]
-    assert changed.selected(["tests/agents/host/standin.py"]) == ["tests/agents", changed.ALWAYS]
-    assert changed.selected(["tests/agents/transcripts/any.json"]) == ["tests/agents", changed.ALWAYS]
-    assert changed.selected(["tests/bench/test_promises.py"]) == ["tests/bench/test_promises.py", changed.ALWAYS]
-    assert changed.selected(["tests/conftest.py"]) == ["tests"]
-    assert changed.selected(["tests/support/cache.py", "agents/wire.py"]) == ["tests"]
-    assert all((ROOT / test).exists() for tests in changed.TESTS_OF.values() for test in tests)
+def test_a_changed_file_selects_the_tests_of_its_package() -> None:
+    assert changed.select_tests(["accelerators/admin/devices.py"]) == ["tests/console", changed.ALWAYS_RUN]
+    assert changed.select_tests(["agents/host/connection/link.py", "agents/wire.py"]) == [
+        "tests/agents",
+        changed.ALWAYS_RUN,
+    ]
+    assert changed.select_tests(["tests/system/test_kill.py", "tests/qemu/boot.py"]) == [changed.ALWAYS_RUN]
+    assert changed.select_tests(["tests/drivers/tree.py", "manage.py"]) == [
+        "tests/drivers",
+        changed.ALWAYS_RUN,
+        "tests/web",
+    ]
+    assert changed.select_tests(["tests/agents/host/standin.py"]) == ["tests/agents", changed.ALWAYS_RUN]
+    assert changed.select_tests(["tests/agents/transcripts/any.json"]) == ["tests/agents", changed.ALWAYS_RUN]
+    assert changed.select_tests(["tests/bench/test_promises.py"]) == [
+        "tests/bench/test_promises.py",
+        changed.ALWAYS_RUN,
+    ]
+    assert changed.select_tests(["tests/conftest.py"]) == ["tests"]
+    assert changed.select_tests(["tests/support/cache.py", "agents/wire.py"]) == ["tests"]
+    assert all((ROOT / test).exists() for tests in changed.TESTS_BY_PREFIX.values() for test in tests)
 
 
-def test_every_product_file_belongs_to_some_tests() -> None:
+def test_every_product_file_selects_at_least_one_test() -> None:
     product = [path.relative_to(ROOT) for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
-    assert [path for path in product if not changed.tests_of(str(path))] == []
+    assert [path for path in product if not changed.tests_for_file(str(path))] == []

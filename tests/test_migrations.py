@@ -20,36 +20,46 @@ from django.db.migrations.recorder import MigrationRecorder
 
 from cyborgweb.auth import roles
 
-FORMER = {"accelerators": "0001_initial", "agents": "0001_initial", "placement_sync": "0001_initial"}
-FORMER |= {"cyborgweb": "0001_initial"}
+LAST_MIGRATIONS_OF_FORMER_RELEASE = {
+    "accelerators": "0001_initial",
+    "agents": "0001_initial",
+    "placement_sync": "0001_initial",
+}
+LAST_MIGRATIONS_OF_FORMER_RELEASE |= {"cyborgweb": "0001_initial"}
 """The oldest release beside which this one migrates: its last migrations. Before them, stop all and migrate."""
-OURS = tuple(FORMER)
-LOOKED_AT: dict[str, str] = {}
+OWN_APPS = tuple(LAST_MIGRATIONS_OF_FORMER_RELEASE)
+REVIEWED_STEPS: dict[str, str] = {}
 """Each step that does more than add something → the reason why the release before works on all the same."""
 
 
-def steps() -> Iterator[tuple[str, Any, set[str]]]:
-    """Every step after `FORMER`: its migration, itself, and the models that its migration makes."""
+def list_new_steps() -> Iterator[tuple[str, Any, set[str]]]:
+    """Every step after `LAST_MIGRATIONS_OF_FORMER_RELEASE`: its migration, itself, and the models that its migration
+    makes.
+    """
     for (app, name), migration in sorted(MigrationLoader(None).disk_migrations.items()):
-        if app in FORMER and name > FORMER[app]:
+        if app in LAST_MIGRATIONS_OF_FORMER_RELEASE and name > LAST_MIGRATIONS_OF_FORMER_RELEASE[app]:
             made = {f"{app}.{one.name_lower}" for one in migration.operations if isinstance(one, step.CreateModel)}
             for one in migration.operations:
                 inside = one.database_operations if isinstance(one, step.SeparateDatabaseAndState) else [one]
                 yield from ((f"{app} {name}", single, made) for single in inside)
 
 
-def doubts(operation: Any, app: str, made: set[str]) -> Iterator[str]:
+def find_incompatibilities(operation: Any, app: str, created_models: set[str]) -> Iterator[str]:
     """What the code before may meet with it; nothing where it can only add."""
     kind = type(operation).__name__
     about = f"{app}.{getattr(operation, 'model_name', '')}".lower()
     if isinstance(operation, step.CreateModel):
-        yield from (f"{name} → {where}" for name, where in named(operation.fields, app) if where not in made)
+        yield from (
+            f"{name} → {where}"
+            for name, where in list_foreign_keys(operation.fields, app)
+            if where not in created_models
+        )
     elif isinstance(operation, step.AddField):
         if not (operation.field.null or operation.field.has_db_default()):
             yield f"{about}.{operation.name} has no default in the database"
-        yield from (f"{name} → {where}" for name, where in named([(operation.name, operation.field)], app))
+        yield from (f"{name} → {where}" for name, where in list_foreign_keys([(operation.name, operation.field)], app))
     elif isinstance(operation, step.AddIndex | step.AddConstraint) and not isinstance(operation, AddIndexConcurrently):
-        if about not in made:
+        if about not in created_models:
             yield f"{kind} {about}"
     elif isinstance(operation, step.RunSQL | step.RunPython):
         yield kind
@@ -57,7 +67,7 @@ def doubts(operation: Any, app: str, made: set[str]) -> Iterator[str]:
         yield f"{kind} {about}.{getattr(operation, 'name', '')}"
 
 
-def named(fields: Any, app: str) -> Iterator[tuple[str, str]]:
+def list_foreign_keys(fields: Any, app: str) -> Iterator[tuple[str, str]]:
     """The fields that hold a row of another table by a foreign key, and which."""
     for name, field in fields:
         if field.is_relation and field.db_constraint:
@@ -65,12 +75,16 @@ def named(fields: Any, app: str) -> Iterator[tuple[str, str]]:
             yield name, where if "." in where else f"{app}.{where}"
 
 
-def test_every_step_adds_or_was_looked_at() -> None:
-    found = {f"{where}: {doubt}" for where, one, made in steps() for doubt in doubts(one, where.split()[0], made)}
-    assert sorted(found) == sorted(LOOKED_AT)
+def test_every_new_migration_step_only_adds_or_is_listed_as_reviewed() -> None:
+    found = {
+        f"{where}: {doubt}"
+        for where, one, made in list_new_steps()
+        for doubt in find_incompatibilities(one, where.split()[0], made)
+    }
+    assert sorted(found) == sorted(REVIEWED_STEPS)
 
 
-def test_a_column_without_a_default_a_lock_and_a_removal_are_found() -> None:
+def test_columns_without_default_locks_and_removals_are_reported_as_incompatible() -> None:
     made = {"agents.gateway"}
     index = models.Index(fields=["at"], name="i")
     bad = [
@@ -85,21 +99,21 @@ def test_a_column_without_a_default_a_lock_and_a_removal_are_found() -> None:
         step.AddIndex("gateway", index),
         AddIndexConcurrently("agent", index),
     ]
-    assert all(list(doubts(one, "agents", made)) for one in bad)
-    assert not any(list(doubts(one, "agents", made)) for one in good)
+    assert all(list(find_incompatibilities(one, "agents", made)) for one in bad)
+    assert not any(list(find_incompatibilities(one, "agents", made)) for one in good)
 
 
 @pytest.mark.django_db
-def test_migrating_makes_the_groups_of_the_roles_where_they_are_missing() -> None:
+def test_migrate_creates_the_missing_groups_of_the_roles_with_permissions() -> None:
     Group.objects.all().delete()
     call_command("migrate", verbosity=0)
-    there = {group.name: group.permissions.count() for group in Group.objects.all()}
-    assert there.keys() == {role.group for role in roles.ROLES}
-    assert all(there.values())
+    permissions_by_group = {group.name: group.permissions.count() for group in Group.objects.all()}
+    assert permissions_by_group.keys() == {role.group for role in roles.ROLES}
+    assert all(permissions_by_group.values())
 
 
 @pytest.mark.django_db
-def test_a_database_from_before_the_first_release_is_refused_before_anything_is_changed() -> None:
+def test_migrate_refuses_a_database_from_before_the_first_release_and_changes_nothing() -> None:
     MigrationRecorder(connection).record_applied("accelerators", "0002_events")
     Group.objects.all().delete()
     with pytest.raises(CommandError, match="before the first release and cannot be upgraded: start with an empty"):

@@ -9,15 +9,15 @@ from django.db.utils import IntegrityError
 from accelerators import conductor
 from accelerators.inventory import merge
 from accelerators.models import AttachHandle, Attribute, Deployable, Device, Event, Host, Intent
-from tests.support.reports import a_host, answer, apply, card, report
-from tests.support.writeguard import ForbiddenWrite, expect_violation
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report, make_report
+from tests.support.writeguard import ForbiddenWriteError, expect_violation
 
 pytestmark = pytest.mark.django_db
 
 
-def test_what_is_found_is_stored_inactive_with_one_event_per_device() -> None:
-    host = a_host()
-    apply(host, answer(card(1, handles=2), card(2)))
+def test_new_devices_are_stored_inactive_with_one_event_each() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1, handles=2), make_card(2)))
     assert list(Device.objects.values_list("address", "state")) == [
         ("0000:01:00.0", "inactive"),
         ("0000:02:00.0", "inactive"),
@@ -28,36 +28,36 @@ def test_what_is_found_is_stored_inactive_with_one_event_per_device() -> None:
     assert Intent.objects.get().kind == "provider"
 
 
-def test_an_equal_report_changes_no_device_and_makes_no_event() -> None:
-    host = a_host()
-    apply(host, answer(card(1)))
+def test_an_unchanged_report_changes_no_device_and_makes_no_event() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1)))
     events = Event.objects.count()
-    apply(host, answer(card(1)), seq=2)
+    apply_report(host, make_driver_report(make_card(1)), seq=2)
     assert Event.objects.count() == events
     assert Device.objects.get().updated_at is None
 
 
-def test_a_change_is_one_event_with_before_and_after() -> None:
-    host = a_host()
-    apply(host, answer(card(1)))
-    apply(host, answer(card(1, status="degraded", status_reason="link at x8 of x16")), seq=2)
+def test_a_changed_device_makes_one_event_with_old_and_new_values() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1)))
+    apply_report(host, make_driver_report(make_card(1, status="degraded", status_reason="link at x8 of x16")), seq=2)
     event = Event.objects.get(action="device.changed")
     assert event.changes["status"] == ["ok", "degraded"]
     assert Device.objects.get().status_reason == "link at x8 of x16"
 
 
-def test_missing_marks_and_back_restores_what_it_was() -> None:
-    host = a_host()
-    apply(host, answer(card(1), card(2)))
+def test_an_absent_device_becomes_missing_and_gets_its_state_back_when_it_returns() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1), make_card(2)))
     with conductor.writing():
         Device.objects.filter(address="0000:01:00.0").update(state="ready")
-    apply(host, answer(card(2)), seq=2)
+    apply_report(host, make_driver_report(make_card(2)), seq=2)
     gone = Device.objects.get(address="0000:01:00.0")
     assert (gone.state, gone.returns_to) == ("missing", "ready")
     changes = Event.objects.get(action="device.missing").changes
     assert (changes["state"], changes["returns_to"]) == (["ready", "missing"], [None, "ready"])
     assert [moment[:16] for moment in changes["state_since"]] == [gone.state_since.isoformat()[:16]] * 2
-    apply(host, answer(card(1), card(2)), seq=3)
+    apply_report(host, make_driver_report(make_card(1), make_card(2)), seq=3)
     back = Device.objects.get(address="0000:01:00.0")
     assert (back.state, back.returns_to, back.pk) == ("ready", None, gone.pk)
     assert [e.action for e in Event.objects.filter(subject=gone.uuid).order_by("id")] == [
@@ -67,53 +67,60 @@ def test_missing_marks_and_back_restores_what_it_was() -> None:
     ]
 
 
-def test_an_empty_answer_marks_and_never_removes() -> None:
-    host = a_host()
-    apply(host, answer(*(card(n) for n in range(8))))
-    apply(host, answer(), seq=2)
+def test_an_empty_answer_marks_devices_missing_and_removes_none() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(*(make_card(n) for n in range(8))))
+    apply_report(host, make_driver_report(), seq=2)
     assert Device.objects.filter(state="missing").count() == 8
     assert Deployable.objects.count() == 8
 
 
-def test_L6_a_driver_that_fails_costs_only_its_own_freshness() -> None:
-    host = a_host()
-    good, bad = answer(card(1), driver="good"), answer(card(2), driver="bad")
-    apply(host, good, bad)
-    apply(host, answer(card(1), card(3), driver="good"), answer(driver="bad", error="it hung for 20 s"), seq=2)
+def test_L6_a_failing_driver_does_not_affect_devices_of_other_drivers() -> None:
+    host = get_or_create_host()
+    good, bad = make_driver_report(make_card(1), driver="good"), make_driver_report(make_card(2), driver="bad")
+    apply_report(host, good, bad)
+    apply_report(
+        host,
+        make_driver_report(make_card(1), make_card(3), driver="good"),
+        make_driver_report(driver="bad", error="it hung for 20 s"),
+        seq=2,
+    )
     assert set(Device.objects.values_list("address", "state")) == {(f"0000:0{n}:00.0", "inactive") for n in (1, 2, 3)}
     host.refresh_from_db()
     assert host.drivers["bad"]["error"] == "it hung for 20 s"
     assert Event.objects.get(action="driver.failed").reason == "it hung for 20 s"
-    apply(host, good, bad, seq=3)
+    apply_report(host, good, bad, seq=3)
     assert Event.objects.filter(action="driver.recovered").count() == 1
 
 
-def test_an_answer_followed_by_a_failure_in_one_batch_is_not_lost() -> None:
-    host = a_host()
-    first = report(answer(card(1), driver="flaky"), seq=1)
-    second = report(answer(driver="flaky", error="crashed"), seq=2)
+def test_an_answer_followed_by_a_failure_in_one_batch_is_applied_too() -> None:
+    host = get_or_create_host()
+    first = make_report(make_driver_report(make_card(1), driver="flaky"), seq=1)
+    second = make_report(make_driver_report(driver="flaky", error="crashed"), seq=2)
     merge.merge_reports({host.id: [second, first]})
     assert Device.objects.get().address == "0000:01:00.0"
     assert Host.objects.get().drivers["flaky"]["error"] == "crashed"
 
 
 def test_older_reports_are_dropped() -> None:
-    host = a_host()
-    apply(host, answer(card(1), card(2)), seq=5)
-    assert apply(host, answer(), seq=4) == apply(host, answer(), seq=5) == 0
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1), make_card(2)), seq=5)
+    assert apply_report(host, make_driver_report(), seq=4) == apply_report(host, make_driver_report(), seq=5) == 0
     assert not Device.objects.filter(state="missing").exists()
 
 
-def test_handles_that_vanish_are_marked_and_the_others_stay() -> None:
-    host = a_host()
-    apply(host, answer(card(1, handles=4)))
-    keep = card(1, handles=4).deployables[0].handles[1:]
-    less = card(1, handles=4)
+def test_vanished_handles_are_marked_missing_and_the_others_stay() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1, handles=4)))
+    keep = make_card(1, handles=4).deployables[0].handles[1:]
+    less = make_card(1, handles=4)
     from msgspec.structs import replace
 
-    apply(
+    apply_report(
         host,
-        answer(replace(less, deployables=(replace(less.deployables[0], handles=keep, num_accelerators=3),))),
+        make_driver_report(
+            replace(less, deployables=(replace(less.deployables[0], handles=keep, num_accelerators=3),))
+        ),
         seq=2,
     )
     gone = AttachHandle.objects.filter(missing_since__isnull=False)
@@ -123,7 +130,7 @@ def test_handles_that_vanish_are_marked_and_the_others_stay() -> None:
         "PCI",
         "missing",
     ]
-    apply(host, answer(card(1, handles=4)), seq=3)
+    apply_report(host, make_driver_report(make_card(1, handles=4)), seq=3)
     assert Event.objects.filter(action="device.changed").latest("id").changes[f"handle {vanished}"] == [
         "missing",
         "PCI",
@@ -131,12 +138,12 @@ def test_handles_that_vanish_are_marked_and_the_others_stay() -> None:
 
 
 def test_an_operators_attribute_survives_reports() -> None:
-    host = a_host()
-    apply(host, answer(card(1)))
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1)))
     with conductor.writing():
         Attribute.objects.create(deployable=Deployable.objects.get(), key="rack", value="A7", origin="operator")
         Attribute.objects.filter(key="trait0").update(origin="operator", value="CUSTOM_MINE")
-    apply(host, answer(card(1)), seq=2)
+    apply_report(host, make_driver_report(make_card(1)), seq=2)
     assert set(Attribute.objects.values_list("key", "value")) == {
         ("rc", "FPGA"),
         ("rack", "A7"),
@@ -145,9 +152,9 @@ def test_an_operators_attribute_survives_reports() -> None:
 
 
 @pytest.mark.parametrize("hosts", [1, 20])
-def test_statements_per_batch_are_constant(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [a_host(f"cmp{n}") for n in range(hosts)]
-    batch = {host.id: [report(answer(*(card(n) for n in range(20))))] for host in made}
+def test_a_merge_sends_nine_statements_however_many_hosts_report(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [get_or_create_host(f"cmp{n}") for n in range(hosts)]
+    batch = {host.id: [make_report(make_driver_report(*(make_card(n) for n in range(20))))] for host in made}
     sent: list[str] = []
     execute = psycopg.Cursor.execute
     monkeypatch.setattr(
@@ -159,12 +166,12 @@ def test_statements_per_batch_are_constant(hosts: int, monkeypatch: pytest.Monke
     assert len([query for query in sent if "SAVEPOINT" not in query]) == 9  # lock, load, five tables, intents, hosts
 
 
-def test_events_cannot_be_changed() -> None:
-    a_host()
+def test_changing_an_event_is_refused_by_the_database() -> None:
+    get_or_create_host()
     with pytest.raises(IntegrityError, match="append-only"), conductor.writing():
         Event.objects.update(reason="never happened")
 
 
-def test_nobody_but_the_conductor_writes() -> None:
-    with expect_violation(ForbiddenWrite):
+def test_writing_inventory_outside_the_conductor_is_a_violation() -> None:
+    with expect_violation(ForbiddenWriteError):
         Host.objects.create(name="x", node="x")

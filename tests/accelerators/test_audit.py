@@ -13,16 +13,16 @@ from accelerators.commands import placing
 from accelerators.domain.states import EventSource
 from accelerators.models import Command, Event, Host
 from accelerators.workflows import sweep
-from tests.support.audit import COLUMNS, EXEMPT, Unrecorded
-from tests.support.reports import a_host
-from tests.support.writeguard import ForbiddenWrite, expect_violation, violations
+from tests.support.audit import COLUMNS, EXEMPT, UnrecordedChangeError
+from tests.support.reports import get_or_create_host
+from tests.support.writeguard import ForbiddenWriteError, expect_violation, violations
 
 pytestmark = pytest.mark.django_db
 
-TOLD = "conductor.record_event('host.changed', Source.SYSTEM, 'test', host=Host.objects.first())"
+RECORD_HOST_EVENT = "conductor.record_event('host.changed', Source.SYSTEM, 'test', host=Host.objects.first())"
 
 
-def product(*lines: str) -> Callable[[], None]:
+def make_product_function(*lines: str) -> Callable[[], None]:
     """A function of the product that does this while it writes."""
     body = "".join(f"        {line}\n" for line in lines)
     known = {"__name__": "accelerators.forgetful", "conductor": conductor, "Host": Host, "Source": EventSource}
@@ -30,40 +30,42 @@ def product(*lines: str) -> Callable[[], None]:
     return known["change"]  # type: ignore[return-value]
 
 
-def test_what_is_changed_without_an_event_fails_and_is_not_kept() -> None:
-    a_host()
-    with expect_violation(Unrecorded, match="accelerators_host"):
-        product("Host.objects.update(node='elsewhere')")()
+def test_a_change_without_an_event_is_a_violation_and_is_rolled_back() -> None:
+    get_or_create_host()
+    with expect_violation(UnrecordedChangeError, match="accelerators_host"):
+        make_product_function("Host.objects.update(node='elsewhere')")()
     assert Host.objects.get().node == "cmp1"
-    with expect_violation(Unrecorded):
-        product("Host.objects.update(node='elsewhere', reported_at=None)")()
-    with expect_violation(Unrecorded):
-        product("Host.objects.all().delete()")()
+    with expect_violation(UnrecordedChangeError):
+        make_product_function("Host.objects.update(node='elsewhere', reported_at=None)")()
+    with expect_violation(UnrecordedChangeError):
+        make_product_function("Host.objects.all().delete()")()
 
 
-def test_an_event_about_another_type_of_thing_does_not_tell_about_a_change() -> None:
-    a_host()
-    with expect_violation(Unrecorded, match="accelerators_host.*the events are about: token"):
-        product("Host.objects.update(node='elsewhere')", TOLD.replace("host.changed", "token.created"))()
+def test_an_event_about_another_type_of_subject_does_not_cover_a_change() -> None:
+    get_or_create_host()
+    with expect_violation(UnrecordedChangeError, match="accelerators_host.*the events are about: token"):
+        make_product_function(
+            "Host.objects.update(node='elsewhere')", RECORD_HOST_EVENT.replace("host.changed", "token.created")
+        )()
 
 
-def test_an_event_about_one_row_does_not_tell_about_a_change_of_two() -> None:
-    a_host()
-    a_host("cmp2")
-    with expect_violation(Unrecorded, match="2 rows, events about 1"):
-        product("Host.objects.update(node='elsewhere')", TOLD)()
+def test_one_event_does_not_cover_a_change_of_two_rows() -> None:
+    get_or_create_host()
+    get_or_create_host("cmp2")
+    with expect_violation(UnrecordedChangeError, match="2 rows, events about 1"):
+        make_product_function("Host.objects.update(node='elsewhere')", RECORD_HOST_EVENT)()
 
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize(
     ("write", "violation"),
-    [("Host.objects.update(node='elsewhere')", Unrecorded), ("pass", ForbiddenWrite)],
+    [("Host.objects.update(node='elsewhere')", UnrecordedChangeError), ("pass", ForbiddenWriteError)],
 )
-def test_a_server_s_thread_is_guarded_though_it_catches_every_exception(
+def test_a_violation_in_a_server_thread_is_recorded_even_if_the_thread_catches_it(
     write: str, violation: type[AssertionError]
 ) -> None:
-    a_host()
-    change = product(write)
+    get_or_create_host()
+    change = make_product_function(write)
 
     def serve() -> None:
         try:
@@ -86,19 +88,19 @@ def test_a_server_s_thread_is_guarded_though_it_catches_every_exception(
 @pytest.mark.parametrize(
     "lines",
     [
-        ("Host.objects.update(node='elsewhere')", TOLD),
-        (TOLD, "Host.objects.update(node='elsewhere')"),
+        ("Host.objects.update(node='elsewhere')", RECORD_HOST_EVENT),
+        (RECORD_HOST_EVENT, "Host.objects.update(node='elsewhere')"),
         ("Host.objects.filter(name='nobody').update(node='elsewhere')",),
         ("Host.objects.update(applied_hash='', updated_at=None)",),
         ("conductor.raise_intents('provider', {'a': {}})",),
     ],
 )
-def test_what_is_told_changes_nothing_or_needs_no_event_passes(lines: tuple[str, ...]) -> None:
-    a_host()
-    product(*lines)()
+def test_recorded_changes_empty_changes_and_exempt_columns_pass(lines: tuple[str, ...]) -> None:
+    get_or_create_host()
+    make_product_function(*lines)()
 
 
-def test_what_needs_no_event_has_a_reason_and_is_there() -> None:
+def test_exempt_tables_and_columns_exist_and_have_a_reason() -> None:
     tables = {model._meta.db_table for model in (*Host._meta.apps.get_models(),)}
     assert {table for _, table in EXEMPT} | COLUMNS.keys() <= tables and all(EXEMPT.values())
     for table, columns in COLUMNS.items():
@@ -106,7 +108,7 @@ def test_what_needs_no_event_has_a_reason_and_is_there() -> None:
         assert {*columns.split()} <= {field.column for field in model._meta.fields}
 
 
-def test_texts_of_an_event_are_cut_to_what_a_row_takes() -> None:
+def test_texts_of_an_event_are_cut_to_their_column_lengths() -> None:
     with conductor.writing():
         subject, text = (None, "s" * 300), "r" * 5000
         conductor.record_event(
@@ -117,8 +119,8 @@ def test_texts_of_an_event_are_cut_to_what_a_row_takes() -> None:
     assert [len(text) for text in texts] == [255, 255, 255, 4096]
 
 
-def test_what_is_forgotten_in_time_is_told() -> None:
-    host = a_host()
+def test_deleting_old_commands_is_recorded_as_an_event() -> None:
+    host = get_or_create_host()
     with conductor.writing():
         placing.place_commands([placing.CommandOrder("rescan", host=host.id, actor="olga")])
         Command.objects.update(ended_at="2020-01-01T00:00Z", state="succeeded")

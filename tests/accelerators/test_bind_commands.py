@@ -29,18 +29,18 @@ from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_results
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
 PROVIDER, IMAGE = str(uuid4()), str(uuid4())
-ADDER = {"id": IMAGE, "size": 3, "sha256": "a" * 64, "properties": {"accel:function_id": "adder"}}
+ADDER_IMAGE = {"id": IMAGE, "size": 3, "sha256": "a" * 64, "properties": {"accel:function_id": "adder"}}
 
 
 @pytest.fixture
 def handle(db: None) -> AttachHandle:
     """The first of three handles of a ready card, made on the host when it is bound."""
-    apply(a_host(), answer(card(1, handles=3)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=3)))
     with conductor.writing():
         Device.objects.update(state="ready")
         Deployable.objects.update(rp_uuid=PROVIDER)
@@ -55,37 +55,37 @@ def handle(db: None) -> AttachHandle:
     return AttachHandle.objects.order_by("id")[0]
 
 
-def pci() -> None:
+def make_handles_pci() -> None:
     """The same card with handles that are libvirt's business."""
     with conductor.writing():
         AttachHandle.objects.update(attach_type="PCI")
 
 
-def bound(profile: str = "plain", instance: str = "") -> list[AcceleratorRequest]:
+def create_and_bind(profile: str = "plain", instance: str = "") -> list[AcceleratorRequest]:
     """A bind that was answered 202."""
     uuids, instance = binding.create_requests(profile, NOVA), instance or str(uuid4())
     binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
     return list(AcceleratorRequest.objects.filter(uuid__in=uuids).order_by("id"))
 
 
-def one_open(op: str) -> Command:
+def get_open_command(op: str) -> Command:
     return Command.objects.get(COMMAND_IS_OPEN, op=op)
 
 
-def ends(command: Command, outcome: str = "succeeded", text: str = "") -> None:
+def answer_command(command: Command, outcome: str = "succeeded", text: str = "") -> None:
     placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
     command_results.end_answered_commands()
 
 
-def state(request: AcceleratorRequest) -> tuple[str, str]:
+def get_state_and_fault(request: AcceleratorRequest) -> tuple[str, str]:
     request.refresh_from_db()
     return request.state, request.fault
 
 
-def test_a_handle_is_made_on_its_host_and_given_back_there(handle: AttachHandle) -> None:
-    (request,) = bound()
-    assert state(request) == ("BindStarted", "")
-    attach = one_open("attach")
+def test_bind_orders_an_attach_and_unbind_orders_the_matching_detach(handle: AttachHandle) -> None:
+    (request,) = create_and_bind()
+    assert get_state_and_fault(request) == ("BindStarted", "")
+    attach = get_open_command("attach")
     assert attach.arguments == {
         "driver": "test_driver",
         "key": "pci:0000:01:00.0",
@@ -96,118 +96,120 @@ def test_a_handle_is_made_on_its_host_and_given_back_there(handle: AttachHandle)
     }
     assert (attach.request, attach.exclusive, attach.actor) == (request.uuid, False, "nova")
     assert attach.end_by < request.deadline, "its end tells the request why"
-    ends(attach)
-    assert state(request) == ("Bound", "")
+    answer_command(attach)
+    assert get_state_and_fault(request) == ("Bound", "")
     event = Event.objects.filter(subject=request.uuid).order_by("-id").first()
     assert (event.action, event.source, event.actor) == ("request.bound", "agent", "commands")
     before, after = event.changes.get("instance_uuid", (None, None))
     assert before == after, "the instance is the one that it was being bound for"
     binding.unbind_requests([str(request.uuid)], NOVA)
-    detach = one_open("detach")
+    detach = get_open_command("detach")
     assert detach.arguments == attach.arguments
     assert Device.objects.get().busy_with is None
-    ends(detach, "failed", "the mdev is busy")
+    answer_command(detach, "failed", "the mdev is busy")
     device = Device.objects.get()
     assert (device.state, device.state_reason) == ("ready", "a handle could not be detached: the mdev is busy")
     assert Event.objects.filter(action="device.not_detached", subject=device.uuid).count() == 1
 
 
 @pytest.mark.parametrize(("profile", "seconds"), [("plain", 60), ("adder", 240)])
-def test_a_bind_that_programs_has_longer_to_end(handle: AttachHandle, profile: str, seconds: int) -> None:
-    (request,) = bound(profile)
+def test_a_bind_that_programs_has_a_longer_deadline(handle: AttachHandle, profile: str, seconds: int) -> None:
+    (request,) = create_and_bind(profile)
     assert request.deadline
     assert seconds - 50 < (request.deadline - datetime.now(UTC)).total_seconds() <= seconds
 
 
 @pytest.mark.parametrize(("outcome", "given_back"), [("failed", 1), ("unknown", 1), ("refused", 0)])
-def test_what_could_not_be_made_is_a_failed_bind_with_the_drivers_reason(
+def test_a_failed_attach_fails_the_bind_with_the_drivers_reason(
     handle: AttachHandle, outcome: str, given_back: int
 ) -> None:
-    (request,) = bound()
-    ends(one_open("attach"), outcome, "no more mdevs of this type")
-    assert state(request) == ("BindFailed", "no more mdevs of this type")
+    (request,) = create_and_bind()
+    answer_command(get_open_command("attach"), outcome, "no more mdevs of this type")
+    assert get_state_and_fault(request) == ("BindFailed", "no more mdevs of this type")
     assert request.attach_handle is None
     assert Command.objects.filter(op="detach").count() == given_back
 
 
-def test_silence_is_a_failed_bind_and_what_was_made_all_the_same_is_given_back_once(handle: AttachHandle) -> None:
-    (request,) = bound()
-    attach = one_open("attach")
+def test_an_expired_attach_fails_the_bind_and_a_late_success_is_detached_once(handle: AttachHandle) -> None:
+    (request,) = create_and_bind()
+    attach = get_open_command("attach")
     past = datetime.now(UTC) - timedelta(seconds=1)
     with conductor.writing():
         Command.objects.update(start_by=past, end_by=past)
     command_results.end_late_commands()
-    assert state(request) == ("BindFailed", "the agent of cmp1 did not accept it in time")
+    assert get_state_and_fault(request) == ("BindFailed", "the agent of cmp1 did not accept it in time")
     assert not Command.objects.filter(op="detach").exists(), "as far as is known nothing was made"
     for _ in range(2):
-        ends(attach)
-    assert one_open("detach").arguments["consumer"] == attach.arguments["consumer"]
+        answer_command(attach)
+    assert get_open_command("detach").arguments["consumer"] == attach.arguments["consumer"]
 
 
-def test_a_bind_whose_deadline_passed_gives_back_what_its_host_may_have_made(handle: AttachHandle) -> None:
-    (request,) = bound()
+def test_a_bind_past_its_deadline_fails_and_orders_a_detach(handle: AttachHandle) -> None:
+    (request,) = create_and_bind()
     with conductor.writing():
         AcceleratorRequest.objects.update(deadline=datetime.now(UTC) - timedelta(seconds=1))
     binding.fail_overdue_binds()
-    assert state(request) == ("BindFailed", "nothing was heard from host cmp1 before the deadline")
-    assert one_open("detach").request == request.uuid, "the host may have made it and never answer"
-    ends(one_open("attach"))
-    assert state(request)[0] == "BindFailed"
+    assert get_state_and_fault(request) == ("BindFailed", "nothing was heard from host cmp1 before the deadline")
+    assert get_open_command("detach").request == request.uuid, "the host may have made it and never answer"
+    answer_command(get_open_command("attach"))
+    assert get_state_and_fault(request)[0] == "BindFailed"
     assert Command.objects.filter(op="detach").count() == 1
 
 
-def test_a_request_that_is_bound_again_does_not_take_an_old_answer_for_its_own(handle: AttachHandle) -> None:
+def test_a_request_bound_again_ignores_the_answer_to_its_former_attach(handle: AttachHandle) -> None:
     instance = str(uuid4())
-    (request,) = bound(instance=instance)
-    first = one_open("attach")
+    (request,) = create_and_bind(instance=instance)
+    first = get_open_command("attach")
     binding.unbind_requests([str(request.uuid)], NOVA)
     binding.bind_requests([BindSpec(str(request.uuid), "cmp1", PROVIDER, instance)], NOVA)
-    ends(first)
-    assert state(request)[0] == "BindStarted"
-    ends(one_open("attach"))
-    assert state(request)[0] == "Bound"
+    answer_command(first)
+    assert get_state_and_fault(request)[0] == "BindStarted"
+    answer_command(get_open_command("attach"))
+    assert get_state_and_fault(request)[0] == "Bound"
     assert Command.objects.filter(op="detach").count() == 1
 
 
-def test_a_device_is_programmed_for_all_that_are_bound_together(handle: AttachHandle) -> None:
-    first, second = bound("pair")
+def test_a_device_is_programmed_once_for_all_requests_that_are_bound_together(handle: AttachHandle) -> None:
+    first, second = create_and_bind("pair")
     attach = Command.objects.get()
     assert (attach.state, attach.exclusive, attach.arguments["wanted"]) == ("preparing", True, {"function_id": "adder"})
     assert Device.objects.get().busy_with == attach.uuid
     with pytest.raises(RefusedError, match="its device is busy with a command") as refused:
-        bound("plain")
+        create_and_bind("plain")
     assert refused.value.reason == RefusalReason.NONE_FREE
-    placing.mark_image_ready(attach.id, ADDER)
-    ends(attach)
-    assert (state(first)[0], state(second)[0]) == ("Bound", "BindStarted"), "its handle is to be made yet"
+    placing.mark_image_ready(attach.id, ADDER_IMAGE)
+    answer_command(attach)
+    assert (get_state_and_fault(first)[0], get_state_and_fault(second)[0]) == ("Bound", "BindStarted"), (
+        "its handle is to be made yet"
+    )
     part = Deployable.objects.get()
     assert str(part.bitstream_id) == IMAGE
     trait = Attribute.objects.get(origin="conductor")
     assert "CUSTOM_FPGA_FUNCTION_ID" in trait.value and "ADDER" in trait.value
     assert Intent.objects.filter(kind="provider").exists()
     assert Device.objects.get().busy_with is None
-    follower = one_open("attach")
+    follower = get_open_command("attach")
     assert (follower.request, follower.exclusive, "image" in follower.arguments) == (second.uuid, False, False)
-    ends(follower)
-    assert state(second) == ("Bound", "")
+    answer_command(follower)
+    assert get_state_and_fault(second) == ("Bound", "")
 
 
-def test_functions_of_one_card_share_the_fate_of_the_one_command(handle: AttachHandle) -> None:
-    pci()
-    first, second = bound("pair")
+def test_requests_for_pci_functions_of_one_card_share_the_outcome_of_one_program_command(handle: AttachHandle) -> None:
+    make_handles_pci()
+    first, second = create_and_bind("pair")
     ends_with = "the image is for another card"
-    placing.mark_image_ready(Command.objects.get().id, ADDER)
-    ends(Command.objects.get(), "failed", ends_with)
-    assert state(first) == state(second) == ("BindFailed", ends_with)
+    placing.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
+    answer_command(Command.objects.get(), "failed", ends_with)
+    assert get_state_and_fault(first) == get_state_and_fault(second) == ("BindFailed", ends_with)
     assert Command.objects.count() == 1, "nothing is made of a PCI function"
-    first, second = bound("pair")
-    placing.mark_image_ready(one_open("attach").id, ADDER)
-    ends(one_open("attach"))
-    assert state(first) == state(second) == ("Bound", "")
+    first, second = create_and_bind("pair")
+    placing.mark_image_ready(get_open_command("attach").id, ADDER_IMAGE)
+    answer_command(get_open_command("attach"))
+    assert get_state_and_fault(first) == get_state_and_fault(second) == ("Bound", "")
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_bind_whose_handles_others_keep_locked_ends_and_can_be_tried_again(
+def test_a_bind_whose_handles_are_locked_by_others_is_refused_and_can_be_retried(
     handle: AttachHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binding, "RETRY_TIMEOUT_S", 0.05)
@@ -224,16 +226,16 @@ def test_a_bind_whose_handles_others_keep_locked_ends_and_can_be_tried_again(
     thread.start()
     assert locked.wait(10)
     with pytest.raises(RefusedError, match="Others are taking the same accelerators") as refused:
-        bound()
+        create_and_bind()
     over.set()
     thread.join(10)
     request = AcceleratorRequest.objects.get()
     assert (refused.value.reason, request.state) == (RefusalReason.AWAY, "Initial")
     binding.bind_requests([BindSpec(str(request.uuid), "cmp1", PROVIDER, str(uuid4()))], NOVA)
-    assert state(request)[0] == "BindStarted"
+    assert get_state_and_fault(request)[0] == "BindStarted"
 
 
-def test_a_device_is_not_programmed_with_two_images_for_one_bind(handle: AttachHandle) -> None:
+def test_a_bind_that_needs_two_images_on_one_device_is_refused(handle: AttachHandle) -> None:
     uuids, instance = [*binding.create_requests("adder", NOVA), *binding.create_requests("bits", NOVA)], str(uuid4())
     with pytest.raises(RefusedError, match="cannot be programmed with two images at once") as refused:
         binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
@@ -242,35 +244,35 @@ def test_a_device_is_not_programmed_with_two_images_for_one_bind(handle: AttachH
     assert not Command.objects.exists()
 
 
-def test_what_holds_the_bitstream_already_is_bound_at_once_beside_others(handle: AttachHandle) -> None:
-    pci()
-    (request,) = bound("bits")
-    placing.mark_image_ready(Command.objects.get().id, ADDER)
-    ends(Command.objects.get())
-    assert state(request)[0] == "Bound"
-    (beside,) = bound("bits")
-    assert state(beside)[0] == "Bound"
+def test_a_device_with_the_wanted_bitstream_is_bound_at_once_even_if_it_is_held(handle: AttachHandle) -> None:
+    make_handles_pci()
+    (request,) = create_and_bind("bits")
+    placing.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
+    answer_command(Command.objects.get())
+    assert get_state_and_fault(request)[0] == "Bound"
+    (beside,) = create_and_bind("bits")
+    assert get_state_and_fault(beside)[0] == "Bound"
     with pytest.raises(
         RefusedError, match=f"held by request ({request.uuid}|{beside.uuid}): it cannot be programmed for an"
     ):
-        bound("adder")
+        create_and_bind("adder")
 
 
-def test_an_image_that_cannot_be_had_is_the_fault_of_the_bind(handle: AttachHandle) -> None:
-    (request,) = bound("adder")
+def test_an_unavailable_image_fails_the_bind_with_its_reason(handle: AttachHandle) -> None:
+    (request,) = create_and_bind("adder")
     placing.mark_image_failed(Command.objects.get().id, "no image with accel:function_id=adder")
     command_results.end_answered_commands()
-    assert state(request) == ("BindFailed", "no image with accel:function_id=adder")
+    assert get_state_and_fault(request) == ("BindFailed", "no image with accel:function_id=adder")
     assert Command.objects.get().state == "refused"
     assert Device.objects.get().busy_with is None
 
 
-def test_nothing_is_programmed_for_who_waits_no_more(handle: AttachHandle) -> None:
-    pci()
-    (request,) = bound("adder")
+def test_nothing_is_programmed_for_a_deleted_request(handle: AttachHandle) -> None:
+    make_handles_pci()
+    (request,) = create_and_bind("adder")
     binding.delete_requests([str(request.uuid)], NOVA)
     command = Command.objects.get()
-    assert not placing.mark_image_ready(command.id, ADDER)
+    assert not placing.mark_image_ready(command.id, ADDER_IMAGE)
     command_results.end_answered_commands()
     command.refresh_from_db()
     assert (command.state, command.text) == ("refused", "its request does not need it any more")

@@ -44,7 +44,7 @@ from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_results
 from tests.support.long import few_or_many, scaled
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 NOVA = Caller("nova", "u", frozenset({"member"}), "p1", service=True)
 IMAGE = str(uuid4())
@@ -60,8 +60,8 @@ ENDS_OF_A_WAIT = frozenset({_R.BOUND, _R.BIND_FAILED})
 """What BindStarted becomes without an unbind."""
 
 
-BUSY = frozenset({"BindStarted", "Bound"})
-STORED = """
+STATES_WITH_A_HANDLE = frozenset({"BindStarted", "Bound"})
+READ_STORED_SQL = """
 SELECT json_build_object(
   'requests', (SELECT coalesce(json_agg(json_build_array(r.uuid, r.state, h.uuid, d.id, r.deadline IS NOT NULL,
       r.instance_uuid, r.fault <> '')), '[]')
@@ -81,7 +81,7 @@ SELECT json_build_object(
 """All that the rules and invariants look at, in one statement: most of a step's time is the product's."""
 
 
-class Request(NamedTuple):
+class StoredRequest(NamedTuple):
     uuid: str
     state: str
     handle: str | None
@@ -91,7 +91,7 @@ class Request(NamedTuple):
     has_fault: bool
 
 
-class Card(NamedTuple):
+class StoredDevice(NamedTuple):
     id: int
     uuid: str
     state: str
@@ -99,7 +99,7 @@ class Card(NamedTuple):
     bitstream: str | None
 
 
-class Order(NamedTuple):
+class StoredCommand(NamedTuple):
     """A command."""
 
     id: int
@@ -115,28 +115,30 @@ class Order(NamedTuple):
     succeeded: bool
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredState(msgspec.Struct, frozen=True):
     """What is stored after a step."""
 
-    requests: list[Request]
+    requests: list[StoredRequest]
     handles: list[tuple[str, int]]
     """Uuid and device."""
-    devices: list[Card]
-    commands: list[Order]
+    devices: list[StoredDevice]
+    commands: list[StoredCommand]
 
 
-def read_stored() -> Stored:
+def read_stored() -> StoredState:
     """Read everything anew."""
     with connection.cursor() as cursor:
-        cursor.execute(STORED)
-        return msgspec.json.decode(cursor.fetchone()[0], type=Stored)
+        cursor.execute(READ_STORED_SQL)
+        return msgspec.json.decode(cursor.fetchone()[0], type=StoredState)
 
 
 def make_cards() -> list[str]:
     """Store two ready cards of two handles each, one PCI and one whose handles are made on the host; return their
     providers."""
     providers = [str(uuid4()), str(uuid4())]
-    apply(a_host("cmp1"), answer(card(1, 2, acts="reset"), card(2, 2, acts="reset")))
+    apply_report(
+        get_or_create_host("cmp1"), make_driver_report(make_card(1, 2, acts="reset"), make_card(2, 2, acts="reset"))
+    )
     with conductor.writing():
         Device.objects.update(state="ready")
         for part, provider in zip(Deployable.objects.order_by("id"), providers, strict=True):
@@ -147,45 +149,45 @@ def make_cards() -> list[str]:
     return providers
 
 
-class Requests(RuleBasedStateMachine):
-    """Requests and commands of the two cards; `states` is a model of the requests beside what is stored."""
+class RequestsMachine(RuleBasedStateMachine):
+    """Requests and commands of the two cards; `expected_states` is a model of the requests beside what is stored."""
 
     providers: list[str]
     """Set by the test, which makes the cards once; each example is rolled back."""
     made = Bundle("made")
 
     @initialize()
-    def begin(self) -> None:
+    def start_example(self) -> None:
         self.before = transaction.savepoint()
-        self.states: dict[str, RequestState] = {}
+        self.expected_states: dict[str, RequestState] = {}
         self.profiles: dict[str, str] = {}
-        self.now = read_stored()
+        self.stored = read_stored()
 
     @rule(target=made, profile=st.sampled_from(sorted(PROFILES)))
     def create(self, profile: str) -> str:
         (uuid,) = binding.create_requests(profile, NOVA)
-        self.states[uuid], self.profiles[uuid] = _R.INITIAL, profile
+        self.expected_states[uuid], self.profiles[uuid] = _R.INITIAL, profile
         return uuid
 
-    @precondition(lambda self: self.closed_cards())
+    @precondition(lambda self: self.list_closed_cards())
     @rule(target=made, profile=st.sampled_from(sorted(PROFILES)), which=st.integers(0, 1))
     def bind_to_a_card_that_is_not_ready_or_busy(self, profile: str, which: int) -> str:
         """Only the card refuses this bind: the request is new, and the card has free handles."""
-        uuid, closed = self.create(profile), self.closed_cards()
-        self.bind_together([uuid], closed[which % len(closed)])
+        uuid, closed = self.create(profile), self.list_closed_cards()
+        self.bind_and_check([uuid], closed[which % len(closed)])
         return uuid
 
     @rule(uuids=st.lists(made, min_size=1, max_size=3, unique=True), card=st.integers(0, 1))
     def bind(self, uuids: list[str], card: int) -> None:
-        self.bind_together(uuids, card)
+        self.bind_and_check(uuids, card)
 
-    def bind_together(self, uuids: list[str], card: int) -> None:
+    def bind_and_check(self, uuids: list[str], card: int) -> None:
         """Bind these requests in one call, and check that it is refused exactly when it has to be."""
-        instance, device = str(uuid4()), self.now.devices[card]
-        images = {image for uuid in uuids if (image := self.image(uuid)) and image != device.bitstream}
-        held = any(one.device == device.id and one.state in BUSY for one in self.now.requests)
-        possible = self.free(device) >= len(uuids) and len(images) < 2 and not (images and held)
-        legal = BINDABLE.issuperset(self.states[uuid] for uuid in uuids)
+        instance, device = str(uuid4()), self.stored.devices[card]
+        images = {image for uuid in uuids if (image := self.get_wanted_image(uuid)) and image != device.bitstream}
+        held = any(one.device == device.id and one.state in STATES_WITH_A_HANDLE for one in self.stored.requests)
+        possible = self.count_offered_handles(device) >= len(uuids) and len(images) < 2 and not (images and held)
+        legal = BINDABLE.issuperset(self.expected_states[uuid] for uuid in uuids)
         try:
             binding.bind_requests([BindSpec(uuid, "cmp1", self.providers[card], instance) for uuid in uuids], NOVA)
         except RefusedError as refused:
@@ -194,24 +196,24 @@ class Requests(RuleBasedStateMachine):
                 return
             assert refused.reason == RefusalReason.NONE_FREE
             assert not possible
-            self.states |= dict.fromkeys(uuids, _R.BIND_FAILED)
+            self.expected_states |= dict.fromkeys(uuids, _R.BIND_FAILED)
             return
         assert legal and possible
-        self.states |= dict.fromkeys(uuids, _R.BIND_STARTED if images or card == 1 else _R.BOUND)
+        self.expected_states |= dict.fromkeys(uuids, _R.BIND_STARTED if images or card == 1 else _R.BOUND)
 
     @rule(uuids=st.lists(made, min_size=1, max_size=3, unique=True))
     def unbind(self, uuids: list[str]) -> None:
         binding.unbind_requests(uuids, NOVA)
-        self.states |= dict.fromkeys(uuids, _R.UNBOUND)
+        self.expected_states |= dict.fromkeys(uuids, _R.UNBOUND)
 
     @rule(uuid=consumes(made))
     def delete(self, uuid: str) -> None:
         binding.delete_requests([uuid], NOVA)
-        del self.states[uuid]
+        del self.expected_states[uuid]
 
     @rule(card=st.integers(0, 1), offer=st.booleans())
     def offer(self, card: int, offer: bool) -> None:
-        device = self.now.devices[card]
+        device = self.stored.devices[card]
         try:
             (lifecycle.enable_device if offer else lifecycle.disable_device)(UUID(device.uuid), NOVA)
         except RefusedError as refused:
@@ -219,8 +221,8 @@ class Requests(RuleBasedStateMachine):
 
     @rule(card=st.integers(0, 1))
     def reset(self, card: int) -> None:
-        device = self.now.devices[card]
-        held = any(one.handle and one.device == device.id for one in self.now.requests)
+        device = self.stored.devices[card]
+        held = any(one.handle and one.device == device.id for one in self.stored.requests)
         try:
             placing.order_device_command("reset", UUID(device.uuid), NOVA)
         except RefusedError as refused:
@@ -229,7 +231,7 @@ class Requests(RuleBasedStateMachine):
         else:
             assert not held and not device.busy_with
 
-    @precondition(lambda self: any(one.is_open for one in self.now.commands))
+    @precondition(lambda self: any(one.is_open for one in self.stored.commands))
     @rule(which=st.integers(0, 5), outcome=st.sampled_from(["succeeded", "succeeded", "failed", "refused", "unknown"]))
     def an_agent_answers(self, which: int, outcome: str) -> None:
         waiting = list(Command.objects.filter(COMMAND_IS_OPEN).order_by("id"))
@@ -241,28 +243,28 @@ class Requests(RuleBasedStateMachine):
                 placing.mark_image_ready(command.id, {"id": IMAGE, "size": 1, "sha256": "a" * 64})
         else:
             assert not placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
-        self.follow(command_results.end_answered_commands)
+        self.settle_and_follow(command_results.end_answered_commands)
 
-    @precondition(lambda self: any(one.is_open for one in self.now.commands))
+    @precondition(lambda self: any(one.is_open for one in self.stored.commands))
     @rule()
     def commands_run_out_of_time(self) -> None:
         with conductor.writing():
             past = datetime.now(UTC) - timedelta(seconds=1)
             Command.objects.filter(COMMAND_IS_OPEN).update(start_by=past, end_by=past)
-        self.follow(lambda: command_results.end_late_commands() | command_results.end_answered_commands())
+        self.settle_and_follow(lambda: command_results.end_late_commands() | command_results.end_answered_commands())
         left = [one for one in read_stored().commands if one.is_open]
         assert not [one for one in left if one.op == "attach" and one.exclusive]
 
-    def follow(self, work: Callable[[], bool]) -> None:
+    def settle_and_follow(self, work: Callable[[], bool]) -> None:
         """Whatever ends, ends what waited for it, by a legal step."""
         while work():
             pass
         after = {one.uuid: _R(one.state) for one in read_stored().requests}
-        for uuid in [uuid for uuid, state in self.states.items() if state == _R.BIND_STARTED]:
-            self.states[uuid] = after[uuid]
+        for uuid in [uuid for uuid, state in self.expected_states.items() if state == _R.BIND_STARTED]:
+            self.expected_states[uuid] = after[uuid]
             assert after[uuid] in {_R.BIND_STARTED} | ENDS_OF_A_WAIT
 
-    @precondition(lambda self: _R.BIND_STARTED in self.states.values())
+    @precondition(lambda self: _R.BIND_STARTED in self.expected_states.values())
     @rule()
     def deadlines_pass(self) -> None:
         with conductor.writing():
@@ -270,61 +272,63 @@ class Requests(RuleBasedStateMachine):
                 deadline=datetime.now(UTC) - timedelta(seconds=1)
             )
         assert binding.fail_overdue_binds() is False
-        started = [uuid for uuid, state in self.states.items() if state == _R.BIND_STARTED]
-        self.states |= dict.fromkeys(started, _R.BIND_FAILED)
+        started = [uuid for uuid, state in self.expected_states.items() if state == _R.BIND_STARTED]
+        self.expected_states |= dict.fromkeys(started, _R.BIND_FAILED)
 
-    def image(self, uuid: str) -> str:
+    def get_wanted_image(self, uuid: str) -> str:
         group = PROFILES[self.profiles[uuid]]
         return group.get("accel:function_id") or group.get("accel:bitstream_id", "")
 
-    def free(self, device: Card) -> int:
+    def count_offered_handles(self, device: StoredDevice) -> int:
         if device.state != "ready" or device.busy_with:
             return 0
-        return self.unheld_handles(device)
+        return self.count_unheld_handles(device)
 
-    def unheld_handles(self, device: Card) -> int:
-        taken = {one.handle for one in self.now.requests}
-        return len([uuid for uuid, of in self.now.handles if of == device.id and uuid not in taken])
+    def count_unheld_handles(self, device: StoredDevice) -> int:
+        taken = {one.handle for one in self.stored.requests}
+        return len([uuid for uuid, of in self.stored.handles if of == device.id and uuid not in taken])
 
-    def closed_cards(self) -> list[int]:
+    def list_closed_cards(self) -> list[int]:
         """The cards that offer nothing although they have handles that no request holds."""
-        cards = enumerate(self.now.devices)
-        return [place for place, card in cards if not self.free(card) and self.unheld_handles(card)]
+        cards = enumerate(self.stored.devices)
+        return [
+            place for place, card in cards if not self.count_offered_handles(card) and self.count_unheld_handles(card)
+        ]
 
     @invariant()
-    def everything_stored_is_legal(self) -> None:
-        self.now = read_stored()
-        self.what_is_stored_is_what_should_be()
-        self.S1_what_has_a_device_for_itself_shares_it_with_nobody()
-        self.L2_what_waits_waits_for_a_command()
-        self.what_was_made_on_a_host_and_is_not_held_is_ordered_back()
+    def check_invariants(self) -> None:
+        self.stored = read_stored()
+        self.check_stored_states_and_holders()
+        self.S1_check_exclusive_commands_share_no_device()
+        self.L2_check_each_waiting_request_has_an_open_command()
+        self.check_unheld_attachments_are_detached()
 
-    def what_is_stored_is_what_should_be(self) -> None:
-        assert {one.uuid: one.state for one in self.now.requests} == self.states
-        for one in self.now.requests:
-            holds = one.state in BUSY
+    def check_stored_states_and_holders(self) -> None:
+        assert {one.uuid: one.state for one in self.stored.requests} == self.expected_states
+        for one in self.stored.requests:
+            holds = one.state in STATES_WITH_A_HANDLE
             assert (one.handle is not None) is holds
             assert one.has_deadline is (one.state == "BindStarted")
             assert (one.instance is not None) is (holds or one.state == "BindFailed")
             assert one.has_fault is (one.state == "BindFailed")
-        held = [one.handle for one in self.now.requests if one.handle]
+        held = [one.handle for one in self.stored.requests if one.handle]
         assert len(held) == len(set(held)), "S2: one handle, one request"
 
-    def S1_what_has_a_device_for_itself_shares_it_with_nobody(self) -> None:
-        for device in self.now.devices:
-            alone = [one for one in self.now.commands if one.is_open and one.exclusive and one.device == device.id]
+    def S1_check_exclusive_commands_share_no_device(self) -> None:
+        for device in self.stored.devices:
+            alone = [one for one in self.stored.commands if one.is_open and one.exclusive and one.device == device.id]
             assert [one.uuid for one in alone] == ([device.busy_with] if device.busy_with else [])
-            holders = [one for one in self.now.requests if one.handle and one.device == device.id]
+            holders = [one for one in self.stored.requests if one.handle and one.device == device.id]
             for command in alone:
                 assert {one.instance for one in holders} <= ({command.consumer} if command.consumer else set())
                 assert not [one for one in holders if one.state == "Bound"]
 
-    def L2_what_waits_waits_for_a_command(self) -> None:
-        for one in self.now.requests:
+    def L2_check_each_waiting_request_has_an_open_command(self) -> None:
+        for one in self.stored.requests:
             if one.state == "BindStarted":
                 assert [
                     command
-                    for command in self.now.commands
+                    for command in self.stored.commands
                     if command.is_open
                     and (
                         (command.op == "attach" and command.request == one.uuid)
@@ -332,12 +336,12 @@ class Requests(RuleBasedStateMachine):
                     )
                 ]
 
-    def what_was_made_on_a_host_and_is_not_held_is_ordered_back(self) -> None:
-        held = {one.uuid for one in self.now.requests if one.state in BUSY}
-        for one in self.now.commands:
+    def check_unheld_attachments_are_detached(self) -> None:
+        held = {one.uuid for one in self.stored.requests if one.state in STATES_WITH_A_HANDLE}
+        for one in self.stored.commands:
             made = one.op == "attach" and one.succeeded and not one.is_open and one.handle_type in TYPES_CREATED_ON_HOST
             if made and one.request not in held:
-                later = [(other.op, other.request) for other in self.now.commands if other.id > one.id]
+                later = [(other.op, other.request) for other in self.stored.commands if other.id > one.id]
                 assert ("detach", one.request) in later
 
     def teardown(self) -> None:
@@ -345,19 +349,19 @@ class Requests(RuleBasedStateMachine):
             transaction.savepoint_rollback(self.before)
 
 
-STEPS = scaled(22, 50)
+STEPS_PER_EXAMPLE = scaled(22, 50)
 """A step costs some 6 ms of CPU, most of it the product's."""
 
 
 @few_or_many(8, scaled(20, 1000))
 @pytest.mark.django_db
-def test_no_order_of_calls_leads_to_an_illegal_state(examples: int) -> None:
-    Requests.providers = make_cards()
+def test_no_sequence_of_calls_stores_an_illegal_state(examples: int) -> None:
+    RequestsMachine.providers = make_cards()
     profiles.clear_profile_cache()
     checked = settings(
         max_examples=examples,
-        stateful_step_count=STEPS,
+        stateful_step_count=STEPS_PER_EXAMPLE,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(Requests, settings=checked)
+    run_state_machine_as_test(RequestsMachine, settings=checked)

@@ -23,7 +23,7 @@ from tests.support.webserver import until
 pytestmark = pytest.mark.django_db(transaction=True)
 
 ADMIN = Caller("root", "", frozenset({"admin"}), "p1")
-EDIT = """
+EDIT_IN_OTHER_PROCESS = """
 import sys, django
 django.setup()
 from django.db import connection
@@ -56,25 +56,25 @@ def _listener_has_cleared_the_caches() -> None:
     until(is_reached)
 
 
-def groups(name: str = "p") -> list[dict[str, str]]:
+def get_profile_groups(name: str = "p") -> list[dict[str, str]]:
     found = profiles.get_profile_by_name(name)
     assert found is not None
     return list(found.groups)
 
 
-def test_a_hit_costs_no_statement_and_what_is_not_there_is_not_remembered(django_assert_num_queries: Any) -> None:
+def test_a_cache_hit_costs_no_statement_and_absence_is_not_cached(django_assert_num_queries: Any) -> None:
     assert profiles.get_profile_by_name("p") is None
     uuid = profiles.create_profile("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     with django_assert_num_queries(2):
-        groups()
+        get_profile_groups()
     with django_assert_num_queries(0):
-        assert groups() == [{"resources:FPGA": "1"}]
+        assert get_profile_groups() == [{"resources:FPGA": "1"}]
     profiles.delete_profile(uuid, ADMIN)
     assert profiles.get_profile_by_name("p") is None, "the process that deleted it forgets it at once"
 
 
 @pytest.mark.system
-def test_another_processs_change_is_seen_at_once(
+def test_a_change_by_another_process_empties_the_cache_by_notification(
     django_assert_num_queries: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -83,17 +83,17 @@ def test_another_processs_change_is_seen_at_once(
     profiles.create_profile("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     heard: list[str | None] = []
     pubsub.subscribe("profiles", heard.append)
-    assert groups() == [{"resources:FPGA": "1"}]
+    assert get_profile_groups() == [{"resources:FPGA": "1"}]
     with conductor.writing():
         DeviceProfile.objects.update(groups=[{"resources:FPGA": "7"}])  # without a notification
     with django_assert_num_queries(0):
-        assert groups() == [{"resources:FPGA": "1"}], "nothing but a notification empties the cache"
+        assert get_profile_groups() == [{"resources:FPGA": "1"}], "nothing but a notification empties the cache"
     assert heard == []
     name = str(connection.settings_dict["NAME"])
-    subprocess.run([sys.executable, "-c", EDIT, name], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", EDIT_IN_OTHER_PROCESS, name], check=True, timeout=60)
     until(lambda: heard, 10)
     assert heard == [""], "one notification, and no reconnection that empties the cache as well"
-    until(lambda: groups() == [{"resources:FPGA": "2"}], 10)
+    until(lambda: get_profile_groups() == [{"resources:FPGA": "2"}], 10)
 
 
 def test_a_cache_that_hears_nothing_sees_a_change_when_its_entry_expires() -> None:
@@ -120,7 +120,7 @@ def test_a_cache_that_hears_nothing_sees_a_change_when_its_entry_expires() -> No
     assert loads == ["p", "p"]
 
 
-def test_identical_misses_share_one_load() -> None:
+def test_concurrent_misses_of_one_key_share_one_load() -> None:
     asked, go = [], threading.Event()
 
     def load(key: str) -> str:
@@ -130,14 +130,14 @@ def test_identical_misses_share_one_load() -> None:
 
     cache = GenerationCache("profiles", load)
     with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(_and_close, cache.get, "k") for _ in range(8)]
+        answers = [pool.submit(_call_and_close_connection, cache.get, "k") for _ in range(8)]
         until(lambda: asked)
         go.set()
         assert [answer.result(10) for answer in answers] == ["K"] * 8
     assert asked == ["k"]
 
 
-def test_an_answer_older_than_a_drop_is_not_kept() -> None:
+def test_a_value_loaded_before_a_drop_is_not_cached() -> None:
     started, go = threading.Event(), threading.Event()
     values = iter(["old", "new"])
 
@@ -150,7 +150,7 @@ def test_an_answer_older_than_a_drop_is_not_kept() -> None:
 
     cache = GenerationCache("profiles", load)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(_and_close, cache.get, "k")
+        first = pool.submit(_call_and_close_connection, cache.get, "k")
         assert started.wait(10)
         cache.drop_all()
         go.set()
@@ -158,7 +158,7 @@ def test_an_answer_older_than_a_drop_is_not_kept() -> None:
     assert cache.get("k") == "new"
 
 
-def test_a_failing_load_fails_everyone_who_asked_and_is_tried_again() -> None:
+def test_a_failed_load_raises_and_is_tried_again_at_the_next_get() -> None:
     values = iter([ValueError("no"), "yes"])
 
     def load(_: str) -> str:
@@ -173,7 +173,7 @@ def test_a_failing_load_fails_everyone_who_asked_and_is_tried_again() -> None:
     assert cache.get("k") == "yes"
 
 
-def test_it_is_bounded(django_assert_num_queries: Any) -> None:
+def test_a_full_cache_drops_its_oldest_entry(django_assert_num_queries: Any) -> None:
     cache = GenerationCache("profiles", str.upper, size=2)
     for key in ("a", "b", "c"):
         cache.get(key)
@@ -183,7 +183,7 @@ def test_it_is_bounded(django_assert_num_queries: Any) -> None:
         cache.get("a")
 
 
-def test_a_listener_that_lost_its_connection_distrusts_what_it_remembers() -> None:
+def test_a_reconnected_listener_tells_subscribers_to_drop_all_entries() -> None:
     heard: list[str | None] = []
     pubsub.subscribe("devices", heard.append)
     pubsub.start_listener()
@@ -203,14 +203,14 @@ def test_a_listener_that_lost_its_connection_distrusts_what_it_remembers() -> No
     until(lambda: heard[-1] == "x")
 
 
-def test_generations_count_every_committed_write() -> None:
+def test_a_committed_write_increases_the_generation_of_its_topic_only() -> None:
     before = generations.current_generation("profiles"), generations.current_generation("requests")
     profiles.create_profile("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     assert generations.current_generation("profiles") > before[0]
     assert generations.current_generation("requests") == before[1]
 
 
-def _and_close(function: Any, *arguments: object) -> object:
+def _call_and_close_connection(function: Any, *arguments: object) -> object:
     try:
         return function(*arguments)
     finally:

@@ -20,7 +20,7 @@ from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_results
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = [pytest.mark.system, pytest.mark.django_db(transaction=True)]
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
@@ -29,7 +29,7 @@ ROUNDS = 100
 PROVIDER = str(uuid4())
 
 
-class Pair:
+class ThreadPair:
     """Two threads that begin at the same moment."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Pair:
             return refused
         return None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Give the threads' connections back."""
         for future in [self._threads.submit(self._close) for _ in range(2)]:
             future.result(30)
@@ -59,16 +59,16 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+def pair() -> Iterator[ThreadPair]:
+    made = ThreadPair()
     yield made
-    made.end()
+    made.close()
 
 
 @pytest.fixture
 def device() -> Device:
     """A ready card with two handles."""
-    apply(a_host(), answer(card(1, handles=2, acts="partition program reset")))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=2, acts="partition program reset")))
     with conductor.writing():
         Device.objects.update(state="ready")
         Deployable.objects.update(rp_uuid=PROVIDER)
@@ -77,13 +77,13 @@ def device() -> Device:
     return Device.objects.get()
 
 
-def requested(profile: str) -> Callable[[], None]:
+def prepare_bind(profile: str) -> Callable[[], None]:
     """A bind of a new request."""
     (uuid,) = binding.create_requests(profile, NOVA)
     return lambda: binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, str(uuid4()))], NOVA)
 
 
-def finish() -> None:
+def free_everything() -> None:
     """All is free again."""
     requests = AcceleratorRequest.objects.exclude(state__in=["Initial", "Unbound"])
     binding.delete_requests([str(uuid) for uuid in requests.values_list("uuid", flat=True)], NOVA)
@@ -95,48 +95,55 @@ def finish() -> None:
     assert not Command.objects.filter(COMMAND_IS_OPEN).exists()
 
 
-ORDERS: dict[str, Callable[[Device], object]] = {
+ORDER_BY_OP: dict[str, Callable[[Device], object]] = {
     "partition": lambda device: placing.order_device_command("partition", device.uuid, OLGA, layout={"parts": "4"}),
     "program": lambda device: placing.order_device_command("program", device.uuid, OLGA, image=uuid4()),
 }
 
 
 @pytest.mark.parametrize("profile", ["plain", "f"])
-@pytest.mark.parametrize("op", sorted(ORDERS))
-def test_S1_a_bind_and_an_order_never_both_have_the_device(device: Device, pair: Pair, op: str, profile: str) -> None:
+@pytest.mark.parametrize("op", sorted(ORDER_BY_OP))
+def test_S1_of_a_racing_bind_and_command_exactly_one_gets_the_device(
+    device: Device, pair: ThreadPair, op: str, profile: str
+) -> None:
     won = [0, 0]
     for _ in range(ROUNDS):
-        bound, ordered = pair.race(requested(profile), lambda: ORDERS[op](device))
+        bound, ordered = pair.race(prepare_bind(profile), lambda: ORDER_BY_OP[op](device))
         holds = AcceleratorRequest.objects.filter(attach_handle__isnull=False).count()
         alone = Command.objects.filter(COMMAND_IS_OPEN, op=op).count()
         assert (holds, alone) in ((1, 0), (0, 1))
         assert bound is None or bound.reason in (RefusalReason.NONE_FREE, RefusalReason.AWAY), bound
         assert ordered is None or ordered.reason in (RefusalReason.HELD, RefusalReason.CONFLICT), ordered
         won[alone] += 1
-        finish()
+        free_everything()
     assert sum(won) == ROUNDS
 
 
 @pytest.mark.parametrize(("one", "other"), [("f", "f"), ("f", "g"), ("f", "plain")])
-def test_S1_of_two_binds_one_has_the_device_it_programs(device: Device, pair: Pair, one: str, other: str) -> None:
+def test_S1_of_two_racing_binds_that_program_exactly_one_gets_the_device(
+    device: Device, pair: ThreadPair, one: str, other: str
+) -> None:
     for _ in range(ROUNDS):
-        ends = pair.race(requested(one), requested(other))
+        ends = pair.race(prepare_bind(one), prepare_bind(other))
         alone = Command.objects.filter(COMMAND_IS_OPEN, exclusive=True).count()
         holders = AcceleratorRequest.objects.filter(attach_handle__isnull=False).count()
         assert (holders, alone) in ((1, 1), (1, 0)), ends
         assert alone == 1 or other == "plain"
         assert [end.reason for end in ends if end] == [RefusalReason.NONE_FREE]
-        finish()
+        free_everything()
 
 
-def test_no_bind_and_no_merge_wait_for_each_other_in_a_circle(device: Device, pair: Pair) -> None:
+def test_a_concurrent_bind_and_merge_do_not_deadlock(device: Device, pair: ThreadPair) -> None:
     """A bind whose handles are made on the host inserts a row that refers to what a merge has locked."""
     with conductor.writing():
         AttachHandle.objects.update(attach_type="MDEV")
-    reported = card(1, handles=2, acts="partition program reset")
+    reported = make_card(1, handles=2, acts="partition program reset")
     parts = tuple(type(p)(p.name, p.num_accelerators, p.attributes, p.handles, "other") for p in reported.deployables)
     for seq in range(2, 2 + ROUNDS):
-        changed = card(1, handles=2, acts="partition", status=("ok", "degraded")[seq % 2], deployables=parts)
-        ends = pair.race(requested("plain"), lambda n=seq, seen=changed: apply(device.host, answer(seen), seq=n))
+        changed = make_card(1, handles=2, acts="partition", status=("ok", "degraded")[seq % 2], deployables=parts)
+        ends = pair.race(
+            prepare_bind("plain"),
+            lambda n=seq, seen=changed: apply_report(device.host, make_driver_report(seen), seq=n),
+        )
         assert ends == [None, None]
-        finish()
+        free_everything()

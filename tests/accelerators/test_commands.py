@@ -21,16 +21,16 @@ from accelerators.domain.states import CommandState, EventSource
 from accelerators.models import Command, Deployable, Device, Event, Host
 from accelerators.runtime import pubsub
 from accelerators.workflows import command_results, sweep
-from tests.accelerators.test_admission import rule
-from tests.support.reports import a_host, answer, apply, card
+from tests.accelerators.test_admission import create_rule
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 ACTS = "attach detach health install partition program reset uninstall"
-STEPS = "four functions are made\nthey are bound to vfio-pci"
+INSTALL_STEPS = "four functions are made\nthey are bound to vfio-pci"
 
 
-def said(command: Command, outcome: str = "succeeded", text: str = "", **values: object) -> bool:
+def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "", **values: object) -> bool:
     """The agent of its host answers, and what can be settled is."""
     settled = placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text, **values)])  # type: ignore[arg-type]
     while command_results.end_answered_commands():
@@ -39,7 +39,7 @@ def said(command: Command, outcome: str = "succeeded", text: str = "", **values:
     return bool(settled)
 
 
-def late(**changes: object) -> None:
+def expire_open_commands(**changes: object) -> None:
     """The time of what is open is over."""
     past = datetime.now(UTC) - timedelta(seconds=1)
     with conductor.writing():
@@ -50,18 +50,18 @@ def late(**changes: object) -> None:
 @pytest.fixture
 def device(db: None) -> Device:
     """A card that has to be installed, in maintenance."""
-    apply(a_host(), answer(card(1, handles=2, to_install=STEPS, acts=ACTS)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=2, to_install=INSTALL_STEPS, acts=ACTS)))
     with conductor.writing():
         Device.objects.update(state="maintenance")
     return Device.objects.get()
 
 
-def state(device: Device) -> tuple[str, str, str]:
+def get_device_state(device: Device) -> tuple[str, str, str]:
     device.refresh_from_db()
     return device.state, device.state_reason, device.state_by
 
 
-def test_what_has_to_be_installed_is_ready_when_its_agent_has_done_it(device: Device) -> None:
+def test_enabling_a_device_orders_its_installation_and_success_makes_it_ready(device: Device) -> None:
     assert lifecycle.apply_action_to_device(Action.ENABLE, device.uuid, OLGA, "burnt in").state == "installing"
     command = Command.objects.get()
     assert (command.op, command.state, command.exclusive, command.actor) == ("install", "queued", True, "olga")
@@ -74,9 +74,9 @@ def test_what_has_to_be_installed_is_ready_when_its_agent_has_done_it(device: De
     command.refresh_from_db()
     assert (command.state, command.percent, command.progress) == ("started", 50, "they are bound")
     assert command.taken_at and command.started_at
-    said(command)
+    answer_and_settle(command)
     assert (command.state, command.percent, command.ended_at is None) == ("succeeded", 100, False)
-    assert state(device) == ("ready", "burnt in", "olga")
+    assert get_device_state(device) == ("ready", "burnt in", "olga")
     assert device.busy_with is None
     assert Deployable.objects.get().rp_uuid
     ordered, ended = Event.objects.filter(subject=command.uuid).order_by("id")
@@ -89,64 +89,69 @@ def test_what_has_to_be_installed_is_ready_when_its_agent_has_done_it(device: De
 
 
 @pytest.mark.parametrize("outcome", ["failed", "refused", "unknown"])
-def test_a_device_that_could_not_be_installed_says_why_in_its_drivers_words(device: Device, outcome: str) -> None:
+def test_a_device_whose_installation_failed_has_the_drivers_reason(device: Device, outcome: str) -> None:
     lifecycle.enable_device(device.uuid, OLGA)
-    said(Command.objects.get(), outcome, "pci_driver: asked for 4, got 2")
-    assert state(device) == ("failed", "pci_driver: asked for 4, got 2", "cmp1")
+    answer_and_settle(Command.objects.get(), outcome, "pci_driver: asked for 4, got 2")
+    assert get_device_state(device) == ("failed", "pci_driver: asked for 4, got 2", "cmp1")
     lifecycle.enable_device(device.uuid, OLGA)
-    assert state(device)[0] == "installing"
+    assert get_device_state(device)[0] == "installing"
 
 
-def test_what_a_person_decides_while_it_installs_stays(device: Device) -> None:
+def test_a_device_disabled_during_its_installation_stays_in_maintenance(device: Device) -> None:
     lifecycle.enable_device(device.uuid, OLGA)
     lifecycle.disable_device(device.uuid, OLGA, "not yet")
     with pytest.raises(RefusedError, match="is busy with install") as refused:
         lifecycle.enable_device(device.uuid, OLGA)
     assert refused.value.reason == RefusalReason.CONFLICT
-    said(Command.objects.get())
-    assert state(device) == ("maintenance", "not yet", "olga")
+    answer_and_settle(Command.objects.get())
+    assert get_device_state(device) == ("maintenance", "not yet", "olga")
 
 
-def test_an_installation_of_a_device_that_went_missing_counts_when_it_is_back(device: Device) -> None:
+def test_a_missing_device_returns_to_the_outcome_of_its_installation(device: Device) -> None:
     lifecycle.enable_device(device.uuid, OLGA)
-    apply(device.host, answer(), seq=2)
-    said(Command.objects.get(), "failed", "it is gone")
+    apply_report(device.host, make_driver_report(), seq=2)
+    answer_and_settle(Command.objects.get(), "failed", "it is gone")
     device.refresh_from_db()
     assert (device.state, device.returns_to, device.busy_with) == ("missing", "failed", None)
 
 
-def test_installed_is_what_a_rule_admits(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule("all")
+def test_a_rule_that_admits_a_device_orders_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    create_rule("all")
     for n in range(2):
-        apply(a_host(f"cmp{n}"), answer(card(1, to_install=STEPS), card(2)))
+        apply_report(
+            get_or_create_host(f"cmp{n}"), make_driver_report(make_card(1, to_install=INSTALL_STEPS), make_card(2))
+        )
     assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["installing", "ready"] * 2
     first = Command.objects.order_by("id")[0]
     assert (first.actor, first.reason, first.device.state_by) == ("all", "admitted by rule all", "rule all")
     assert Event.objects.filter(action="command.ordered", source="rule").count() == 2
-    said(first)
-    assert state(first.device)[0] == "ready"
+    answer_and_settle(first)
+    assert get_device_state(first.device)[0] == "ready"
 
 
-def test_a_merge_orders_all_installations_in_one_statement(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule("all")
+def test_a_merge_inserts_all_installations_with_one_statement(monkeypatch: pytest.MonkeyPatch) -> None:
+    create_rule("all")
     sent: list[str] = []
     execute = psycopg.Cursor.execute
     monkeypatch.setattr(
         psycopg.Cursor, "execute", lambda self, query, *a, **k: sent.append(str(query)) or execute(self, query, *a, **k)
     )
     for n, cards in ((0, 1), (1, 20)):
-        apply(a_host(f"cmp{n}"), answer(*(card(bus, to_install=STEPS) for bus in range(cards))))
+        apply_report(
+            get_or_create_host(f"cmp{n}"),
+            make_driver_report(*(make_card(bus, to_install=INSTALL_STEPS) for bus in range(cards))),
+        )
     assert Command.objects.count() == 21
     assert sum("INSERT INTO accelerators_command" in query for query in sent) == 2
 
 
-def test_what_is_held_is_not_installed_anew(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installing_a_held_device_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safety, "find_requests_of_device", lambda device: safety.HolderCheckResult(("request x",)))
     with pytest.raises(RefusedError, match="held by request x: it cannot be installed"):
         lifecycle.enable_device(device.uuid, OLGA)
 
 
-def test_after_the_commit_gateways_hear_for_which_host_there_is_a_command(
+def test_gateways_are_notified_of_the_commands_host_only_after_commit(
     device: Device, monkeypatch: pytest.MonkeyPatch, django_capture_on_commit_callbacks: Any
 ) -> None:
     heard: list[str | None] = []
@@ -157,39 +162,39 @@ def test_after_the_commit_gateways_hear_for_which_host_there_is_a_command(
     assert heard == [str(device.host_id)]
 
 
-def test_a_command_ends_when_its_report_is_applied_and_not_before(device: Device) -> None:
+def test_an_answered_command_ends_only_when_its_report_has_been_applied(device: Device) -> None:
     command = placing.order_device_command("health", device.uuid, OLGA)
-    assert said(command, epoch=1, seq=7, hash="h" * 40, detail={"status": "ok"}) is False
+    assert answer_and_settle(command, epoch=1, seq=7, hash="h" * 40, detail={"status": "ok"}) is False
     assert (command.outcome, command.state, command.ended_at) == ("succeeded", "queued", None)
-    apply(device.host, answer(card(1)), seq=6)
+    apply_report(device.host, make_driver_report(make_card(1)), seq=6)
     command_results.end_answered_commands()
     assert Command.objects.get().ended_at is None
-    apply(device.host, answer(card(1)), seq=8)
+    apply_report(device.host, make_driver_report(make_card(1)), seq=8)
     command_results.end_answered_commands()
     command.refresh_from_db()
     assert (command.state, command.detail) == ("succeeded", {"status": "ok"})
-    assert said(command, "failed"), "said again: there is nothing left to do"
+    assert answer_and_settle(command, "failed"), "said again: there is nothing left to do"
     assert command.state == "succeeded"
 
 
-def test_a_report_that_changed_nothing_settles_by_its_hash(device: Device) -> None:
+def test_a_command_is_settled_at_once_if_its_report_has_the_applied_hash(device: Device) -> None:
     command = placing.order_device_command("health", device.uuid, OLGA)
     device.host.refresh_from_db()
-    said(command, epoch=5, seq=7, hash=device.host.applied_hash)
+    answer_and_settle(command, epoch=5, seq=7, hash=device.host.applied_hash)
     assert command.state == "succeeded"
 
 
-def test_a_command_whose_report_never_comes_ends_with_its_time(device: Device) -> None:
+def test_an_answered_command_whose_report_never_arrives_ends_when_its_time_is_over(device: Device) -> None:
     command = placing.order_device_command("health", device.uuid, OLGA)
-    said(command, epoch=5, seq=7, hash="h" * 40)
-    late()
+    answer_and_settle(command, epoch=5, seq=7, hash="h" * 40)
+    expire_open_commands()
     command_results.end_answered_commands()
     command.refresh_from_db()
     assert command.state == "succeeded"
 
 
-def test_X1_an_agent_speaks_only_of_its_own_hosts_commands(device: Device) -> None:
-    stranger = a_host("cmp2").id
+def test_X1_an_agent_cannot_answer_commands_of_another_host(device: Device) -> None:
+    stranger = get_or_create_host("cmp2").id
     command = placing.order_device_command("health", device.uuid, OLGA)
     placing.mark_commands_taken([(stranger, command.id)])
     placing.store_progress([CommandProgress(stranger, command.id, 99, "mine")])
@@ -202,62 +207,64 @@ def test_X1_an_agent_speaks_only_of_its_own_hosts_commands(device: Device) -> No
     assert placing.select_open_commands([(device.host_id, command.id)]) == {(device.host_id, command.id)}
 
 
-def test_not_begun_in_time_is_expired_and_not_answered_in_time_is_unknown(device: Device) -> None:
+def test_a_command_not_started_in_time_expires_and_one_not_answered_in_time_is_unknown(device: Device) -> None:
     lifecycle.enable_device(device.uuid, OLGA)
-    late()
+    expire_open_commands()
     command = Command.objects.get()
     assert (command.state, command.text) == ("expired", "the agent of cmp1 did not accept it in time")
-    assert state(device)[:2] == ("failed", command.text)
+    assert get_device_state(device)[:2] == ("failed", command.text)
     assert device.busy_with is None
     lifecycle.enable_device(device.uuid, OLGA)
     command = Command.objects.get(ended_at=None)
     placing.mark_commands_taken([(command.host_id, command.id)])
     placing.store_progress([CommandProgress(command.host_id, command.id, 10, "functions are made")])
-    late(end_by=datetime.now(UTC) + timedelta(hours=1))
+    expire_open_commands(end_by=datetime.now(UTC) + timedelta(hours=1))
     command.refresh_from_db()
     assert command.state == "started", "begun in time"
-    late()
+    expire_open_commands()
     command.refresh_from_db()
     assert command.state == "unknown"
     assert command.text == "the agent of cmp1 has not answered in time; its last progress message: functions are made"
-    assert state(device)[:2] == ("failed", command.text)
-    assert said(command, "succeeded", "4 functions")
+    assert get_device_state(device)[:2] == ("failed", command.text)
+    assert answer_and_settle(command, "succeeded", "4 functions")
     assert (command.state, "; its agent answered later: succeeded, 4 functions" in command.text) == ("unknown", True)
     assert Event.objects.filter(action="command.answered", subject=command.uuid).count() == 1
 
 
 @pytest.mark.parametrize(("before", "after"), [("maintenance", "inactive"), ("failed", "inactive")])
-def test_what_is_uninstalled_is_inactive(device: Device, before: str, after: str) -> None:
+def test_an_uninstalled_device_becomes_inactive(device: Device, before: str, after: str) -> None:
     with conductor.writing():
         Device.objects.update(state=before)
     command = placing.order_device_command("uninstall", device.uuid, OLGA, reason="to be sold")
     with pytest.raises(RefusedError, match="is busy with uninstall"):
         lifecycle.enable_device(device.uuid, OLGA)
-    said(command)
-    assert state(device) == (after, "to be sold", "olga")
+    answer_and_settle(command)
+    assert get_device_state(device) == (after, "to be sold", "olga")
 
 
-def test_quarantine_outlives_an_uninstallation(device: Device) -> None:
+def test_a_quarantined_device_stays_quarantined_after_uninstall(device: Device) -> None:
     lifecycle.apply_action_to_device(Action.QUARANTINE, device.uuid, OLGA, "smoke")
-    said(placing.order_device_command("uninstall", device.uuid, OLGA))
-    assert state(device) == ("quarantined", "smoke", "olga")
+    answer_and_settle(placing.order_device_command("uninstall", device.uuid, OLGA))
+    assert get_device_state(device) == ("quarantined", "smoke", "olga")
 
 
 IMAGE = uuid4()
 
 
 @pytest.mark.parametrize(("op", "more"), [("partition", {"layout": {"vfs": "4"}}), ("program", {"image": IMAGE})])
-def test_what_was_interrupted_is_not_offered(device: Device, op: str, more: dict[str, Any]) -> None:
+def test_a_device_whose_partition_or_program_has_an_unknown_outcome_is_failed(
+    device: Device, op: str, more: dict[str, Any]
+) -> None:
     with conductor.writing():
         Device.objects.update(state="ready")
     command = placing.order_device_command(op, device.uuid, OLGA, **more)
     if op == "program":
         placing.mark_image_ready(command.id, {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "properties": {}})
-    said(command, "unknown", "interrupted; outcome unknown")
-    assert state(device)[:2] == ("failed", f"{op}: interrupted; outcome unknown")
+    answer_and_settle(command, "unknown", "interrupted; outcome unknown")
+    assert get_device_state(device)[:2] == ("failed", f"{op}: interrupted; outcome unknown")
 
 
-Ask = Callable[[Device], object]
+AskForCommand = Callable[[Device], object]
 
 
 @pytest.mark.parametrize(
@@ -310,14 +317,16 @@ Ask = Callable[[Device], object]
         (lambda d: placing.order_host_command("logs", uuid4(), OLGA), RefusalReason.UNKNOWN, "Host not found"),
     ],
 )
-def test_asks_that_are_refused(device: Device, ask: Ask, reason: RefusalReason, text: str) -> None:
+def test_invalid_commands_are_refused_with_reason_and_text(
+    device: Device, ask: AskForCommand, reason: RefusalReason, text: str
+) -> None:
     with pytest.raises(RefusedError, match=text) as refused:
         ask(device)
     assert refused.value.reason == reason
     assert Command.objects.count() == 0
 
 
-def test_what_a_devices_state_or_driver_or_another_command_does_not_allow(device: Device) -> None:
+def test_commands_that_state_driver_or_a_running_command_forbid_are_refused(device: Device) -> None:
     with conductor.writing():
         Device.objects.update(state="ready", acts="health reset uninstall")
     with pytest.raises(RefusedError, match="is ready: uninstall is possible when it is failed, inactive"):
@@ -330,7 +339,7 @@ def test_what_a_devices_state_or_driver_or_another_command_does_not_allow(device
     assert placing.order_device_command("health", device.uuid, OLGA).state == "queued"
 
 
-def test_S1_nothing_destructive_is_ordered_while_a_witness_does_not_call_it_free(
+def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unknown(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for testimony, reason in (
@@ -355,15 +364,15 @@ def test_an_image_is_fetched_before_its_host_hears_of_the_command(device: Device
     assert (command.state, command.arguments["wanted"]) == ("preparing", {"bitstream_id": str(IMAGE)})
     assert command.arguments["deployable"] == "node_0000:01:00.0"
     placing.store_progress([CommandProgress(command.host_id, command.id, 50)])
-    assert said(command), "its host has never heard of it"
+    assert answer_and_settle(command), "its host has never heard of it"
     image = {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "name": "adder"}
     assert placing.mark_image_ready(command.id, image)
     assert not placing.mark_image_ready(command.id, image)
     command.refresh_from_db()
     assert (command.state, command.arguments["image"]) == ("queued", image)
-    said(command)
+    answer_and_settle(command)
     assert Deployable.objects.get().bitstream_id == IMAGE
-    said(again := placing.order_device_command("program", device.uuid, OLGA, image=IMAGE))
+    answer_and_settle(again := placing.order_device_command("program", device.uuid, OLGA, image=IMAGE))
     placing.mark_image_failed(again.id, "Glance has no such image")
     command_results.end_answered_commands()
     again.refresh_from_db()
@@ -371,13 +380,13 @@ def test_an_image_is_fetched_before_its_host_hears_of_the_command(device: Device
     assert Deployable.objects.get().bitstream_id == IMAGE, "nothing was touched"
     third = placing.order_device_command("program", device.uuid, OLGA, image=IMAGE)
     placing.mark_image_ready(third.id, image)
-    said(third, "failed", "the image is not for it")
+    answer_and_settle(third, "failed", "the image is not for it")
     assert Deployable.objects.get().bitstream_id is None, "who knows what it holds now"
 
 
-def test_commands_that_ended_long_ago_are_forgotten_and_open_ones_are_not(device: Device) -> None:
+def test_commands_that_ended_long_ago_are_deleted_and_open_ones_stay(device: Device) -> None:
     for _ in range(2):
-        said(placing.order_device_command("health", device.uuid, OLGA))
+        answer_and_settle(placing.order_device_command("health", device.uuid, OLGA))
     placing.order_device_command("health", device.uuid, OLGA)
     with conductor.writing():
         Command.objects.filter(id=Command.objects.order_by("id")[0].id).update(
@@ -387,24 +396,24 @@ def test_commands_that_ended_long_ago_are_forgotten_and_open_ones_are_not(device
     assert sorted(Command.objects.values_list("state", flat=True)) == [CommandState.QUEUED, CommandState.SUCCEEDED]
 
 
-def test_commands_of_a_device_that_is_gone_keep_its_name(device: Device) -> None:
+def test_commands_of_a_removed_device_keep_its_name(device: Device) -> None:
     open_one = placing.order_device_command("health", device.uuid, OLGA)
-    apply(device.host, answer(), seq=2)
+    apply_report(device.host, make_driver_report(), seq=2)
     later = datetime.now(UTC) + timedelta(days=2)
     sweep.remove_missing_devices(later)
     assert Device.objects.count() == 1, "a command is under way"
-    said(open_one, "refused", "no such device")
+    answer_and_settle(open_one, "refused", "no such device")
     sweep.remove_missing_devices(later)
     assert Device.objects.count() == 0
     command = Command.objects.get()
     assert (command.device, command.device_name) == (None, "1044 0000:01:00.0")
 
 
-def test_a_hosts_agent_looks_again_or_shows_its_log(db: None) -> None:
-    host = a_host()
+def test_rescan_and_logs_can_be_ordered_for_a_host(db: None) -> None:
+    host = get_or_create_host()
     rescan = placing.order_host_command("rescan", host.uuid, OLGA, driver="pci_driver", reason="new card")
     assert (rescan.host_id, rescan.device, rescan.arguments) == (host.id, None, {"driver": "pci_driver"})
     log = placing.order_host_command("logs", host.uuid, OLGA)
-    said(log, detail={"log": "all is well"})
+    answer_and_settle(log, detail={"log": "all is well"})
     assert log.detail == {"log": "all is well"}
     assert Host.objects.get().commands.count() == 2

@@ -18,28 +18,33 @@ from accelerators.domain.diff import (
     combine_reports,
 )
 from drivers.inventory import Backend, Device, DriverReport
-from tests.support.reports import card
+from tests.support.reports import make_card
 
 cards = st.lists(st.integers(0, 9), unique=True, max_size=6).map(
-    lambda ns: tuple(card(n, handles=1 + n % 3) for n in ns)
+    lambda ns: tuple(make_card(n, handles=1 + n % 3) for n in ns)
 )
-answers = st.one_of(cards, st.just("it failed"))
-histories = st.lists(st.tuples(answers, answers), min_size=1, max_size=5)
+answers_or_failure = st.one_of(cards, st.just("it failed"))
+histories = st.lists(st.tuples(answers_or_failure, answers_or_failure), min_size=1, max_size=5)
 
 
-def report(seq: int, one: object, two: object) -> HostReport:
-    said = [
+def build_report(seq: int, first_answer: object, second_answer: object) -> HostReport:
+    driver_reports = [
         DriverReport(name, error=what) if isinstance(what, str) else DriverReport(name, devices=what)  # type: ignore[arg-type]
-        for name, what in (("one", one), ("two", () if isinstance(two, str) is False else two))
+        for name, what in (
+            ("one", first_answer),
+            ("two", () if isinstance(second_answer, str) is False else second_answer),
+        )
     ]
-    return HostReport(1, seq, "h" * 32, tuple(said))
+    return HostReport(1, seq, "h" * 32, tuple(driver_reports))
 
 
-def empty(devices: tuple[StoredDevice, ...] = (), drivers: dict[str, dict[str, object]] | None = None) -> StoredHost:
+def build_stored_host(
+    devices: tuple[StoredDevice, ...] = (), drivers: dict[str, dict[str, object]] | None = None
+) -> StoredHost:
     return StoredHost(1, "u", "cmp1", 0, 0, drivers or {}, devices)
 
 
-def run(host: StoredHost, reports: list[HostReport], now: str = "now") -> InventoryChanges:
+def compare_reports(host: StoredHost, reports: list[HostReport], now: str = "now") -> InventoryChanges:
     changes = InventoryChanges()
     folded = combine_reports(reports, (host.epoch, host.seq))
     assert folded
@@ -47,7 +52,7 @@ def run(host: StoredHost, reports: list[HostReport], now: str = "now") -> Invent
     return changes
 
 
-def stored(changes: InventoryChanges) -> tuple[StoredDevice, ...]:
+def build_stored_devices(changes: InventoryChanges) -> tuple[StoredDevice, ...]:
     """What a database would hold after applying `changes` to nothing."""
     result = []
     for row in changes.devices:
@@ -73,30 +78,40 @@ def _deployable(row: dict[str, object], changes: InventoryChanges) -> StoredDepl
 
 
 @given(cards)
-def test_applying_the_same_twice_changes_nothing(devices: tuple[Device, ...]) -> None:
-    first = run(empty(), [report(1, devices, "x")])
-    again = run(empty(stored(first), first.hosts[0]["drivers"]), [report(2, devices, "x")])
+def test_applying_the_same_report_twice_changes_nothing(devices: tuple[Device, ...]) -> None:
+    first = compare_reports(build_stored_host(), [build_report(1, devices, "x")])
+    again = compare_reports(
+        build_stored_host(build_stored_devices(first), first.hosts[0]["drivers"]), [build_report(2, devices, "x")]
+    )
     assert not (
         again.devices or again.deployables or again.attributes or again.handles or again.state_changes or again.events
     )
     assert not (again.gone_attributes or again.missing_handles or again.missing_deployables or again.provider_intents)
 
 
-@given(cards, answers)
-def test_nothing_is_lost_whatever_is_reported_next(devices: tuple[Device, ...], following: object) -> None:
-    first = run(empty(), [report(1, devices, "x")])
-    following_report = report(2, following, "x")
-    after = run(empty(stored(first), first.hosts[0]["drivers"]), [following_report])
+@given(cards, answers_or_failure)
+def test_only_devices_absent_from_a_successful_answer_become_missing(
+    devices: tuple[Device, ...], following: object
+) -> None:
+    first = compare_reports(build_stored_host(), [build_report(1, devices, "x")])
+    following_report = build_report(2, following, "x")
+    after = compare_reports(
+        build_stored_host(build_stored_devices(first), first.hosts[0]["drivers"]), [following_report]
+    )
     named = {d.key for d in following_report.drivers[0].devices}
     gone = {d.key for d in devices} - named
     missing = {row["uuid"] for row in after.state_changes if row["state"] == "missing"}
-    expected = set() if following_report.drivers[0].error else {d.uuid for d in stored(first) if d.key in gone}
+    expected = (
+        set() if following_report.drivers[0].error else {d.uuid for d in build_stored_devices(first) if d.key in gone}
+    )
     assert missing == expected
 
 
 @given(histories, st.randoms())
-def test_the_order_of_arrival_does_not_matter(history: list[tuple[object, object]], random: object) -> None:
-    reports = [report(n + 1, *entry) for n, entry in enumerate(history)]
+def test_folding_reports_gives_the_same_result_in_any_order_of_arrival(
+    history: list[tuple[object, object]], random: object
+) -> None:
+    reports = [build_report(n + 1, *entry) for n, entry in enumerate(history)]
     shuffled = list(reports)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     one, two = combine_reports(reports, (0, 0)), combine_reports(shuffled, (0, 0))
@@ -104,66 +119,84 @@ def test_the_order_of_arrival_does_not_matter(history: list[tuple[object, object
 
 
 numbers = st.one_of(st.none(), st.sets(st.integers(0, 2)))
-backed = st.dictionaries(st.sampled_from(["a", "b", "c"]), numbers)
+cards_by_backend = st.dictionaries(st.sampled_from(["a", "b", "c"]), numbers)
 """Backend → the numbers of its cards, None when it failed."""
-all_of_them = st.fixed_dictionaries(dict.fromkeys("abc", numbers))
+cards_of_all_backends = st.fixed_dictionaries(dict.fromkeys("abc", numbers))
 
 
-def backends(seq: int, said: dict[str, set[int] | None]) -> HostReport:
-    found = (numbered(name, n) for name, numbers in said.items() for n in numbers or ())
-    parts = tuple(Backend(name, "pci", error="" if found is not None else "it hung") for name, found in said.items())
+def build_backends_report(seq: int, answered: dict[str, set[int] | None]) -> HostReport:
+    found = (build_numbered_card(name, n) for name, numbers in answered.items() for n in numbers or ())
+    parts = tuple(
+        Backend(name, "pci", error="" if found is not None else "it hung") for name, found in answered.items()
+    )
     return HostReport(1, seq, "h" * 32, (DriverReport("one", devices=tuple(found), backends=parts),))
 
 
-def numbered(backend: str, n: int) -> Device:
-    return card(16 * "abc".index(backend) + n, backend=backend)
+def build_numbered_card(backend: str, bus: int) -> Device:
+    return make_card(16 * "abc".index(backend) + bus, backend=backend)
 
 
-@given(backed, st.lists(all_of_them, min_size=1, max_size=3))
-def test_only_a_backend_that_answered_loses_devices(
+@given(cards_by_backend, st.lists(cards_of_all_backends, min_size=1, max_size=3))
+def test_devices_become_missing_only_when_their_backend_answered_without_them(
     before: dict[str, set[int] | None], batch: list[dict[str, set[int] | None]]
 ) -> None:
-    first = run(empty(), [backends(1, before)])
-    known = {device.uuid: device.key for device in stored(first)}
-    after = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(n + 2, one) for n, one in enumerate(batch)])
+    first = compare_reports(build_stored_host(), [build_backends_report(1, before)])
+    known = {device.uuid: device.key for device in build_stored_devices(first)}
+    after = compare_reports(
+        build_stored_host(build_stored_devices(first), first.hosts[0]["drivers"]),
+        [build_backends_report(n + 2, one) for n, one in enumerate(batch)],
+    )
     expected = set()
     for name, numbers in before.items():
         now: set[int] | None = numbers
         for one in batch:
             now = set() if name not in one else now if one[name] is None else one[name]
-        expected |= {numbered(name, n).key for n in (numbers or set()) - (now or set())}
+        expected |= {build_numbered_card(name, n).key for n in (numbers or set()) - (now or set())}
     assert {known[row["uuid"]] for row in after.state_changes if row["state"] == "missing"} == expected
 
 
-def test_a_backend_that_is_configured_no_more_has_lost_its_devices() -> None:
-    first = run(empty(), [backends(1, {"a": {0}, "b": {0}})])
-    after = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(2, {"a": None})])
-    (gone,) = [device for device in stored(first) if device.key == numbered("b", 0).key]
+def test_devices_of_a_backend_that_is_no_longer_configured_become_missing() -> None:
+    first = compare_reports(build_stored_host(), [build_backends_report(1, {"a": {0}, "b": {0}})])
+    after = compare_reports(
+        build_stored_host(build_stored_devices(first), first.hosts[0]["drivers"]),
+        [build_backends_report(2, {"a": None})],
+    )
+    (gone,) = [device for device in build_stored_devices(first) if device.key == build_numbered_card("b", 0).key]
     assert [(row["uuid"], row["state"]) for row in after.state_changes] == [(gone.uuid, "missing")]
 
 
-@given(backed)
-def test_the_same_from_backends_twice_changes_nothing(said: dict[str, set[int] | None]) -> None:
-    first = run(empty(), [backends(1, said)])
-    again = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(2, said)], "later")
+@given(cards_by_backend)
+def test_applying_the_same_backends_twice_changes_nothing(said: dict[str, set[int] | None]) -> None:
+    first = compare_reports(build_stored_host(), [build_backends_report(1, said)])
+    again = compare_reports(
+        build_stored_host(build_stored_devices(first), first.hosts[0]["drivers"]),
+        [build_backends_report(2, said)],
+        "later",
+    )
     assert not (again.devices or again.state_changes or again.events)
     assert again.hosts[0]["drivers"] == first.hosts[0]["drivers"]
 
 
 @given(cards)
-def test_one_event_per_device(devices: tuple[Device, ...]) -> None:
-    changes = run(empty(), [report(1, devices, ())])
+def test_each_new_device_makes_exactly_one_event(devices: tuple[Device, ...]) -> None:
+    changes = compare_reports(build_stored_host(), [build_report(1, devices, ())])
     found = [event for event in changes.events if event["subject_type"] == "device"]
     assert len(found) == len({event["subject"] for event in found}) == len(devices)
 
 
-def test_what_a_failed_backend_had_is_as_it_was_and_nobody_elses() -> None:
-    first = run(empty(), [backends(1, {"a": {0}, "b": set()})])
-    carried, greedy = card(0, backend="a", model="said once more"), card(0, backend="b")
-    new = card(9, backend="b")
+def test_devices_of_a_failed_backend_stay_unchanged_and_no_other_backend_takes_them() -> None:
+    first = compare_reports(build_stored_host(), [build_backends_report(1, {"a": {0}, "b": set()})])
+    carried, greedy = make_card(0, backend="a", model="said once more"), make_card(0, backend="b")
+    new = make_card(9, backend="b")
     parts = (Backend("a", "pci", error="it hung"), Backend("b", "pci"))
     for devices in ((carried,), (greedy,)):
-        said = (DriverReport("two", devices=(greedy, new)), DriverReport("one", devices=devices, backends=parts))
-        after = run(empty(stored(first), first.hosts[0]["drivers"]), [HostReport(1, 2, "h" * 32, said)])
+        driver_reports = (
+            DriverReport("two", devices=(greedy, new)),
+            DriverReport("one", devices=devices, backends=parts),
+        )
+        after = compare_reports(
+            build_stored_host(build_stored_devices(first), first.hosts[0]["drivers"]),
+            [HostReport(1, 2, "h" * 32, driver_reports)],
+        )
         assert [row["key"] for row in after.devices] == [new.key], "what nobody else has is found"
         assert not (after.state_changes or after.missing_handles or after.missing_deployables)

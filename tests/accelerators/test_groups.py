@@ -15,14 +15,21 @@ from accelerators.domain.groups import (
     needs_programming,
 )
 
-ANY = st.one_of(
+ANY_JSON = st.one_of(
     st.text(max_size=20), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.lists(st.text())
 )
-NAMES = st.sampled_from(["resources:FPGA", "resources: CUSTOM_X ", "trait:CUSTOM_A", "accel:k", "resources1:FPGA", "x"])
+GROUP_KEYS = st.sampled_from(
+    ["resources:FPGA", "resources: CUSTOM_X ", "trait:CUSTOM_A", "accel:k", "resources1:FPGA", "x"]
+)
 
 
-@given(st.one_of(ANY, st.lists(st.dictionaries(st.one_of(NAMES, st.text(max_size=20)), ANY, max_size=4), max_size=4)))
-def test_whatever_is_accepted_is_strings_and_can_be_planned(groups: object) -> None:
+@given(
+    st.one_of(
+        ANY_JSON,
+        st.lists(st.dictionaries(st.one_of(GROUP_KEYS, st.text(max_size=20)), ANY_JSON, max_size=4), max_size=4),
+    )
+)
+def test_accepted_groups_contain_only_strings_and_can_be_planned(groups: object) -> None:
     try:
         checked = check_groups(groups)
     except GroupError as error:
@@ -36,14 +43,14 @@ def test_whatever_is_accepted_is_strings_and_can_be_planned(groups: object) -> N
 
 
 @pytest.mark.parametrize("split", [[MAX_REQUESTS], [MAX_REQUESTS - 6, 6]])
-def test_as_many_accelerators_as_allowed_and_not_one_more(split: list[int]) -> None:
+def test_a_profile_asks_for_at_most_256_accelerators(split: list[int]) -> None:
     asked = [{"resources:FPGA": str(amount)} for amount in split]
     assert len(list_requested_groups(check_groups(asked))) == MAX_REQUESTS
     with pytest.raises(GroupError, match="at most 256 accelerators"):
         check_groups([*asked, {"resources:FPGA": "1"}])
 
 
-def test_keys_and_values_have_up_to_255_characters() -> None:
+def test_group_keys_and_values_longer_than_255_characters_are_refused() -> None:
     longest = {"accel:" + "k" * 249: "v" * 255}
     assert check_groups([longest]) == [longest]
     for group in ({"accel:" + "k" * 250: "v"}, {"accel:k": "v" * 256}):
@@ -52,7 +59,7 @@ def test_keys_and_values_have_up_to_255_characters() -> None:
 
 
 @given(st.text())
-def test_names_are_words(name: str) -> None:
+def test_profile_names_consist_of_ascii_letters_digits_dashes_and_underscores(name: str) -> None:
     try:
         assert check_profile_name(name).isascii()
     except GroupError:

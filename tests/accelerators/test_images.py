@@ -22,13 +22,13 @@ from accelerators.models import Command, Device, Event, Image
 from cyborgweb.settings.keys import Keys
 from drivers.configuration import ConfigurationError
 from placement_sync.glance import GlanceClient as Client
-from tests.support.glance import Glance, glance
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.glance import FakeGlance, glance
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = [pytest.mark.django_db, pytest.mark.filterwarnings("ignore:The .service_type. parameter")]
 OPERATOR = Caller("rita", "u1", frozenset({"admin"}), "p1")
-BITS = bytes(range(256)) * 5120
-Wait = Callable[..., Command]
+IMAGE_CONTENT = bytes(range(256)) * 5120
+OrderCommand = Callable[..., Command]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def _here(settings: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glance]:
+def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGlance]:
     with glance() as known:
         session = Session(Token(known.url, "secret"))
         monkeypatch.setattr(download, "_services", [Client(lambda: session, known.url)])
@@ -46,36 +46,36 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glance]:
 
 
 @pytest.fixture
-def wait(db: None) -> Wait:
+def wait(db: None) -> OrderCommand:
     """`wait(bitstream_id=… | function_id=…)`: a command that wants that image."""
 
     def make(**wanted: str) -> Command:
         with conductor.writing():
             n = Device.objects.count() + 1
-            apply(a_host(f"cmp{n}"), answer(card(n, acts="program")))
+            apply_report(get_or_create_host(f"cmp{n}"), make_driver_report(make_card(n, acts="program")))
             device = Device.objects.latest("id")
             return placing.place_commands([CommandOrder("program", device.uuid, arguments={"wanted": wanted})])[0]
 
     return make
 
 
-def upload(content: bytes = BITS, **properties: str) -> Image:
+def upload_image(content: bytes = IMAGE_CONTENT, **properties: str) -> Image:
     return store.store_upload(
         iter([content[:9], content[9:]]), len(content), "shell", properties, OPERATOR, EventSource.API
     )
 
 
-def given(command: Command) -> tuple[str, str]:
+def get_state_and_image_or_text(command: Command) -> tuple[str, str]:
     """The state of a command, and the id of its image or what it is told."""
     command.refresh_from_db()
     return command.state, command.arguments.get("image", {}).get("id") or command.text or command.progress
 
 
-def test_an_uploaded_image_is_a_checked_file_and_an_event() -> None:
-    image = upload(**{"accel:function_id": "AFU-1"})
-    assert store.get_image_path(image.uuid).read_bytes() == BITS and store.has_complete_file(image)
+def test_an_uploaded_image_is_stored_with_its_checksum_and_upload_and_removal_make_events() -> None:
+    image = upload_image(**{"accel:function_id": "AFU-1"})
+    assert store.get_image_path(image.uuid).read_bytes() == IMAGE_CONTENT and store.has_complete_file(image)
     assert store.get_image_path(image.uuid).stat().st_mode & 0o777 == 0o600
-    assert image.sha256 == hashlib.sha256(BITS).hexdigest()
+    assert image.sha256 == hashlib.sha256(IMAGE_CONTENT).hexdigest()
     store.delete_image(image.uuid, OPERATOR, EventSource.API)
     assert not Image.objects.exists() and not [*store.get_image_directory().iterdir()]
     assert [*Event.objects.order_by("id").values_list("action", "actor")] == [
@@ -97,7 +97,7 @@ def test_an_uploaded_image_is_a_checked_file_and_an_event() -> None:
         (3, [b"abc"], "", {f"k{n}": "" for n in range(65)}, "at most 64"),
     ],
 )
-def test_uploads_that_are_refused_leave_nothing(
+def test_refused_uploads_leave_no_row_and_no_file(
     size: int, chunks: list[bytes], name: str, properties: dict[str, str], says: str
 ) -> None:
     with pytest.raises(RefusedError, match=says) as refused:
@@ -106,46 +106,48 @@ def test_uploads_that_are_refused_leave_nothing(
     assert not Image.objects.exists() and not [*store.get_image_directory().iterdir()]
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_to_a_full_disk_is_refused_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(RefusedError, match="No space left on device") as refused:
-        upload()
+        upload_image()
     assert refused.value.reason == RefusalReason.AWAY and not [*store.get_image_directory().iterdir()]
 
 
-def test_commands_are_given_uploaded_images_by_id_and_by_function(wait: Wait) -> None:
-    image = upload(**{"accel:function_id": "AFU-1"})
+def test_waiting_commands_get_uploaded_images_by_id_or_by_function(wait: OrderCommand) -> None:
+    image = upload_image(**{"accel:function_id": "AFU-1"})
     by_id, by_function = wait(bitstream_id=str(image.uuid)), wait(function_id="AFU-1")
     unknown, no_id = wait(function_id="AFU-2"), wait(bitstream_id="nope")
     download.run()
-    assert given(by_id) == given(by_function) == ("queued", str(image.uuid))
+    assert get_state_and_image_or_text(by_id) == get_state_and_image_or_text(by_function) == ("queued", str(image.uuid))
     assert by_id.arguments["image"] == store.to_image_ref(image)
     assert [unknown.answered_at, no_id.answered_at].count(None) == 2
-    assert "no image with accel:function_id=AFU-2 is uploaded" in given(unknown)[1]
-    assert "'nope' is not the id of an image" in given(no_id)[1]
-    upload(**{"accel:function_id": "AFU-1"})
+    assert "no image with accel:function_id=AFU-2 is uploaded" in get_state_and_image_or_text(unknown)[1]
+    assert "'nope' is not the id of an image" in get_state_and_image_or_text(no_id)[1]
+    upload_image(**{"accel:function_id": "AFU-1"})
     several = wait(function_id="AFU-1")
     download.run()
-    assert "several images have accel:function_id=AFU-1" in given(several)[1]
+    assert "several images have accel:function_id=AFU-1" in get_state_and_image_or_text(several)[1]
 
 
-def test_glances_image_is_fetched_once_checked_and_kept(wait: Wait, cloud: Glance) -> None:
-    uuid = cloud.add(BITS, **{"accel:function_id": "AFU-7", "accel:device": "fake", "direct_url": "swift://secret"})
+def test_an_image_of_glance_is_downloaded_once_verified_and_kept(wait: OrderCommand, cloud: FakeGlance) -> None:
+    uuid = cloud.add_image(
+        IMAGE_CONTENT, **{"accel:function_id": "AFU-7", "accel:device": "fake", "direct_url": "swift://secret"}
+    )
     by_id, by_function = wait(bitstream_id=uuid), wait(function_id="AFU-7")
     download.run()
-    assert given(by_id) == given(by_function) == ("queued", uuid)
+    assert get_state_and_image_or_text(by_id) == get_state_and_image_or_text(by_function) == ("queued", uuid)
     assert by_id.arguments["image"]["properties"] == {"accel:function_id": "AFU-7", "accel:device": "fake"}
     assert (
-        store.get_image_path(uuid).read_bytes() == BITS
-        and Image.objects.get().sha256 == hashlib.sha256(BITS).hexdigest()
+        store.get_image_path(uuid).read_bytes() == IMAGE_CONTENT
+        and Image.objects.get().sha256 == hashlib.sha256(IMAGE_CONTENT).hexdigest()
     )
     cloud.fails_with = 503
     later = wait(bitstream_id=uuid)
     download.run()
-    assert given(later) == ("queued", uuid) and cloud.calls["file from 0"] == 1
+    assert get_state_and_image_or_text(later) == ("queued", uuid) and cloud.calls["file from 0"] == 1
 
 
 @pytest.mark.parametrize(
@@ -158,20 +160,28 @@ def test_glances_image_is_fetched_once_checked_and_kept(wait: Wait, cloud: Glanc
         ({"size": None}, "Glance has no bytes of image"),
     ],
 )
-def test_images_of_glance_that_will_not_do(wait: Wait, cloud: Glance, more: dict[str, object], says: str) -> None:
-    command = wait(bitstream_id=cloud.add(BITS, **more))
+def test_unusable_images_of_glance_end_the_command_as_refused(
+    wait: OrderCommand, cloud: FakeGlance, more: dict[str, object], says: str
+) -> None:
+    command = wait(bitstream_id=cloud.add_image(IMAGE_CONTENT, **more))
     download.run()
-    assert says in given(command)[1] and command.outcome == "refused" and not [*store.get_image_directory().iterdir()]
+    assert (
+        says in get_state_and_image_or_text(command)[1]
+        and command.outcome == "refused"
+        and not [*store.get_image_directory().iterdir()]
+    )
 
 
-def test_images_that_glance_does_not_have(wait: Wait, cloud: Glance, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_glance_does_not_have_are_reported_to_the_waiting_command(
+    wait: OrderCommand, cloud: FakeGlance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(2):
-        cloud.add(BITS, **{"accel:function_id": "twice"})
+        cloud.add_image(IMAGE_CONTENT, **{"accel:function_id": "twice"})
     nowhere, twice, none = wait(bitstream_id=str(uuid4())), wait(function_id="twice"), wait(function_id="none")
     download.run()
-    assert "Glance has no image" in given(nowhere)[1]
-    assert "several images have accel:function_id=twice" in given(twice)[1]
-    assert "no image has accel:function_id=none" in given(none)[1]
+    assert "Glance has no image" in get_state_and_image_or_text(nowhere)[1]
+    assert "several images have accel:function_id=twice" in get_state_and_image_or_text(twice)[1]
+    assert "no image has accel:function_id=none" in get_state_and_image_or_text(none)[1]
 
     def no_cloud() -> None:
         raise ConfigurationError("No cloud is configured")
@@ -179,26 +189,36 @@ def test_images_that_glance_does_not_have(wait: Wait, cloud: Glance, monkeypatch
     monkeypatch.setattr(download, "_services", [Client(no_cloud)])
     lonely = wait(bitstream_id=str(uuid4()))
     download.run()
-    assert "No cloud is configured" in given(lonely)[1]
+    assert "No cloud is configured" in get_state_and_image_or_text(lonely)[1]
 
 
-def test_while_glance_is_away_commands_wait_and_say_why_and_a_transfer_goes_on(wait: Wait, cloud: Glance) -> None:
-    uuid = cloud.add(BITS)
+def test_commands_wait_while_glance_is_away_and_an_interrupted_download_is_resumed(
+    wait: OrderCommand, cloud: FakeGlance
+) -> None:
+    uuid = cloud.add_image(IMAGE_CONTENT)
     command = wait(bitstream_id=uuid)
     cloud.fails_with = 503
     download.run()
-    assert given(command)[0] == "preparing" and "waiting for the image service: " in given(command)[1]
+    assert (
+        get_state_and_image_or_text(command)[0] == "preparing"
+        and "waiting for the image service: " in get_state_and_image_or_text(command)[1]
+    )
     cloud.fails_with, cloud.cut = 0, 1024 * 1024
     download.run()
-    assert given(command)[0] == "preparing" and "fetching image" in given(command)[1]
+    assert (
+        get_state_and_image_or_text(command)[0] == "preparing"
+        and "fetching image" in get_state_and_image_or_text(command)[1]
+    )
     cloud.cut = None
     download.run()
-    assert given(command) == ("queued", uuid) and cloud.calls["file from 1048576"] == 1
-    assert store.get_image_path(uuid).read_bytes() == BITS
+    assert get_state_and_image_or_text(command) == ("queued", uuid) and cloud.calls["file from 1048576"] == 1
+    assert store.get_image_path(uuid).read_bytes() == IMAGE_CONTENT
 
 
-def test_a_slice_ends_and_the_next_goes_on(wait: Wait, cloud: Glance, monkeypatch: pytest.MonkeyPatch) -> None:
-    uuid = cloud.add(BITS)
+def test_a_download_is_done_in_slices_and_the_next_slice_continues_it(
+    wait: OrderCommand, cloud: FakeGlance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uuid = cloud.add_image(IMAGE_CONTENT)
     command = wait(bitstream_id=uuid)
     monkeypatch.setattr(download, "SLICE_S", 0.0)
     offer, service = download._services[0].image(uuid), download._services[0]
@@ -208,32 +228,32 @@ def test_a_slice_ends_and_the_next_goes_on(wait: Wait, cloud: Glance, monkeypatc
     cloud.ranges = True
     monkeypatch.setattr(download, "SLICE_S", 25.0)
     download.run()
-    assert given(command) == ("queued", uuid)
+    assert get_state_and_image_or_text(command) == ("queued", uuid)
 
 
-def test_copies_are_dropped_the_longest_unused_first_and_uploads_never(
-    wait: Wait, cloud: Glance, monkeypatch: pytest.MonkeyPatch
+def test_the_longest_unused_copies_are_dropped_first_and_uploads_never(
+    wait: OrderCommand, cloud: FakeGlance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MAX_COPIES", 2)
-    own = upload()
-    contents = [cloud.add(BITS[:n]) for n in (1, 2, 3, 4)]
-    opened = wait(bitstream_id=contents[0])
+    own = upload_image()
+    image_uuids = [cloud.add_image(IMAGE_CONTENT[:n]) for n in (1, 2, 3, 4)]
+    opened = wait(bitstream_id=image_uuids[0])
     download.run()
-    for uuid in contents[1:]:
+    for uuid in image_uuids[1:]:
         command = wait(bitstream_id=uuid)
         download.run()
         placing.refuse_undelivered_commands([command.pk], "enough")
         with conductor.writing():
             Command.objects.filter(pk=command.pk).update(ended_at=command.created_at)
-    kept = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
+    kept_uuids = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
     assert (
-        kept
-        == {str(own.uuid), contents[0], contents[3]}
+        kept_uuids
+        == {str(own.uuid), image_uuids[0], image_uuids[3]}
         == {file.name for file in store.get_image_directory().iterdir()}
     )
     with pytest.raises(RefusedError, match=f"Command {opened.uuid}"):
-        store.delete_image(UUID(contents[0]), OPERATOR, EventSource.API)
-    store.get_image_path(contents[3]).unlink()
-    again = wait(bitstream_id=contents[3])
+        store.delete_image(UUID(image_uuids[0]), OPERATOR, EventSource.API)
+    store.get_image_path(image_uuids[3]).unlink()
+    again = wait(bitstream_id=image_uuids[3])
     download.run()
-    assert given(again) == ("queued", contents[3])
+    assert get_state_and_image_or_text(again) == ("queued", image_uuids[3])

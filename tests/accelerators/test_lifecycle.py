@@ -28,13 +28,13 @@ from accelerators.domain.states import DeviceState, DrainTarget, EventSource, Il
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Intent
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.support.webserver import until
 
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
-OFFERED = {DeviceState.READY, DeviceState.INSTALLING}
-OUT = (Action.DISABLE, Action.QUARANTINE, Action.DRAIN)
+OFFERED_STATES = {DeviceState.READY, DeviceState.INSTALLING}
+TAKE_OUT_ACTIONS = (Action.DISABLE, Action.QUARANTINE, Action.DRAIN)
 
 _D = DeviceState
 DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
@@ -69,7 +69,7 @@ def test_every_action_from_every_state_is_a_legal_step_or_a_refusal(state: Devic
         try:
             after = state_after_action(action, now, then)
         except IllegalTransitionError as refused:
-            assert action not in OUT, "taking out of offer was refused"
+            assert action not in TAKE_OUT_ACTIONS, "taking out of offer was refused"
             assert str(state) in str(refused)
             assert action not in possible_actions(now)
             continue
@@ -80,7 +80,7 @@ def test_every_action_from_every_state_is_a_legal_step_or_a_refusal(state: Devic
 
 
 @given(standings, st.lists(st.tuples(st.sampled_from(Action), st.sampled_from(DrainTarget)), max_size=8))
-def test_no_order_of_actions_offers_what_drains_or_moves_what_is_missing(
+def test_no_sequence_of_actions_offers_a_draining_device_or_moves_a_missing_one(
     start: LifecycleState, asked: list[tuple[Action, DrainTarget]]
 ) -> None:
     now = start
@@ -90,7 +90,7 @@ def test_no_order_of_actions_offers_what_drains_or_moves_what_is_missing(
         except IllegalTransitionError:
             continue
         assert (after.state == DeviceState.MISSING) == (now.state == DeviceState.MISSING)
-        assert after.drain_to is None or after.effective_state not in OFFERED
+        assert after.drain_to is None or after.effective_state not in OFFERED_STATES
         assert (
             after.effective_state == now.effective_state or after.effective_state in DEVICE_MOVES[now.effective_state]
         )
@@ -105,13 +105,13 @@ def test_no_order_of_actions_offers_what_drains_or_moves_what_is_missing(
 @pytest.fixture
 def device(db: None) -> Device:
     """A ready card with two handles, whose provider is known."""
-    apply(a_host(), answer(card(1, handles=2)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=2)))
     found = Device.objects.get()
     lifecycle.enable_device(found.uuid, OLGA, "new")
     return Device.objects.get()
 
 
-def bound(device: Device) -> str:
+def create_bound_request(device: Device) -> str:
     """A request that holds one of its handles."""
     with conductor.writing():
         DeviceProfile.objects.get_or_create(name="one", defaults={"groups": [{"resources:FPGA": "1"}]})
@@ -121,12 +121,12 @@ def bound(device: Device) -> str:
     return uuid
 
 
-def now(device: Device) -> tuple[str, str | None]:
+def get_state_and_drain(device: Device) -> tuple[str, str | None]:
     device.refresh_from_db()
     return device.state, device.drain_to
 
 
-def test_a_step_says_who_when_why_and_how_long_it_was_before(device: Device) -> None:
+def test_a_state_change_stores_and_records_who_made_it_when_and_why(device: Device) -> None:
     before = device.state_since
     result = lifecycle.apply_action_to_device(
         Action.QUARANTINE, device.uuid, OLGA, "smells of smoke", source=EventSource.PERSON
@@ -143,7 +143,7 @@ def test_a_step_says_who_when_why_and_how_long_it_was_before(device: Device) -> 
     assert Intent.objects.filter(kind="provider", key=str(device.host.uuid)).exists()
 
 
-def test_what_a_device_goes_through_until_it_is_reinstated(device: Device) -> None:
+def test_a_device_can_be_disabled_quarantined_released_retired_and_reinstated(device: Device) -> None:
     path = [
         (Action.DISABLE, "maintenance"),
         (Action.QUARANTINE, "quarantined"),
@@ -154,21 +154,23 @@ def test_what_a_device_goes_through_until_it_is_reinstated(device: Device) -> No
     ]
     for action, state in path:
         assert lifecycle.apply_action_to_device(action, device.uuid, OLGA).outcome == "moved"
-        assert now(device) == (state, None)
+        assert get_state_and_drain(device) == (state, None)
         assert lifecycle.apply_action_to_device(action, device.uuid, OLGA).outcome == "unchanged"
 
 
-def test_S1_what_is_held_is_not_retired_and_it_is_said_by_whom(device: Device) -> None:
-    request = bound(device)
+def test_S1_retiring_a_held_device_is_refused_naming_the_holder(device: Device) -> None:
+    request = create_bound_request(device)
     lifecycle.disable_device(device.uuid, OLGA)
     with pytest.raises(RefusedError, match=f"request {request} of instance") as refused:
         lifecycle.apply_action_to_device(Action.RETIRE, device.uuid, OLGA)
     assert refused.value.reason == RefusalReason.HELD
-    assert now(device) == ("maintenance", None)
+    assert get_state_and_drain(device) == ("maintenance", None)
     assert AcceleratorRequest.objects.get().state == "Bound"
 
 
-def test_nothing_is_retired_while_a_witness_cannot_be_asked(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retiring_is_refused_while_a_holder_check_gets_no_answer(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(
         safety._holder_checks, "placement", lambda device: safety.HolderCheckResult(unknown="it does not answer")
     )
@@ -181,24 +183,24 @@ def test_nothing_is_retired_while_a_witness_cannot_be_asked(device: Device, monk
         == "draining: 0 requests left"
     )
     lifecycle.run_drains()
-    assert now(device) == ("maintenance", "retired")
+    assert get_state_and_drain(device) == ("maintenance", "retired")
     monkeypatch.delitem(safety._holder_checks, "placement")
     lifecycle.run_drains()
-    assert now(device) == ("retired", None)
+    assert get_state_and_drain(device) == ("retired", None)
 
 
 @pytest.mark.parametrize(("then", "end"), [(DrainTarget.MAINTENANCE, "maintenance"), (DrainTarget.RETIRED, "retired")])
-def test_a_drain_evicts_nobody_and_ends_with_the_last_request(device: Device, then: DrainTarget, end: str) -> None:
-    first, second = bound(device), bound(device)
-    said = lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, "worn out", then)
-    assert (said.state, said.text) == ("maintenance", "draining: 2 requests left")
+def test_a_drain_keeps_bound_requests_and_ends_with_the_last_one(device: Device, then: DrainTarget, end: str) -> None:
+    first, second = create_bound_request(device), create_bound_request(device)
+    drain_result = lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, "worn out", then)
+    assert (drain_result.state, drain_result.text) == ("maintenance", "draining: 2 requests left")
     assert lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, "worn out", then).outcome == "unchanged"
     binding.unbind_requests([first], NOVA)
     lifecycle.run_drains()
-    assert now(device) == ("maintenance", then)
+    assert get_state_and_drain(device) == ("maintenance", then)
     binding.delete_requests([second], NOVA)
     lifecycle.run_drains()
-    assert now(device) == (end, None)
+    assert get_state_and_drain(device) == (end, None)
     assert (device.state_by, "worn out" in device.state_reason) == ("olga", True)
     last = Event.objects.filter(subject=device.uuid).order_by("-id").first()
     assert (last.source, last.actor) == ("system", "drains")
@@ -212,24 +214,24 @@ def test_a_free_device_is_drained_at_once(device: Device) -> None:
         lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, drain_to=DrainTarget.RETIRED).state
         == "retired"
     )
-    assert now(device) == ("retired", None)
+    assert get_state_and_drain(device) == ("retired", None)
     actions = Event.objects.filter(subject=device.uuid).order_by("id").values_list("action", flat=True)
     assert list(actions) == ["device.found", "device.ready", "device.draining", "device.retired"]
 
 
-def test_enabling_ends_a_drain(device: Device) -> None:
-    request = bound(device)
+def test_enabling_a_draining_device_ends_the_drain(device: Device) -> None:
+    request = create_bound_request(device)
     lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, drain_to=DrainTarget.RETIRED)
     lifecycle.enable_device(device.uuid, OLGA, "needed after all")
     binding.delete_requests([request], NOVA)
     lifecycle.run_drains()
-    assert now(device) == ("ready", None)
+    assert get_state_and_drain(device) == ("ready", None)
     assert Event.objects.filter(action="device.ready").first().changes["drain_to"] == ["retired", None]
 
 
-def test_what_is_decided_about_a_missing_device_holds_when_it_is_back(device: Device) -> None:
-    host, request = device.host, bound(device)
-    apply(host, answer(), seq=2)
+def test_an_action_on_a_missing_device_takes_effect_when_it_returns(device: Device) -> None:
+    host, request = device.host, create_bound_request(device)
+    apply_report(host, make_driver_report(), seq=2)
     lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, "pulled", DrainTarget.RETIRED)
     device.refresh_from_db()
     assert (device.state, device.returns_to, device.drain_to) == ("missing", "maintenance", "retired")
@@ -238,15 +240,15 @@ def test_what_is_decided_about_a_missing_device_holds_when_it_is_back(device: De
     lifecycle.run_drains()
     device.refresh_from_db()
     assert (device.state, device.returns_to, device.drain_to) == ("missing", "retired", None)
-    apply(host, answer(card(1, handles=2)), seq=3)
-    assert now(device) == ("retired", None)
+    apply_report(host, make_driver_report(make_card(1, handles=2)), seq=3)
+    assert get_state_and_drain(device) == ("retired", None)
 
 
-def test_many_are_moved_in_a_constant_number_of_statements_each_for_itself(
+def test_many_devices_are_moved_in_a_constant_number_of_statements_each_with_its_result(
     db: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(4):
-        apply(a_host(f"cmp{n}"), answer(*(card(bus) for bus in range(15))))
+        apply_report(get_or_create_host(f"cmp{n}"), make_driver_report(*(make_card(bus) for bus in range(15))))
     uuids = list(Device.objects.order_by("?").values_list("uuid", flat=True))
     lifecycle.apply_action_to_device(Action.RETIRE, uuids[0], OLGA)
     nowhere = uuid4()
@@ -271,9 +273,9 @@ def test_many_are_moved_in_a_constant_number_of_statements_each_for_itself(
     assert Event.objects.filter(action="device.ready").count() == 59
 
 
-def test_more_than_a_slice_is_moved_slice_by_slice(db: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_devices_are_moved_in_slices(db: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "SLICE_SIZE", 4)
-    apply(a_host(), answer(*(card(bus) for bus in range(10))))
+    apply_report(get_or_create_host(), make_driver_report(*(make_card(bus) for bus in range(10))))
     slices = list(
         lifecycle.apply_action_in_slices(
             Action.QUARANTINE, Device.objects.values_list("uuid", flat=True), OLGA, "batch"
@@ -283,7 +285,7 @@ def test_more_than_a_slice_is_moved_slice_by_slice(db: None, monkeypatch: pytest
     assert Device.objects.filter(state="quarantined", state_reason="batch").count() == 10
 
 
-def test_a_reason_that_cannot_be_stored_is_refused(device: Device) -> None:
+def test_a_reason_that_is_too_long_or_contains_nul_is_refused(device: Device) -> None:
     for bad in ("x" * 501, "a\0b"):
         with pytest.raises(RefusedError) as refused:
             lifecycle.disable_device(device.uuid, OLGA, bad)
@@ -291,29 +293,29 @@ def test_a_reason_that_cannot_be_stored_is_refused(device: Device) -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_what_is_decided_while_a_merge_waits_is_not_undone_by_it() -> None:
-    host = a_host()
-    apply(host, answer(card(1)))
+def test_an_action_committed_while_a_merge_waits_is_not_undone_by_the_merge() -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1)))
     device = Device.objects.get()
     lifecycle.enable_device(device.uuid, OLGA)
     with ThreadPoolExecutor(1) as thread:
         with conductor.writing():
             lifecycle.apply_action_to_device(Action.QUARANTINE, device.uuid, OLGA, "smoke")
-            merge = thread.submit(_in_thread, lambda: apply(host, answer(), seq=2))
-            until(_somebody_waits)
+            merge = thread.submit(_run_and_close_connection, lambda: apply_report(host, make_driver_report(), seq=2))
+            until(_is_anyone_waiting_for_a_lock)
         assert merge.result(20) == 1
     device.refresh_from_db()
     assert (device.state, device.returns_to) == ("missing", "quarantined")
 
 
-def _in_thread(work: Callable[[], int]) -> int:
+def _run_and_close_connection(work: Callable[[], int]) -> int:
     try:
         return work()
     finally:
         connection.close()
 
 
-def _somebody_waits() -> bool:
+def _is_anyone_waiting_for_a_lock() -> bool:
     with connection.cursor() as cursor:
         cursor.execute("SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)")
         return bool(cursor.fetchone()[0])

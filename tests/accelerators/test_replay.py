@@ -45,18 +45,18 @@ from drivers.inventory import Device as Card
 from placement_sync.jobs import attachments as attaching
 from placement_sync.jobs import providers as placement_tasks
 from placement_sync.reconcile import ObservedProvider
-from tests.placement.attaching import Cloud, a_cloud, due_now
+from tests.placement.attaching import FakeCloud, configured_cloud, make_intents_due
 from tests.support.long import few_or_many
-from tests.support.replayed import stored, told
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.replayed import read_tables, told
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 IMAGE = {"id": str(uuid4()), "size": 1, "sha256": "a" * 64}
-SIZES = st.integers(0, 3)
+HANDLES_PER_CARD = st.integers(0, 3)
 """Of each of two cards: how many handles it is reported with; 0: not at all."""
 
 
-def upload(content: bytes) -> UUID:
+def upload_image(content: bytes) -> UUID:
     """Have an image kept, as somebody uploads it; return its uuid."""
     return store.store_upload([content], len(content), "an image", {}, NOVA, EventSource.API).uuid
 
@@ -64,7 +64,7 @@ def upload(content: bytes) -> UUID:
 def run_attachments() -> None:
     """Run the jobs that write providers and that attach, until they have nothing to do; who waits does not wait."""
     for _ in range(30):
-        due_now()
+        make_intents_due()
         while placement_tasks.step():
             pass
         if not attaching.step():
@@ -72,30 +72,30 @@ def run_attachments() -> None:
 
 
 @pytest.fixture
-def cloud(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+def cloud(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCloud]:
     """Placement and Nova; images lie in a directory of the test's own, and there is room for two copies of Glance's."""
     monkeypatch.setattr(store, "get_image_directory", lambda: tmp_path)
     monkeypatch.setattr(store, "MAX_COPIES", 2)
     monkeypatch.setattr(download, "_services", [])
-    with a_cloud(settings) as one:
+    with configured_cloud(settings) as one:
         yield one
 
 
-class Everything(RuleBasedStateMachine):
+class EventReplayMachine(RuleBasedStateMachine):
     """Two hosts of two cards; people, Nova and agents do what they do."""
 
-    cloud: Cloud
+    cloud: FakeCloud
     """Set by the test."""
 
     @initialize()
     def begin(self) -> None:
         self.before = transaction.savepoint()
-        self.hosts = [a_host(f"cmp-{uuid4()}") for _ in range(2)]
+        self.hosts = [get_or_create_host(f"cmp-{uuid4()}") for _ in range(2)]
         self.instances = [str(uuid4()) for _ in self.hosts]
         for host, instance in zip(self.hosts, self.instances, strict=True):
             root = str(uuid4())
             self.cloud.placement.model.providers[root] = ObservedProvider(root, host.name, "", 0)
-            self.cloud.boots(instance, host.name, root)
+            self.cloud.boot_instance(instance, host.name, root)
         names = {instance: host.name for host, instance in zip(self.hosts, self.instances, strict=True)}
         # Without Nova's HTTP, which would be most of the time; the stories below have it.
         attachments.register_instance_lookup(
@@ -112,13 +112,18 @@ class Everything(RuleBasedStateMachine):
     def report(self, host: Host, one: int, two: int, health: str) -> None:
         self.seq += 1
         cards: list[Card] = [
-            card(bus, size, status=health, acts="reset program", to_install="" if bus == 1 else "bind it")
+            make_card(bus, size, status=health, acts="reset program", to_install="" if bus == 1 else "bind it")
             for bus, size in ((1, one), (2, two))
             if size
         ]
-        apply(host, answer(*cards), seq=self.seq)
+        apply_report(host, make_driver_report(*cards), seq=self.seq)
 
-    @rule(which=st.integers(0, 1), one=SIZES, two=SIZES, health=st.sampled_from(["ok", "degraded", "failed"]))
+    @rule(
+        which=st.integers(0, 1),
+        one=HANDLES_PER_CARD,
+        two=HANDLES_PER_CARD,
+        health=st.sampled_from(["ok", "degraded", "failed"]),
+    )
     def an_agent_reports(self, which: int, one: int, two: int, health: str) -> None:
         self.report(self.hosts[which], one, two, health)
 
@@ -171,7 +176,7 @@ class Everything(RuleBasedStateMachine):
 
     @rule(content=st.sampled_from([b"one", b"two"]))
     def an_image_is_uploaded(self, content: bytes) -> None:
-        upload(content)
+        upload_image(content)
 
     @rule(again=st.booleans(), size=st.integers(1, 3))
     def an_image_is_copied_from_glance(self, again: bool, size: int) -> None:
@@ -187,7 +192,7 @@ class Everything(RuleBasedStateMachine):
     @rule(data=st.data(), uploads=st.booleans())
     def a_device_is_programmed_with_an_image(self, data: st.DataObject, uploads: bool) -> None:
         if devices := list(Device.objects.order_by("id").values_list("uuid", flat=True)):
-            image = upload(b"three") if uploads else UUID(IMAGE["id"])
+            image = upload_image(b"three") if uploads else UUID(IMAGE["id"])
             with suppress(RefusedError):  # it is held, busy or not there
                 placing.order_device_command("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
 
@@ -208,7 +213,7 @@ class Everything(RuleBasedStateMachine):
                         UUID(self.instances[which]), NOVA, **{name: data.draw(st.sampled_from(choices))}
                     )
                     if begins:
-                        due_now()
+                        make_intents_due()
                         attaching.step()
 
     @rule(data=st.data())
@@ -221,7 +226,7 @@ class Everything(RuleBasedStateMachine):
         if to_the_end:
             run_attachments()
         else:
-            due_now()
+            make_intents_due()
             attaching.step()
 
     @rule(away=st.booleans())
@@ -265,7 +270,7 @@ class Everything(RuleBasedStateMachine):
 
     @invariant()
     def events_say_how_everything_stands(self) -> None:
-        assert told() == stored()
+        assert told() == read_tables()
 
     def teardown(self) -> None:
         transaction.savepoint_rollback(self.before)
@@ -274,73 +279,73 @@ class Everything(RuleBasedStateMachine):
 
 @few_or_many(4, 12)
 @pytest.mark.django_db
-def test_X6_events_replayed_are_what_is_stored(cloud: Cloud, examples: int) -> None:
-    Everything.cloud = cloud
-    run_state_machine_as_test(Everything, settings=settings(max_examples=examples, stateful_step_count=20))
+def test_X6_replayed_events_equal_the_stored_state(cloud: FakeCloud, examples: int) -> None:
+    EventReplayMachine.cloud = cloud
+    run_state_machine_as_test(EventReplayMachine, settings=settings(max_examples=examples, stateful_step_count=20))
 
 
-def assert_events_say_it(kind: str, uuid: UUID, *states: str | None) -> None:
+def assert_replay_shows_state(kind: str, uuid: UUID, *states: str | None) -> None:
     """Events, folded, are what is stored; the last of them say these states of an attachment, None: it is not there."""
-    assert told() == stored()
-    shown = stored()[kind].get(str(uuid))
+    assert told() == read_tables()
+    shown = read_tables()[kind].get(str(uuid))
     assert (shown and shown.get("state", "here")) in states
 
 
 @pytest.mark.django_db
-def test_X6_images_are_replayed_from_upload_and_use_to_removal(cloud: Cloud) -> None:
-    apply(a_host(), answer(card(1, acts="program")))
+def test_X6_replayed_events_equal_the_stored_images_from_upload_to_removal(cloud: FakeCloud) -> None:
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, acts="program")))
     device = Device.objects.get()
     lifecycle.enable_device(device.uuid, NOVA)
-    image = upload(b"bits")
-    assert_events_say_it("image", image, "here")
+    image = upload_image(b"bits")
+    assert_replay_shows_state("image", image, "here")
     command = placing.order_device_command("program", device.uuid, NOVA, image=image)
     download.run()
     with pytest.raises(RefusedError):
         store.delete_image(image, NOVA, EventSource.API)
-    assert_events_say_it("image", image, "here")
+    assert_replay_shows_state("image", image, "here")
     placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "as wanted")])
     while command_results.end_answered_commands():
         pass
     assert Deployable.objects.get().bitstream_id == image
-    assert_events_say_it("image", image, "here")
+    assert_replay_shows_state("image", image, "here")
     store.delete_image(image, NOVA, EventSource.API)
-    assert_events_say_it("image", image, None)
+    assert_replay_shows_state("image", image, None)
     copies = [store.add_glance_copy(uuid4(), "a copy", 5, "5" * 64, {}).uuid for _ in range(3)]
-    assert_events_say_it("image", copies[0], None)
+    assert_replay_shows_state("image", copies[0], None)
     store.add_glance_copy(copies[2], "a copy that has changed", 6, "6" * 64, {})
-    assert_events_say_it("image", copies[2], "here")
+    assert_replay_shows_state("image", copies[2], "here")
 
 
 @pytest.mark.django_db
-def test_X6_attachments_are_replayed_through_each_of_their_states(cloud: Cloud) -> None:
-    apply(a_host(), answer(card(1)))
+def test_X6_replayed_events_equal_the_stored_attachments_in_each_state(cloud: FakeCloud) -> None:
+    apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     lifecycle.enable_device(Device.objects.get().uuid, NOVA)
     profiles.create_profile("one", [{"resources:FPGA": "1"}], None, None, NOVA)
     run_attachments()
     (instance,) = cloud.nova.shown
     first, second = (attachments.order_attachment(UUID(instance), NOVA, profile="one").uuid for _ in range(2))
-    assert_events_say_it("attachment", first, "asked")
+    assert_replay_shows_state("attachment", first, "asked")
     attaching.step()
-    assert_events_say_it("attachment", first, "attaching")
+    assert_replay_shows_state("attachment", first, "attaching")
     run_attachments()
-    assert_events_say_it("attachment", first, "attached")
-    assert_events_say_it("attachment", second, "failed")
+    assert_replay_shows_state("attachment", first, "attached")
+    assert_replay_shows_state("attachment", second, "failed")
     cloud.placement.away = True
     attachments.order_detachment(first, NOVA)
     run_attachments()
-    assert_events_say_it("attachment", first, "detaching")
+    assert_replay_shows_state("attachment", first, "detaching")
     cloud.placement.away = False
     run_attachments()
-    assert_events_say_it("attachment", first, "detached")
+    assert_replay_shows_state("attachment", first, "detached")
     third = attachments.order_attachment(UUID(instance), NOVA, profile="one").uuid
     attaching.step()
     attachments.order_detachment(third, NOVA)
-    assert_events_say_it("attachment", third, "undoing")
+    assert_replay_shows_state("attachment", third, "undoing")
     run_attachments()
-    assert_events_say_it("attachment", third, "failed")
+    assert_replay_shows_state("attachment", third, "failed")
 
 
-def test_what_is_folded_goes_on_from_where_it_was() -> None:
+def test_folding_events_continues_from_a_given_state() -> None:
     first = ReplayEvent(
         "device.found", "device", "d", "h", {"state": [None, "inactive"], "deployable x": [None, 2], "odd": [0, 1]}
     )

@@ -14,7 +14,7 @@ from accelerators.safety import HolderCheckResult
 from accelerators.workflows import sweep
 from accelerators.workflows.sweep import remove_missing_devices
 from tests.support import emptying
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 LATER = datetime.now(UTC) + timedelta(days=2)
@@ -23,65 +23,67 @@ LATER = datetime.now(UTC) + timedelta(days=2)
 @pytest.fixture
 def host() -> Host:
     """A host whose card 1 is missing, its driver being well and its agent live."""
-    host = a_host()
-    apply(host, answer(card(1), card(2)))
-    apply(host, answer(card(2)), seq=2)
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1), make_card(2)))
+    apply_report(host, make_driver_report(make_card(2)), seq=2)
     return host
 
 
-def missing() -> int:
+def count_missing() -> int:
     return Device.objects.filter(state="missing").count()
 
 
-def test_missing_and_free_goes_after_its_retention_with_an_event(host: Host) -> None:
+def test_a_free_missing_device_is_removed_after_its_retention_with_an_event(host: Host) -> None:
     remove_missing_devices()
-    assert missing() == 1
+    assert count_missing() == 1
     with conductor.writing():
         Intent.objects.all().delete()
     remove_missing_devices(LATER)
-    assert missing() == 0 and Device.objects.count() == 1
+    assert count_missing() == 0 and Device.objects.count() == 1
     assert Intent.objects.filter(kind="provider", key=str(host.uuid)).exists(), "its provider goes as well"
     assert Event.objects.filter(action="device.removed").count() == 1
 
 
-def test_S1_missing_and_held_stays(host: Host) -> None:
+def test_S1_a_held_missing_device_is_not_removed(host: Host) -> None:
     with conductor.writing():
         profile = DeviceProfile.objects.create(name="p", groups=[{"resources:FPGA": "1"}])
         handle = AttachHandle.objects.get(deployable__device__state="missing")
         values = {"project_id": "p", "profile": profile, "group": {}, "state": "Bound", "attach_handle": handle}
         AcceleratorRequest.objects.create(**values)
     remove_missing_devices(LATER)
-    assert missing() == 1
+    assert count_missing() == 1
 
 
-def test_missing_stays_while_its_agent_is_silent(host: Host) -> None:
+def test_a_missing_device_is_not_removed_while_its_agent_is_silent(host: Host) -> None:
     conductor.set_hosts_stale_since([host.id], datetime.now(UTC))
     remove_missing_devices(LATER)
-    assert missing() == 1
+    assert count_missing() == 1
 
 
-def test_missing_stays_while_its_driver_fails(host: Host) -> None:
-    apply(host, answer(error="crashed"), seq=3)
+def test_a_missing_device_is_not_removed_while_its_driver_fails(host: Host) -> None:
+    apply_report(host, make_driver_report(error="crashed"), seq=3)
     remove_missing_devices(LATER)
-    assert missing() == 1
+    assert count_missing() == 1
 
 
 @pytest.mark.parametrize(
     "said", [HolderCheckResult(holders=("allocation a",)), HolderCheckResult(unknown="it does not answer")]
 )
-def test_S1_missing_stays_while_a_witness_does_not_call_it_free(host: Host, said: HolderCheckResult) -> None:
+def test_S1_a_missing_device_is_not_removed_unless_every_holder_check_says_it_is_free(
+    host: Host, said: HolderCheckResult
+) -> None:
     safety.register_holder_check("stranger", lambda device: said)
     try:
         assert remove_missing_devices(LATER) is False
-        assert missing() == 1
+        assert count_missing() == 1
     finally:
         safety.register_holder_check("stranger", lambda device: HolderCheckResult())
     remove_missing_devices(LATER)
-    assert missing() == 0
+    assert count_missing() == 0
 
 
 @pytest.mark.django_db(transaction=True)
-def test_months_ahead_wait_for_who_reads_events_for_long_and_let_writers_by() -> None:
+def test_creating_event_partitions_gives_up_while_a_reader_locks_events_and_succeeds_later() -> None:
     """A backup reads for minutes: what waits behind it for the table would keep everybody from writing events."""
     newest = "SELECT max(inhrelid::regclass::text) FROM pg_inherits WHERE inhparent = 'accelerators_event'::regclass"
     with connection.cursor() as cursor:
@@ -96,4 +98,4 @@ def test_months_ahead_wait_for_who_reads_events_for_long_and_let_writers_by() ->
         sweep.run()
         cursor.execute("SELECT to_regclass(%s) IS NOT NULL", [month])
         assert cursor.fetchone() == (True,)
-    emptying.allow()
+    emptying.allow_emptying()

@@ -15,14 +15,14 @@ from accelerators.runtime import jobs
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-def test_many_kicks_are_one_task() -> None:
+def test_many_kicks_of_a_job_queue_one_task() -> None:
     for _ in range(50):
         jobs.enqueue_job("merge")
     assert Tick.objects.count() == OrmQ.objects.count() == 1
     assert OrmQ.objects.get().key == "ingest"
 
 
-def test_a_kick_while_the_job_runs_wakes_it_again() -> None:
+def test_a_kick_while_the_job_runs_queues_another_run() -> None:
     jobs.enqueue_job("sweep")
 
     def step() -> bool:
@@ -33,18 +33,18 @@ def test_a_kick_while_the_job_runs_wakes_it_again() -> None:
     assert Tick.objects.count() == 1 and OrmQ.objects.count() == 2
 
 
-def test_two_runs_of_one_job_never_overlap_and_leave_nothing() -> None:
-    left = [30]
+def test_runs_of_one_job_never_overlap_and_finish_all_work() -> None:
+    remaining_work = [30]
     inside: list[int] = []
     overlaps: list[int] = []
 
     def step() -> bool:
         inside.append(1)
         overlaps.append(len(inside))
-        if left[0]:
-            left[0] -= 1
+        if remaining_work[0]:
+            remaining_work[0] -= 1
         inside.pop()
-        return left[0] > 0
+        return remaining_work[0] > 0
 
     def worker() -> None:
         jobs.run_steps("sweep", step)
@@ -55,10 +55,10 @@ def test_two_runs_of_one_job_never_overlap_and_leave_nothing() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert left == [0] and set(overlaps) == {1}
+    assert remaining_work == [0] and set(overlaps) == {1}
 
 
-def test_timely_jobs_are_woken_with_one_statement_each_and_none_twice() -> None:
+def test_kick_timely_queues_each_timely_job_once_with_few_statements() -> None:
     """A gateway's writer wakes them, and reports wait for it: a slow database makes each statement dear."""
     timely = {job.name for job in jobs.list_jobs() if job.periodic}
     former = min(timely)
@@ -73,7 +73,7 @@ def test_timely_jobs_are_woken_with_one_statement_each_and_none_twice() -> None:
     assert len(statements) == 1 and OrmQ.objects.count() == len(timely)
 
 
-def test_kick_all_wakes_one_cluster_afresh() -> None:
+def test_kick_all_queues_every_job_of_one_cluster_again() -> None:
     jobs.enqueue_job("merge")
     jobs.requeue_all_jobs("ingest")
     assert {t.name for t in Tick.objects.all()} == {job.name for job in jobs.list_jobs() if job.cluster == "ingest"}

@@ -12,7 +12,7 @@ from cyborgweb.settings.keys import Keys
 from tests.support.webserver import serving
 
 
-class House:
+class GatewaySlot:
     """Serves whichever gateway is in it."""
 
     gateway: Any = None
@@ -24,8 +24,8 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
-    made = House()
+def house() -> Iterator[GatewaySlot]:
+    made = GatewaySlot()
     with serving(made) as made.port:
         yield made
 

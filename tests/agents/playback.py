@@ -1,8 +1,9 @@
 """Recordings of earlier releases and of this one, and the rule by which a message counts as the recorded one.
 
-What differs from run to run was replaced by a placeholder when it was recorded (`record_transcripts.normalised`), and
-is replaced in what is compared with it. Sentences for people may change from release to release; everything else may
-only grow: a peer that knows the recorded release must find each field and each member of a list that it knows.
+What differs from run to run was replaced by a placeholder when it was recorded
+(`record_transcripts.replace_volatile_values`), and is replaced in what is compared with it. Sentences for people may
+change from release to release; everything else may only grow: a peer that knows the recorded release must find each
+field and each member of a list that it knows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents.record_transcripts import TRANSCRIPTS, Line, normalised
+from tests.agents.record_transcripts import TRANSCRIPTS, Line, replace_volatile_values
 
 RECORDINGS = sorted(TRANSCRIPTS.glob("release_*_wire_*/*.jsonl"))
 every_recording = pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.parent.name)
@@ -45,7 +46,7 @@ def has_meaning(recorded: Any, answer: Any, name: str = "") -> bool:
     return type(answer) is type(recorded) and bool(answer == recorded)
 
 
-def is_for(recorded: Line, answer: Line) -> bool:
+def answers_same_place(recorded: Line, answer: Line) -> bool:
     """Whether `answer` is the message that stands where `recorded` stood, whatever else is in it."""
     exact = ("type", "of", "op", "code", "number", "numbers", "percent")
     return all(answer.get(name) == recorded[name] for name in exact if name in recorded)
@@ -56,9 +57,11 @@ def take_answer(recorded: Line, inbox: list[Line]) -> Line | None:
 
     Fails when it has come and means something else.
     """
-    found = next((one for one in inbox if is_for(recorded, one)), None)
+    found = next((one for one in inbox if answers_same_place(recorded, one)), None)
     if found is None:
         return None
     inbox.remove(found)
-    assert has_meaning(recorded, normalised(found)), f"recorded: {recorded}\nnow: {normalised(found)}"
+    assert has_meaning(recorded, replace_volatile_values(found)), (
+        f"recorded: {recorded}\nnow: {replace_volatile_values(found)}"
+    )
     return found

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 EPOCH = re.compile(r"\b1[78]\d{8}\b")
 HEX = re.compile(r"\b[0-9a-f]{32,64}\b")
-VOLATILE: dict[str, Any] = {
+PLACEHOLDERS: dict[str, Any] = {
     "agent_version": "0.1.0",
     "boot_id": "boot-1",
     "epoch": 1_795_260_445,
@@ -64,7 +64,7 @@ def recording_path(story: str) -> Path:
     return TRANSCRIPTS / f"release_{release}_wire_{wire_version}" / f"{story}.jsonl"
 
 
-def schema() -> dict[str, Any]:
+def message_schemas() -> dict[str, Any]:
     """The JSON schema of every message of both directions, as this release has them."""
     from agents import wire
 
@@ -78,17 +78,17 @@ def schema() -> dict[str, Any]:
     }
 
 
-def normalised(value: Any, name: str = "") -> Any:
+def replace_volatile_values(value: Any, name: str = "") -> Any:
     """A message with the volatile replaced: by field name, else uuids and hashes wherever they are in a text."""
-    if name in VOLATILE and value:
-        return VOLATILE[name]
+    if name in PLACEHOLDERS and value:
+        return PLACEHOLDERS[name]
     if isinstance(value, dict):
-        return {key: normalised(one, key) for key, one in value.items()}
+        return {key: replace_volatile_values(one, key) for key, one in value.items()}
     if isinstance(value, list):
-        return [normalised(one) for one in value]
+        return [replace_volatile_values(one) for one in value]
     if isinstance(value, str):
         value = UUID.sub("00000000-0000-4000-8000-000000000000", value)
-        value = EPOCH.sub(str(VOLATILE["epoch"]), value)
+        value = EPOCH.sub(str(PLACEHOLDERS["epoch"]), value)
         return HEX.sub(lambda found: "7" * len(found[0]), value)
     return value
 
@@ -111,7 +111,7 @@ class Recorder:
         asked = asyncio.run_coroutine_threadsafe(self.gateway.sessions.probe(session), session.task.get_loop())
         assert asked.result(20), "the agent did not answer the probe"
 
-    def kept(self, side: str, text: str) -> None:
+    def keep_frame(self, side: str, text: str) -> None:
         """Keep a frame."""
         self.lines.append({"from": side, "message": json.loads(text)})
 
@@ -125,24 +125,24 @@ class Recorder:
         async def heard() -> Any:
             event = await receive()
             if event["type"] == "websocket.receive":
-                self.kept("agent", event.get("text") or event["bytes"].decode())
+                self.keep_frame("agent", event.get("text") or event["bytes"].decode())
             return event
 
         async def said(event: Any) -> None:
             if event["type"] == "websocket.send":
-                self.kept("gateway", event["text"])
+                self.keep_frame("gateway", event["text"])
             await send(event)
 
         await self.gateway(scope, heard, said)
 
-    def wait(self, kind: str, count: int = 1) -> None:
+    def wait_for_messages(self, kind: str, count: int = 1) -> None:
         """Until so many messages of this kind have been seen."""
         from tests.support.webserver import until
 
         until(lambda: sum(line["message"]["type"] == kind for line in self.lines) >= count)
 
 
-def stage(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
+def record_story(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
     """Run a story between the gateway and an agent that joins it; return the frames."""
     os.environ |= {"CYBORG_STATE_DIR": str(directory), "CYBORG_LEASE_FLUSH_S": "0.1", "CYBORG_BEAT_S": "0.2"}
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
@@ -224,7 +224,7 @@ def operators_day(recorder: Recorder) -> None:
         failed = Command.objects.exclude(outcome="succeeded").values_list("op", "text")
         assert not failed, list(failed)
 
-    recorder.wait("Report")
+    recorder.wait_for_messages("Report")
     until(lambda: work() and Device.objects.count() == 2)
     first, second = Device.objects.order_by("key")
     for device in (first, second):
@@ -251,16 +251,16 @@ def operators_day(recorder: Recorder) -> None:
     binding.delete_requests([request], nova)
     ended()
     telemetry.request_periodic_loads([Host.objects.get().id], 1.0, 30.0)
-    recorder.wait("Samples")
+    recorder.wait_for_messages("Samples")
     recorder.probe()
     key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
-    recorder.wait("NewKey")
+    recorder.wait_for_messages("NewKey")
     until(lambda: any(line["message"].get("of") == "NewKey" for line in recorder.lines))
     key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")
-    recorder.wait("Refuse")
+    recorder.wait_for_messages("Refuse")
 
 
-def shortened(lines: list[Line]) -> list[Line]:
+def drop_repeated_messages(lines: list[Line]) -> list[Line]:
     """Without what comes more or less often from run to run: later heartbeats, progress and samples."""
     seen: set[tuple[Any, ...]] = set()
     kept = []
@@ -293,10 +293,10 @@ def main() -> None:
     path = recording_path(arguments.story)
     if path.exists() and not arguments.overwrite:
         parser.error(f"{path} exists: raise the version in pyproject.toml, or give --overwrite if it is not out yet")
-    head = {"release": metadata.version("cyborgweb"), "recorded": True, "schema": schema()}
+    head = {"release": metadata.version("cyborgweb"), "recorded": True, "schema": message_schemas()}
     with tempfile.TemporaryDirectory(prefix="cyborg-record-") as directory:
-        lines = shortened(stage(Path(directory), STORIES[arguments.story]))
-    told = [head, *({"from": line["from"], "message": normalised(line["message"])} for line in lines)]
+        lines = drop_repeated_messages(record_story(Path(directory), STORIES[arguments.story]))
+    told = [head, *({"from": line["from"], "message": replace_volatile_values(line["message"])} for line in lines)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in told))
     sys.stdout.write(f"{len(lines)} messages in {path}\n")

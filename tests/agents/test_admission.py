@@ -19,14 +19,14 @@ from agents.gateway.writer import SpoolJob
 from agents.models import Spooled
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import DriverReport
-from tests.agents.conftest import House
-from tests.agents.test_gateway import a_report, token
-from tests.support.reports import answer, card
+from tests.agents.conftest import GatewaySlot
+from tests.agents.test_gateway import make_join_secret, make_report
+from tests.support.reports import make_card, make_driver_report
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask
 
 
-class Clock:
+class FakeClock:
     """Moves when it is told to."""
 
     now = 1000.0
@@ -35,13 +35,13 @@ class Clock:
         return self.now
 
 
-def door(limit: int = 4, connections: int = 100) -> tuple[HandshakeThrottle, Clock]:
-    clock = Clock()
+def make_admission(limit: int = 4, connections: int = 100) -> tuple[HandshakeThrottle, FakeClock]:
+    clock = FakeClock()
     return HandshakeThrottle(limit, connections, clock, lambda: 0.0), clock
 
 
-def test_the_refused_get_places_one_after_the_other() -> None:
-    admission, clock = door(limit=2)
+def test_refused_agents_get_increasing_waiting_times_up_to_the_maximum() -> None:
+    admission, clock = make_admission(limit=2)
     assert [admission.admit_challenge("a"), admission.admit_challenge("b")] == [0, 0], "these have a challenge"
     places = [admission.admit_challenge("a") for _ in range(4000)]
     assert places[0] == 1 and places == sorted(places[:3000]) + places[3000:] and max(places) <= MAX_RETRY_AFTER_S + 1
@@ -50,8 +50,8 @@ def test_the_refused_get_places_one_after_the_other() -> None:
     assert admission.admit_challenge("a") == 0, "who took a challenge and did not come keeps no place"
 
 
-def test_who_was_given_a_challenge_finds_its_place_kept_and_waiting_is_bounded() -> None:
-    admission, _ = door(limit=2)
+def test_a_challenge_reserves_a_place_until_the_agent_connects() -> None:
+    admission, _ = make_admission(limit=2)
     assert not admission.admit_challenge("a") and not admission.admit_challenge("b")
     assert not admission.admit_upgrade(0, "a")
     with admission.count_handshake():
@@ -62,8 +62,8 @@ def test_who_was_given_a_challenge_finds_its_place_kept_and_waiting_is_bounded()
     assert not admission.admit_challenge("a")
 
 
-def test_who_only_asks_for_challenges_keeps_nobody_else_out() -> None:
-    admission, _ = door(limit=64)
+def test_one_address_gets_at_most_half_of_the_places_by_challenges_alone() -> None:
+    admission, _ = make_admission(limit=64)
     taken = [admission.admit_challenge("mallory") for _ in range(1000)].count(0)
     assert taken == 33, "half of the places are for whoever comes, also for many hosts behind one address"
     assert [admission.admit_challenge(f"host {n}") for n in range(31)] == [0] * 31
@@ -73,8 +73,8 @@ def test_who_only_asks_for_challenges_keeps_nobody_else_out() -> None:
     assert [admission.admit_challenge("host") for _ in range(9)].count(0) == 8, "its share, while the door is pressed"
 
 
-def test_the_pace_follows_what_is_let_in() -> None:
-    admission, clock = door(limit=1)
+def test_the_admission_rate_follows_the_number_of_completed_handshakes() -> None:
+    admission, clock = make_admission(limit=1)
     before = admission.rate
     for _ in range(12):  # the database has stopped: nobody gets in, and all are told to stay away longer and longer
         assert not admission.in_progress
@@ -89,14 +89,14 @@ def test_the_pace_follows_what_is_let_in() -> None:
     assert admission.rate > before
 
 
-def test_sockets_are_bounded() -> None:
-    admission, _ = door(connections=3)
+def test_no_connection_is_admitted_above_the_connection_limit() -> None:
+    admission, _ = make_admission(connections=3)
     assert admission.admit_upgrade(3, "a") and not admission.admit_upgrade(2, "a")
     assert not admission.admit_challenge("a"), "agents that are connected ask as well, for images"
 
 
-def test_reports_are_spread_only_when_disk_or_merge_fall_behind() -> None:
-    clock = Clock()
+def test_reports_get_jitter_only_while_disk_or_merge_fall_behind() -> None:
+    clock = FakeClock()
     spread = ReportJitter(clock)
     assert {spread.choose_jitter() for _ in range(500)} == {0.0}
     for _ in range(4000):
@@ -121,8 +121,8 @@ def test_reports_are_spread_only_when_disk_or_merge_fall_behind() -> None:
     assert spread.choose_jitter() == 0.0
 
 
-def test_a_slow_disk_is_known_by_a_batch_of_ten_reports() -> None:
-    spread = ReportJitter(Clock())
+def test_a_slow_disk_is_detected_only_by_batches_of_at_least_ten_reports() -> None:
+    spread = ReportJitter(FakeClock())
     assert {spread.choose_jitter() for _ in range(900)} == {0.0}
     spread.update_stored_rate(9, 60.0)
     assert spread.choose_jitter() == 0.0, "of few the commit itself is measured"
@@ -131,17 +131,17 @@ def test_a_slow_disk_is_known_by_a_batch_of_ten_reports() -> None:
 
 
 @pytest.fixture
-def gateway(house: House) -> Iterator[AgentGateway]:
+def gateway(house: GatewaySlot) -> Iterator[AgentGateway]:
     made = house.gateway = AgentGateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
     yield made
     made.stop()
 
 
 @pytest.mark.django_db(transaction=True)
-def test_beyond_the_bound_the_challenge_is_503_with_one_sentence_and_no_work(
-    house: House, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+def test_a_challenge_above_the_limit_gets_503_with_retry_after_and_no_database_work(
+    house: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = WireAgent(house.port, token=token())
+    agent = WireAgent(house.port, token=make_join_secret())
     spare = agent.credential(agent.challenge())
     with monkeypatch.context() as nothing, gateway.throttle.count_handshake():
         nothing.setattr(gateway._writer, "put", None)  # the only road to the database
@@ -159,8 +159,13 @@ def test_beyond_the_bound_the_challenge_is_503_with_one_sentence_and_no_work(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_connections_are_bounded_and_the_key_is_named(house: House, gateway: AgentGateway) -> None:
-    first, second = WireAgent(house.port, token=token()), WireAgent(house.port, host="cmp2", token=token("cmp2"))
+def test_a_connection_above_the_limit_is_refused_with_the_name_of_the_setting(
+    house: GatewaySlot, gateway: AgentGateway
+) -> None:
+    first, second = (
+        WireAgent(house.port, token=make_join_secret()),
+        WireAgent(house.port, host="cmp2", token=make_join_secret("cmp2")),
+    )
     with first.connect():
         with second.connect():
             with pytest.raises(InvalidStatus) as refused:
@@ -170,8 +175,8 @@ def test_connections_are_bounded_and_the_key_is_named(house: House, gateway: Age
         second.connect().close()
 
 
-def test_a_fault_makes_a_report_urgent() -> None:
-    well, ill = answer(card(1)), answer(card(1), card(2, status="failed"))
+def test_a_report_with_a_failed_device_or_driver_is_urgent() -> None:
+    well, ill = make_driver_report(make_card(1)), make_driver_report(make_card(1), make_card(2, status="failed"))
     assert not wire.Report.from_driver_reports(1, 1, "x" * 40, (well,)).urgent
     assert wire.Report.from_driver_reports(1, 1, "x" * 40, (well, ill)).urgent
     assert wire.Report.from_driver_reports(1, 1, "x" * 40, (well, DriverReport("other", "it hangs"))).urgent
@@ -181,16 +186,21 @@ def test_a_fault_makes_a_report_urgent() -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_hosts_with_faults_are_merged_first_with_all_that_waits_of_them(
-    house: House, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+def test_all_waiting_reports_of_a_host_with_faults_are_merged_first(
+    house: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway.throttle.max_handshakes = gateway.throttle.max_connections = 10
-    calm = WireAgent(house.port, host="calm", token=token("calm"))
-    ill = WireAgent(house.port, host="ill", token=token("ill"))
+    calm = WireAgent(house.port, host="calm", token=make_join_secret("calm"))
+    ill = WireAgent(house.port, host="ill", token=make_join_secret("ill"))
     with calm.connect() as one, ill.connect() as two:
-        ask(one, a_report(card(1)))
-        ask(two, a_report(card(1), card(2)))
-        ask(two, wire.Report.from_driver_reports(1, 2, "e" * 40, (DriverReport(answer().driver, "its bus is gone"),)))
+        ask(one, make_report(make_card(1)))
+        ask(two, make_report(make_card(1), make_card(2)))
+        ask(
+            two,
+            wire.Report.from_driver_reports(
+                1, 2, "e" * 40, (DriverReport(make_driver_report().driver, "its bus is gone"),)
+            ),
+        )
     assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [False, False, True]
     monkeypatch.setattr(tasks, "_batches", iter([1, 2, 3]))
     tasks.merge_batch()
@@ -201,7 +211,7 @@ def test_hosts_with_faults_are_merged_first_with_all_that_waits_of_them(
     assert Device.objects.filter(host__name="calm").exists()
 
 
-def test_a_batch_takes_faults_first_and_keeps_places_for_the_others() -> None:
+def test_a_batch_takes_urgent_reports_first_and_keeps_places_for_others() -> None:
     made = AgentGateway(Keys(flush_max_rows=8, flush_interval_ms=0.0))
     loop = asyncio.new_event_loop()
     for n in range(40):

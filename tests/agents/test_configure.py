@@ -22,10 +22,10 @@ from agents.gateway.app import AgentGateway
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import DriverReport
-from tests.agents.conftest import House
-from tests.support.reports import a_host, apply, card
+from tests.agents.conftest import GatewaySlot
+from tests.support.reports import apply_report, get_or_create_host, make_card
 from tests.support.webserver import until
-from tests.support.wireagent import OPS, WireAgent, acknowledged, ask, end, take
+from tests.support.wireagent import OPS, WireAgent, ask, receive_result_ack, send_result, take_command
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -39,7 +39,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
     house.gateway = gateway
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
@@ -47,7 +47,7 @@ def agent(gateway: AgentGateway, house: House) -> WireAgent:
     return WireAgent(house.port, token=join.secret)
 
 
-class Operator:
+class ApiOperator:
     """With an operator's token."""
 
     def __init__(self) -> None:
@@ -61,14 +61,14 @@ class Operator:
         return dict(json.loads(response.content))
 
 
-def report(seq: int, *drivers: DriverReport) -> wire.Report:
+def make_report(seq: int, *drivers: DriverReport) -> wire.Report:
     return wire.Report.from_driver_reports(1, seq, wire.hash_report_content(drivers), drivers)
 
 
-def test_a_driver_is_installed_and_nobody_reads_done_beside_old_rows(agent: WireAgent) -> None:
-    rita = Operator()
-    with agent.speaking((*OPS, "configure")) as socket:
-        absent = report(1, DriverReport("pci_driver", state="absent"))
+def test_a_rollout_is_done_only_after_the_report_of_the_installed_driver_is_merged(agent: WireAgent) -> None:
+    rita = ApiOperator()
+    with agent.connect_and_say_hello((*OPS, "configure")) as socket:
+        absent = make_report(1, DriverReport("pci_driver", state="absent"))
         assert not absent.drivers, "where a conductor from before looks for what is there"
         ask(socket, absent)
         tasks.merge()
@@ -76,12 +76,12 @@ def test_a_driver_is_installed_and_nobody_reads_done_beside_old_rows(agent: Wire
         made = rita.call(
             "POST", "/api/rollouts/", op="install", driver="pci_driver", hosts=["cmp1"], settings={"a": [1]}
         )
-        heard = take(socket)
+        heard = take_command(socket)
         assert (heard.op, heard.driver) == ("configure", "pci_driver")
         assert heard.wish == wire.Wish(1, settings={"a": [1]})
-        after = report(2, DriverReport("pci_driver", devices=(card(1),), version="2", generation=1))
+        after = make_report(2, DriverReport("pci_driver", devices=(make_card(1),), version="2", generation=1))
         ask(socket, after)
-        end(socket, heard, text="pci_driver is enabled", epoch=1, seq=2, hash=after.hash)
+        send_result(socket, heard, text="pci_driver is enabled", epoch=1, seq=2, hash=after.hash)
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
         command_results.run()
         driver_rollouts.run()
@@ -89,24 +89,24 @@ def test_a_driver_is_installed_and_nobody_reads_done_beside_old_rows(agent: Wire
         tasks.merge()
         command_results.run()
         driver_rollouts.run()
-        assert acknowledged(socket) == heard.number
+        assert receive_result_ack(socket) == heard.number
         shown = rita.call("GET", made["url"])
         assert (shown["state"], shown["steps"][0]["text"]) == ("done", "pci_driver is enabled")
         (row,) = rita.call("GET", "/api/drivers/")["results"]
         assert (row["devices"], row["version"], row["drifts"], Device.objects.count()) == (1, "2", False, 1)
 
 
-def test_an_agent_from_before_says_so(agent: WireAgent) -> None:
-    rita = Operator()
-    with agent.speaking(OPS) as socket:
-        ask(socket, report(1, DriverReport("fake_driver")))
+def test_a_rollout_fails_with_an_agent_that_does_not_support_configure(agent: WireAgent) -> None:
+    rita = ApiOperator()
+    with agent.connect_and_say_hello(OPS) as socket:
+        ask(socket, make_report(1, DriverReport("fake_driver")))
         tasks.merge()
         (row,) = rita.call("GET", "/api/drivers/")["results"]
         assert (row["seen"]["state"], row["seen"]["generation"], row["version"]) == ("ok", 0, "")
         made = rita.call("POST", "/api/rollouts/", op="update", driver="fake_driver", hosts=["cmp1"], enabled=False)
-        end(
+        send_result(
             socket,
-            take(socket),
+            take_command(socket),
             "refused",
             "this release of the agent does not support the command 'configure': update the agent",
         )
@@ -117,14 +117,14 @@ def test_an_agent_from_before_says_so(agent: WireAgent) -> None:
         assert (step["state"], step["text"].endswith("update the agent")) == ("failed", True)
 
 
-class Killed(BaseException):
+class KilledError(BaseException):
     """As by SIGKILL: nothing that the worker has not committed was done."""
 
 
-def test_L2_a_worker_killed_at_any_statement_orders_each_host_once() -> None:
-    hosts = [a_host(f"cmp{n}") for n in range(3)]
+def test_L2_a_rollout_sends_one_command_to_each_host_when_the_worker_is_killed_anywhere() -> None:
+    hosts = [get_or_create_host(f"cmp{n}") for n in range(3)]
     for host in hosts:
-        apply(host, DriverReport("pci_driver", state="absent"))
+        apply_report(host, DriverReport("pci_driver", state="absent"))
     olga = Caller("olga", "u", frozenset(), "p1")
     rollout = driver_rollouts.start_rollout(
         DriverChange(RolloutOp.INSTALL, "pci_driver"), hosts, olga, source=EventSource.PERSON
@@ -138,13 +138,13 @@ def test_L2_a_worker_killed_at_any_statement_orders_each_host_once() -> None:
             nonlocal left
             left -= 1
             if not left:
-                raise Killed
+                raise KilledError
             return execute(sql, params, many, context)
 
         try:
             with connection.execute_wrapper(deadly):
                 driver_rollouts.run()
-        except Killed:
+        except KilledError:
             kills += 1
         else:
             break

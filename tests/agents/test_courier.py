@@ -17,13 +17,22 @@ from agents import credentials, enrolment, tasks, wire
 from agents.gateway import command_dispatch
 from agents.gateway.app import AgentGateway
 from agents.models import Agent
-from tests.agents.conftest import House
-from tests.support.reports import answer, card
+from tests.agents.conftest import GatewaySlot
+from tests.support.reports import make_card, make_driver_report
 from tests.support.webserver import until
-from tests.support.wireagent import OPS, WireAgent, acknowledged, ask, end, is_closed, take, told
+from tests.support.wireagent import (
+    OPS,
+    WireAgent,
+    ask,
+    is_closed,
+    receive_command,
+    receive_result_ack,
+    send_result,
+    take_command,
+)
 
 pytestmark = pytest.mark.django_db(transaction=True)
-OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
+ADMIN_CALLER = Caller("olga", "u", frozenset({"admin"}), "p1")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +42,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
     house.gateway = gateway
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
@@ -41,149 +50,151 @@ def agent(gateway: AgentGateway, house: House) -> WireAgent:
     return WireAgent(house.port, token=join.secret)
 
 
-def a_report(*devices: object, seq: int = 1) -> wire.Report:
-    drivers = (answer(*devices),)  # type: ignore[arg-type]
+def make_report(*devices: object, seq: int = 1) -> wire.Report:
+    drivers = (make_driver_report(*devices),)  # type: ignore[arg-type]
     return wire.Report(1, seq, wire.hash_report_content(drivers), drivers)
 
 
-def logs() -> Command:
-    return placing.order_host_command("logs", Host.objects.get().uuid, OLGA)
+def place_logs_command() -> Command:
+    return placing.order_host_command("logs", Host.objects.get().uuid, ADMIN_CALLER)
 
 
-def state(command: Command) -> str:
+def current_state(command: Command) -> str:
     command.refresh_from_db()
     return command.state
 
 
-def test_a_command_is_told_taken_begun_answered_and_settled(agent: WireAgent) -> None:
-    with agent.speaking(OPS) as socket:
-        ask(socket, a_report(card(1, acts="reset")))
+def test_a_command_goes_from_taken_to_started_to_succeeded_after_its_report_is_applied(agent: WireAgent) -> None:
+    with agent.connect_and_say_hello(OPS) as socket:
+        ask(socket, make_report(make_card(1, acts="reset")))
         tasks.merge()
         device = Device.objects.get()
-        command = placing.order_device_command("reset", device.uuid, OLGA, reason="it hangs")
-        heard = take(socket)
+        command = placing.order_device_command("reset", device.uuid, ADMIN_CALLER, reason="it hangs")
+        heard = take_command(socket)
         assert (heard.number, heard.id, heard.op) == (command.id, str(command.uuid), "reset")
         assert (heard.driver, heard.key) == ("test_driver", device.key)
         assert 50 < heard.start_s <= 60 and heard.start_s < heard.end_s <= 300
-        until(lambda: state(command) == "taken")
+        until(lambda: current_state(command) == "taken")
         for percent in range(0, 100, 10):
             socket.send(wire.encode_message(wire.Progress(heard.number, percent, f"step {percent}")))
-        until(lambda: state(command) == "started" and command.percent == 90)
-        report = a_report(card(1, acts="reset", status="degraded"), seq=2)
+        until(lambda: current_state(command) == "started" and command.percent == 90)
+        report = make_report(make_card(1, acts="reset", status="degraded"), seq=2)
         ask(socket, report)
-        end(socket, heard, epoch=1, seq=2, hash=report.hash)
-        until(lambda: state(command) == "started" and command.answered_at)
+        send_result(socket, heard, epoch=1, seq=2, hash=report.hash)
+        until(lambda: current_state(command) == "started" and command.answered_at)
         command_results.run()
-        assert state(command) == "started", "its report is not applied"
+        assert current_state(command) == "started", "its report is not applied"
         tasks.merge()
         command_results.run()
-        assert acknowledged(socket) == command.id
-        assert state(command) == "succeeded"
-        end(socket, heard, "failed", "again")
-        assert acknowledged(socket) == command.id, "heard again, it is settled already"
-        assert state(command) == "succeeded"
+        assert receive_result_ack(socket) == command.id
+        assert current_state(command) == "succeeded"
+        send_result(socket, heard, "failed", "again")
+        assert receive_result_ack(socket) == command.id, "heard again, it is settled already"
+        assert current_state(command) == "succeeded"
 
 
-def test_a_result_whose_report_is_applied_already_waits_for_nothing(agent: WireAgent) -> None:
-    with agent.speaking(OPS) as socket:
-        report = a_report(card(1))
+def test_a_result_whose_report_is_already_applied_is_settled_at_once(agent: WireAgent) -> None:
+    with agent.connect_and_say_hello(OPS) as socket:
+        report = make_report(make_card(1))
         ask(socket, report)
         tasks.merge()
-        ask(socket, a_report(card(1), seq=2))
-        command = logs()
-        end(socket, take(socket), epoch=1, seq=2, hash=report.hash, detail={"log": "well"})
+        ask(socket, make_report(make_card(1), seq=2))
+        command = place_logs_command()
+        send_result(socket, take_command(socket), epoch=1, seq=2, hash=report.hash, detail={"log": "well"})
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
         with conductor.writing():
             Host.objects.update(applied_hash="")
         command_results.run()
-        assert acknowledged(socket) == command.id
+        assert receive_result_ack(socket) == command.id
         command.refresh_from_db()
         assert command.detail == {"log": "well"}
 
 
-def test_what_is_not_taken_is_told_again_and_what_is_taken_is_not(agent: WireAgent) -> None:
-    with agent.speaking(OPS) as socket:
+def test_a_command_is_resent_until_it_is_taken(agent: WireAgent) -> None:
+    with agent.connect_and_say_hello(OPS) as socket:
         until(lambda: Agent.objects.get().ops == " ".join(OPS))
-        first = logs()
-        assert told(socket).number == told(socket).number == first.id
-        take(socket)
-        until(lambda: state(first) == "taken")
-        second = logs()
-        assert take(socket).number == second.id
-        until(lambda: state(second) == "taken")
+        first = place_logs_command()
+        assert receive_command(socket).number == receive_command(socket).number == first.id
+        take_command(socket)
+        until(lambda: current_state(first) == "taken")
+        second = place_logs_command()
+        assert take_command(socket).number == second.id
+        until(lambda: current_state(second) == "taken")
 
 
-def test_who_has_just_connected_is_told_all_that_is_open(agent: WireAgent) -> None:
-    with agent.speaking(OPS) as socket:
-        commands_ = [logs() for _ in range(3)]
-        heard = [take(socket) for _ in range(3)]
+def test_an_agent_that_connects_is_sent_all_open_commands(agent: WireAgent) -> None:
+    with agent.connect_and_say_hello(OPS) as socket:
+        commands_ = [place_logs_command() for _ in range(3)]
+        heard = [take_command(socket) for _ in range(3)]
         socket.send(wire.encode_message(wire.Progress(heard[2].number)))
-        end(socket, heard[0])
-        until(lambda: [state(one) for one in commands_] == ["taken", "taken", "started"])
+        send_result(socket, heard[0])
+        until(lambda: [current_state(one) for one in commands_] == ["taken", "taken", "started"])
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
-    with agent.speaking(OPS) as socket:
-        assert [told(socket).number for _ in range(2)] == [one.id for one in commands_[1:]]
+    with agent.connect_and_say_hello(OPS) as socket:
+        assert [receive_command(socket).number for _ in range(2)] == [one.id for one in commands_[1:]]
 
 
-def test_a_result_that_was_lost_on_the_way_is_acknowledged_when_it_comes_again(agent: WireAgent) -> None:
-    with agent.speaking(OPS) as socket:
-        command = logs()
-        heard = take(socket)
-    with agent.speaking(OPS) as socket:
-        end(socket, heard)
-        until(lambda: state(command) and command.answered_at)
+def test_a_resent_result_of_a_settled_command_is_acknowledged(agent: WireAgent) -> None:
+    with agent.connect_and_say_hello(OPS) as socket:
+        command = place_logs_command()
+        heard = take_command(socket)
+    with agent.connect_and_say_hello(OPS) as socket:
+        send_result(socket, heard)
+        until(lambda: current_state(command) and command.answered_at)
     command_results.run()
-    with agent.speaking(OPS) as socket:
-        end(socket, heard)
-        assert acknowledged(socket) == command.id
+    with agent.connect_and_say_hello(OPS) as socket:
+        send_result(socket, heard)
+        assert receive_result_ack(socket) == command.id
 
 
-def test_C2_an_agent_that_is_older_than_commands_is_sent_none(agent: WireAgent) -> None:
+def test_C2_an_agent_without_command_support_is_sent_none_and_commands_are_refused(agent: WireAgent) -> None:
     with agent.connect() as socket:
         socket.send('{"type":"Hello","agent_version":"0.1","boot_id":"b"}')
-        command = logs()
-        until(lambda: state(command) and command.answered_at)
+        command = place_logs_command()
+        until(lambda: current_state(command) and command.answered_at)
         command_results.run()
-        assert state(command) == "refused"
+        assert current_state(command) == "refused"
         assert command.text == "the agent of cmp1 (release 0.1) accepts no commands: update it"
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat"), "nothing else was sent to it"
         until(lambda: Agent.objects.get().ops == "")
         with pytest.raises(RefusedError, match="accepts no commands: update it"):
-            logs()
+            place_logs_command()
 
 
-def test_none_is_lost_when_rings_are(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_is_lost_when_notifications_are_lost(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_dispatch, "RESEND_S", 5.0)
     dice = random.Random(1)
     ring = pubsub.publish
     monkeypatch.setattr(pubsub, "publish", lambda *said: ring(*said) if dice.random() < 0.5 else None)
-    with agent.speaking(OPS) as socket:
+    with agent.connect_and_say_hello(OPS) as socket:
         with conductor.writing():
             host = Host.objects.get()
             first = placing.place_commands([placing.CommandOrder("logs", host=host.id) for _ in range(1200)])
-        rest = [logs() for _ in range(20)]
+        rest = [place_logs_command() for _ in range(20)]
         numbers = {one.id for one in (*first, *rest)}
         heard: set[int] = set()
         while heard != numbers:
-            heard.add(told(socket).number)
+            heard.add(receive_command(socket).number)
         socket.send(wire.encode_message(wire.Taken(tuple(numbers)[:256])))
         until(lambda: Command.objects.filter(state="taken").count() == 256)
 
 
-def test_X1_a_host_hears_and_says_nothing_of_anothers_commands(agent: WireAgent, house: House) -> None:
+def test_X1_a_host_can_neither_receive_nor_answer_commands_of_another_host(
+    agent: WireAgent, house: GatewaySlot
+) -> None:
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp2", address="http://x", hours=1, created_by="t")
     )
     other = WireAgent(house.port, host="cmp2", node="cmp2", token=join.secret)
-    with agent.speaking(OPS) as socket, other.speaking(OPS) as stranger:
-        command = placing.order_host_command("logs", Host.objects.get(name="cmp1").uuid, OLGA)
-        heard = take(socket)
-        until(lambda: state(command) == "taken")
+    with agent.connect_and_say_hello(OPS) as socket, other.connect_and_say_hello(OPS) as stranger:
+        command = placing.order_host_command("logs", Host.objects.get(name="cmp1").uuid, ADMIN_CALLER)
+        heard = take_command(socket)
+        until(lambda: current_state(command) == "taken")
         stranger.send(wire.encode_message(wire.Progress(heard.number, 99)))
-        end(stranger, heard, "failed", "mine")
-        assert acknowledged(stranger) == heard.number, "it is to forget what is not its own"
+        send_result(stranger, heard, "failed", "mine")
+        assert receive_result_ack(stranger) == heard.number, "it is to forget what is not its own"
         command.refresh_from_db()
         assert (command.state, command.outcome) == ("taken", "")
-        end(socket, heard, text="a\0b")
+        send_result(socket, heard, text="a\0b")
         assert is_closed(socket) or is_closed(socket)
     until(lambda: Event.objects.filter(action="agent.refused", host="cmp1").exists())

@@ -13,8 +13,8 @@ from django.db import connection
 from accelerators.runtime import database_outage, pubsub
 from agents import wire
 from agents.gateway.app import AgentGateway
-from tests.agents.conftest import House
-from tests.agents.test_gateway import token
+from tests.agents.conftest import GatewaySlot
+from tests.agents.test_gateway import make_join_secret
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
     house.gateway = gateway
-    return WireAgent(house.port, token=token())
+    return WireAgent(house.port, token=make_join_secret())
 
 
 @contextmanager
-def database_away() -> Iterator[None]:
+def database_outage_block() -> Iterator[None]:
     """Have PostgreSQL end all connections to the tests' database, and refuse new ones."""
     name = connection.settings_dict["NAME"]
     connection.close()
@@ -57,10 +57,10 @@ def test_an_outage_is_logged_once_however_many_agents_connect_and_so_is_its_end(
     monkeypatch.setattr(pubsub, "RETRY_S", 0.05)
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     agent.connect().close()
-    with database_away():
+    with database_outage_block():
         monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.3)
         for _ in range(8):
-            assert agent.refused() == (503, "database")
+            assert agent.connect_refused() == (503, "database")
         (said,) = lines("PostgreSQL does not answer")
         assert "Check that PostgreSQL runs" in said and "asked to retry later" in said
         assert not lines("answers again")
@@ -73,13 +73,13 @@ def test_an_outage_is_logged_once_however_many_agents_connect_and_so_is_its_end(
     assert len(lines("PostgreSQL answers again")) == len(lines("PostgreSQL does not answer")) == 1
 
 
-def test_a_refused_agent_leaves_no_error_of_the_web_server(agent: WireAgent, lines: Callable[[str], list[str]]) -> None:
+def test_a_refused_agent_causes_no_error_in_the_log(agent: WireAgent, lines: Callable[[str], list[str]]) -> None:
     for _ in range(3):
-        assert agent.refused(agent.credential("a challenge that nobody made")) == (401, "challenge")
+        assert agent.connect_refused(agent.credential("a challenge that nobody made")) == (401, "challenge")
     assert not lines("ERROR")
 
 
-def test_an_outage_that_goes_on_is_logged_again(
+def test_a_long_outage_is_logged_once_a_minute_and_its_end_once(
     lines: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]

@@ -20,12 +20,12 @@ from agents.models import Agent, JoinToken, Lease
 from cyborgweb.models import ApiToken
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
-from tests.support.reports import a_host
+from tests.support.reports import get_or_create_host
 
 pytestmark = pytest.mark.django_db
 
 
-def said(*args: str) -> str:
+def command_output(*args: str) -> str:
     out = StringIO()
     call_command(*args, stdout=out)
     return out.getvalue()
@@ -35,7 +35,8 @@ def said(*args: str) -> str:
 def agents() -> list[Agent]:
     """cmp0 is up, cmp1 was never heard, cmp2 was taken for a clone."""
     made = [
-        Agent.objects.create(host=a_host(f"cmp{n}"), public_key=f"key {n}", version="0.1", wire="v1") for n in "012"
+        Agent.objects.create(host=get_or_create_host(f"cmp{n}"), public_key=f"key {n}", version="0.1", wire="v1")
+        for n in "012"
     ]
     now = datetime.now(UTC)
     Lease.objects.create(host=made[0].host, seen_at=now)
@@ -44,8 +45,8 @@ def agents() -> list[Agent]:
     return made
 
 
-def test_a_table_for_people_and_json_for_programs(agents: list[Agent]) -> None:
-    head, *rows = said("agents").splitlines()
+def test_the_agents_command_prints_a_table_and_with_json_the_facts(agents: list[Agent]) -> None:
+    head, *rows = command_output("agents").splitlines()
     assert head.split() == ["host", "state", "version", "wire", "since", "note"]
     assert [row.split()[:4] for row in rows] == [
         ["cmp0", "up", "0.1", "v1"],
@@ -54,34 +55,34 @@ def test_a_table_for_people_and_json_for_programs(agents: list[Agent]) -> None:
     ]
     assert "never" in rows[1]
     assert "10.0.0.2" in rows[2]
-    facts = json.loads(said("agents", "--json", "--state", "clone"))
+    facts = json.loads(command_output("agents", "--json", "--state", "clone"))
     assert [(one["host"], one["state"], one["public_key"]) for one in facts] == [("cmp2", "clone", "key 2")]
 
 
-def test_no_agents_teach_how_to_begin() -> None:
-    assert "manage.py join_token HOST" in said("agents")
+def test_the_agents_command_without_agents_explains_how_to_join_one() -> None:
+    assert "manage.py join_token HOST" in command_output("agents")
 
 
-def test_deciding_at_the_command_line(agents: list[Agent]) -> None:
+def test_agents_are_rotated_admitted_and_revoked_at_the_command_line_with_events(agents: list[Agent]) -> None:
     JoinToken.objects.create(host_name="cmp0", secret_hash="f" * 64, expires_at=datetime(9999, 1, 1, tzinfo=UTC))
-    assert "is asked for a new key" in said("agents", "--rotate", "cmp0")
-    assert "a new key is asked for" in said("agents")
-    assert "may connect again" in said("agents", "--admit", "cmp2")
-    assert "is not barred" in said("agents", "--admit", "cmp2")
-    assert "is revoked" in said("revoke_agent", "cmp0", "--reason", "stolen")
-    assert "was revoked already" in said("revoke_agent", "cmp0")
+    assert "is asked for a new key" in command_output("agents", "--rotate", "cmp0")
+    assert "a new key is asked for" in command_output("agents")
+    assert "may connect again" in command_output("agents", "--admit", "cmp2")
+    assert "is not barred" in command_output("agents", "--admit", "cmp2")
+    assert "is revoked" in command_output("revoke_agent", "cmp0", "--reason", "stolen")
+    assert "was revoked already" in command_output("revoke_agent", "cmp0")
     assert JoinToken.objects.get().expires_at < datetime.now(UTC), "nobody comes in with what was made before"
-    assert "stolen" in said("agents", "--state", "revoked")
+    assert "stolen" in command_output("agents", "--state", "revoked")
     for words in (("--admit", "cmp0"), ("--rotate", "cmp0"), ("--admit", "cmp9")):
         with pytest.raises(CommandError, match=r"join_token cmp0|no agent has joined"):
-            said("agents", *words)
+            command_output("agents", *words)
     with pytest.raises(CommandError, match="at most 500"):
-        said("revoke_agent", "cmp1", "--reason", "x" * 501)
+        command_output("revoke_agent", "cmp1", "--reason", "x" * 501)
     actions = Event.objects.filter(actor="command line").order_by("id").values_list("action", flat=True)
     assert list(actions) == ["agent.rotation", "agent.admitted", "agent.revoked"]
 
 
-def test_revoking_over_the_api(agents: list[Agent], client: Client) -> None:
+def test_the_api_lets_only_an_admin_revoke_an_agent(agents: list[Agent], client: Client) -> None:
     user = User.objects.create_user("rita")
     url = f"/api/agents/{agents[0].host.uuid}/"
 
@@ -99,7 +100,9 @@ def test_revoking_over_the_api(agents: list[Agent], client: Client) -> None:
     assert Event.objects.get(action="agent.revoked").source == "api"
 
 
-def test_deciding_in_the_console(agents: list[Agent], client: Client) -> None:
+def test_the_console_lets_only_an_administrator_revoke_admit_and_rotate_agents(
+    agents: list[Agent], client: Client
+) -> None:
     url = reverse("admin:agents_agent_changelist")
     viewer = User.objects.create(username="vera", is_staff=True)
     viewer.user_permissions.add(Permission.objects.get(codename="view_agent"))
@@ -129,7 +132,7 @@ def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tls, "get_keys", lambda: keys)
     assert settings.AGENTS_DOOR == "cyborgweb.server.tls.choose_agent_address"
     joins = [
-        credentials.parse_join_string(said("join_token", "cmp1", *more).splitlines()[-1])
+        credentials.parse_join_string(command_output("join_token", "cmp1", *more).splitlines()[-1])
         for more in (
             (),
             ("--address", "https://acc:1"),
@@ -146,7 +149,7 @@ def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch
     ]
     monkeypatch.setattr(tls, "get_keys", lambda: Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:0"))
     with pytest.raises(CommandError, match="--address"):
-        said("join_token", "cmp1")
+        command_output("join_token", "cmp1")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +160,6 @@ def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch
         ({"agent_cert": __file__}, "holds no certificate"),
     ],
 )
-def test_a_certificate_that_cannot_be_used_is_explained(settings: dict[str, str], says: str) -> None:
+def test_an_unusable_agent_certificate_is_refused_with_the_reason(settings: dict[str, str], says: str) -> None:
     with pytest.raises(tls.ConfigurationError, match=says):
         tls.read_fingerprint(Keys(**settings))

@@ -13,8 +13,8 @@ from agents import credentials, enrolment, tasks, wire
 from agents.gateway.app import AgentGateway
 from agents.gateway.leases import mark_stale_hosts
 from agents.models import Agent, JoinToken, Lease, Spooled
-from tests.agents.conftest import House
-from tests.support.reports import answer, card
+from tests.agents.conftest import GatewaySlot
+from tests.support.reports import make_card, make_driver_report
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask, is_closed
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def port(gateway: AgentGateway, house: House) -> int:
+def port(gateway: AgentGateway, house: GatewaySlot) -> int:
     house.gateway = gateway
     return house.port
 
 
-def token(host: str = "cmp1") -> str:
+def make_join_secret(host: str = "cmp1") -> str:
     return credentials.parse_join_string(
         enrolment.create_join_token(host, address="http://x", hours=1, created_by="t")
     ).secret
@@ -35,17 +35,17 @@ def token(host: str = "cmp1") -> str:
 
 @pytest.fixture
 def agent(port: int) -> WireAgent:
-    return WireAgent(port, token=token())
+    return WireAgent(port, token=make_join_secret())
 
 
-def a_report(*devices: object, seq: int = 1, epoch: int = 1) -> wire.Report:
-    drivers = (answer(*devices),)  # type: ignore[arg-type]
+def make_report(*devices: object, seq: int = 1, epoch: int = 1) -> wire.Report:
+    drivers = (make_driver_report(*devices),)  # type: ignore[arg-type]
     return wire.Report(epoch, seq, wire.hash_report_content(drivers), drivers)
 
 
-def test_a_report_is_acknowledged_after_it_is_durable_and_becomes_rows(agent: WireAgent) -> None:
+def test_a_report_is_acknowledged_after_it_is_spooled_and_merged_into_devices(agent: WireAgent) -> None:
     with agent.connect() as socket:
-        assert ask(socket, a_report(card(1), card(2))) == wire.Ack(1, "Report")
+        assert ask(socket, make_report(make_card(1), make_card(2))) == wire.Ack(1, "Report")
     assert Spooled.objects.count() == 1
     tasks.merge()
     assert Device.objects.count() == 2 and Spooled.objects.count() == 0
@@ -56,41 +56,41 @@ def test_P1_an_unchanged_report_costs_no_statement(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with agent.connect() as socket:
-        ask(socket, a_report(card(1)))
+        ask(socket, make_report(make_card(1)))
     tasks.merge()
     with agent.connect() as socket:
-        assert agent.welcome and agent.welcome.applied_hash == a_report(card(1)).hash
+        assert agent.welcome and agent.welcome.applied_hash == make_report(make_card(1)).hash
         monkeypatch.setattr(gateway._writer, "put", None)  # the only road to the database
-        assert ask(socket, a_report(card(1), seq=2)) == wire.Ack(2, "Report")
+        assert ask(socket, make_report(make_card(1), seq=2)) == wire.Ack(2, "Report")
     assert Spooled.objects.count() == 0
 
 
-def test_the_same_content_is_stored_again_when_another_came_between(agent: WireAgent) -> None:
+def test_a_report_equal_to_an_earlier_one_is_stored_when_another_came_between(agent: WireAgent) -> None:
     with agent.connect() as socket:
-        ask(socket, a_report(card(1)))
+        ask(socket, make_report(make_card(1)))
         tasks.merge()
-        ask(socket, a_report(card(2), seq=2))
-        ask(socket, a_report(card(1), seq=3))
+        ask(socket, make_report(make_card(2), seq=2))
+        ask(socket, make_report(make_card(1), seq=3))
     assert Spooled.objects.count() == 2
     tasks.merge()
     assert list(Device.objects.values_list("address", "state")) == [("0000:01:00.0", "inactive")]
 
 
-def test_what_an_older_connection_still_brings_is_not_taken_for_applied(agent: WireAgent) -> None:
+def test_a_report_over_an_older_connection_does_not_count_as_applied_for_the_newer_one(agent: WireAgent) -> None:
     with agent.connect() as first:
-        ask(first, a_report(card(1)))
+        ask(first, make_report(make_card(1)))
         tasks.merge()
         with agent.connect() as second:
-            ask(first, a_report(card(2), seq=2))
-            ask(second, a_report(card(1), seq=3))
+            ask(first, make_report(make_card(2), seq=2))
+            ask(second, make_report(make_card(1), seq=3))
     tasks.merge()
     assert list(Device.objects.filter(state="inactive").values_list("address", flat=True)) == ["0000:01:00.0"]
 
 
-def test_an_older_report_is_acknowledged_and_dropped(agent: WireAgent) -> None:
+def test_a_report_older_than_the_last_one_is_acknowledged_and_dropped(agent: WireAgent) -> None:
     with agent.connect() as socket:
-        ask(socket, a_report(card(1), seq=5))
-        assert ask(socket, a_report(seq=4)) == wire.Ack(4, "Report")
+        ask(socket, make_report(make_card(1), seq=5))
+        assert ask(socket, make_report(seq=4)) == wire.Ack(4, "Report")
     assert Spooled.objects.count() == 1
 
 
@@ -100,15 +100,15 @@ def test_beats_are_acknowledged_and_renew_the_lease(agent: WireAgent) -> None:
         until(lambda: Lease.objects.filter(host__name="cmp1").exists())
 
 
-def test_hello_is_kept(agent: WireAgent) -> None:
+def test_version_and_boot_id_of_the_hello_are_stored(agent: WireAgent) -> None:
     with agent.connect() as socket:
         socket.send(wire.encode_message(wire.Hello("9.9", "boot-1")))
         until(lambda: Agent.objects.filter(version="9.9", boot_id="boot-1", wire=wire.VERSIONS[0]).exists())
 
 
-def test_L1_silence_makes_a_host_stale_and_a_beat_brings_it_back(agent: WireAgent) -> None:
+def test_L1_a_silent_host_becomes_stale_and_live_again_at_its_next_heartbeat(agent: WireAgent) -> None:
     with agent.connect() as socket:
-        ask(socket, a_report(card(1)))
+        ask(socket, make_report(make_card(1)))
         until(lambda: Lease.objects.exists())
         tasks.merge()
         mark_stale_hosts()
@@ -144,7 +144,7 @@ def test_L1_silence_makes_a_host_stale_and_a_beat_brings_it_back(agent: WireAgen
     ],
     ids=["cut", "list", "fields", "negative", "deep"],
 )
-def test_what_is_no_message_is_refused_closed_and_told_once(agent: WireAgent, data: str) -> None:
+def test_a_malformed_message_is_refused_closes_the_connection_and_is_recorded_once(agent: WireAgent, data: str) -> None:
     for _ in range(2):
         with agent.connect() as socket:
             refusal = ask(socket, data)
@@ -154,12 +154,12 @@ def test_what_is_no_message_is_refused_closed_and_told_once(agent: WireAgent, da
     assert Event.objects.filter(action="agent.refused").count() == 1
 
 
-def test_a_text_that_cannot_be_stored_is_refused_and_the_rest_go_on(agent: WireAgent, port: int) -> None:
-    other = WireAgent(port, host="cmp2", token=token("cmp2"))
+def test_a_report_with_a_nul_character_is_refused_and_other_hosts_are_served(agent: WireAgent, port: int) -> None:
+    other = WireAgent(port, host="cmp2", token=make_join_secret("cmp2"))
     with agent.connect() as bad, other.connect() as good:
-        message = wire.encode_message(a_report(card(1, model="nul"))).replace("nul", "n\\u0000l")
+        message = wire.encode_message(make_report(make_card(1, model="nul"))).replace("nul", "n\\u0000l")
         assert isinstance(ask(bad, message), wire.Refuse)
-        assert ask(good, a_report(card(1))) == wire.Ack(1, "Report")
+        assert ask(good, make_report(make_card(1))) == wire.Ack(1, "Report")
 
 
 def test_unknown_types_and_fields_are_ignored_and_counted(agent: WireAgent, gateway: AgentGateway) -> None:
@@ -170,7 +170,7 @@ def test_unknown_types_and_fields_are_ignored_and_counted(agent: WireAgent, gate
     assert gateway.counters == {"unknown_types": 1, "unknown_fields": 1}
 
 
-def test_a_host_that_connects_again_replaces_its_older_socket(agent: WireAgent) -> None:
+def test_a_second_connection_of_a_host_supersedes_the_first(agent: WireAgent) -> None:
     with agent.connect() as first, agent.connect() as second:
         second.send(wire.encode_message(wire.Hello("1", "")))
         refusal = wire.decode_from_gateway(first.recv(timeout=10))
@@ -178,57 +178,57 @@ def test_a_host_that_connects_again_replaces_its_older_socket(agent: WireAgent) 
         assert ask(second, wire.Beat(1)) == wire.Ack(1, "Beat")
 
 
-def test_X1_no_door_without_a_key_a_token_and_a_fresh_challenge(
+def test_X1_an_agent_without_valid_key_token_and_fresh_challenge_is_refused(
     agent: WireAgent, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent.connect().close()
     used = agent.challenge()
     header = agent.credential(used)
     agent.connect(header).close()
-    assert agent.refused(header) == (401, "challenge")
-    assert agent.refused("") == (401, "credential")
-    assert agent.refused(agent.credential(agent.challenge(), host="cmp2")) == (401, "signature")
-    assert WireAgent(port).refused() == (403, "not-enrolled")
-    assert WireAgent(port, token="guess").refused() == (403, "token-unknown")
-    assert WireAgent(port, host="cmp9", token=token("cmp2")).refused() == (403, "token-host")
-    assert WireAgent(port, token=agent.token).refused() == (403, "token-used")
-    assert WireAgent(port, token=agent.token, versions=("cyborg.agent.0",)).refused() == (403, "version")
-    late = token("cmp3")
+    assert agent.connect_refused(header) == (401, "challenge")
+    assert agent.connect_refused("") == (401, "credential")
+    assert agent.connect_refused(agent.credential(agent.challenge(), host="cmp2")) == (401, "signature")
+    assert WireAgent(port).connect_refused() == (403, "not-enrolled")
+    assert WireAgent(port, token="guess").connect_refused() == (403, "token-unknown")
+    assert WireAgent(port, host="cmp9", token=make_join_secret("cmp2")).connect_refused() == (403, "token-host")
+    assert WireAgent(port, token=agent.token).connect_refused() == (403, "token-used")
+    assert WireAgent(port, token=agent.token, versions=("cyborg.agent.0",)).connect_refused() == (403, "version")
+    late = make_join_secret("cmp3")
     JoinToken.objects.filter(host_name="cmp3").update(expires_at=datetime.now(UTC))
-    assert WireAgent(port, host="cmp3", token=late).refused() == (403, "token-expired")
+    assert WireAgent(port, host="cmp3", token=late).connect_refused() == (403, "token-expired")
     moved = WireAgent(port, host="cmp7", key=agent.key)
-    assert moved.refused() == (403, "not-enrolled")
+    assert moved.connect_refused() == (403, "not-enrolled")
     # Decoders take more than one text for the same bytes: a barred key must not come back under another name.
     renamed = agent.credential(agent.challenge(), public_key=agent.public_key[:-1] + "\n=")
-    assert agent.refused(renamed) == (401, "signature")
+    assert agent.connect_refused(renamed) == (401, "signature")
     monkeypatch.setattr("agents.enrolment.CHALLENGE_LIFETIME_S", -1.0)
-    assert agent.refused() == (401, "challenge"), "a challenge does not last"
+    assert agent.connect_refused() == (401, "challenge"), "a challenge does not last"
     assert Host.objects.count() == 1
 
 
-def test_the_same_key_may_use_its_token_again_and_a_new_token_brings_a_new_key(agent: WireAgent, port: int) -> None:
+def test_a_token_can_be_reused_by_its_key_and_a_new_token_enrols_a_new_key(agent: WireAgent, port: int) -> None:
     agent.connect().close()
     agent.connect().close()
-    WireAgent(port, token=token()).connect().close()
-    assert agent.refused() == (403, "token-expired")
+    WireAgent(port, token=make_join_secret()).connect().close()
+    assert agent.connect_refused() == (403, "token-expired")
     assert Agent.objects.count() == 1 and Host.objects.count() == 1
 
 
-def test_the_gateway_tells_the_highest_epoch_it_saw(agent: WireAgent) -> None:
+def test_the_welcome_names_the_highest_epoch_of_the_host(agent: WireAgent) -> None:
     agent.epoch = 90
     with agent.connect() as socket:
-        ask(socket, a_report(card(1), epoch=90))
+        ask(socket, make_report(make_card(1), epoch=90))
         until(lambda: Lease.objects.filter(epoch=90).exists())
     agent.epoch = 3
     agent.connect().close()
     assert agent.welcome and agent.welcome.epoch == 90
 
 
-def test_X5_a_report_the_database_refuses_costs_only_its_own_host(agent: WireAgent, port: int) -> None:
-    other = WireAgent(port, host="cmp2", token=token("cmp2"))
+def test_X5_a_report_that_the_database_refuses_affects_only_its_own_host(agent: WireAgent, port: int) -> None:
+    other = WireAgent(port, host="cmp2", token=make_join_secret("cmp2"))
     with agent.connect() as bad, other.connect() as good:
-        ask(bad, a_report(card(1)))
-        ask(good, a_report(card(1)))
+        ask(bad, make_report(make_card(1)))
+        ask(good, make_report(make_card(1)))
     Spooled.objects.filter(host__name="cmp1").update(payload=Replace(F("payload"), Value("1044"), Value("\\u0000")))
     tasks.merge()
     assert list(Device.objects.values_list("host__name", flat=True)) == ["cmp2"]
@@ -236,9 +236,9 @@ def test_X5_a_report_the_database_refuses_costs_only_its_own_host(agent: WireAge
     assert Spooled.objects.count() == 0
 
 
-def test_while_the_database_is_away_agents_are_told_to_come_back(
+def test_agents_get_503_while_the_database_is_away(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.05)
     monkeypatch.setattr(gateway._writer, "put", lambda job: None)  # what waiting for PostgreSQL looks like from here
-    assert agent.refused() == (503, "database")
+    assert agent.connect_refused() == (503, "database")

@@ -21,9 +21,9 @@ from agents.gateway.rejections import MAX_TALLIES, RefusalCounter
 from agents.gateway.writer import CommandJob
 from agents.models import Agent, Lease, Spooled
 from cyborgweb.settings.keys import Keys
-from tests.agents.conftest import House
-from tests.agents.test_gateway import a_report, token
-from tests.support.reports import card
+from tests.agents.conftest import GatewaySlot
+from tests.agents.test_gateway import make_join_secret, make_report
+from tests.support.reports import make_card
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask, is_closed
 
@@ -38,63 +38,63 @@ def gateway() -> Iterator[AgentGateway]:
 
 
 @pytest.fixture
-def port(gateway: AgentGateway, house: House) -> int:
+def port(gateway: AgentGateway, house: GatewaySlot) -> int:
     house.gateway = gateway
     return house.port
 
 
 @pytest.fixture
 def agent(port: int) -> WireAgent:
-    return WireAgent(port, token=token())
+    return WireAgent(port, token=make_join_secret())
 
 
-def goes_on(agent: WireAgent) -> None:
+def check_another_host_is_served(agent: WireAgent) -> None:
     """Another host is let in, and what it reports is stored."""
-    other = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
-    with other.speaking() as socket:
-        assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
+    other = WireAgent(agent.port, host="cmp2", node="cmp2", token=make_join_secret("cmp2"))
+    with other.connect_and_say_hello() as socket:
+        assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
 
 
-def test_a_name_that_cannot_be_stored_is_refused_before_anything_is_proved(agent: WireAgent) -> None:
+def test_a_host_name_with_a_nul_character_is_refused_as_credential(agent: WireAgent) -> None:
     with agent.connect():
         for forged in ("x\0y", "\0"):
-            assert WireAgent(agent.port, host=forged).refused() == (401, "credential")
+            assert WireAgent(agent.port, host=forged).connect_refused() == (401, "credential")
         until(lambda: Event.objects.filter(action="agent.refused").exists())
-        goes_on(agent)
+        check_another_host_is_served(agent)
 
 
-def test_a_credential_without_an_end_is_refused(agent: WireAgent) -> None:
+def test_an_unterminated_deeply_nested_credential_is_refused(agent: WireAgent) -> None:
     header = "Cyborg-Agent " + base64.urlsafe_b64encode(b'{"x":' + b"[" * 5000).decode()
     with pytest.raises(InvalidStatus) as refused:
         agent.connect(header)
     assert refused.value.response.status_code == 401
 
 
-def test_what_an_agent_says_of_itself_keeps_no_lease_from_being_renewed(agent: WireAgent) -> None:
+def test_an_unstorable_hello_is_refused_and_leases_of_other_hosts_are_renewed(agent: WireAgent) -> None:
     agent.boot_id = "a\0b"
-    with agent.speaking() as socket:
+    with agent.connect_and_say_hello() as socket:
         refusal = wire.decode_from_gateway(socket.recv(timeout=10))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed"
-    goes_on(agent)
+    check_another_host_is_served(agent)
     until(lambda: Lease.objects.filter(host__name="cmp2").exists())
 
 
-def test_text_that_is_none_ends_its_connection_and_says_so(agent: WireAgent) -> None:
-    said = wire.encode_message(a_report(card(1))).encode()
+def test_a_message_that_is_not_utf8_is_refused_and_closes_the_connection(agent: WireAgent) -> None:
+    said = wire.encode_message(make_report(make_card(1))).encode()
     with agent.connect() as socket:
         socket.send(said[:-1] + b',"more":"\xff"}')
         refusal = wire.decode_from_gateway(socket.recv(timeout=10))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed" and is_closed(socket)
 
 
-def test_sockets_that_say_nothing_take_no_others_place(
+def test_silent_connections_are_closed_and_make_room_for_other_hosts(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sockets = [agent.connect() for _ in range(7)]
     until(lambda: gateway.open_connections <= 5)
     oldest = wire.decode_from_gateway(sockets[1].recv(timeout=10))
     assert isinstance(oldest, wire.Refuse) and oldest.code == "superseded" and is_closed(sockets[1])
-    goes_on(agent)
+    check_another_host_is_served(agent)
     monkeypatch.setattr("agents.gateway.app.FIRST_MESSAGE_TIMEOUT_S", 0.1)
     with agent.connect() as silent:
         refusal = wire.decode_from_gateway(silent.recv(timeout=10))
@@ -103,21 +103,23 @@ def test_sockets_that_say_nothing_take_no_others_place(
         socket.close()
 
 
-def test_nobody_leaves_a_host_without_epochs_to_go_on(agent: WireAgent, gateway: AgentGateway) -> None:
+def test_an_epoch_far_in_the_future_is_refused(agent: WireAgent, gateway: AgentGateway) -> None:
     with agent.connect() as socket:
-        refusal = ask(socket, a_report(card(1), epoch=2**53))
+        refusal = ask(socket, make_report(make_card(1), epoch=2**53))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "epoch"
     agent.epoch = 2**53
-    assert agent.refused() == (403, "epoch")
+    assert agent.connect_refused() == (403, "epoch")
     agent.epoch = int(time.time()) + enrolment.MAX_EPOCH_LEAP // 2  # a clock that was wrong by a hundred years
     agent.connect().close()
     until(lambda: Lease.objects.filter(epoch=agent.epoch).exists())  # there is no lease before the first flush
     assert not Spooled.objects.exists()
 
 
-def test_samples_of_a_newcomer_do_not_take_the_place_of_who_speaks(agent: WireAgent, gateway: AgentGateway) -> None:
+def test_samples_of_a_second_connection_do_not_replace_those_of_the_active_one(
+    agent: WireAgent, gateway: AgentGateway
+) -> None:
     said = wire.encode_message(wire.Samples((wire.DeviceLoad("pci:0", {"power_watts": 1.0}),)))
-    with agent.speaking() as first, agent.connect() as second:
+    with agent.connect_and_say_hello() as first, agent.connect() as second:
         host = Host.objects.get().id
 
         def known() -> Any:
@@ -133,7 +135,7 @@ def test_samples_of_a_newcomer_do_not_take_the_place_of_who_speaks(agent: WireAg
         assert [one[2] for one in gateway.sample_cache.iterate_samples([host])] in ([], [before[2]])
 
 
-def test_however_many_names_are_forged_they_cost_one_statement() -> None:
+def test_refusals_of_many_forged_names_are_recorded_by_one_statement() -> None:
     refusals = RefusalCounter()
     for number in range(2 * MAX_TALLIES):
         refusals.add(f"forged-{number}", "challenge", "unknown\0")
@@ -146,12 +148,12 @@ def test_however_many_names_are_forged_they_cost_one_statement() -> None:
     assert events.get(host="(many)").changes["count"] == [None, MAX_TALLIES]
 
 
-def test_the_writer_goes_on_after_what_nobody_expected(
+def test_the_writer_goes_on_after_an_unexpected_exception(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("agents.gateway.writer.ERROR_PAUSE_S", 0.01)
-    with agent.speaking() as socket:
-        assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
+    with agent.connect_and_say_hello() as socket:
+        assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
         served = gateway._writer._process_batch
 
         def once(batch: Any) -> None:
@@ -159,19 +161,24 @@ def test_the_writer_goes_on_after_what_nobody_expected(
             raise RuntimeError("a defect")
 
         gateway._writer._process_batch = once  # type: ignore[method-assign]
-        refusal = ask(socket, a_report(card(2), seq=2))
+        refusal = ask(socket, make_report(make_card(2), seq=2))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "database"
         gateway._writer._process_batch = once  # type: ignore[method-assign]
-        assert WireAgent(agent.port, host="cmp3", node="cmp3", token=token("cmp3")).refused() == (503, "database")
+        assert WireAgent(agent.port, host="cmp3", node="cmp3", token=make_join_secret("cmp3")).connect_refused() == (
+            503,
+            "database",
+        )
     until(lambda: "a defect" in caplog.text)  # it is logged after those who wait were answered
-    goes_on(agent)
+    check_another_host_is_served(agent)
 
 
-def test_an_outage_piles_up_nothing(agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_queue_stays_short_during_a_database_outage(
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("agents.gateway.app.PROGRESS_INTERVAL_S", 0.01)
-    other = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
-    with agent.speaking() as socket:
-        assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
+    other = WireAgent(agent.port, host="cmp2", node="cmp2", token=make_join_secret("cmp2"))
+    with agent.connect_and_say_hello() as socket:
+        assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
         monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.1)  # from here on nobody is let in
         writer, served = gateway._writer, gateway._writer._process_batch
 
@@ -180,7 +187,7 @@ def test_an_outage_piles_up_nothing(agent: WireAgent, gateway: AgentGateway, mon
 
         writer._process_batch = away  # type: ignore[method-assign]
         for number in range(5):
-            assert other.refused() == (503, "database")
+            assert other.connect_refused() == (503, "database")
             for percent in range(20):
                 socket.send(wire.encode_message(wire.Progress(number, percent)))
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
@@ -197,7 +204,7 @@ def test_an_outage_piles_up_nothing(agent: WireAgent, gateway: AgentGateway, mon
     assert Agent.objects.filter(host__name="cmp2").count() == 0
 
 
-def test_who_is_gone_before_the_welcome_leaves_nothing_behind(
+def test_an_agent_that_disconnects_before_the_welcome_leaves_no_session_and_no_error(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def gone(*_: Any) -> None:
@@ -217,10 +224,10 @@ def test_who_is_gone_before_the_welcome_leaves_nothing_behind(
     until(lambda: gateway.open_connections == 0)
     assert "Traceback" not in caplog.text and "Exception in ASGI" not in caplog.text
     monkeypatch.setattr(gateway, "serve_connection", connect)
-    goes_on(agent)
+    check_another_host_is_served(agent)
 
 
-def test_a_command_whose_payload_is_longer_than_agreed_is_malformed() -> None:
+def test_a_command_with_a_payload_over_512_kib_is_malformed() -> None:
     longest = wire.Command(1, "id", "placement", 1.0, 1.0, payload="x" * 512 * 1024)
     assert wire.decode_from_gateway(wire.encode_message(longest)) == longest
     with pytest.raises(wire.MalformedMessageError):
@@ -228,7 +235,7 @@ def test_a_command_whose_payload_is_longer_than_agreed_is_malformed() -> None:
 
 
 @pytest.mark.parametrize("decode", [wire.decode_from_agent, wire.decode_from_gateway])
-def test_a_message_of_a_later_release_is_known_by_its_name_cut_short(decode: Any) -> None:
+def test_a_message_of_an_unknown_type_is_decoded_with_its_type_cut_to_64_characters(decode: Any) -> None:
     assert decode(json.dumps({"type": "Later" + "r" * 100, "seq": "x"})) == wire.UnknownMessage("Later" + "r" * 59)
     for name in (None, 7, ["Later"]):
         with pytest.raises(wire.MalformedMessageError):

@@ -27,12 +27,12 @@ from agents.models import Agent
 from cyborgweb import asgi
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.support.webserver import serving, until
 from tests.support.wireagent import WireAgent
 
 pytestmark = pytest.mark.django_db(transaction=True)
-BITS = bytes(range(256)) * 3000
+IMAGE_BYTES = bytes(range(256)) * 3000
 
 
 @pytest.fixture(autouse=True)
@@ -56,23 +56,25 @@ def port(gateway: AgentGateway) -> Iterator[int]:
 
 @pytest.fixture
 def image() -> Image:
-    return store.store_upload([BITS], len(BITS), "shell", {}, Caller("rita", "u", frozenset(), "p"), EventSource.API)
+    return store.store_upload(
+        [IMAGE_BYTES], len(IMAGE_BYTES), "shell", {}, Caller("rita", "u", frozenset(), "p"), EventSource.API
+    )
 
 
-def enrolled(port: int, host: str = "cmp1", **more: Any) -> WireAgent:
+def enrol_agent(port: int, host: str = "cmp1", **more: Any) -> WireAgent:
     agent = WireAgent(port, host, host, **more)
-    Agent.objects.create(host=a_host(host), public_key=agent.public_key)
+    Agent.objects.create(host=get_or_create_host(host), public_key=agent.public_key)
     return agent
 
 
-def ordered(image: Image, host: str = "cmp1") -> Command:
-    apply(a_host(host), answer(card(1)))
+def place_program_command(image: Image, host: str = "cmp1") -> Command:
+    apply_report(get_or_create_host(host), make_driver_report(make_card(1)))
     with conductor.writing():
         order = CommandOrder("program", Device.objects.get().uuid, arguments={"image": store.to_image_ref(image)})
         return placing.place_commands([order])[0]
 
 
-def fetch(agent: WireAgent, image: object, authorization: str = "", method: str = "GET") -> tuple[int, bytes]:
+def fetch_image(agent: WireAgent, image: object, authorization: str = "", method: str = "GET") -> tuple[int, bytes]:
     kind = http.client.HTTPSConnection if agent.tls else http.client.HTTPConnection
     more = {"context": agent.tls} if agent.tls else {}
     connection = kind("127.0.0.1", agent.port, timeout=10, **more)  # type: ignore[arg-type]
@@ -84,66 +86,70 @@ def fetch(agent: WireAgent, image: object, authorization: str = "", method: str 
     return response.status, content
 
 
-def refused(*asked: Any) -> tuple[int, str]:
-    status, content = fetch(*asked)
+def fetch_refusal(*asked: Any) -> tuple[int, str]:
+    status, content = fetch_image(*asked)
     said = json.loads(content)
     assert said["error"]
     return status, said["code"]
 
 
-def test_an_agent_gets_the_image_that_its_command_names_while_it_is_open(port: int, image: Image) -> None:
-    agent, command = enrolled(port), ordered(image)
-    assert fetch(agent, image.uuid) == fetch(agent, image.uuid) == (200, BITS)
+def test_an_agent_can_fetch_the_image_of_its_command_only_while_the_command_is_open(port: int, image: Image) -> None:
+    agent, command = enrol_agent(port), place_program_command(image)
+    assert fetch_image(agent, image.uuid) == fetch_image(agent, image.uuid) == (200, IMAGE_BYTES)
     with conductor.writing():
         Command.objects.filter(pk=command.pk).update(ended_at=command.created_at)
-    assert refused(agent, image.uuid) == (403, "not-ordered")
+    assert fetch_refusal(agent, image.uuid) == (403, "not-ordered")
 
 
-def test_nobody_else_does(port: int, image: Image, gateway: AgentGateway) -> None:
-    agent, other = enrolled(port), enrolled(port, "cmp2")
-    ordered(image)
+def test_an_image_is_refused_without_valid_credentials_and_an_open_command(
+    port: int, image: Image, gateway: AgentGateway
+) -> None:
+    agent, other = enrol_agent(port), enrol_agent(port, "cmp2")
+    place_program_command(image)
     used = agent.credential(agent.challenge())
-    assert fetch(agent, image.uuid, used)[0] == 200
-    assert refused(agent, image.uuid, used) == (401, "challenge"), "a nonce is good once"
-    assert refused(agent, image.uuid, "Bearer x") == (401, "credential")
+    assert fetch_image(agent, image.uuid, used)[0] == 200
+    assert fetch_refusal(agent, image.uuid, used) == (401, "challenge"), "a nonce is good once"
+    assert fetch_refusal(agent, image.uuid, "Bearer x") == (401, "credential")
     forged = agent.credential(agent.challenge(), host="cmp2")
-    assert refused(agent, image.uuid, forged) == (401, "signature")
-    assert refused(WireAgent(port), image.uuid) == (403, "not-enrolled")
-    assert refused(replace(agent, host="cmp2"), image.uuid) == (403, "not-enrolled")
-    assert refused(other, image.uuid) == (403, "not-ordered")
-    assert refused(agent, uuid4()) == (403, "not-ordered")
-    assert refused(agent, "..%2f..%2fsecret-key") == refused(agent, "../secret-key") == (404, "no-image")
-    assert fetch(agent, image.uuid, method="POST")[0] == 405
+    assert fetch_refusal(agent, image.uuid, forged) == (401, "signature")
+    assert fetch_refusal(WireAgent(port), image.uuid) == (403, "not-enrolled")
+    assert fetch_refusal(replace(agent, host="cmp2"), image.uuid) == (403, "not-enrolled")
+    assert fetch_refusal(other, image.uuid) == (403, "not-ordered")
+    assert fetch_refusal(agent, uuid4()) == (403, "not-ordered")
+    assert fetch_refusal(agent, "..%2f..%2fsecret-key") == fetch_refusal(agent, "../secret-key") == (404, "no-image")
+    assert fetch_image(agent, image.uuid, method="POST")[0] == 405
     Agent.objects.filter(host__name="cmp1").update(barred="revoked", barred_reason="stolen")
-    assert refused(agent, image.uuid) == (403, "revoked")
+    assert fetch_refusal(agent, image.uuid) == (403, "revoked")
     gateway.refusals.flush()
     told = Event.objects.filter(action="agent.refused", host="cmp2").values_list("changes__code", flat=True)
     assert {code for _, code in told} == {"signature", "not-enrolled", "not-ordered"}
 
 
-def test_who_has_gone_costs_nothing_who_comes_too_often_is_sent_away_and_what_is_gone_is_said(
+def test_aborted_busy_and_missing_image_downloads_are_handled(
     port: int, image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = enrolled(port)
-    ordered(image)
+    agent = enrol_agent(port)
+    place_program_command(image)
     with sockets.create_connection(("127.0.0.1", port), 10) as raw:
         header = agent.credential(agent.challenge())
         raw.sendall(f"GET {wire.IMAGE_PATH}{image.uuid} HTTP/1.0\r\nAuthorization: {header}\r\n\r\n".encode())
         assert b" 200 OK" in raw.recv(512)
-    until(lambda: fetch(agent, image.uuid) == (200, BITS))
+    until(lambda: fetch_image(agent, image.uuid) == (200, IMAGE_BYTES))
     monkeypatch.setattr("agents.gateway.image_server.MAX_TRANSFERS", 0)
-    assert refused(agent, image.uuid) == (503, "busy")
+    assert fetch_refusal(agent, image.uuid) == (503, "busy")
     monkeypatch.undo()
     store.get_image_path(image.uuid).unlink()
-    assert refused(agent, image.uuid) == (404, "no-image")
+    assert fetch_refusal(agent, image.uuid) == (404, "no-image")
 
 
-def test_the_tls_listener_serves_them_too(keys: Keys, gateway: AgentGateway, image: Image) -> None:
+def test_the_tls_listener_serves_images_to_agents_that_sign_its_certificate(
+    keys: Keys, gateway: AgentGateway, image: Image
+) -> None:
     pin, pem = tls.read_fingerprint(keys), Path(keys.state_dir) / tls.CERTIFICATE_FILE
     blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
-    ordered(image)
+    place_program_command(image)
     with serving(asgi.AgentApplication(gateway, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
-        agent = enrolled(port, tls=blind, fingerprint=pin)
-        assert fetch(agent, image.uuid) == (200, BITS)
-        assert refused(replace(agent, fingerprint="ab" * 32), image.uuid) == (401, "signature")
+        agent = enrol_agent(port, tls=blind, fingerprint=pin)
+        assert fetch_image(agent, image.uuid) == (200, IMAGE_BYTES)
+        assert fetch_refusal(replace(agent, fingerprint="ab" * 32), image.uuid) == (401, "signature")

@@ -21,26 +21,26 @@ from agents.gateway.app import AgentGateway
 from cyborgweb.models import ApiToken
 from placement_sync.jobs import providers as placement_tasks
 from placement_sync.reconcile import ObservedProvider
-from tests.agents.conftest import House
-from tests.agents.test_gateway import a_report, token
-from tests.placement.session import Session
-from tests.support.reports import card
+from tests.agents.conftest import GatewaySlot
+from tests.agents.test_gateway import make_join_secret, make_report
+from tests.placement.session import PlacementModelSession
+from tests.support.reports import make_card
 from tests.support.wireagent import WireAgent, ask
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p1")
 COMPUTE = "11111111-1111-1111-1111-111111111111"
-session = Session()
+session = PlacementModelSession()
 
 
-def cloud() -> Session:
+def cloud() -> PlacementModelSession:
     """What `SERVICE_SESSION` names: a session of Placement's model."""
     return session
 
 
 @pytest.fixture
-def placement(settings: Any) -> Session:
+def placement(settings: Any) -> PlacementModelSession:
     session.__init__()  # type: ignore[misc]
     session.model.providers[COMPUTE] = ObservedProvider(COMPUTE, "cmp1", "", 0)
     settings.SERVICE_SESSION = f"{__name__}.cloud"
@@ -48,14 +48,14 @@ def placement(settings: Any) -> Session:
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: House) -> WireAgent:
+def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
     house.gateway = gateway
-    return WireAgent(house.port, token=token())
+    return WireAgent(house.port, token=make_join_secret())
 
 
 def report_and_merge(socket: ClientConnection, seq: int) -> None:
     """Have the agent report the same card once more, as it does at its slow rescan, and run the merge job."""
-    assert ask(socket, a_report(card(1), seq=seq)) == wire.Ack(seq, "Report")
+    assert ask(socket, make_report(make_card(1), seq=seq)) == wire.Ack(seq, "Report")
     agent_tasks.merge()
 
 
@@ -80,7 +80,7 @@ def traits_in_placement() -> set[str]:
 
 
 def test_an_operators_attribute_survives_reports_and_reaches_placement(
-    agent: WireAgent, client: Client, placement: Session
+    agent: WireAgent, client: Client, placement: PlacementModelSession
 ) -> None:
     # A new connection for each report, as the gateway tells each agent at its Welcome what was applied.
     with agent.connect() as socket:
@@ -99,8 +99,8 @@ def test_an_operators_attribute_survives_reports_and_reaches_placement(
 
 
 @pytest.mark.parametrize("reconnects", [True, False], ids=["new connection", "same connection"])
-def test_an_agents_attribute_is_taken_over_and_given_back_by_its_next_unchanged_report(
-    agent: WireAgent, client: Client, placement: Session, reconnects: bool
+def test_an_agents_attribute_that_an_operator_overrode_returns_with_the_next_report(
+    agent: WireAgent, client: Client, placement: PlacementModelSession, reconnects: bool
 ) -> None:
     socket = agent.connect()
     report_and_merge(socket, 1)

@@ -26,7 +26,7 @@ from agents.models import Gateway, Lease
 from agents.telemetry import HostLoad, LoadSnapshot
 from agents.wire import DeviceLoad, Samples, Watch
 from cyborgweb.settings.keys import Keys
-from tests.agents.conftest import House
+from tests.agents.conftest import GatewaySlot
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def gateway(house: House) -> Iterator[Served]:
+def gateway(house: GatewaySlot) -> Iterator[Served]:
     made = Served(Keys(lease_flush_s=0.05))
     door = SampleEndpoint(made.sample_cache)
 
@@ -52,44 +52,44 @@ def gateway(house: House) -> Iterator[Served]:
     telemetry.forget_gateways()
 
 
-def an_agent(port: int, host: str = "cmp1") -> WireAgent:
+def make_agent(port: int, host: str = "cmp1") -> WireAgent:
     made = credentials.parse_join_string(enrolment.create_join_token(host, address="http://x", hours=1, created_by="t"))
     return WireAgent(port, host=host, token=made.secret)
 
 
 @pytest.fixture
-def agent(gateway: Served, house: House) -> WireAgent:
-    return an_agent(house.port)
+def agent(gateway: Served, house: GatewaySlot) -> WireAgent:
+    return make_agent(house.port)
 
 
-def says(busy: float, key: str = "pci:0") -> str:
+def encode_samples(busy: float, key: str = "pci:0") -> str:
     return wire.encode_message(Samples((DeviceLoad(key, {"utilization_percent": busy, "power_watts": 40.0}),)))
 
 
-def known(loads: LoadSnapshot) -> dict[int, float]:
+def load_by_host(loads: LoadSnapshot) -> dict[int, float]:
     """Host → how busy its device is."""
     return {host: one.devices["pci:0"]["utilization_percent"] for host, one in loads.hosts.items()}
 
 
-def heard(socket: ClientConnection, host: int, busy: float) -> HostLoad:
+def send_until_known(socket: ClientConnection, host: int, busy: float) -> HostLoad:
     """Say it until it is known: a loop that is late sheds samples."""
 
     def said() -> HostLoad | None:
-        socket.send(says(busy))
+        socket.send(encode_samples(busy))
         loads = telemetry.get_last_loads({host})
-        return loads.hosts[host] if known(loads) == {host: busy} else None
+        return loads.hosts[host] if load_by_host(loads) == {host: busy} else None
 
     return until(said)  # type: ignore[no-any-return]
 
 
-def asked(socket: ClientConnection) -> Watch:
+def receive_watch(socket: ClientConnection) -> Watch:
     """The next wish that arrives."""
     while not isinstance(message := wire.decode_from_gateway(socket.recv(timeout=10)), Watch):
         pass
     return message
 
 
-def greeted(gateway: Served) -> int:
+def wait_for_hello(gateway: Served) -> int:
     """The id of the host, once its Hello is heard and it can be asked."""
     until(
         lambda: (
@@ -101,14 +101,14 @@ def greeted(gateway: Served) -> int:
 
 
 @contextmanager
-def answering(socket: ClientConnection, busy: float) -> Iterator[None]:
+def answer_watches(socket: ClientConnection, busy: float) -> Iterator[None]:
     """An agent that says how busy it is whenever it is asked."""
 
     def work() -> None:
         while not over.wait(0.01):
             with suppress(TimeoutError):
                 if isinstance(wire.decode_from_gateway(socket.recv(timeout=0.1)), Watch):
-                    socket.send(says(busy))
+                    socket.send(encode_samples(busy))
 
     over = threading.Event()
     thread = threading.Thread(target=work, daemon=True)
@@ -118,71 +118,73 @@ def answering(socket: ClientConnection, busy: float) -> Iterator[None]:
     thread.join(10)
 
 
-def in_another_process(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def simulate_another_process(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on this process knows the gateway by its row alone."""
     monkeypatch.delitem(sample_cache.local_caches, gateway.sample_cache.name)
     telemetry.forget_gateways()
 
 
-def test_what_a_host_said_last_is_known_in_every_process_and_stored_in_none(
-    agent: WireAgent, gateway: Served, house: House, monkeypatch: pytest.MonkeyPatch
+def test_the_last_samples_of_a_host_are_known_in_every_process_and_not_stored(
+    agent: WireAgent, gateway: Served, house: GatewaySlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway.set_public_url(f"http://127.0.0.1:{house.port}")
-    with agent.speaking() as socket:
+    with agent.connect_and_say_hello() as socket:
         ask(socket, wire.Beat(1))
         until(lambda: Gateway.objects.filter(name=gateway.sample_cache.name).exists())
         host, lease = Host.objects.get().id, Lease.objects.get().seen_at
         monkeypatch.setattr(gateway._writer, "put", None)  # the only road to the database
-        near = heard(socket, host, 40.0)
+        near = send_until_known(socket, host, 40.0)
         assert near.devices == {"pci:0": {"utilization_percent": 40.0, "power_watts": 40.0}}
         with CaptureQueriesContext(connection) as statements:
-            assert known(telemetry.get_last_loads()) == {host: 40.0} and telemetry.get_last_loads(
+            assert load_by_host(telemetry.get_last_loads()) == {host: 40.0} and telemetry.get_last_loads(
                 {host + 1}
             ) == LoadSnapshot({})
         assert len(statements) == 0, "the registry is remembered"
-        in_another_process(gateway, monkeypatch)
+        simulate_another_process(gateway, monkeypatch)
         far = telemetry.get_last_loads({host})
-        assert (known(far), far.silent, far.hosts[host].devices) == ({host: 40.0}, (), near.devices)
-        assert known(telemetry.get_last_loads()) == {host: 40.0} and telemetry.get_last_loads(
+        assert (load_by_host(far), far.silent, far.hosts[host].devices) == ({host: 40.0}, (), near.devices)
+        assert load_by_host(telemetry.get_last_loads()) == {host: 40.0} and telemetry.get_last_loads(
             {host + 1}
         ) == LoadSnapshot({})
         assert Lease.objects.get().seen_at == lease
     until(lambda: telemetry.get_last_loads() == LoadSnapshot({}))
 
 
-def test_the_fastest_wish_is_told_once_and_a_slower_one_after_it(agent: WireAgent, gateway: Served) -> None:
-    with agent.speaking() as socket:
-        host = greeted(gateway)
+def test_an_agent_is_sent_the_fastest_watch_once_and_a_slower_one_when_it_ends(
+    agent: WireAgent, gateway: Served
+) -> None:
+    with agent.connect_and_say_hello() as socket:
+        host = wait_for_hello(gateway)
         telemetry.request_periodic_loads({host}, 10, 100)
-        first = asked(socket)
+        first = receive_watch(socket)
         assert (first.every_s, first.for_s) == (10, pytest.approx(100, abs=5))
         telemetry.request_periodic_loads({host}, 1, 1.5)
-        assert asked(socket).every_s == 1
+        assert receive_watch(socket).every_s == 1
         for _ in range(5):
             telemetry.request_periodic_loads({host}, 10, 100)  # told nothing: the faster wish serves it
-        again = asked(socket)
+        again = receive_watch(socket)
         assert again.every_s == 10 and 50 < again.for_s <= 100
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_a_census_waits_for_those_who_answer_and_no_longer_than_it_may(
-    agent: WireAgent, gateway: Served, house: House, monkeypatch: pytest.MonkeyPatch, far: bool
+def test_a_census_returns_new_answers_only_and_ends_at_its_time_limit(
+    agent: WireAgent, gateway: Served, house: GatewaySlot, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
     gateway.set_public_url(f"http://127.0.0.1:{house.port}")
-    with agent.speaking() as socket:
-        host = greeted(gateway)
-        heard(socket, host, 10.0)
+    with agent.connect_and_say_hello() as socket:
+        host = wait_for_hello(gateway)
+        send_until_known(socket, host, 10.0)
         ask(socket, wire.Beat(1))
         until(lambda: Gateway.objects.exists())
         if far:
-            in_another_process(gateway, monkeypatch)
+            simulate_another_process(gateway, monkeypatch)
         silent = telemetry.run_load_census({host}, 0.3)
         assert silent.hosts == {} and silent.silent == (), "what was said before does not count"
-        assert asked(socket) == Watch(sample_cache.MIN_INTERVAL_S, 0.0)
+        assert receive_watch(socket) == Watch(sample_cache.MIN_INTERVAL_S, 0.0)
         found: list[LoadSnapshot] = []
-        with answering(socket, 70.0):
-            until(lambda: found.append(telemetry.run_load_census({host}, 20)) or known(found[-1]))
-        assert known(found[-1]) == {host: 70.0}
+        with answer_watches(socket, 70.0):
+            until(lambda: found.append(telemetry.run_load_census({host}, 20)) or load_by_host(found[-1]))
+        assert load_by_host(found[-1]) == {host: 70.0}
         monkeypatch.setattr(sample_cache, "MAX_CENSUSES", 0)
         assert telemetry.run_load_census({host}, 0.3).silent == (gateway.sample_cache.name,), (
             "nobody was asked: no host is to blame"
@@ -190,41 +192,41 @@ def test_a_census_waits_for_those_who_answer_and_no_longer_than_it_may(
         assert telemetry.get_last_loads({host}).silent == ()
 
 
-def test_X5_samples_without_measure_are_dropped_and_named_and_beats_go_on(agent: WireAgent, gateway: Served) -> None:
+def test_X5_excessive_samples_are_dropped_and_recorded_and_heartbeats_go_on(agent: WireAgent, gateway: Served) -> None:
     before = dict(metrics.event_counts)
-    with agent.speaking() as socket:
+    with agent.connect_and_say_hello() as socket:
         for _ in range(100):
-            socket.send(says(1.0))
+            socket.send(encode_samples(1.0))
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         assert (
             metrics.event_counts["shed"] - before["shed"] > 80 and metrics.event_counts["taken"] - before["taken"] < 20
         )
-    with agent.speaking() as socket:
+    with agent.connect_and_say_hello() as socket:
         many = tuple(DeviceLoad(f"pci:{n}", {"power_watts": 1.0}) for n in range(4000))
         socket.send(wire.encode_message(Samples(many)))
         assert ask(socket, wire.Beat(2)) == wire.Ack(2, "Beat")
         assert telemetry.get_last_loads() == LoadSnapshot({})
     until(lambda: Event.objects.filter(action="agent.refused", host="cmp1", reason__contains="Samples").exists())
-    unheard = (" " + says(1.0), says(1.0).encode())
-    assert says(1.0).startswith(sample_cache.SAMPLES_PREFIX) and wire.encode_message(Samples(())).startswith(
+    unheard = (" " + encode_samples(1.0), encode_samples(1.0).encode())
+    assert encode_samples(1.0).startswith(sample_cache.SAMPLES_PREFIX) and wire.encode_message(Samples(())).startswith(
         sample_cache.SAMPLES_PREFIX
     )
     nonsense = ('{"type":"Samples","loads":[{"key":"a","values":{"x":NaN}}]}', '{"type":"Samples","loads":[[]]}')
     for text in (*unheard, *nonsense):
-        with agent.speaking() as socket:
+        with agent.connect_and_say_hello() as socket:
             socket.send(text)
             refusal = wire.decode_from_gateway(socket.recv(timeout=10))
             assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed"
     until(lambda: Event.objects.filter(host="cmp1", changes__code=[None, "malformed"]).exists())
 
 
-def test_under_pressure_samples_are_shed_and_reports_are_not(
+def test_samples_are_dropped_and_reports_accepted_while_much_is_pending(
     agent: WireAgent, gateway: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = dict(metrics.event_counts)
     monkeypatch.setattr(gateway, "_pending_bytes", gateway.settings.pending_report_bytes // 8 + 1)
-    with agent.speaking() as socket:
-        socket.send(says(1.0))
+    with agent.connect_and_say_hello() as socket:
+        socket.send(encode_samples(1.0))
         report = wire.Report(1, 1, wire.hash_report_content(()), ())
         assert ask(socket, report) == wire.Ack(1, "Report")
         assert (metrics.event_counts["taken"] - before["taken"], metrics.event_counts["shed"] - before["shed"]) == (
@@ -233,7 +235,9 @@ def test_under_pressure_samples_are_shed_and_reports_are_not(
         )
 
 
-def test_only_who_has_our_key_may_ask_a_gateway(gateway: Served, house: House, agent: WireAgent) -> None:
+def test_a_gateway_answers_only_requests_signed_with_the_secret_key(
+    gateway: Served, house: GatewaySlot, agent: WireAgent
+) -> None:
     def post(body: bytes, signed: str = "", method: str = "POST") -> int:
         link = http.client.HTTPConnection("127.0.0.1", house.port, timeout=10)
         link.request(method, sample_rpc.PATH, body, {sample_rpc.SIGNATURE_HEADER: signed} if signed else {})
@@ -261,7 +265,7 @@ def test_only_who_has_our_key_may_ask_a_gateway(gateway: Served, house: House, a
     )
 
 
-def test_a_gateway_that_does_not_answer_is_named_and_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_gateway_is_named_and_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "RESPONSE_TIMEOUT_S", 0.2)
     with sockets.create_server(("127.0.0.1", 0)) as stuck:
         stuck.settimeout(5)
@@ -276,9 +280,7 @@ def test_a_gateway_that_does_not_answer_is_named_and_not_waited_for_again(monkey
     telemetry.forget_gateways()
 
 
-def test_censuses_have_threads_of_their_own_and_who_was_never_asked_is_not_quiet(
-    db: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gateway_that_no_thread_could_ask_is_not_marked_as_silent(db: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "MAX_THREADS", 1)
     monkeypatch.setattr(telemetry, "RESPONSE_TIMEOUT_S", 0.2)
     Gateway.objects.create(name="far", url="http://127.0.0.1:99999")
@@ -293,12 +295,12 @@ def test_censuses_have_threads_of_their_own_and_who_was_never_asked_is_not_quiet
         over.set()
 
 
-def test_samples_that_cannot_be_read_cost_only_their_own_host() -> None:
-    held = [HostSamples(1, 2.0, Raw(b"{}")), HostSamples(2, 2.0, Raw(says(5.0).encode()))]
-    assert known(LoadSnapshot(telemetry._decode_newest(held))) == {2: 5.0}
+def test_unreadable_samples_affect_only_their_own_host() -> None:
+    held = [HostSamples(1, 2.0, Raw(b"{}")), HostSamples(2, 2.0, Raw(encode_samples(5.0).encode()))]
+    assert load_by_host(LoadSnapshot(telemetry._decode_newest(held))) == {2: 5.0}
 
 
-def test_without_gateways_nothing_is_known_at_once(db: None) -> None:
+def test_without_gateways_every_question_returns_no_loads_at_once(db: None) -> None:
     telemetry.forget_gateways()
     assert (
         telemetry.get_last_loads()

@@ -16,7 +16,7 @@ from agents.gateway.app import AgentGateway
 from agents.gateway.writer import AdmitJob, SpoolJob, WriterJob
 from agents.models import Agent, Spooled
 from cyborgweb.settings.keys import Keys
-from tests.support.reports import a_host
+from tests.support.reports import get_or_create_host
 from tests.support.wireagent import WireAgent
 
 pytestmark = pytest.mark.django_db
@@ -24,29 +24,29 @@ R0, R1 = "0" * 40, "1" * 40
 
 
 @dataclass
-class Turns:
+class WriterByHand:
     """The writer of a gateway, and an event loop that runs when somebody looks."""
 
     gateway: AgentGateway
     loop: asyncio.AbstractEventLoop
 
-    def put(self, job: WriterJob) -> asyncio.Future[Any]:
+    def enqueue(self, job: WriterJob) -> asyncio.Future[Any]:
         """As the event loop does."""
         self.gateway._writer._jobs.put(job)
         return job.future
 
-    def report(self, host: Host, seq: int, content: str, *, urgent: bool = False) -> asyncio.Future[Any]:
+    def enqueue_report(self, host: Host, seq: int, content: str, *, urgent: bool = False) -> asyncio.Future[Any]:
         """One that waits to be stored."""
-        return self.put(SpoolJob(self.loop.create_future(), host.id, (1, seq), content, "{}", urgent))
+        return self.enqueue(SpoolJob(self.loop.create_future(), host.id, (1, seq), content, "{}", urgent))
 
-    def admit(self, agent: WireAgent) -> str:
+    def admit_and_get_applied_hash(self, agent: WireAgent) -> str:
         """What the agent of a host that connects now is told to be applied."""
         credential = credentials.parse_authorization(agent.credential("nonce"))
-        future = self.put(AdmitJob(self.loop.create_future(), credential))
-        self.turn()
+        future = self.enqueue(AdmitJob(self.loop.create_future(), credential))
+        self.process_batch()
         return str(future.result().applied_hash)
 
-    def turn(self) -> None:
+    def process_batch(self) -> None:
         """One batch."""
         self.gateway._writer._process_next_batch()
         self.loop.call_soon(self.loop.stop)
@@ -54,9 +54,9 @@ class Turns:
 
 
 @pytest.fixture
-def turns() -> Iterator[Turns]:
+def turns() -> Iterator[WriterByHand]:
     loop = asyncio.new_event_loop()
-    made = Turns(AgentGateway(Keys(flush_max_rows=1, flush_interval_ms=0.0)), loop)
+    made = WriterByHand(AgentGateway(Keys(flush_max_rows=1, flush_interval_ms=0.0)), loop)
     made.gateway._writer._loop = loop
     yield made
     loop.close()
@@ -65,7 +65,7 @@ def turns() -> Iterator[Turns]:
 @pytest.fixture
 def agent() -> WireAgent:
     made = WireAgent(0)
-    host = a_host("cmp1")
+    host = get_or_create_host("cmp1")
     with conductor.writing():
         Host.objects.filter(pk=host.pk).update(applied_hash=R0)
     Agent.objects.create(host=host, public_key=made.public_key)
@@ -73,31 +73,31 @@ def agent() -> WireAgent:
 
 
 @pytest.mark.parametrize("urgent", [False, True])
-def test_a_report_that_waits_is_never_overtaken_by_what_is_applied(
-    turns: Turns, agent: WireAgent, urgent: bool
+def test_an_admission_names_no_applied_hash_while_a_report_of_the_host_waits(
+    turns: WriterByHand, agent: WireAgent, urgent: bool
 ) -> None:
-    host, other = Host.objects.get(), a_host("cmp2")
-    assert turns.admit(agent) == R0
-    turns.report(other, 1, R1)
-    before = turns.report(host, 1, R1)
-    assert turns.admit(agent) == "", "it waits behind the other's"
-    after = turns.report(host, 2, R0, urgent=urgent)
+    host, other = Host.objects.get(), get_or_create_host("cmp2")
+    assert turns.admit_and_get_applied_hash(agent) == R0
+    turns.enqueue_report(other, 1, R1)
+    before = turns.enqueue_report(host, 1, R1)
+    assert turns.admit_and_get_applied_hash(agent) == "", "it waits behind the other's"
+    after = turns.enqueue_report(host, 2, R0, urgent=urgent)
     for _ in range(2):
-        turns.turn()
+        turns.process_batch()
     assert (before.result(), after.result()) == (True, True), "both are stored, and seq says which is the later"
-    assert turns.admit(agent) == ""
+    assert turns.admit_and_get_applied_hash(agent) == ""
     Spooled.objects.all().delete()
-    assert turns.report(host, 3, R0) and turns.admit(agent) == "", "of this batch"
-    assert turns.admit(agent) == R0
+    assert turns.enqueue_report(host, 3, R0) and turns.admit_and_get_applied_hash(agent) == "", "of this batch"
+    assert turns.admit_and_get_applied_hash(agent) == R0
     assert not Spooled.objects.exists(), "alone it is what is applied"
 
 
-def test_a_report_whose_connection_has_ended_is_not_stored(turns: Turns, agent: WireAgent) -> None:
-    host, other = Host.objects.get(), a_host("cmp2")
-    turns.report(other, 1, R1)
-    gone = turns.report(host, 1, R1)
-    turns.turn()
+def test_a_report_whose_connection_has_ended_is_not_stored(turns: WriterByHand, agent: WireAgent) -> None:
+    host, other = Host.objects.get(), get_or_create_host("cmp2")
+    turns.enqueue_report(other, 1, R1)
+    gone = turns.enqueue_report(host, 1, R1)
+    turns.process_batch()
     gone.cancel()
-    turns.turn()
+    turns.process_batch()
     assert list(Spooled.objects.values_list("host", flat=True)) == [other.id]
-    assert turns.admit(agent) == R0
+    assert turns.admit_and_get_applied_hash(agent) == R0

@@ -30,11 +30,11 @@ from agents import credentials, key_revocation, tasks, wire
 from agents.gateway.app import AgentGateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
-from tests.agents.conftest import House
-from tests.agents.host.standin import StandIn, until
-from tests.agents.host.test_link import ONE, TWO, agent
+from tests.agents.conftest import GatewaySlot
+from tests.agents.host.standin import FakeGateway, wait_until
+from tests.agents.host.test_link import ONE_DEVICE, TWO_DEVICES, run_agent_link
 from tests.support import webserver
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.support.wireagent import WireAgent
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.jsonl"))
@@ -43,32 +43,32 @@ Line = dict[str, Any]
 every_release = pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[Line]]:
+def read_transcript(path: Path) -> tuple[dict[str, Any], list[Line]]:
     """What the release is, and what was said."""
     head, *lines = [json.loads(text) for text in path.read_text().splitlines()]
     return head, lines
 
 
-def reads(recorded: Line, said: Line) -> bool:
+def can_read(recorded: Line, message: Line) -> bool:
     """Whether who knew `recorded` can read `said`: every field is there still, with a value of its kind."""
     return all(
-        name in said and type(said[name]) is type(value) for name, value in recorded.items() if value is not None
+        name in message and type(message[name]) is type(value) for name, value in recorded.items() if value is not None
     )
 
 
 @pytest.fixture
-def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+def gateway(house: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     yield house.gateway
     house.gateway.stop()
 
 
-def dial(head: dict[str, Any], gateway: AgentGateway, port: int) -> ClientConnection:
+def connect_as_release(head: dict[str, Any], gateway: AgentGateway, port: int) -> ClientConnection:
     """As that release's agent does, with the very credential that it has signed."""
     if not head["authorization"]:
         caller = WireAgent(port, epoch=1_795_260_445)
-        Agent.objects.create(host=a_host(), public_key=caller.public_key)
+        Agent.objects.create(host=get_or_create_host(), public_key=caller.public_key)
         header = caller.credential(caller.challenge())
     else:
         header = head["authorization"]
@@ -76,12 +76,12 @@ def dial(head: dict[str, Any], gateway: AgentGateway, port: int) -> ClientConnec
         gateway.challenges._expiry_by_nonce[credential.nonce] = (
             time.monotonic() + 60
         )  # the challenge that it answered then
-        Agent.objects.create(host=a_host(), public_key=credential.public_key)
+        Agent.objects.create(host=get_or_create_host(), public_key=credential.public_key)
     where = f"ws://127.0.0.1:{port}{wire.AGENT_PATH}"
     return connect(where, additional_headers={"Authorization": header}, subprotocols=head["speaks"], compression=None)
 
 
-def hear(socket: ClientConnection, head: dict[str, Any], wanted: Line, inbox: list[Line]) -> None:
+def wait_for_message_like(socket: ClientConnection, head: dict[str, Any], wanted: Line, inbox: list[Line]) -> None:
     """Wait for a message like the `wanted` one; what else comes is put into `inbox`. The release reads all of it."""
     known = {name: value for name, value in wanted.items() if name in wire_fields(wanted["type"])}
     exact = {"type", "seq", "of", "code"} & known.keys()
@@ -89,7 +89,7 @@ def hear(socket: ClientConnection, head: dict[str, Any], wanted: Line, inbox: li
         said = json.loads(socket.recv(timeout=10))
         assert said["type"] in head["agent_reads"], "it cannot read this"
         inbox.append(said)
-    assert reads(known, found[0])
+    assert can_read(known, found[0])
     inbox.remove(found[0])
 
 
@@ -100,31 +100,33 @@ def wire_fields(name: str) -> set[str]:
 
 @pytest.mark.django_db(transaction=True)
 @every_release
-def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: AgentGateway, house: House) -> None:
-    head, lines = read(path)
-    apply(a_host(), answer(card(1, acts="reset"), driver="pci_driver"))
+def test_C2_our_gateway_works_with_the_agent_of_another_release(
+    path: Path, gateway: AgentGateway, house: GatewaySlot
+) -> None:
+    head, lines = read_transcript(path)
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, acts="reset"), driver="pci_driver"))
     with conductor.writing():
         (command,) = placing.place_commands([CommandOrder("reset", Device.objects.get().uuid)])
     takes_commands, inbox = "Command" in head["agent_reads"], list[Line]()
-    with dial(head, gateway, house.port) as socket:
+    with connect_as_release(head, gateway, house.port) as socket:
         for line in lines:
             message = line["message"]
             if line["from"] == "agent":
                 socket.send(json.dumps(message))
             elif message["type"] in ("Welcome", "Ack"):
                 if message.get("of") in (None, "Beat", "Report", "NewKey", "Result"):
-                    hear(socket, head, message, inbox)
+                    wait_for_message_like(socket, head, message, inbox)
             elif message["type"] == "Rotate":
                 key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
-                hear(socket, head, message, inbox)
+                wait_for_message_like(socket, head, message, inbox)
             elif message["type"] == "Command":
-                hear(socket, head, message, inbox)
+                wait_for_message_like(socket, head, message, inbox)
             elif message["type"] == "Refuse":
                 tasks.merge()
                 if not takes_commands:
                     webserver.until(lambda: command_results.end_answered_commands() or Command.objects.get().ended_at)
                 key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")
-                hear(socket, head, message, inbox)
+                wait_for_message_like(socket, head, message, inbox)
     command.refresh_from_db()
     refusal = "the agent of cmp1 (release 0.1.0) accepts no commands: update it"
     assert (command.state, command.text) == (("queued", "") if takes_commands else ("refused", refusal))
@@ -135,11 +137,11 @@ def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: Ag
     assert {*Device.objects.exclude(state="missing").values_list("key", flat=True)} == keys
     reported = last_report["drivers"][0]["devices"][0]
     assert Device.objects.get(key=reported["key"]).status == reported.get("status", "ok")
-    assert (a_host().applied_hash, Agent.objects.get().barred) == (last_report["hash"], "revoked")
+    assert (get_or_create_host().applied_hash, Agent.objects.get().barred) == (last_report["hash"], "revoked")
 
 
 @dataclass
-class Release(StandIn):
+class ReplayedGateway(FakeGateway):
     """A gateway that says what was recorded, line by line, to the first agent that comes."""
 
     head: dict[str, Any] = field(default_factory=dict)
@@ -173,12 +175,12 @@ class Release(StandIn):
             assert said["type"] in self.head["gateway_reads"], "it cannot read this"
             self.heard.setdefault(said["type"], []).append(said)
         said = waiting.pop(0)
-        assert reads({name: value for name, value in wanted.items() if name in wire_fields(wanted["type"])}, said)
+        assert can_read({name: value for name, value in wanted.items() if name in wire_fields(wanted["type"])}, said)
         return said
 
 
 @dataclass
-class Desk:
+class CommandRecorder:
     """Notes the commands that come."""
 
     taken: list[wire.Command] = field(default_factory=list)
@@ -189,19 +191,22 @@ class Desk:
 
 
 @every_release
-def test_C2_our_agent_and_the_gateway_of_another_release(path: Path, tmp_path: Path) -> None:
-    head, lines = read(path)
+def test_C2_our_agent_works_with_the_gateway_of_another_release(path: Path, tmp_path: Path) -> None:
+    head, lines = read_transcript(path)
     reports = sum(line["message"]["type"] == "Report" for line in lines)
     ours = {line["message"]["type"] for line in lines if line["from"] == "gateway"}
 
     async def story() -> None:
-        async with Release(head=head, lines=lines).open() as server, agent(tmp_path, server.gateway("s")) as host:
-            host.link.command_sink = desk = Desk()
+        async with (
+            ReplayedGateway(head=head, lines=lines).open() as server,
+            run_agent_link(tmp_path, server.gateway("s")) as host,
+        ):
+            host.link.command_sink = desk = CommandRecorder()
             before = host.link.keys.current_identity.public_key
-            for seen in (ONE, TWO)[:reports]:
-                host.sees(*seen)
-                await until(lambda: host.journal.acknowledged)
-            await until(lambda: server.played and len(server.sockets) > 1)
+            for seen in (ONE_DEVICE, TWO_DEVICES)[:reports]:
+                host.record_report(*seen)
+                await wait_until(lambda: host.journal.acknowledged)
+            await wait_until(lambda: server.played and len(server.sockets) > 1)
             assert (host.link.keys.current_identity.public_key != before) == ("Rotate" in ours)
             assert [command.op for command in desk.taken] == (["defragment"] if "Command" in ours else [])
             assert host.link.dropped_count == len([name for name in ours if not hasattr(wire, name)])
@@ -211,7 +216,7 @@ def test_C2_our_agent_and_the_gateway_of_another_release(path: Path, tmp_path: P
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_signatures_of_a_recorded_release_are_verified(path: Path) -> None:
-    head, lines = read(path)
+    head, lines = read_transcript(path)
     credential = credentials.parse_authorization(head["authorization"])
     signed = credentials.build_connect_bytes(credential.host, credential.node, credential.epoch, credential.nonce, "")
     assert credentials.is_valid_signature(credential.public_key, credential.signature, signed)

@@ -33,10 +33,10 @@ from agents.host.connection.identity import load_or_create_keys
 from agents.host.journal.journal import open_journal
 from agents.host.settings import extract_allowed_acts, read_driver_settings, read_settings
 from cyborgweb.settings.keys import Keys
-from tests.agents.conftest import House
-from tests.agents.host.standin import StandIn, until
+from tests.agents.conftest import GatewaySlot
+from tests.agents.host.standin import FakeGateway, wait_until
 from tests.agents.playback import encode, every_recording, read_recording, take_answer
-from tests.agents.record_transcripts import STORIES, VOLATILE, Line, Recorder
+from tests.agents.record_transcripts import PLACEHOLDERS, STORIES, Line, Recorder
 from tests.support.wireagent import WireAgent
 
 IMAGE = b"bits"
@@ -63,12 +63,12 @@ class RecordedAgent:
             self.inbox.append(welcome)
             for line in self.lines:
                 if line["from"] == "agent":
-                    socket.send(encode(self._now(line["message"])))
+                    socket.send(encode(self._with_present_values(line["message"])))
                 else:
                     self._expect(line["message"], socket)
         assert {one["type"] for one in self.inbox} <= {"Watch"}, f"nobody has recorded this: {self.inbox}"
 
-    def _now(self, recorded: Line) -> Line:
+    def _with_present_values(self, recorded: Line) -> Line:
         """Return the recorded message with the values of this run."""
         message, kind = dict(recorded), recorded["type"]
         if kind == "Report":
@@ -108,7 +108,7 @@ class RecordedAgent:
 
 
 @pytest.fixture
-def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+def gateway(house: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     made = AgentGateway(Keys(lease_flush_s=0.05, beat_s=0.2))
     yield made
@@ -118,13 +118,13 @@ def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGate
 @pytest.mark.django_db(transaction=True)
 @every_recording
 def test_C2_the_agent_of_a_recorded_release_works_with_our_gateway(
-    path: Path, gateway: AgentGateway, house: House
+    path: Path, gateway: AgentGateway, house: GatewaySlot
 ) -> None:
     house.gateway = recorder = Recorder(gateway)
     token = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
-    agent = RecordedAgent(read_recording(path), WireAgent(house.port, token=token.secret, epoch=VOLATILE["epoch"]))
+    agent = RecordedAgent(read_recording(path), WireAgent(house.port, token=token.secret, epoch=PLACEHOLDERS["epoch"]))
     with ThreadPoolExecutor(1) as thread:
         played = thread.submit(agent.play)
         try:
@@ -137,7 +137,7 @@ def test_C2_the_agent_of_a_recorded_release_works_with_our_gateway(
 
 
 @dataclass
-class RecordedGateway(StandIn):
+class RecordedGateway(FakeGateway):
     """Plays the gateway's part of a recording to the first agent that comes, and checks what the agent sends."""
 
     lines: list[Line] = field(default_factory=list)
@@ -186,11 +186,11 @@ class RecordedGateway(StandIn):
                     decoded = msgspec.convert(message, wire.Report)
                     assert message["hash"] == wire.hash_report_content(decoded.all_drivers)
                 elif message["type"] == "NewKey":
-                    self._check(msgspec.convert(message, wire.NewKey))
+                    self._verify_new_key(msgspec.convert(message, wire.NewKey))
 
 
 @asynccontextmanager
-async def real_agent(directory: Path, server: StandIn) -> AsyncIterator[None]:
+async def real_agent(directory: Path, server: FakeGateway) -> AsyncIterator[None]:
     """Run the agent as `agents.host.main` does, with the fake driver as it was when the recording was made."""
     control, tables = directory / "control.json", directory / "agent.toml"
     control.write_text('{"count": 2, "handles": 2, "install": ["power"], "handle_type": "MDEV"}')
@@ -226,7 +226,7 @@ def test_C2_our_agent_works_with_the_gateway_of_a_recorded_release(path: Path, t
 
     async def story() -> None:
         async with server.open(), real_agent(tmp_path, server):
-            await until(lambda: server.problem or (server.played and len(server.credentials) > 2), 90)
+            await wait_until(lambda: server.problem or (server.played and len(server.credentials) > 2), 90)
 
     asyncio.run(story())
     if server.problem:

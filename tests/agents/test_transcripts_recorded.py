@@ -8,21 +8,21 @@ from typing import Any, get_args
 import pytest
 
 from agents import wire
-from tests.agents.record_transcripts import Line, recording_path, schema
+from tests.agents.record_transcripts import Line, message_schemas, recording_path
 
 DOCUMENTATION = {"description", "title"}
-AGAIN = "the protocol has changed: if that is wanted, see docs/testing.md on how to record it"
+PROTOCOL_CHANGED = "the protocol has changed: if that is wanted, see docs/testing.md on how to record it"
 
 
-def read() -> tuple[dict[str, Any], list[Line]]:
+def read_recording_with_head() -> tuple[dict[str, Any], list[Line]]:
     """What was recorded: of which release, and what was said."""
     head, *lines = [json.loads(text) for text in recording_path("operators_day").read_text().splitlines()]
     return head, lines
 
 
-def said(kind: str) -> list[dict[str, Any]]:
+def recorded_messages(kind: str) -> list[dict[str, Any]]:
     """The recorded messages of a type, in their order."""
-    return [line["message"] for line in read()[1] if line["message"]["type"] == kind]
+    return [line["message"] for line in read_recording_with_head()[1] if line["message"]["type"] == kind]
 
 
 def without_documentation(schema: Any) -> Any:
@@ -33,29 +33,29 @@ def without_documentation(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("side", ["agent", "gateway"])
-def test_C2_the_messages_of_today_have_the_recorded_schema(side: str) -> None:
-    head, _ = read()
-    today = json.loads(json.dumps(schema()[side]))
-    assert without_documentation(today) == without_documentation(head["schema"][side]), AGAIN
+def test_C2_the_present_messages_have_the_recorded_schema(side: str) -> None:
+    head, _ = read_recording_with_head()
+    today = json.loads(json.dumps(message_schemas()[side]))
+    assert without_documentation(today) == without_documentation(head["schema"][side]), PROTOCOL_CHANGED
 
 
-def test_C2_each_recorded_message_is_read_and_written_as_it_was() -> None:
+def test_C2_each_recorded_message_is_decoded_and_encoded_without_a_change() -> None:
     decoders = {"agent": wire.decode_from_agent, "gateway": wire.decode_from_gateway}
-    for line in read()[1]:
+    for line in read_recording_with_head()[1]:
         message = decoders[line["from"]](json.dumps(line["message"]))
-        assert not isinstance(message, wire.UnknownMessage), AGAIN
-        assert wire.count_unknown_fields(json.dumps(line["message"]), message) == 0, AGAIN
-        assert json.loads(wire.encode_message(message)) == line["message"], AGAIN
+        assert not isinstance(message, wire.UnknownMessage), PROTOCOL_CHANGED
+        assert wire.count_unknown_fields(json.dumps(line["message"]), message) == 0, PROTOCOL_CHANGED
+        assert json.loads(wire.encode_message(message)) == line["message"], PROTOCOL_CHANGED
 
 
 def test_every_type_of_message_was_recorded() -> None:
     known = {kind.__name__ for kind in (*get_args(wire.FromAgent), *get_args(wire.FromGateway))}
-    assert {line["message"]["type"] for line in read()[1]} == known
+    assert {line["message"]["type"] for line in read_recording_with_head()[1]} == known
 
 
-def stages(number: int) -> list[int]:
+def list_stages(number: int) -> list[int]:
     """At which places of the recording a command was sent, taken, answered and acknowledged."""
-    messages = [line["message"] for line in read()[1]]
+    messages = [line["message"] for line in read_recording_with_head()[1]]
 
     def place(kind: str, **wanted: Any) -> int:
         return next(
@@ -74,7 +74,7 @@ def stages(number: int) -> list[int]:
 
 
 def test_recorded_commands_were_taken_carried_out_and_acknowledged_in_this_order() -> None:
-    commands = said("Command")
+    commands = recorded_messages("Command")
     assert {message["op"] for message in commands} >= {"install", "program", "attach", "detach", "reset"}
     for message in commands:
-        assert stages(message["number"]) == sorted(stages(message["number"]))
+        assert list_stages(message["number"]) == sorted(list_stages(message["number"]))

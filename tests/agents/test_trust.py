@@ -27,10 +27,10 @@ from agents.models import Agent
 from cyborgweb.asgi import AgentApplication
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
-from tests.agents.conftest import House
+from tests.agents.conftest import GatewaySlot
 from tests.agents.host.standin import QUICK
-from tests.agents.test_gateway import a_report, token
-from tests.support.reports import card
+from tests.agents.test_gateway import make_join_secret, make_report
+from tests.support.reports import make_card
 from tests.support.webserver import serving, until
 from tests.support.wireagent import WireAgent, ask, is_closed
 
@@ -38,9 +38,9 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @contextlib.contextmanager
-def another(around: Callable[[AgentGateway], Any] | None = None, **options: Any) -> Iterator[int]:
+def run_another_gateway(around: Callable[[AgentGateway], Any] | None = None, **options: Any) -> Iterator[int]:
     """The port of a gateway in a web server of its own."""
-    own = House()
+    own = GatewaySlot()
     own.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     with serving(around(own.gateway) if around else own, **options) as port:
         yield port
@@ -54,52 +54,54 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gateway(house: House) -> Iterator[AgentGateway]:
+def gateway(house: GatewaySlot) -> Iterator[AgentGateway]:
     house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     yield house.gateway
     house.gateway.stop()
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: House) -> WireAgent:
-    return WireAgent(house.port, token=token())
+def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
+    return WireAgent(house.port, token=make_join_secret())
 
 
-def heard(socket: ClientConnection, kind: type) -> Any:
+def receive_message(socket: ClientConnection, kind: type) -> Any:
     """The next message of this kind."""
     while not isinstance(message := wire.decode_from_gateway(socket.recv(timeout=10)), kind):
         pass
     return message
 
 
-def sent_away(socket: ClientConnection) -> str:
+def receive_refusal_code(socket: ClientConnection) -> str:
     """The code with which the gateway refuses and closes it."""
-    code: str = heard(socket, wire.Refuse).code
+    code: str = receive_message(socket, wire.Refuse).code
     assert is_closed(socket)
     return code
 
 
 def answer_probe(socket: ClientConnection) -> None:
-    socket.send(wire.encode_message(wire.Alive(heard(socket, wire.Probe).nonce)))
+    socket.send(wire.encode_message(wire.Alive(receive_message(socket, wire.Probe).nonce)))
 
 
-def successor(agent: WireAgent, key: Ed25519PrivateKey) -> wire.NewKey:
+def sign_new_key(agent: WireAgent, key: Ed25519PrivateKey) -> wire.NewKey:
     new = credentials.encode_public_key(key.public_key())
     data = credentials.build_rotation_bytes(agent.host, agent.public_key, new, agent.fingerprint)
     return wire.NewKey(new, credentials.sign_data(agent.key, data), credentials.sign_data(key, data))
 
 
-def test_X1_revoking_closes_the_socket_and_the_door(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_X1_revoking_closes_the_connection_and_refuses_the_agent_from_then_on(
+    agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 1000.0)  # the ring alone is enough
-    with agent.speaking() as socket:
-        ask(socket, a_report(card(1)))
+    with agent.connect_and_say_hello() as socket:
+        ask(socket, make_report(make_card(1)))
         assert key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "stolen from the rack")
-        told = heard(socket, wire.Refuse)
+        told = receive_message(socket, wire.Refuse)
         assert (told.code, is_closed(socket)) == ("revoked", True)
         assert "stolen from the rack" in told.reason
-    assert agent.refused() == (403, "token-expired")
+    assert agent.connect_refused() == (403, "token-expired")
     agent.token = ""
-    assert agent.refused() == (403, "revoked")
+    assert agent.connect_refused() == (403, "revoked")
     tasks.merge()
     assert Device.objects.count() == 1, "what was acknowledged is not lost"
     assert not key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "again")
@@ -107,14 +109,16 @@ def test_X1_revoking_closes_the_socket_and_the_door(agent: WireAgent, monkeypatc
     assert (event.host, event.actor, event.changes) == ("cmp1", "olga", {"barred": [None, "revoked"]})
 
 
-def test_X1_a_ring_that_is_lost_costs_no_more_than_seconds(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_X1_revoking_closes_the_connection_although_the_notification_is_lost(
+    agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("accelerators.runtime.pubsub.publish", lambda *_: None)
     with agent.connect() as socket:
         key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "t", "")
-        assert sent_away(socket) == "revoked"
+        assert receive_refusal_code(socket) == "revoked"
 
 
-def test_a_revoked_host_comes_back_with_a_new_token_and_a_new_key_only(agent: WireAgent) -> None:
+def test_a_revoked_host_can_join_again_only_with_a_new_token_and_a_new_key(agent: WireAgent) -> None:
     agent.connect().close()
     key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "t", "")
     made_by_a_start = enrolment.create_join_token(
@@ -122,118 +126,123 @@ def test_a_revoked_host_comes_back_with_a_new_token_and_a_new_key_only(agent: Wi
     )
     fresh = replace(agent, key=Ed25519PrivateKey.generate())
     fresh.token = credentials.parse_join_string(made_by_a_start).secret
-    assert fresh.refused() == (403, "revoked"), "no person has decided this"
-    agent.token = fresh.token = token()
-    assert agent.refused() == (403, wire.CODE_KEY_BARRED)
-    assert WireAgent(agent.port, "cmp2", key=agent.key, token=token("cmp2")).refused() == (403, wire.CODE_KEY_BARRED)
+    assert fresh.connect_refused() == (403, "revoked"), "no person has decided this"
+    agent.token = fresh.token = make_join_secret()
+    assert agent.connect_refused() == (403, wire.CODE_KEY_BARRED)
+    assert WireAgent(agent.port, "cmp2", key=agent.key, token=make_join_secret("cmp2")).connect_refused() == (
+        403,
+        wire.CODE_KEY_BARRED,
+    )
     fresh.connect().close()
     agent.token = ""
-    assert agent.refused() == (403, "not-enrolled")
+    assert agent.connect_refused() == (403, "not-enrolled")
     assert Agent.objects.get().barred == ""
 
 
-def test_a_new_key_for_a_host_ends_the_connection_of_the_former(agent: WireAgent) -> None:
-    with another() as other, agent.speaking() as socket:
-        WireAgent(other, token=token()).connect().close()
-        assert sent_away(socket) == "replaced"
+def test_enrolling_a_new_key_closes_the_connection_of_the_former_key(agent: WireAgent) -> None:
+    with run_another_gateway() as other, agent.connect_and_say_hello() as socket:
+        WireAgent(other, token=make_join_secret()).connect().close()
+        assert receive_refusal_code(socket) == "replaced"
 
 
-def test_two_living_holders_of_one_key_are_both_refused_until_a_person_decides(agent: WireAgent) -> None:
+def test_two_live_agents_with_one_key_are_both_refused_until_a_person_admits_the_host(agent: WireAgent) -> None:
     copy = replace(agent, epoch=2, boot_id="boot-2")
-    with agent.speaking() as first, copy.speaking() as second:
+    with agent.connect_and_say_hello() as first, copy.connect_and_say_hello() as second:
         answer_probe(first)
         for socket in (first, second):
-            told = heard(socket, wire.Refuse)
+            told = receive_message(socket, wire.Refuse)
             assert (told.code, is_closed(socket)) == ("clone", True)
             assert "two machines use the key of cmp1" in told.reason
     agent.token = ""
     until(lambda: Agent.objects.get().barred)
-    assert agent.refused() == (403, "clone")
+    assert agent.connect_refused() == (403, "clone")
     event = Event.objects.get(action="agent.clone")
     assert event.changes["boot_id"] == ["boot-1", "boot-2"]
     assert event.changes["address"] == ["127.0.0.1", "127.0.0.1"]
     assert key_revocation.lift_clone_bar(key_revocation.find_agent("cmp1"), "olga")
-    with agent.speaking() as socket:
+    with agent.connect_and_say_hello() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
 
 
-def test_a_restart_or_a_reboot_is_no_clone(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_reconnects_after_a_restart_or_reboot_is_not_taken_for_a_clone(
+    agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host died so fast that its connection still looks open; what was on its way arrives late."""
     changes: tuple[dict[str, Any], ...] = ({"epoch": 2}, {"epoch": 3, "boot_id": "boot-2"})
-    dead = agent.speaking()
+    dead = agent.connect_and_say_hello()
     for change in changes:
         agent = replace(agent, **change)
-        again = agent.speaking()
-        heard(dead, wire.Probe)
+        again = agent.connect_and_say_hello()
+        receive_message(dead, wire.Probe)
         dead.send(wire.encode_message(wire.Beat(1)))
         dead.send(wire.encode_message(wire.Alive("guessed")))
         assert ask(again, wire.Beat(2)) == wire.Ack(2, "Beat")
-        assert sent_away(dead) == "superseded"
+        assert receive_refusal_code(dead) == "superseded"
         dead = again
     monkeypatch.setattr("agents.gateway.sessions.PROBE_TIMEOUT_S", 1000.0)
-    with replace(agent, epoch=4).speaking() as last:
-        heard(dead, wire.Probe)
+    with replace(agent, epoch=4).connect_and_say_hello() as last:
+        receive_message(dead, wire.Probe)
         dead.close()  # that is an answer, too
         assert ask(last, wire.Beat(2)) == wire.Ack(2, "Beat")
     assert Agent.objects.get().barred == ""
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_clone_at_another_gateway(agent: WireAgent, alive: bool) -> None:
-    with another() as other, agent.speaking() as first:
+def test_a_clone_at_another_gateway_is_refused_if_the_first_agent_is_alive(agent: WireAgent, alive: bool) -> None:
+    with run_another_gateway() as other, agent.connect_and_say_hello() as first:
         until(lambda: Agent.objects.filter(boot_id="boot-1").exists())
-        with replace(agent, port=other, epoch=2, boot_id="boot-2").speaking() as second:
+        with replace(agent, port=other, epoch=2, boot_id="boot-2").connect_and_say_hello() as second:
             if alive:
                 answer_probe(first)
-                assert (sent_away(first), sent_away(second)) == ("clone", "clone")
+                assert (receive_refusal_code(first), receive_refusal_code(second)) == ("clone", "clone")
             else:
-                assert sent_away(first) == "superseded"
+                assert receive_refusal_code(first) == "superseded"
                 assert ask(second, wire.Beat(1)) == wire.Ack(1, "Beat")
 
 
-def test_a_key_is_changed_over_the_socket(agent: WireAgent, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_requested_key_rotation_replaces_the_key_and_the_connection_goes_on(
+    agent: WireAgent, caplog: pytest.LogCaptureFixture
+) -> None:
     key = Ed25519PrivateKey.generate()
     agent.connect().close()
     key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")  # while it is away
-    with agent.speaking() as socket:
-        heard(socket, wire.Rotate)
-        assert ask(socket, successor(agent, key)) == wire.Ack(0, "NewKey")
-        assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report"), "the connection goes on"
+    with agent.connect_and_say_hello() as socket:
+        receive_message(socket, wire.Rotate)
+        assert ask(socket, sign_new_key(agent, key)) == wire.Ack(0, "NewKey")
+        assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report"), "the connection goes on"
         again = Ed25519PrivateKey.generate()
         key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
-        heard(socket, wire.Rotate)
-        assert ask(socket, successor(replace(agent, key=key), again)) == wire.Ack(0, "NewKey")
-    assert agent.refused() == (403, "token-expired"), "the former key's token went with it"
+        receive_message(socket, wire.Rotate)
+        assert ask(socket, sign_new_key(replace(agent, key=key), again)) == wire.Ack(0, "NewKey")
+    assert agent.connect_refused() == (403, "token-expired"), "the former key's token went with it"
     replace(agent, key=again, token="").connect().close()
     assert Event.objects.filter(action="agent.rotated").count() == 2
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == [], "no task has failed"
 
 
-def test_nobody_else_changes_a_key(agent: WireAgent) -> None:
+def test_an_unrequested_or_forged_new_key_is_refused(agent: WireAgent) -> None:
     key, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-    own, strange = successor(agent, key), successor(replace(agent, key=other), other)
-    with agent.speaking() as socket:
+    own, strange = sign_new_key(agent, key), sign_new_key(replace(agent, key=other), other)
+    with agent.connect_and_say_hello() as socket:
         socket.send(wire.encode_message(own))
-        assert sent_away(socket) == "rotation", "nobody asked for it"
+        assert receive_refusal_code(socket) == "rotation", "nobody asked for it"
     key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
     for forged in ("signature", "proof", "public_key"):
-        with agent.speaking() as socket:
-            heard(socket, wire.Rotate)
+        with agent.connect_and_say_hello() as socket:
+            receive_message(socket, wire.Rotate)
             values = {name: getattr(strange if name == forged else own, name) for name in own.__struct_fields__}
             socket.send(wire.encode_message(wire.NewKey(**values)))
-            assert sent_away(socket) == "rotation", forged
-    neighbour = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
+            assert receive_refusal_code(socket) == "rotation", forged
+    neighbour = WireAgent(agent.port, host="cmp2", node="cmp2", token=make_join_secret("cmp2"))
     neighbour.connect().close()
-    with agent.speaking() as socket:
-        heard(socket, wire.Rotate)
-        socket.send(wire.encode_message(successor(agent, neighbour.key)))
-        assert sent_away(socket) == "rotation", "another host has this key"
+    with agent.connect_and_say_hello() as socket:
+        receive_message(socket, wire.Rotate)
+        socket.send(wire.encode_message(sign_new_key(agent, neighbour.key)))
+        assert receive_refusal_code(socket) == "rotation", "another host has this key"
     assert Agent.objects.get(host__name="cmp1").public_key == agent.public_key
 
 
-def test_frames_that_are_cut_off_cost_only_their_own_connection(
-    agent: WireAgent, gateway: tuple[AgentGateway, int]
-) -> None:
+def test_truncated_frames_close_only_their_own_connection(agent: WireAgent, gateway: tuple[AgentGateway, int]) -> None:
     upgrade = (
         f"GET {wire.AGENT_PATH} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
@@ -246,51 +255,53 @@ def test_frames_that_are_cut_off_cost_only_their_own_connection(
             until(lambda: gateway.sessions.by_host)
             raw.sendall(frame)
         until(lambda: not gateway.sessions.by_host)
-    with agent.speaking() as socket:
+    with agent.connect_and_say_hello() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
 
 
-def test_over_tls_an_agent_signs_the_certificate_it_pins(tmp_path: Path) -> None:
+def test_an_agent_over_tls_is_admitted_only_with_a_signature_of_the_pinned_certificate(tmp_path: Path) -> None:
     keys = Keys(state_dir=str(tmp_path))
     pin, pem = tls.read_fingerprint(keys), tmp_path / tls.CERTIFICATE_FILE
     assert pem.stat().st_mode & 0o777 == 0o600
     blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
-    with another(lambda made: AgentApplication(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
-        agent = WireAgent(port, token=token(), tls=blind, fingerprint=pin)
-        with agent.speaking() as socket:
+    with run_another_gateway(lambda made: AgentApplication(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
+        agent = WireAgent(port, token=make_join_secret(), tls=blind, fingerprint=pin)
+        with agent.connect_and_say_hello() as socket:
             assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
-        assert replace(agent, fingerprint="ab" * 32).refused() == (401, "signature"), "relayed from another server"
-    with another() as port:
-        assert replace(agent, port=port, tls=None).refused() == (401, "signature"), "it meant a TLS listener"
+        assert replace(agent, fingerprint="ab" * 32).connect_refused() == (401, "signature"), (
+            "relayed from another server"
+        )
+    with run_another_gateway() as port:
+        assert replace(agent, port=port, tls=None).connect_refused() == (401, "signature"), "it meant a TLS listener"
 
 
-def test_the_real_agent_changes_its_key_over_tls(tmp_path: Path) -> None:
+def test_the_real_agent_rotates_its_key_and_rejoins_after_revocation_over_tls(tmp_path: Path) -> None:
     """Pinned certificate, token, rotation, revocation, a new token: with the program that runs on hosts."""
     keys = Keys(state_dir=str(tmp_path / "conductor"))
     pin, pem = tls.read_fingerprint(keys), tmp_path / "conductor" / tls.CERTIFICATE_FILE
     (tmp_path / "host").mkdir()
-    with another(lambda made: AgentApplication(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
-        with linked(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, token())):
+    with run_another_gateway(lambda made: AgentApplication(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
+        with run_link(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, make_join_secret())):
             before = until(lambda: Agent.objects.exclude(boot_id="").first()).public_key
             key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
             after = until(lambda: Agent.objects.exclude(public_key=before).first()).public_key
-            until(lambda: stored_key(tmp_path / "host") == [after])
+            until(lambda: stored_keys(tmp_path / "host") == [after])
             key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")
             until(lambda: Event.objects.filter(action="agent.refused", reason__contains="revoked").exists())
-        with linked(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, token())):
+        with run_link(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, make_join_secret())):
             until(lambda: Agent.objects.filter(barred="").exclude(public_key=after).exists())
-            until(lambda: stored_key(tmp_path / "host") == [Agent.objects.get().public_key])
+            until(lambda: stored_keys(tmp_path / "host") == [Agent.objects.get().public_key])
 
 
-def stored_key(directory: Path) -> list[str]:
+def stored_keys(directory: Path) -> list[str]:
     """Public keys on the host's disk."""
     ring = load_or_create_keys(directory, "cmp1", "cmp1")
     return [key.public_key for key in (ring.current_identity, ring.next_identity) if key]
 
 
 @contextlib.contextmanager
-def linked(directory: Path, door: Door) -> Iterator[None]:
+def run_link(directory: Path, door: Door) -> Iterator[None]:
     """The agent's link on a loop of its own, ended at the end."""
 
     async def run() -> None:

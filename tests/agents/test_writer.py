@@ -17,15 +17,15 @@ from agents.gateway.app import AgentGateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
 from placement_sync.jobs import writer_election
-from tests.agents.conftest import House
+from tests.agents.conftest import GatewaySlot
 from tests.support.webserver import until
-from tests.support.wireagent import OPS, WireAgent, ask, take
+from tests.support.wireagent import OPS, WireAgent, ask, take_command
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def agent(house: House) -> Iterator[WireAgent]:
+def agent(house: GatewaySlot) -> Iterator[WireAgent]:
     house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
@@ -34,41 +34,43 @@ def agent(house: House) -> Iterator[WireAgent]:
     house.gateway.stop()
 
 
-def writing(agent: WireAgent, writes: str | None = "") -> ClientConnection:
+def connect_with_writes(agent: WireAgent, writes: str | None = "") -> ClientConnection:
     socket = agent.connect()
     socket.send(wire.encode_message(wire.Hello("9.9", "b", (), OPS, writes)))
     return socket
 
 
-def heard(socket: ClientConnection) -> wire.Message | wire.UnknownMessage:
+def receive_message(socket: ClientConnection) -> wire.Message | wire.UnknownMessage:
     return wire.decode_from_gateway(socket.recv(timeout=10))
 
 
-def test_who_can_write_is_told_the_epoch_at_its_hello_and_at_every_change(agent: WireAgent) -> None:
-    with writing(agent) as socket:
-        assert heard(socket) == wire.Writer(0)
+def test_an_agent_that_can_write_is_sent_the_writer_epoch_at_hello_and_at_every_switch(agent: WireAgent) -> None:
+    with connect_with_writes(agent) as socket:
+        assert receive_message(socket) == wire.Writer(0)
         writer_election.switch_writer("agents", "olga")
-        assert heard(socket) == wire.Writer(1)
+        assert receive_message(socket) == wire.Writer(1)
         host = Host.objects.get()
         until(lambda: not placement_delegation.get_writer_statuses([host.id])[host.id].reason)
         with conductor.writing():
             placing.place_commands([CommandOrder("placement", host=host.id, arguments={"writer": 1, "payload": "{}"})])
-        command = take(socket)
+        command = take_command(socket)
         assert (command.op, command.writer, command.payload, command.driver) == ("placement", 1, "{}", "")
         until(lambda: Command.objects.get().state == "taken")
 
 
-def test_a_lost_ring_is_made_good_by_the_next_look(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_switch_reaches_the_agent_although_the_notification_is_lost(
+    agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
     monkeypatch.setattr("accelerators.runtime.pubsub.publish", lambda *_: None)
-    with writing(agent) as socket:
-        assert heard(socket) == wire.Writer(0)
+    with connect_with_writes(agent) as socket:
+        assert receive_message(socket) == wire.Writer(0)
         writer_election.switch_writer("agents", "olga")
-        assert heard(socket) == wire.Writer(1)
+        assert receive_message(socket) == wire.Writer(1)
 
 
-def test_C2_who_knows_nothing_of_it_is_told_nothing(agent: WireAgent) -> None:
-    with writing(agent, None) as socket:
+def test_C2_an_agent_without_placement_support_is_sent_no_writer_epoch(agent: WireAgent) -> None:
+    with connect_with_writes(agent, None) as socket:
         until(lambda: Agent.objects.get().ops)
         writer_election.switch_writer("agents", "olga")
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")

@@ -15,7 +15,7 @@ from django.test import Client
 from accelerators import conductor
 from accelerators.models import Deployable, Device
 from cyborgweb.models import ApiToken
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 Get = Callable[..., HttpResponse]
 Call = Callable[..., HttpResponse]
@@ -78,8 +78,8 @@ def fill(db: None) -> Callable[[int], None]:
 
     def make(devices: int) -> None:
         for n in range(0, devices, 10):
-            cards = [card(b, vendor=f"{b % 2:04x}") for b in range(min(10, devices - n))]
-            apply(a_host(f"cmp{n // 10}"), answer(*cards))
+            cards = [make_card(b, vendor=f"{b % 2:04x}") for b in range(min(10, devices - n))]
+            apply_report(get_or_create_host(f"cmp{n // 10}"), make_driver_report(*cards))
 
     return make
 
@@ -90,7 +90,7 @@ def offered(db: None) -> Callable[..., str]:
 
     def make(handles: int = 1, n: int = 1, **changes: object) -> str:
         provider = str(uuid4())
-        apply(a_host(f"cmp{n}"), answer(card(n, handles, **changes)))
+        apply_report(get_or_create_host(f"cmp{n}"), make_driver_report(make_card(n, handles, **changes)))
         with conductor.writing():
             part = Deployable.objects.get(device__host__name=f"cmp{n}")
             Deployable.objects.filter(id=part.id).update(rp_uuid=provider)
@@ -100,7 +100,7 @@ def offered(db: None) -> Callable[..., str]:
     return make
 
 
-def reason(response: HttpResponse) -> str:
+def get_fault_string(response: HttpResponse) -> str:
     """The sentence of a form A refusal."""
     sentence: str = json.loads(json.loads(response.content)["error_message"])["faultstring"]
     return sentence

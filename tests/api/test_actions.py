@@ -15,28 +15,28 @@ from accelerators.commands import placing
 from accelerators.models import Command, Deployable, Device, Event, Intent
 from accelerators.workflows import command_results
 from drivers.inventory import Deployable as Part
-from tests.api.conftest import Call, reason
-from tests.support.reports import a_host, answer, apply, card
+from tests.api.conftest import Call, get_fault_string
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 
-NOWHERE = "00000000-3f10-4d5c-9c6b-6e0f9a3c1b2d"
+UNKNOWN_UUID = "00000000-3f10-4d5c-9c6b-6e0f9a3c1b2d"
 Offered = Callable[..., str]
 
 
 @pytest.fixture
 def device(db: None) -> Device:
-    apply(a_host(), answer(card(1)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     return Device.objects.get()
 
 
-def status(call: Call, device: Device) -> str:
+def get_status(call: Call, device: Device) -> str:
     found = json.loads(call("GET", f"/v2/devices/{device.uuid}").content)["status"]
     assert isinstance(found, str)
     return found
 
 
-def test_a_device_that_leaves_inactive_has_a_provider_whatever_is_reported_later(call: Call, device: Device) -> None:
+def test_a_device_that_leaves_inactive_gets_provider_ids_and_keeps_recorded_ones(call: Call, device: Device) -> None:
     name = "node_0000:01:00.0"
     assert Deployable.objects.get().rp_uuid is None
     call("POST", f"/v2/devices/{device.uuid}/enable")
@@ -46,18 +46,20 @@ def test_a_device_that_leaves_inactive_has_a_provider_whatever_is_reported_later
     with conductor.writing():
         Deployable.objects.update(rp_uuid=adopted)
     second = Part("node_second", 1, (), (), "test")
-    grown = card(1)
-    apply(device.host, answer(msgspec.structs.replace(grown, deployables=(*grown.deployables, second))), seq=2)
+    grown = make_card(1)
+    apply_report(
+        device.host, make_driver_report(msgspec.structs.replace(grown, deployables=(*grown.deployables, second))), seq=2
+    )
     call("POST", f"/v2/devices/{device.uuid}/disable")
     found = dict(Deployable.objects.values_list("name", "rp_uuid"))
     assert found == {name: UUID(adopted), "node_second": uuid3(NAMESPACE_DNS, "node_second")}
 
 
-def test_enable_and_disable_answer_204_every_time(call: Call, device: Device) -> None:
+def test_enable_and_disable_answer_204_also_when_repeated_and_record_events(call: Call, device: Device) -> None:
     for action, expected in (("enable", "enabled"), ("enable", "enabled"), ("disable", "maintaining")) * 2:
         response = call("POST", f"/v2/devices/{device.uuid}/{action}", b"not looked at", content_type="text/plain")
         assert (response.status_code, response.content, response.headers.get("Content-Type")) == (204, b"", None)
-        assert status(call, device) == expected
+        assert get_status(call, device) == expected
     device.refresh_from_db()
     assert (device.state, device.state_reason, device.state_by) == (
         "maintenance",
@@ -67,8 +69,8 @@ def test_enable_and_disable_answer_204_every_time(call: Call, device: Device) ->
     moves = (
         Event.objects.filter(subject=device.uuid, source="api").order_by("id").values_list("changes__state", flat=True)
     )
-    there, back = ["maintenance", "ready"], ["ready", "maintenance"]
-    assert list(moves) == [["inactive", "ready"], back, there, back]
+    enabled, disabled = ["maintenance", "ready"], ["ready", "maintenance"]
+    assert list(moves) == [["inactive", "ready"], disabled, enabled, disabled]
     assert Intent.objects.filter(kind="provider", key=str(device.host.uuid)).exists()
 
 
@@ -84,7 +86,7 @@ def test_enable_and_disable_answer_204_every_time(call: Call, device: Device) ->
         ("missing", "enable", 409, "missing"),
     ],
 )
-def test_what_an_action_makes_of_every_state(
+def test_enable_and_disable_from_other_states_move_the_device_or_answer_409(
     call: Call, device: Device, before: str, action: str, code: int, after: str
 ) -> None:
     with conductor.writing():
@@ -94,37 +96,37 @@ def test_what_an_action_makes_of_every_state(
     assert device.state == after
 
 
-def test_a_device_that_has_to_be_installed_is_enabled_when_that_is_done(call: Call) -> None:
-    apply(a_host(), answer(card(1, to_install="four functions are made")))
+def test_a_device_that_needs_installation_is_shown_enabled_after_the_installation(call: Call) -> None:
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, to_install="four functions are made")))
     device = Device.objects.get()
     for _ in range(2):
         assert call("POST", f"/v2/devices/{device.uuid}/enable").status_code == 204
-        assert status(call, device) == "maintaining"
+        assert get_status(call, device) == "maintaining"
     command = Command.objects.get()
     assert (command.op, command.actor, command.reason) == ("install", "admin member reader of p1", "enabled")
     placing.store_answers([placing.CommandAnswer(command.host_id, command.id, "succeeded")])
     command_results.end_answered_commands()
-    assert status(call, device) == "enabled"
+    assert get_status(call, device) == "enabled"
     call("POST", f"/v2/devices/{device.uuid}/disable")
     assert call("POST", f"/v2/devices/{device.uuid}/enable").status_code == 204
     call("POST", f"/v2/devices/{device.uuid}/disable")
     response = call("POST", f"/v2/devices/{device.uuid}/enable")
-    assert (response.status_code, "is busy with install" in reason(response)) == (409, True)
+    assert (response.status_code, "is busy with install" in get_fault_string(response)) == (409, True)
 
 
-def test_actions_without_a_device(call: Call) -> None:
-    for name in (NOWHERE, "nope"):
+def test_actions_on_unknown_devices_and_without_a_uuid_are_refused(call: Call) -> None:
+    for name in (UNKNOWN_UUID, "nope"):
         response = call("POST", f"/v2/devices/{name}/enable")
-        assert (response.status_code, reason(response)) == (404, f"Device not found with uuid={name}")
+        assert (response.status_code, get_fault_string(response)) == (404, f"Device not found with uuid={name}")
     for action in ("enable", "disable"):
         response = call("POST", f"/v2/devices/{action}")
-        assert (response.status_code, reason(response)) == (400, 'Missing argument: "uuid"')
+        assert (response.status_code, get_fault_string(response)) == (400, 'Missing argument: "uuid"')
         response = call("GET", f"/v2/devices/{action}")
-        assert (response.status_code, reason(response)) == (404, f"Device not found with uuid={action}")
-    assert call("POST", f"/v2/devices/{NOWHERE}").status_code == 405
+        assert (response.status_code, get_fault_string(response)) == (404, f"Device not found with uuid={action}")
+    assert call("POST", f"/v2/devices/{UNKNOWN_UUID}").status_code == 405
 
 
-def test_disabling_touches_no_bound_request(call: Call, offered: Offered) -> None:
+def test_disabling_a_device_keeps_bound_requests_and_refuses_new_binds(call: Call, offered: Offered) -> None:
     rp, path = offered(handles=2), "/v2/accelerator_requests"
     call("POST", "/v2/device_profiles", [{"name": "n", "groups": [{"resources:FPGA": "1"}]}])
     bound, late = (
@@ -165,7 +167,7 @@ def test_an_operators_attribute_is_created_shown_and_deleted(call: Call, device:
 
 
 def test_attributes_are_listed_by_deployable_and_key(call: Call) -> None:
-    apply(a_host(), answer(card(1), card(2)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1), make_card(2)))
     first, second = Deployable.objects.order_by("id")
 
     def keys(query: str) -> list[tuple[int, str]]:
@@ -192,31 +194,33 @@ def test_attributes_are_listed_by_deployable_and_key(call: Call) -> None:
         ("GET", "?deployable_id=x", None, 400),
         ("GET", "?value=x", None, 400),
         ("GET", "/nope", None, 400),
-        ("GET", f"/{NOWHERE}", None, 404),
+        ("GET", f"/{UNKNOWN_UUID}", None, 404),
         ("DELETE", "", None, 400),
         ("DELETE", "/nope", None, 404),
-        ("DELETE", f"/{NOWHERE}", None, 404),
+        ("DELETE", f"/{UNKNOWN_UUID}", None, 404),
         ("PATCH", "", None, 404),
-        ("PATCH", f"/{NOWHERE}", None, 405),
+        ("PATCH", f"/{UNKNOWN_UUID}", None, 405),
     ],
 )
-def test_attributes_that_are_refused(call: Call, method: str, address: str, body: object, status: int) -> None:
+def test_invalid_attribute_requests_are_refused(
+    call: Call, method: str, address: str, body: object, status: int
+) -> None:
     assert call(method, f"/v2/attributes{address}", body).status_code == status
 
 
-def program(path: str = "/program", op: str = "replace", value: object = None) -> list[dict[str, object]]:
-    return [{"path": path, "op": op, "value": value or [{"image_uuid": NOWHERE}]}]
+def build_program_body(path: str = "/program", op: str = "replace", value: object = None) -> list[dict[str, object]]:
+    return [{"path": path, "op": op, "value": value or [{"image_uuid": UNKNOWN_UUID}]}]
 
 
-def test_S1_a_held_device_is_not_programmed(call: Call, offered: Offered) -> None:
+def test_S1_programming_a_held_device_is_refused_naming_the_request(call: Call, offered: Offered) -> None:
     rp, path = offered(acts="program"), "/v2/accelerator_requests"
     call("POST", "/v2/device_profiles", [{"name": "n", "groups": [{"resources:FPGA": "1"}]}])
     (arq,) = json.loads(call("POST", path, {"device_profile_name": "n"}).content)["arqs"]
-    values = {"hostname": "cmp1", "device_rp_uuid": rp, "instance_uuid": NOWHERE}
+    values = {"hostname": "cmp1", "device_rp_uuid": rp, "instance_uuid": UNKNOWN_UUID}
     operations = [{"op": "add", "path": f"/{name}", "value": value} for name, value in values.items()]
     assert call("PATCH", path, {arq["uuid"]: operations}, service=True).status_code == 202
-    response = call("PATCH", f"/v2/deployables/{Deployable.objects.get().uuid}/program", program())
-    assert (response.status_code, arq["uuid"] in reason(response)) == (409, True)
+    response = call("PATCH", f"/v2/deployables/{Deployable.objects.get().uuid}/program", build_program_body())
+    assert (response.status_code, arq["uuid"] in get_fault_string(response)) == (409, True)
 
 
 @pytest.mark.parametrize(
@@ -224,22 +228,24 @@ def test_S1_a_held_device_is_not_programmed(call: Call, offered: Offered) -> Non
     [
         ({}, 400, "Invalid input for field/attribute program_info"),
         ([], 400, "Invalid input for field/attribute program_info"),
-        (program(path="program"), 400, "Invalid input for field/attribute path"),
-        (program(op="test"), 400, "Invalid input for field/attribute op"),
-        (program(path="/name"), 400, "'/name' is an internal attribute and can not be updated"),
-        (program(value=[{"image_uuid": "zz"}]), 400, "Expected a uuid but received zz."),
-        (program(value=["x"]), 400, "Invalid input for field/attribute value"),
+        (build_program_body(path="program"), 400, "Invalid input for field/attribute path"),
+        (build_program_body(op="test"), 400, "Invalid input for field/attribute op"),
+        (build_program_body(path="/name"), 400, "'/name' is an internal attribute and can not be updated"),
+        (build_program_body(value=[{"image_uuid": "zz"}]), 400, "Expected a uuid but received zz."),
+        (build_program_body(value=["x"]), 400, "Invalid input for field/attribute value"),
         (None, 400, 'Missing argument: "program_info"'),
-        (program(), 404, f"Deployable not found with uuid={NOWHERE}"),
+        (build_program_body(), 404, f"Deployable not found with uuid={UNKNOWN_UUID}"),
     ],
 )
-def test_programs_that_are_refused(call: Call, body: object, status: int, sentence: str) -> None:
-    response = call("PATCH", f"/v2/deployables/{NOWHERE}/program", body)
-    assert (response.status_code, sentence in reason(response)) == (status, True), reason(response)
+def test_invalid_program_requests_are_refused_with_upstreams_sentences(
+    call: Call, body: object, status: int, sentence: str
+) -> None:
+    response = call("PATCH", f"/v2/deployables/{UNKNOWN_UUID}/program", body)
+    assert (response.status_code, sentence in get_fault_string(response)) == (status, True), get_fault_string(response)
 
 
 @pytest.mark.parametrize("roles", ["member reader", "manager member reader", "service", ""])
-def test_only_admins_act(call: Call, device: Device, roles: str) -> None:
+def test_only_admins_may_enable_disable_program_and_write_attributes(call: Call, device: Device, roles: str) -> None:
     for method, path in (
         ("POST", f"/v2/devices/{device.uuid}/enable"),
         ("POST", "/v2/devices/nope/disable"),
@@ -248,4 +254,4 @@ def test_only_admins_act(call: Call, device: Device, roles: str) -> None:
         ("PATCH", "/v2/deployables/nope/program"),
     ):
         response = call(method, path, b"{", roles=roles)
-        assert (response.status_code, "Access was denied" in reason(response)) == (403, True), path
+        assert (response.status_code, "Access was denied" in get_fault_string(response)) == (403, True), path

@@ -19,15 +19,20 @@ UNACCEPTABLE = (
     "406 Not Acceptable\n\nThe resource could not be generated that was acceptable to your browser "
     "(content of type ${HTTP_ACCEPT}. \n\n "
 )
-MICROVERSION = ("OpenStack-API-Version", "OpenStack-API-Minimum-Version", "OpenStack-API-Maximum-Version", "Vary")
+MICROVERSION_HEADERS = (
+    "OpenStack-API-Version",
+    "OpenStack-API-Minimum-Version",
+    "OpenStack-API-Maximum-Version",
+    "Vary",
+)
 
 
-def told(response: object) -> list[str | None]:
+def get_microversion_headers(response: object) -> list[str | None]:
     """The four microversion headers."""
-    return [response.headers.get(name) for name in MICROVERSION]  # type: ignore[attr-defined]
+    return [response.headers.get(name) for name in MICROVERSION_HEADERS]  # type: ignore[attr-defined]
 
 
-def fault(response: object) -> tuple[str, str]:
+def get_fault(response: object) -> tuple[str, str]:
     """Form A: who is to blame, and the sentence."""
     body = json.loads(response.content)  # type: ignore[attr-defined]
     assert list(body) == ["error_message"]
@@ -55,24 +60,24 @@ def test_the_root_document_is_public_and_has_no_microversion(client: Client, pat
     assert "GPUs,FPGAs, AI chips" in body["description"]
     assert (body["versions"], body["default_version"]) == ([version], version)
     assert list(body["default_version"]) == list(version)
-    assert told(response) == [None] * 4
+    assert get_microversion_headers(response) == [None] * 4
     assert response["x-openstack-request-id"].startswith("req-")
 
 
 @pytest.mark.parametrize("path", ["/v2", "/v2/", "/v2.json", "/accelerator/v2", "/accelerator/v2/"])
-def test_the_version_document_is_public_and_negotiates(client: Client, path: str) -> None:
+def test_the_version_document_is_public_and_negotiates_the_microversion(client: Client, path: str) -> None:
     response = client.get(path, headers={"OpenStack-API-Version": "accelerator latest"})
     assert response.content == (
         b'{"id":"v2.0","links":[{"href":"http://testserver/accelerator/v2/","rel":"self"}],'
         b'"max_version":"2.3","min_version":"2.0","status":"CURRENT"}'
     )
-    assert told(response) == ["accelerator 2.3", "2.0", "2.3", "OpenStack-API-Version"]
+    assert get_microversion_headers(response) == ["accelerator 2.3", "2.0", "2.3", "OpenStack-API-Version"]
     assert client.get(path, headers={"OpenStack-API-Version": "accelerator 2.9"}).status_code == 406
 
 
 @pytest.mark.parametrize("path", ["/v2/devices", "/devices", "/nope", "/v2/nope", "/accelerator/v2/deployables/x"])
 @pytest.mark.parametrize("headers", [{}, {"X-Auth-Token": "wrong"}, {"OpenStack-API-Version": "abc"}])
-def test_without_a_good_token_everything_else_is_a_401(client: Client, path: str, headers: dict[str, str]) -> None:
+def test_requests_without_a_valid_token_are_answered_401(client: Client, path: str, headers: dict[str, str]) -> None:
     response = client.get(path, headers=headers)
     assert response.status_code == 401
     assert json.loads(response.content) == {
@@ -84,10 +89,10 @@ def test_without_a_good_token_everything_else_is_a_401(client: Client, path: str
     }
     assert response["WWW-Authenticate"].startswith('Keystone uri="http')
     assert response["x-openstack-request-id"].startswith("req-")
-    assert told(response) == [None] * 4
+    assert get_microversion_headers(response) == [None] * 4
 
 
-OK = [
+SERVED_VERSIONS = [
     ("", "2.0"),
     ("accelerator 2.0", "2.0"),
     ("2.0", "2.0"),
@@ -101,63 +106,69 @@ OK = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "given"), OK)
-def test_microversions_that_are_served(get: Get, asked: str, given: str) -> None:
+@pytest.mark.parametrize(("asked", "given"), SERVED_VERSIONS)
+def test_supported_microversions_are_served(get: Get, asked: str, given: str) -> None:
     response = get("/v2/devices", asked)
     assert response.status_code == 200
-    assert told(response) == [f"accelerator {given}", "2.0", "2.3", "OpenStack-API-Version"]
+    assert get_microversion_headers(response) == [f"accelerator {given}", "2.0", "2.3", "OpenStack-API-Version"]
 
 
-SPAN = "The supported version range is: [2.0, 2.3]."
-MINOR = f"Version {{}} was requested but the minor version is not supported by this service. {SPAN}"
-MAJOR = f"Mutually exclusive versions requested. Version {{}} requested but not supported by this service. {SPAN}"
-INVALID = "Invalid value for OpenStack-API-Version header"
-REFUSED = [
-    ("accelerator 2.4", MINOR.format("2.4")),
-    ("2.9", MINOR.format("2.9")),
-    ("accelerator 1.0", MAJOR.format("1.0")),
-    ("accelerator 3.0", MAJOR.format("3.0")),
-    *((asked, INVALID) for asked in ("accelerator 10", "accelerator 2", "accelerator 2.0.0", "abc")),
+SUPPORTED_RANGE = "The supported version range is: [2.0, 2.3]."
+UNSUPPORTED_MINOR = (
+    f"Version {{}} was requested but the minor version is not supported by this service. {SUPPORTED_RANGE}"
+)
+UNSUPPORTED_MAJOR = (
+    "Mutually exclusive versions requested. Version {} requested but not supported by this service. " + SUPPORTED_RANGE
+)
+INVALID_HEADER = "Invalid value for OpenStack-API-Version header"
+REFUSED_VERSIONS = [
+    ("accelerator 2.4", UNSUPPORTED_MINOR.format("2.4")),
+    ("2.9", UNSUPPORTED_MINOR.format("2.9")),
+    ("accelerator 1.0", UNSUPPORTED_MAJOR.format("1.0")),
+    ("accelerator 3.0", UNSUPPORTED_MAJOR.format("3.0")),
+    *((asked, INVALID_HEADER) for asked in ("accelerator 10", "accelerator 2", "accelerator 2.0.0", "abc")),
     *(
-        (asked, INVALID)
+        (asked, INVALID_HEADER)
         for asked in ("compute 2.50", "placement latest", "accelerator", ",", "2.\u0661", "2.0 2.1 2.2")
     ),
 ]
 
 
 @pytest.mark.parametrize("path", ["/v2/devices", "/v2/nope", "/v2/devices?foo=1"])
-@pytest.mark.parametrize(("asked", "text"), REFUSED)
-def test_microversions_that_are_refused_before_anything_is_routed(get: Get, path: str, asked: str, text: str) -> None:
+@pytest.mark.parametrize(("asked", "text"), REFUSED_VERSIONS)
+def test_unsupported_microversions_are_refused_before_routing(get: Get, path: str, asked: str, text: str) -> None:
     response = get(path, asked)
     assert response.status_code == 406
     assert json.loads(response.content) == {"error_message": UNACCEPTABLE + text}
-    assert told(response) == ([None] * 4 if text == INVALID else [None, "2.0", "2.3", "OpenStack-API-Version"])
+    assert get_microversion_headers(response) == (
+        [None] * 4 if text == INVALID_HEADER else [None, "2.0", "2.3", "OpenStack-API-Version"]
+    )
 
 
 @pytest.mark.parametrize(
     "path",
     ["/v1", "/v3", "/v2.0", "/nope", "/v2/nope", "/v2/v2/devices", f"/v2/devices/{UUID}/nope", "/accelerator/nope"],
 )
-def test_unknown_urls_are_a_404_of_the_router(get: Get, path: str) -> None:
+def test_unknown_urls_are_answered_404_by_the_router(get: Get, path: str) -> None:
     response = get(path, "2.3")
     assert response.status_code == 404
     assert json.loads(response.content) == {"error_message": NOT_FOUND}
     assert response["Content-Type"] == "application/json"
-    assert told(response) == [None] * 4
+    assert get_microversion_headers(response) == [None] * 4
 
 
 @pytest.mark.parametrize("resource", ["devices", "deployables"])
-def test_every_spelling_of_a_url_answers_alike(get: Get, resource: str) -> None:
+def test_every_spelling_of_a_url_gets_the_same_answer(get: Get, resource: str) -> None:
     spellings = [f"{mount}/{resource}{end}" for mount in ("", "/v2", "/accelerator/v2") for end in ("", "/", ".json")]
     assert {get(path).content for path in spellings} == {b'{"%s":[]}' % resource.encode()}
 
 
 @pytest.mark.parametrize(("path", "status"), [("/admin/", 302), ("/healthz", 200), ("/readyz", 200), ("/ws/x", 404)])
-def test_what_is_not_v2s_is_left_alone(client: Client, path: str, status: int) -> None:
+def test_urls_outside_v2_are_answered_by_other_applications(client: Client, path: str, status: int) -> None:
     assert client.get(path).status_code == status
 
 
-VERBS = [
+UNSUPPORTED_METHODS = [
     *(
         (path, method, 405)
         for path in ("/v2", "/v2/devices")
@@ -173,12 +184,12 @@ VERBS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "method", "status"), VERBS)
-def test_verbs_there_are_not(get: Get, path: str, method: str, status: int) -> None:
+@pytest.mark.parametrize(("path", "method", "status"), UNSUPPORTED_METHODS)
+def test_unsupported_methods_are_answered_405_with_allow_or_404(get: Get, path: str, method: str, status: int) -> None:
     response = get(path, method=method)
     assert response.status_code == status
     assert response.headers.get("Allow") == ("GET" if status == 405 else None)
-    assert told(response) == [None] * 4
+    assert get_microversion_headers(response) == [None] * 4
     if method != "HEAD":
         text = f"405 Method Not Allowed\n\nThe method {method} is not allowed for this resource. \n\n "
         assert json.loads(response.content) == {"error_message": text if status == 405 else NOT_FOUND}
@@ -197,54 +208,58 @@ def test_verbs_there_are_not(get: Get, path: str, method: str, status: int) -> N
         ("text/plain", 406),
     ],
 )
-def test_accept_must_allow_json(get: Get, accept: str, status: int) -> None:
+def test_an_accept_header_that_excludes_json_is_answered_406(get: Get, accept: str, status: int) -> None:
     response = get("/v2/devices", Accept=accept)
     assert response.status_code == status
     assert response["Content-Type"] == "application/json"
     if status == 406:
         text = json.loads(response.content)["error_message"]
         assert text.startswith("<html>" if accept == "text/html" else UNACCEPTABLE.replace("${HTTP_ACCEPT}", accept))
-        assert told(response) == [None] * 4
+        assert get_microversion_headers(response) == [None] * 4
 
 
-def test_a_browser_gets_a_page_the_one_deviation(get: Get) -> None:
+def test_browsers_get_html_pages(get: Get) -> None:
     browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
     for path, status in (("/v2/devices", 200), ("/v2/nope", 404), ("/", 200)):
         response = get(path, Accept=browser)
         assert (response.status_code, response["Content-Type"]) == (status, "text/html; charset=utf-8")
 
 
-def test_who_prefers_html_gets_a_404_as_a_page_inside_the_string(get: Get) -> None:
+def test_a_404_for_clients_that_prefer_html_contains_a_page_in_the_json_string(get: Get) -> None:
     text = json.loads(get("/v2/nope", Accept="text/html,*/*;q=0.8").content)["error_message"]
     assert text.startswith("<html>\n <head>\n  <title>404 Not Found</title>")
 
 
 @pytest.mark.parametrize("path", ["/v2/devices?foo=1", "/v2/devices/x", "/v2/deployables", "/v2/deployables/nope"])
-def test_a_token_without_a_project_is_refused_by_policy_before_anything_is_read(client: Client, path: str) -> None:
+def test_a_token_without_a_project_is_refused_by_policy(client: Client, path: str) -> None:
     secret = ApiToken.create_with_secret("system", User.objects.create_user("sam"), ["admin"], "")
     response = client.get(path, headers={"X-Auth-Token": secret, "OpenStack-API-Version": "2.3"})
     resource = "device" if "devices" in path else "deployable"
     rule = f"cyborg:{resource}:{'get_one' if path.count('/') == 3 else 'get_all'}"
     assert response.status_code == 403
-    assert fault(response) == ("Client", f"Access was denied to the following resource: {rule}")
-    assert told(response) == ["accelerator 2.3", "2.0", "2.3", "OpenStack-API-Version"]
+    assert get_fault(response) == ("Client", f"Access was denied to the following resource: {rule}")
+    assert get_microversion_headers(response) == ["accelerator 2.3", "2.0", "2.3", "OpenStack-API-Version"]
 
 
-INPUT = "Invalid input for field/attribute {}. Value: '{}'. {}"
-COUNT = "It must be an integer, 0 or more."
-SENTENCES = [
+INVALID_INPUT = "Invalid input for field/attribute {}. Value: '{}'. {}"
+NOT_A_COUNT = "It must be an integer, 0 or more."
+REFUSALS = [
     ("/v2?foo=1", 400, 'Unknown argument: "foo"'),
     ("/v2/devices?foo=1&bar=2", 400, 'Unknown argument: "bar, foo"'),
     ("/v2/devices?status=enabled", 400, 'Unknown argument: "status"'),
     ("/v2/devices?sort_key=id", 400, 'Unknown argument: "sort_key"'),
     ("/v2/deployables?type=GPU", 400, 'Unknown argument: "type"'),
     (f"/v2/devices/{UUID}?type=GPU", 400, 'Unknown argument: "type"'),
-    ("/v2/devices?type=%00", 400, INPUT.format("type", "\\0", "It must not contain NUL.")),
-    ("/v2/devices?limit=abc", 400, INPUT.format("limit", "abc", COUNT)),
-    ("/v2/devices?limit=-1", 400, INPUT.format("limit", "-1", COUNT)),
-    (f"/v2/devices?marker={UUID}", 400, INPUT.format("marker", UUID, "It must be the uuid of an item of this list.")),
-    ("/v2/devices?filters=%7B%7D", 400, INPUT.format("filters", "{}", "unable to convert to ArrayType.")),
-    ("/v2/devices?filters.field=limit&filters.value=abc", 400, INPUT.format("limit", "abc", COUNT)),
+    ("/v2/devices?type=%00", 400, INVALID_INPUT.format("type", "\\0", "It must not contain NUL.")),
+    ("/v2/devices?limit=abc", 400, INVALID_INPUT.format("limit", "abc", NOT_A_COUNT)),
+    ("/v2/devices?limit=-1", 400, INVALID_INPUT.format("limit", "-1", NOT_A_COUNT)),
+    (
+        f"/v2/devices?marker={UUID}",
+        400,
+        INVALID_INPUT.format("marker", UUID, "It must be the uuid of an item of this list."),
+    ),
+    ("/v2/devices?filters=%7B%7D", 400, INVALID_INPUT.format("filters", "{}", "unable to convert to ArrayType.")),
+    ("/v2/devices?filters.field=limit&filters.value=abc", 400, INVALID_INPUT.format("limit", "abc", NOT_A_COUNT)),
     (
         "/v2/devices?filters.field=sort_key&filters.value=x",
         400,
@@ -253,7 +268,7 @@ SENTENCES = [
     (
         "/v2/devices?filters.field=sort_dir&filters.value=up",
         400,
-        INPUT.format("sort_dir", "up", "Value should be one of: asc, desc"),
+        INVALID_INPUT.format("sort_dir", "up", "Value should be one of: asc, desc"),
     ),
     (
         "/v2/devices?filters.field=limit",
@@ -273,25 +288,25 @@ SENTENCES = [
 ]
 
 
-@pytest.mark.parametrize(("path", "status", "sentence"), SENTENCES)
-def test_what_a_handler_refuses_it_refuses_in_one_sentence(get: Get, path: str, status: int, sentence: str) -> None:
+@pytest.mark.parametrize(("path", "status", "sentence"), REFUSALS)
+def test_handlers_refuse_requests_with_one_sentence(get: Get, path: str, status: int, sentence: str) -> None:
     response = get(path)
-    assert (response.status_code, fault(response)) == (status, ("Client", sentence))
+    assert (response.status_code, get_fault(response)) == (status, ("Client", sentence))
     assert response["Content-Type"] == "application/json"
-    assert told(response) == ["accelerator 2.0", "2.0", "2.3", "OpenStack-API-Version"]
+    assert get_microversion_headers(response) == ["accelerator 2.0", "2.0", "2.3", "OpenStack-API-Version"]
 
 
 def test_an_unknown_filter_field_is_refused(get: Get) -> None:
     response = get("/v2/deployables?filters.field=vendor&filters.value=x")
     assert response.status_code == 400
-    assert fault(response)[1].startswith(INPUT.format("field", "vendor", "Value should be one of: "))
+    assert get_fault(response)[1].startswith(INVALID_INPUT.format("field", "vendor", "Value should be one of: "))
 
 
-def test_more_parameters_than_django_takes_are_a_400(get: Get) -> None:
+def test_more_query_parameters_than_django_allows_are_answered_400(get: Get) -> None:
     assert get("/v2/devices?" + "&".join(f"a{n}=1" for n in range(2000))).status_code == 400
 
 
-def test_what_nobody_foresaw_is_a_500_that_tells_no_secret(get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_exception_is_answered_500_without_its_details(get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     from django.db import ProgrammingError
 
     from accelerators.api.v2.resource import V2Resource
@@ -302,14 +317,14 @@ def test_what_nobody_foresaw_is_a_500_that_tells_no_secret(get: Get, monkeypatch
     monkeypatch.setattr(V2Resource, "fetch_list", broken)
     response = get("/v2/devices")
     assert response.status_code == 500
-    code, sentence = fault(response)
+    code, sentence = get_fault(response)
     assert code == "Server"
     assert "SELECT" not in sentence
     assert "/var" not in sentence
-    assert told(response)[0] == "accelerator 2.0"
+    assert get_microversion_headers(response)[0] == "accelerator 2.0"
 
 
-def test_a_database_that_does_not_answer_is_a_503(get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_database_is_answered_503(get: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     from django.db import OperationalError
 
     from accelerators.api.v2.resource import V2Resource
@@ -320,4 +335,4 @@ def test_a_database_that_does_not_answer_is_a_503(get: Get, monkeypatch: pytest.
     monkeypatch.setattr(V2Resource, "fetch_list", away)
     response = get("/v2/devices")
     assert response.status_code == 503
-    assert fault(response) == ("Server", "The database does not answer; try again in a moment.")
+    assert get_fault(response) == ("Server", "The database does not answer; try again in a moment.")

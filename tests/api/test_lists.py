@@ -14,7 +14,7 @@ from django.utils import timezone
 from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, DeviceProfile
 from tests.api.conftest import Get
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 
@@ -22,7 +22,7 @@ Fill = Callable[[int], None]
 COLLECTIONS = pytest.mark.parametrize("collection", ["devices", "deployables"])
 
 
-def items(get: Get, path: str, version: str = "") -> list[dict[str, Any]]:
+def get_items(get: Get, path: str, version: str = "") -> list[dict[str, Any]]:
     """The elements of a list; its one key is the collection's name."""
     response = get(path, version)
     assert response.status_code == 200, response.content
@@ -31,7 +31,7 @@ def items(get: Get, path: str, version: str = "") -> list[dict[str, Any]]:
     return next(iter(body.values()))
 
 
-def hold(deployable: Deployable, handle: AttachHandle | None) -> None:
+def create_request_for(deployable: Deployable, handle: AttachHandle | None) -> None:
     """A request for `deployable`; with a handle it is bound."""
     profile, _ = DeviceProfile.objects.get_or_create(name="small", defaults={"groups": [{}]})
     AcceleratorRequest.objects.create(
@@ -44,16 +44,16 @@ def hold(deployable: Deployable, handle: AttachHandle | None) -> None:
     )
 
 
-def test_a_device_and_its_deployable_as_they_go_out(get: Get) -> None:
+def test_a_device_and_its_deployable_are_shown_with_all_their_fields(get: Get) -> None:
     board = '{"product_id": "20f1", "weird": "é\\"\\\\ 100%s"}'
-    apply(a_host("cmp1"), answer(card(1, std_board_info=board)))
+    apply_report(get_or_create_host("cmp1"), make_driver_report(make_card(1, std_board_info=board)))
     device, deployable = Device.objects.get(), Deployable.objects.get()
     with conductor.writing():
         Device.objects.update(created_at="2026-11-21T03:41:44.987654+02:00")
         Deployable.objects.update(
             created_at="2026-11-21T01:41:44Z", updated_at="2026-11-22T00:00:00.5Z", rp_uuid=device.uuid
         )
-    shown = items(get, "/v2/devices", "2.3")
+    shown = get_items(get, "/v2/devices", "2.3")
     assert shown == [
         {
             "uuid": str(device.uuid),
@@ -69,8 +69,8 @@ def test_a_device_and_its_deployable_as_they_go_out(get: Get) -> None:
             "updated_at": None,
         }
     ]
-    assert "status" not in items(get, "/v2/devices", "2.2")[0]
-    shown = items(get, "/v2/deployables")
+    assert "status" not in get_items(get, "/v2/devices", "2.2")[0]
+    shown = get_items(get, "/v2/deployables")
     assert shown == [
         {
             "uuid": str(deployable.uuid),
@@ -94,16 +94,16 @@ def test_a_device_and_its_deployable_as_they_go_out(get: Get) -> None:
 
 
 def test_links_begin_with_the_address_the_client_used(get: Get) -> None:
-    apply(a_host(), answer(card(1)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     response = get("/accelerator/v2/devices", Host="localhost:6666")
     assert b'"href":"http://localhost:6666/accelerator/v2/devices/' in response.content
 
 
 def test_a_deployable_without_attributes_has_an_empty_list(get: Get) -> None:
-    apply(a_host(), answer(card(1)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     with conductor.writing():
         Attribute.objects.all().delete()
-    assert items(get, "/v2/deployables")[0]["attributes_list"] == "[]"
+    assert get_items(get, "/v2/deployables")[0]["attributes_list"] == "[]"
 
 
 @COLLECTIONS
@@ -132,30 +132,32 @@ STATES = [
 
 
 @pytest.mark.parametrize(("state", "status"), STATES)
-def test_which_states_are_shown_and_as_what(get: Get, state: str, status: str | None) -> None:
-    apply(a_host(), answer(card(1)))
+def test_devices_in_each_state_are_shown_with_their_v2_status_or_hidden(
+    get: Get, state: str, status: str | None
+) -> None:
+    apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     with conductor.writing():
         Device.objects.update(state=state)
-    assert [item["status"] for item in items(get, "/v2/devices", "2.3")] == ([status] if status else [])
-    assert len(items(get, "/v2/deployables")) == bool(status)
+    assert [item["status"] for item in get_items(get, "/v2/devices", "2.3")] == ([status] if status else [])
+    assert len(get_items(get, "/v2/deployables")) == bool(status)
     expected = 200 if status else 404
     assert get(f"/v2/devices/{Device.objects.get().uuid}").status_code == expected
     assert get(f"/v2/deployables/{Deployable.objects.get().uuid}").status_code == expected
 
 
 @pytest.mark.parametrize("bound", [True, False])
-def test_what_is_missing_and_held_is_still_shown(get: Get, bound: bool) -> None:
-    host = a_host()
-    apply(host, answer(card(1), card(2)))
+def test_a_missing_device_with_a_request_is_still_shown(get: Get, bound: bool) -> None:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(make_card(1), make_card(2)))
     with conductor.writing():
         deployable = Deployable.objects.get(name__contains=":01:")
-        hold(deployable, AttachHandle.objects.get(deployable=deployable) if bound else None)
-    apply(host, answer(), seq=2)
+        create_request_for(deployable, AttachHandle.objects.get(deployable=deployable) if bound else None)
+    apply_report(host, make_driver_report(), seq=2)
     assert set(Device.objects.values_list("state", flat=True)) == {"missing"}
     with conductor.writing():
         Deployable.objects.update(missing_since=timezone.now())
-    assert [item["uuid"] for item in items(get, "/v2/devices")] == [str(deployable.device.uuid)]
-    assert [item["uuid"] for item in items(get, "/v2/deployables")] == [str(deployable.uuid)]
+    assert [item["uuid"] for item in get_items(get, "/v2/devices")] == [str(deployable.device.uuid)]
+    assert [item["uuid"] for item in get_items(get, "/v2/deployables")] == [str(deployable.uuid)]
 
 
 @pytest.mark.parametrize(
@@ -182,15 +184,15 @@ def test_what_is_missing_and_held_is_still_shown(get: Get, bound: bool) -> None:
         ("?filters[1].value=asc&filters[0].field=sort_key&filters[0].value=id&filters[1].field=sort_dir", "0 1 2 3"),
     ],
 )
-def test_filters_and_orders(get: Get, fill: Fill, query: str, buses: str) -> None:
+def test_device_lists_can_be_filtered_limited_and_sorted(get: Get, fill: Fill, query: str, buses: str) -> None:
     fill(4)
     bus = {str(device.uuid): str(int(device.address[5:7], 16)) for device in Device.objects.all()}
-    assert " ".join(bus[item["uuid"]] for item in items(get, f"/v2/devices{query}")) == buses
+    assert " ".join(bus[item["uuid"]] for item in get_items(get, f"/v2/devices{query}")) == buses
 
 
-def test_deployables_can_be_asked_for_by_name(get: Get, fill: Fill) -> None:
+def test_deployables_can_be_filtered_by_name(get: Get, fill: Fill) -> None:
     fill(3)
-    found = items(get, "/v2/deployables?filters.field=name&filters.value=node_0000:01:00.0")
+    found = get_items(get, "/v2/deployables?filters.field=name&filters.value=node_0000:01:00.0")
     assert [item["name"] for item in found] == ["node_0000:01:00.0"]
 
 
@@ -204,16 +206,18 @@ def test_deployables_can_be_asked_for_by_name(get: Get, fill: Fill) -> None:
         "filters.field=sort_key&filters.value=created_at",
     ],
 )
-def test_pages_put_together_are_the_whole_list(get: Get, fill: Fill, collection: str, order: str) -> None:
+def test_pages_followed_by_marker_add_up_to_the_whole_list(get: Get, fill: Fill, collection: str, order: str) -> None:
     """`updated_at` is null for some: a marker may stand on one of those as well."""
     fill(7)
     model: Any = Device if collection == "devices" else Deployable
     with conductor.writing():
         for row in model.objects.order_by("id")[::3]:
             model.objects.filter(id=row.id).update(updated_at=timezone.now())
-    whole = items(get, f"/v2/{collection}?{order}")
+    whole = get_items(get, f"/v2/{collection}?{order}")
     paged: list[dict[str, Any]] = []
-    while page := items(get, f"/v2/{collection}?limit=2&{order}" + (f"&marker={paged[-1]['uuid']}" if paged else "")):
+    while page := get_items(
+        get, f"/v2/{collection}?limit=2&{order}" + (f"&marker={paged[-1]['uuid']}" if paged else "")
+    ):
         assert len(page) <= 2
         paged += page
     assert len(whole) == 7
@@ -222,11 +226,11 @@ def test_pages_put_together_are_the_whole_list(get: Get, fill: Fill, collection:
 
 @COLLECTIONS
 @pytest.mark.parametrize("query", ["", "?limit=2", "?filters.field=sort_key&filters.value=uuid"])
-def test_p3_a_list_costs_at_most_five_statements_at_any_size(get: Get, fill: Fill, collection: str, query: str) -> None:
+def test_p3_a_list_takes_at_most_five_statements_at_any_size(get: Get, fill: Fill, collection: str, query: str) -> None:
     counts = []
     for devices in (3, 300):
         fill(devices)
-        marker = items(get, f"/v2/{collection}")[0]["uuid"]
+        marker = get_items(get, f"/v2/{collection}")[0]["uuid"]
         glue = "&" if query else "?"
         for path in (f"/v2/{collection}{query}", f"/v2/{collection}{query}{glue}marker={marker}"):
             with CaptureQueriesContext(connection) as captured:

@@ -18,7 +18,7 @@ from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile
 from tests.api.conftest import Call
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 
@@ -42,7 +42,7 @@ def nova(call: Call) -> Any:
 @pytest.fixture
 def providers(db: None) -> list[str]:
     """Two ready cards on cmp1; the providers that Placement would name."""
-    apply(a_host(), answer(card(1), card(2)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1), make_card(2)))
     for uuid in Device.objects.values_list("uuid", flat=True):
         lifecycle.enable_device(uuid, ADMIN)
     with conductor.writing():
@@ -62,7 +62,7 @@ def bind_body(arqs: list[dict[str, Any]], providers: list[str], instance: str) -
     }
 
 
-def test_C1_nova_creates_binds_reads_and_deletes_what_a_server_needs(nova: Any, providers: list[str]) -> None:
+def test_C1_nova_creates_binds_reads_and_deletes_the_requests_of_a_server(nova: Any, providers: list[str]) -> None:
     status, found = nova("GET", "/accelerator/v2/device_profiles?name=dp")
     assert status == 200
     (profile,) = found["device_profiles"]
@@ -86,7 +86,7 @@ def test_C1_nova_creates_binds_reads_and_deletes_what_a_server_needs(nova: Any, 
     assert AttachHandle.objects.filter(request__isnull=True).count() == 2
 
 
-def test_C1_nova_takes_back_what_could_not_be_bound(nova: Any, providers: list[str]) -> None:
+def test_C1_after_a_failed_bind_nova_deletes_the_requests_and_can_bind_again(nova: Any, providers: list[str]) -> None:
     """Its calls after a failed bind; then the same devices are to be had again."""
     _, made = nova("POST", ARQS, {"device_profile_name": "dp"})
     instance = str(uuid4())
@@ -98,7 +98,7 @@ def test_C1_nova_takes_back_what_could_not_be_bound(nova: Any, providers: list[s
     assert nova("PATCH", ARQS, bind_body(again["arqs"], providers, str(uuid4()))) == (202, None)
 
 
-def test_C1_an_unbound_request_and_a_missing_service_token_look_as_upstreams(
+def test_C1_unbound_requests_and_missing_service_tokens_are_answered_as_upstream_does(
     nova: Any, call: Call, providers: list[str]
 ) -> None:
     _, made = nova("POST", ARQS, {"device_profile_name": "dp"})

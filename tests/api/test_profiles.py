@@ -8,36 +8,36 @@ import re
 import pytest
 
 from accelerators.models import DeviceProfile, Event
-from tests.api.conftest import Call, reason
+from tests.api.conftest import Call, get_fault_string
 
 pytestmark = pytest.mark.django_db
 
 PATH = "/v2/device_profiles"
 GROUPS = [{"resources:FPGA": "1", "trait:CUSTOM_A": "required", "accel:bitstream_id": "x"}, {"resources:CUSTOM_X": "2"}]
 UUID = "604c1d0e-3f10-4d5c-9c6b-6e0f9a3c1b2d"
-NOWHERE = "00000000-3f10-4d5c-9c6b-6e0f9a3c1b2d"
-STAMP = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00"
+UNKNOWN_UUID = "00000000-3f10-4d5c-9c6b-6e0f9a3c1b2d"
+TIMESTAMP_PATTERN = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00"
 
 
-def make(call: Call, name: str, **more: object) -> dict[str, object]:
-    response = call("POST", PATH, [{"name": name, "groups": GROUPS, **more}])
+def create_profile(call: Call, name: str, **fields: object) -> dict[str, object]:
+    response = call("POST", PATH, [{"name": name, "groups": GROUPS, **fields}])
     assert response.status_code == 201, response.content
     return json.loads(response.content)  # type: ignore[no-any-return]
 
 
-def test_create_answers_the_bare_object_with_its_groups_as_they_were_sent(call: Call) -> None:
-    made = make(call, "fpga", description="d", uuid=UUID)
+def test_create_returns_the_unwrapped_profile_with_its_groups_as_sent(call: Call) -> None:
+    made = create_profile(call, "fpga", description="d", uuid=UUID)
     assert list(made) == ["uuid", "name", "description", "groups", "created_at", "updated_at", "links"]
     assert (made["uuid"], made["name"], made["description"], made["updated_at"]) == (UUID, "fpga", "d", None)
     assert json.dumps(made["groups"]) == json.dumps(GROUPS)
-    assert re.fullmatch(STAMP, str(made["created_at"]))
+    assert re.fullmatch(TIMESTAMP_PATTERN, str(made["created_at"]))
     assert made["links"] == [{"href": f"http://testserver/accelerator/v2/device_profiles/{UUID}", "rel": "self"}]
     event = Event.objects.get(action="profile.created")
     assert (str(event.subject), event.subject_name, event.request_id[:4]) == (UUID, "fpga", "req-")
     assert event.changes == {"name": [None, "fpga"], "groups": [None, GROUPS], "description": [None, "d"]}
 
 
-def test_blanks_around_names_go_and_values_become_strings(call: Call) -> None:
+def test_create_strips_blanks_from_group_keys_and_converts_values_to_strings(call: Call) -> None:
     groups = [{"resources: CUSTOM_X ": 2, "trait:CUSTOM_B": "forbidden", "accel:K": True}]
     body = [{"name": "n", "groups": groups, "unknown": 1, "id": 7, "description": 5}]
     made = json.loads(call("POST", f"{PATH}/ignored", body).content)
@@ -47,27 +47,27 @@ def test_blanks_around_names_go_and_values_become_strings(call: Call) -> None:
     assert made["description"] == "5"
 
 
-def test_show_is_wrapped_in_an_order_and_with_timestamps_of_its_own(call: Call) -> None:
-    make(call, "fpga", uuid=UUID)
+def test_show_returns_the_wrapped_profile_with_its_own_field_order_and_timestamps(call: Call) -> None:
+    create_profile(call, "fpga", uuid=UUID)
     for key in (UUID, "fpga"):
         body = json.loads(call("GET", f"{PATH}/{key}").content)
         assert list(body) == ["device_profile"]
         one = body["device_profile"]
         assert list(one) == ["name", "description", "uuid", "groups", "created_at", "updated_at", "links"]
-        assert re.fullmatch(STAMP.replace("T", " "), one["created_at"])
+        assert re.fullmatch(TIMESTAMP_PATTERN.replace("T", " "), one["created_at"])
         assert (one["updated_at"], one["description"]) == ("None", None)
 
 
-def test_show_by_name_needs_2_2(call: Call) -> None:
-    make(call, "fpga")
+def test_show_by_name_needs_microversion_2_2(call: Call) -> None:
+    create_profile(call, "fpga")
     response = call("GET", f"{PATH}/fpga", version="2.1")
     assert response.status_code == 406
-    assert reason(response) == "Request not acceptable. The minimal required API version should be 2.2"
+    assert get_fault_string(response) == "Request not acceptable. The minimal required API version should be 2.2"
     assert response["OpenStack-API-Version"] == "accelerator 2.1"
 
 
-def test_list_filters_by_a_comma_list_of_exact_names_and_pages(call: Call) -> None:
-    uuids = [make(call, name)["uuid"] for name in ("a", "b", "c")]
+def test_list_filters_by_comma_separated_names_and_pages(call: Call) -> None:
+    uuids = [create_profile(call, name)["uuid"] for name in ("a", "b", "c")]
 
     def names(query: str) -> list[str]:
         body = json.loads(call("GET", f"{PATH}{query}", roles="").content)
@@ -81,8 +81,8 @@ def test_list_filters_by_a_comma_list_of_exact_names_and_pages(call: Call) -> No
     assert names(f"?marker={uuids[1]}") == ["c"]
 
 
-@pytest.mark.parametrize("query", ["?uuid=1", "?sort=x", "?limit=-1", f"?marker={NOWHERE}"])
-def test_the_query_string_is_a_closed_set(call: Call, query: str) -> None:
+@pytest.mark.parametrize("query", ["?uuid=1", "?sort=x", "?limit=-1", f"?marker={UNKNOWN_UUID}"])
+def test_unknown_or_invalid_query_arguments_of_the_list_are_refused(call: Call, query: str) -> None:
     assert call("GET", PATH + query).status_code == 400
 
 
@@ -119,38 +119,38 @@ def test_the_query_string_is_a_closed_set(call: Call, query: str) -> None:
         ([{"name": "n", "groups": GROUPS, "uuid": "zz"}], 400, "Expected a uuid but received zz."),
     ],
 )
-def test_what_cannot_be_a_profile_is_refused_in_one_sentence_and_not_stored(
+def test_invalid_profiles_are_refused_in_one_sentence_and_not_stored(
     call: Call, body: object, status: int, sentence: str
 ) -> None:
     response = call("POST", PATH, body)
     assert (response.status_code, DeviceProfile.objects.count()) == (status, 0)
-    assert sentence in reason(response)
-    assert "\n" not in reason(response).replace("a\n", "")
+    assert sentence in get_fault_string(response)
+    assert "\n" not in get_fault_string(response).replace("a\n", "")
     assert json.loads(call("GET", PATH).content) == {"device_profiles": []}
 
 
-def test_a_name_is_given_once_and_a_uuid_is_given_once(call: Call) -> None:
-    make(call, "n", uuid=UUID)
+def test_duplicate_names_and_uuids_are_refused(call: Call) -> None:
+    create_profile(call, "n", uuid=UUID)
     again = call("POST", PATH, [{"name": "n", "groups": GROUPS}])
-    assert (again.status_code, reason(again)) == (409, "A device_profile with name n already exists.")
+    assert (again.status_code, get_fault_string(again)) == (409, "A device_profile with name n already exists.")
     again = call("POST", PATH, [{"name": "other", "groups": GROUPS, "uuid": UUID}])
-    assert (again.status_code, reason(again)) == (500, f"DeviceProfile with uuid {UUID} already exists.")
+    assert (again.status_code, get_fault_string(again)) == (500, f"DeviceProfile with uuid {UUID} already exists.")
 
 
-def test_bodies_are_json_of_at_most_a_mebibyte(call: Call) -> None:
+def test_bodies_that_are_not_json_or_exceed_one_mebibyte_are_refused(call: Call) -> None:
     body = [{"name": "n", "groups": GROUPS}]
     assert call("POST", PATH, body, content_type="application/json; charset=utf-8").status_code == 201
     refused = call("POST", PATH, body, content_type="text/plain")
-    assert (refused.status_code, reason(refused)) == (415, "Unknown mimetype: text/plain")
+    assert (refused.status_code, get_fault_string(refused)) == (415, "Unknown mimetype: text/plain")
     assert call("POST", PATH, b" " * 1_048_577).status_code == 413
 
 
 @pytest.mark.parametrize(
     "address", [f"/{UUID}", "/fpga", "/a,fpga", "?value=a,fpga", f"?value={UUID}", "?value=fpga"], ids=str
 )
-def test_every_form_of_deletion(call: Call, address: str) -> None:
-    make(call, "a")
-    make(call, "fpga", uuid=UUID)
+def test_profiles_can_be_deleted_in_every_form_of_address(call: Call, address: str) -> None:
+    create_profile(call, "a")
+    create_profile(call, "fpga", uuid=UUID)
     response = call("DELETE", f"{PATH}{address}", version="2.0")
     assert (response.status_code, response.content, response.headers.get("Content-Type")) == (204, b"", None)
     assert not DeviceProfile.objects.filter(name="fpga").exists()
@@ -164,37 +164,39 @@ def test_every_form_of_deletion(call: Call, address: str) -> None:
         ("/", 400, 'Missing argument: "value"'),
         ("?value=", 404, "Device Profile not found with name="),
         ("?name=a", 400, 'Unknown argument: "name"'),
-        (f"/{NOWHERE}", 404, f"Device Profile not found with uuid={NOWHERE}"),
+        (f"/{UNKNOWN_UUID}", 404, f"Device Profile not found with uuid={UNKNOWN_UUID}"),
         ("/a,none,b", 404, "Device Profile not found with name=none"),
         (f"/{UUID.upper()}", 404, "Device Profile not found with uuid="),
     ],
 )
-def test_deletions_that_are_refused(call: Call, address: str, status: int, sentence: str) -> None:
-    make(call, "a", uuid=UUID)
-    make(call, "b")
+def test_invalid_deletions_are_refused_and_delete_nothing_else(
+    call: Call, address: str, status: int, sentence: str
+) -> None:
+    create_profile(call, "a", uuid=UUID)
+    create_profile(call, "b")
     response = call("DELETE", f"{PATH}{address}")
     assert response.status_code == status
-    assert sentence in reason(response)
+    assert sentence in get_fault_string(response)
     assert DeviceProfile.objects.filter(name="b").exists()
 
 
-def test_a_profile_in_use_stays(call: Call) -> None:
-    make(call, "fpga")
+def test_deleting_a_profile_in_use_is_refused(call: Call) -> None:
+    create_profile(call, "fpga")
     call("POST", "/v2/accelerator_requests", {"device_profile_name": "fpga"})
     response = call("DELETE", f"{PATH}/fpga")
-    assert (response.status_code, "used by accelerator requests" in reason(response)) == (409, True)
+    assert (response.status_code, "used by accelerator requests" in get_fault_string(response)) == (409, True)
 
 
 @pytest.mark.parametrize(("method", "status"), [("PATCH", 404), ("PUT", 405), ("HEAD", 405), ("OPTIONS", 405)])
-def test_other_verbs_of_the_collection(call: Call, method: str, status: int) -> None:
+def test_unsupported_methods_of_the_collection_are_refused(call: Call, method: str, status: int) -> None:
     response = call(method, PATH)
     assert response.status_code == status
     assert response.headers.get("Allow") == (None if status == 404 else "DELETE, GET, POST")
 
 
 @pytest.mark.parametrize("roles", ["member reader", "manager member reader", "service", ""])
-def test_only_admins_write_whatever_the_body(call: Call, roles: str) -> None:
+def test_only_admins_may_create_and_delete_profiles(call: Call, roles: str) -> None:
     response = call("POST", PATH, b"{", roles=roles)
     assert response.status_code == 403
-    assert reason(response) == "Access was denied to the following resource: cyborg:device_profile:create"
+    assert get_fault_string(response) == "Access was denied to the following resource: cyborg:device_profile:create"
     assert call("DELETE", f"{PATH}/none", roles=roles).status_code == 403

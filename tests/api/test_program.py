@@ -35,11 +35,11 @@ from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application as wsgi
 from drivers.inventory import Attribute as Fact
 from drivers.inventory import Device
-from tests.api.conftest import Call, reason
-from tests.support.reports import answer, apply, card
+from tests.api.conftest import Call, get_fault_string
+from tests.support.reports import apply_report, make_card, make_driver_report
 from tests.support.webserver import serving, until
 
-BITS = b"a bitstream" * 100
+IMAGE_CONTENT = b"a bitstream" * 100
 OPERATOR = Caller("rita", "u1", frozenset({"admin"}), "p1")
 Offered = Callable[..., str]
 
@@ -50,20 +50,20 @@ def _here(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(download, "_services", [])
 
 
-def upload(**properties: str) -> Image:
-    return store.store_upload([BITS], len(BITS), "shell", properties, OPERATOR, EventSource.API)
+def upload_image(**properties: str) -> Image:
+    return store.store_upload([IMAGE_CONTENT], len(IMAGE_CONTENT), "shell", properties, OPERATOR, EventSource.API)
 
 
-def program(image: object) -> list[dict[str, object]]:
+def build_program_body(image: object) -> list[dict[str, object]]:
     return [{"op": "replace", "path": "/program", "value": [{"image_uuid": str(image)}]}]
 
 
-def takes_commands(host: Host) -> None:
+def register_agent(host: Host) -> None:
     Agent.objects.get_or_create(host=host, defaults={"public_key": f"key of {host.name}", "ops": "program"})
 
 
 @contextmanager
-def hosts(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
+def run_agents(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
     """What the job and all agents do, while the test asks: every command is prepared, taken, answered, settled."""
 
     def work() -> None:
@@ -89,16 +89,16 @@ def part(offered: Offered) -> Deployable:
     """A ready card that can be programmed, on a host whose agent takes commands."""
     offered(acts="program")
     found = Deployable.objects.select_related("device__host").get()
-    takes_commands(found.device.host)
+    register_agent(found.device.host)
     return found
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_answer_is_the_deployable_with_its_new_bitstream_and_function(call: Call, part: Deployable) -> None:
-    image = upload(**{"accel:function_id": "dma-1"})
-    with hosts():
+def test_programming_returns_the_deployable_with_its_new_bitstream_and_function(call: Call, part: Deployable) -> None:
+    image = upload_image(**{"accel:function_id": "dma-1"})
+    with run_agents():
         for address in ("/program", f"/program/{part.uuid}"):
-            response = call("PATCH", f"/v2/deployables/{part.uuid}{address}", program(image.uuid))
+            response = call("PATCH", f"/v2/deployables/{part.uuid}{address}", build_program_body(image.uuid))
             assert response.status_code == 200, response.content
             shown = json.loads(response.content)
             assert shown["bitstream_id"] == str(image.uuid)
@@ -112,40 +112,45 @@ def test_the_answer_is_the_deployable_with_its_new_bitstream_and_function(call: 
 
 
 @pytest.mark.django_db(transaction=True)
-def test_what_goes_wrong_is_told_in_upstreams_words_and_the_drivers(
+def test_programming_failures_are_answered_with_upstreams_and_the_drivers_words(
     call: Call, part: Deployable, settings: Any
 ) -> None:
-    image, where = upload(), f"/v2/deployables/{part.uuid}/program"
-    with hosts("failed", "the region did not come back; undone"):
-        response = call("PATCH", where, program(image.uuid))
+    image, where = upload_image(), f"/v2/deployables/{part.uuid}/program"
+    with run_agents("failed", "the region did not come back; undone"):
+        response = call("PATCH", where, build_program_body(image.uuid))
     assert response.status_code == 500
-    assert reason(response).startswith("FPGA programming failed with return False. the region did not come back")
-    with hosts():
-        response = call("PATCH", where, program(uuid4()))
-    assert (response.status_code, "The image cannot be programmed: no image" in reason(response)) == (400, True)
+    assert get_fault_string(response).startswith(
+        "FPGA programming failed with return False. the region did not come back"
+    )
+    with run_agents():
+        response = call("PATCH", where, build_program_body(uuid4()))
+    assert (response.status_code, "The image cannot be programmed: no image" in get_fault_string(response)) == (
+        400,
+        True,
+    )
     settings.KEYS = Keys(state_dir=settings.KEYS.state_dir, program_wait_s=0)
-    response = call("PATCH", where, program(image.uuid))
-    assert response.status_code == 500 and str(Command.objects.latest("id").uuid) in reason(response)
-    busy = call("PATCH", where, program(image.uuid))
-    assert (busy.status_code, "is busy with program" in reason(busy)) == (409, True)
+    response = call("PATCH", where, build_program_body(image.uuid))
+    assert response.status_code == 500 and str(Command.objects.latest("id").uuid) in get_fault_string(response)
+    busy = call("PATCH", where, build_program_body(image.uuid))
+    assert (busy.status_code, "is busy with program" in get_fault_string(busy)) == (409, True)
 
 
-def threads_in_the_database() -> int:
+def count_database_connections() -> int:
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
         return cursor.fetchone()[0]
 
 
 @pytest.mark.django_db(transaction=True)
-def test_while_as_many_wait_as_may_lists_still_answer_and_no_connection_is_held(
+def test_while_the_maximum_of_program_calls_wait_lists_answer_and_no_connection_is_held(
     call: Call, offered: Offered, token: str
 ) -> None:
-    image = upload()
+    image = upload_image()
     for n in range(1, deployables.MAX_WAITERS + 1):
         offered(n=n, acts="program")
     parts = [*Deployable.objects.select_related("device__host")]
     for one in parts:
-        takes_commands(one.device.host)
+        register_agent(one.device.host)
     call("GET", "/v2/devices")
     from cyborgweb.models import ApiToken
 
@@ -162,10 +167,10 @@ def test_while_as_many_wait_as_may_lists_still_answer_and_no_connection_is_held(
         return response
 
     def wait(uuid: UUID) -> None:
-        statuses.append(ask("PATCH", f"/v2/deployables/{uuid}/program", program(image.uuid)).status)
+        statuses.append(ask("PATCH", f"/v2/deployables/{uuid}/program", build_program_body(image.uuid)).status)
 
     gc.collect()  # closes what ended threads of earlier tests left
-    before = threads_in_the_database()
+    before = count_database_connections()
     short, long = asgi.BoundedThreads(wsgi, 1, 1), asgi.BoundedThreads(wsgi, asgi.LONG_THREADS, 1)
     gateway = AgentGateway(Keys())
     with serving(asgi.HttpApplication(gateway, short, long)) as port:
@@ -174,12 +179,12 @@ def test_while_as_many_wait_as_may_lists_still_answer_and_no_connection_is_held(
             client.start()
         until(lambda: Command.objects.count() == deployables.MAX_WAITERS)
         assert ask("GET", "/v2/devices").status == 200
-        full = ask("PATCH", f"/v2/deployables/{parts[0].uuid}/program", program(image.uuid))
+        full = ask("PATCH", f"/v2/deployables/{parts[0].uuid}/program", build_program_body(image.uuid))
         assert (full.status, full.headers["Retry-After"]) == (503, "1")
         answered = 3  # the hub's, and of those who have answered: a list's, a refusal's
-        until(lambda: threads_in_the_database() <= before + answered)
+        until(lambda: count_database_connections() <= before + answered)
         assert not statuses
-        with hosts():
+        with run_agents():
             for client in clients:
                 client.join(20)
     assert statuses == [200] * deployables.MAX_WAITERS
@@ -189,34 +194,34 @@ def test_while_as_many_wait_as_may_lists_still_answer_and_no_connection_is_held(
 def reported(part: Deployable) -> Device:
     """As the card is reported by a driver that knows what was in it before."""
     old = Fact("trait1", "CUSTOM_FPGA_FUNCTION_ID_TEST_OLD")
-    deployable = card(1).deployables[0]
+    deployable = make_card(1).deployables[0]
     with_old = structs.replace(deployable, attributes=(*deployable.attributes, old))
-    found = card(1, acts="program", deployables=(with_old,))
-    apply(part.device.host, answer(found), seq=2)
+    found = make_card(1, acts="program", deployables=(with_old,))
+    apply_report(part.device.host, make_driver_report(found), seq=2)
     with conductor.writing():
         image = {"id": str(uuid4()), "properties": {"accel:function_id": "new"}}
         programming.store_programmed_image(part.device, part.name, image, "rita")
     return found
 
 
-def functions() -> list[tuple[str, str]]:
+def list_function_traits() -> list[tuple[str, str]]:
     found = Attribute.objects.filter(value__startswith=traits.FUNCTION_TRAIT_PREFIX).order_by("id")
     return [*found.values_list("value", "origin")]
 
 
 @pytest.mark.django_db
-def test_a_deployable_has_one_function_whoever_said_the_one_before(reported: Device) -> None:
-    assert functions() == [("CUSTOM_FPGA_FUNCTION_ID_TEST_NEW", "conductor")]
+def test_programming_replaces_the_function_trait_that_the_driver_reported(reported: Device) -> None:
+    assert list_function_traits() == [("CUSTOM_FPGA_FUNCTION_ID_TEST_NEW", "conductor")]
 
 
 @pytest.mark.django_db
-def test_a_report_brings_no_second_function_back(reported: Device, part: Deployable) -> None:
-    apply(part.device.host, answer(reported, card(2)), seq=3)
-    assert functions() == [("CUSTOM_FPGA_FUNCTION_ID_TEST_NEW", "conductor")]
+def test_a_report_after_programming_adds_no_second_function_trait(reported: Device, part: Deployable) -> None:
+    apply_report(part.device.host, make_driver_report(reported, make_card(2)), seq=3)
+    assert list_function_traits() == [("CUSTOM_FPGA_FUNCTION_ID_TEST_NEW", "conductor")]
 
 
 @pytest.mark.django_db
-def test_what_programming_wrote_is_changed_by_programming_only(call: Call, part: Deployable) -> None:
+def test_attributes_written_by_programming_cannot_be_changed_or_deleted_by_hand(call: Call, part: Deployable) -> None:
     uuid = str(uuid4())
     with conductor.writing():
         programming.store_programmed_image(part.device, part.name, {"id": uuid, "properties": {}}, "rita")
@@ -228,7 +233,7 @@ def test_what_programming_wrote_is_changed_by_programming_only(call: Call, part:
     assert again.pk == found.pk and again.updated_at is not None and again.updated_at != found.updated_at
     body = {"deployable_id": part.pk, "key": "trait_function", "value": "CUSTOM_OTHER"}
     for response in (call("POST", "/v2/attributes", body), call("DELETE", f"/v2/attributes/{found.uuid}")):
-        assert (response.status_code, "says what was programmed" in reason(response)) == (409, True)
+        assert (response.status_code, "says what was programmed" in get_fault_string(response)) == (409, True)
     with pytest.raises(RefusedError) as refused:
         attributes.remove_attribute(found.uuid, OPERATOR)
     assert refused.value.reason == RefusalReason.CONFLICT

@@ -32,22 +32,27 @@ def _here(settings: Any, tmp_path: Path) -> None:
     settings.KEYS = Keys(state_dir=str(tmp_path), image_max_bytes=2_000_000)
 
 
-def secret(*roles: str) -> str:
+def make_token(*roles: str) -> str:
     user, _ = User.objects.get_or_create(username="rita")
     return ApiToken.create_with_secret("rita's", user, list(roles), "p1")
 
 
-def send(client: Client, query: str = "", content: bytes = b"bits", roles: str = "admin", **more: Any) -> Any:
-    sent = {"content_type": "application/octet-stream", "headers": {"X-Auth-Token": secret(*roles.split())}} | more
+def upload_image(
+    client: Client, query: str = "", content: bytes = b"bits", roles: str = "admin", **options: Any
+) -> Any:
+    sent = {
+        "content_type": "application/octet-stream",
+        "headers": {"X-Auth-Token": make_token(*roles.split())},
+    } | options
     return client.generic("POST", f"/api/images/{query}", content, **sent)
 
 
 @pytest.mark.django_db(transaction=True)
-def test_an_image_larger_than_other_bodies_is_streamed_to_the_disk() -> None:
+def test_an_image_larger_than_other_bodies_is_streamed_to_disk() -> None:
     threads = asgi.BoundedThreads(wsgi, 1, 1)
     with serving(asgi.HttpApplication(AgentGateway(Keys()), threads, threads)) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        sent = {"X-Auth-Token": secret("admin"), "Content-Type": "application/octet-stream"}
+        sent = {"X-Auth-Token": make_token("admin"), "Content-Type": "application/octet-stream"}
         query = "name=shell&property=accel:function_id=AFU-1&property=vendor=a=b"
         connection.request("POST", f"/api/images/?{query}", LARGE, sent)
         response = connection.getresponse()
@@ -61,18 +66,18 @@ def test_an_image_larger_than_other_bodies_is_streamed_to_the_disk() -> None:
 
 
 @pytest.mark.django_db
-def test_images_are_listed_shown_and_removed(client: Client) -> None:
-    made = json.loads(send(client, "?name=a&property=accel:function_id=F").content)
-    send(client, "?name=b")
-    reader = {"X-Auth-Token": secret("manager")}
+def test_images_are_listed_shown_and_removed_by_those_who_may(client: Client) -> None:
+    made = json.loads(upload_image(client, "?name=a&property=accel:function_id=F").content)
+    upload_image(client, "?name=b")
+    reader = {"X-Auth-Token": make_token("manager")}
     for query, names in (("", ["b", "a"]), ("?function=F", ["a"]), ("?name=b&source=upload", ["b"])):
         listed = json.loads(client.get(f"/api/images/{query}", headers=reader).content)["results"]
         assert [one["name"] for one in listed] == names
     where = f"/api/images/{made['uuid']}/"
     assert json.loads(client.get(where, headers=reader).content) == made
     assert client.delete(where, headers=reader).status_code == 403
-    assert client.get("/api/images/", headers={"X-Auth-Token": secret("reader")}).status_code == 403
-    assert client.delete(where, headers={"X-Auth-Token": secret("admin")}).status_code == 204
+    assert client.get("/api/images/", headers={"X-Auth-Token": make_token("reader")}).status_code == 403
+    assert client.delete(where, headers={"X-Auth-Token": make_token("admin")}).status_code == 204
     assert [one.name for one in Image.objects.all()] == ["b"]
 
 
@@ -90,24 +95,28 @@ def test_images_are_listed_shown_and_removed(client: Client) -> None:
         ({"query": f"?name={'x' * 256}"}, 400, "at most 255"),
     ],
 )
-def test_uploads_that_are_refused(client: Client, asked: dict[str, Any], status: int, says: str) -> None:
-    response = send(client, **asked)
+def test_invalid_uploads_are_refused_and_leave_nothing(
+    client: Client, asked: dict[str, Any], status: int, says: str
+) -> None:
+    response = upload_image(client, **asked)
     assert response.status_code == status, response.content
     assert says in json.loads(response.content)["error"]["message"]
     assert not Image.objects.exists() and not [*store.get_image_directory().iterdir()]
 
 
 @pytest.mark.django_db
-def test_only_so_many_are_taken_at_a_time(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_beyond_the_maximum_at_a_time_is_answered_503(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(own.MAX_PARALLEL_UPLOADS):
         assert own._upload_slots.acquire(blocking=False)
-    assert send(client).status_code == 503
+    assert upload_image(client).status_code == 503
     own._upload_slots.release(own.MAX_PARALLEL_UPLOADS)
-    assert send(client).status_code == 201
+    assert upload_image(client).status_code == 201
 
 
 @pytest.mark.django_db
-def test_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_image_command_uploads_lists_and_removes_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "shell.bin"
     file.write_bytes(LARGE)
     call_command("image", "upload", str(file), "--property", "accel:function_id=AFU-1")
@@ -129,7 +138,7 @@ def test_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             call_command("image", *words)
 
 
-def test_a_functions_trait_has_only_characters_that_a_trait_may_have() -> None:
+def test_a_function_trait_contains_only_characters_that_placement_allows() -> None:
     assert traits.build_function_trait("intel", "d8424dc4-a4a3") == "CUSTOM_FPGA_FUNCTION_ID_INTEL_D8424DC4_A4A3"
     assert traits.build_function_trait("x.y", "ß é" * 200)[:36] == "CUSTOM_FPGA_FUNCTION_ID_X_Y_SS__SS__"
     assert len(traits.build_function_trait("intel", "f" * 400)) == 255

@@ -15,7 +15,7 @@ from openstack import connection, exceptions
 
 from accelerators.models import Deployable, Device
 from cyborgweb.models import ApiToken
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 Connect = Callable[..., connection.Connection]
 
@@ -39,7 +39,7 @@ def connect(live_server: Any) -> Iterator[Connect]:
     ("options", "status"), [({}, None), ({"accelerator_default_microversion": "2.3"}, "maintaining")]
 )
 def test_C1_openstacksdk_reads_devices_and_deployables(connect: Connect, options: dict[str, str], status: Any) -> None:
-    apply(a_host(), answer(card(1), card(2), card(3)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1), make_card(2), make_card(3)))
     accelerator = connect(**options).accelerator
     devices = list(accelerator.devices())
     assert [device.uuid for device in devices] == [str(d.uuid) for d in Device.objects.order_by("id")]
@@ -50,8 +50,8 @@ def test_C1_openstacksdk_reads_devices_and_deployables(connect: Connect, options
     assert accelerator.get_deployable(deployables[1].id).num_accelerators == 1
 
 
-def test_C1_openstacksdk_pages_and_understands_refusals(connect: Connect) -> None:
-    apply(a_host(), answer(card(1), card(2), card(3)))
+def test_C1_openstacksdk_limits_lists_and_raises_its_exceptions_for_refusals(connect: Connect) -> None:
+    apply_report(get_or_create_host(), make_driver_report(make_card(1), make_card(2), make_card(3)))
     accelerator = connect().accelerator
     assert len(list(accelerator.devices(limit=2, paginated=False))) == 2
     with pytest.raises(exceptions.NotFoundException, match="Device not found with uuid=nope"):

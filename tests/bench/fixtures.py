@@ -30,7 +30,7 @@ def enrol(count: int, applied_hash: str = "") -> list[int]:
 def empty_inventory() -> None:
     """No devices, no events, nothing applied; hosts and agents stay."""
     tables = ", ".join(f"accelerators_{name}" for name in INVENTORY)
-    emptying.allow()
+    emptying.allow_emptying()
     with connection.cursor() as cursor:
         cursor.execute(f"TRUNCATE {tables}, spool, tick, django_q_ormq CASCADE")
         cursor.execute(

@@ -12,7 +12,7 @@ import sys
 import time
 
 from drivers.isolation.process import die_with_parent
-from tests.drivers.hotplug import LIBRARY, Bus
+from tests.drivers.hotplug import LIBRARY, SimulatedBus
 
 
 def card(address: str, product: str) -> bytes:
@@ -23,7 +23,7 @@ def card(address: str, product: str) -> bytes:
     ).encode()
 
 
-def plug(bus: Bus, address: str, product: str) -> float:
+def plug(bus: SimulatedBus, address: str, product: str) -> float:
     """Appear, with the uevent."""
     error, found = ctypes.c_void_p(), card(address, product)
     began = time.monotonic()
@@ -35,7 +35,7 @@ def plug(bus: Bus, address: str, product: str) -> float:
 def main() -> None:
     """The agent starts after the first card; until standard input ends."""
     die_with_parent()
-    bus, agent = Bus(), None
+    bus, agent = SimulatedBus(), None
     try:
         for line in sys.stdin:
             print(plug(bus, *line.split()), flush=True)

@@ -22,7 +22,7 @@ from tests.bench.whole import Whole, api_token, post, wait_for
 from tests.fleet import soak, verdict
 from tests.fleet.installation import Fleet, Installation
 from tests.fleet.memory_trend import BOUND_MB_H
-from tests.fleet.scenarios import Run, judged
+from tests.fleet.scenarios import ScenarioRun, run_and_judge
 
 DEVICES = 8
 REPORTERS = 200
@@ -76,8 +76,8 @@ def _storm(lab: Lab, whole: Whole, generator: Generator, count: int, progress: C
             sleep(0.2)
         seen = monotonic() - began
         durable = durable or seen
-        done, sight = verdict.settled(there, PATIENCE_S)
-        lost = verdict.lost(there)
+        done, sight = verdict.wait_until_settled(there, PATIENCE_S)
+        lost = verdict.find_lost_hosts(there)
         census = _census(whole, count, progress)
     finally:
         fleet.stop()
@@ -134,7 +134,7 @@ def _rest(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -
     try:
         there = Installation(lab, whole, fleet, size.rest, 1)
         there.power_on()
-        _, before = verdict.settled(there, PATIENCE_S)
+        _, before = verdict.wait_until_settled(there, PATIENCE_S)
         spent, began = cpu_s(web), monotonic()
         sleep(size.rest_s)
         share = (cpu_s(web) - spent) / (monotonic() - began)
@@ -174,8 +174,8 @@ def _soak(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -
     fleet = Fleet(lab)
     try:
         there = Installation(lab, whole, fleet, size.soak, DEVICES)
-        run = Run(there, lambda _: None, PATIENCE_S, 0.0, size.soak_s, seed)
-        lines = judged("soak", run)
+        run = ScenarioRun(there, lambda _: None, PATIENCE_S, 0.0, size.soak_s, seed)
+        lines = run_and_judge("soak", run)
     finally:
         fleet.stop()
     found = {line.promise: line for line in lines}

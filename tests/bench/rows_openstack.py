@@ -20,7 +20,7 @@ from tests.bench.lab import Lab
 from tests.bench.orders import CannotMeasure
 from tests.bench.whole import Whole, running, wait_for
 from tests.support import nova as novas
-from tests.support.nova import Nova
+from tests.support.nova import FakeNova
 from tests.system import environments, keystone, placement
 from tests.system.placement import Placement
 
@@ -39,7 +39,7 @@ def rows(lab: Lab, *, full: bool, progress: Callable[[str], None]) -> list[Row]:
         return []
     progress("starting Keystone and Placement")
     lab.stop_database()
-    with keystone.running() as identity, placement.running(identity) as there, novas.recording() as nova:
+    with keystone.running() as identity, placement.running(identity) as there, novas.running_nova() as nova:
         lab.start_database()
         found = rows_placement.rows(there, 500 if full else 40, 3 if full else 1, progress)
         lab.stop_database()
@@ -53,7 +53,7 @@ def rows(lab: Lab, *, full: bool, progress: Callable[[str], None]) -> list[Row]:
     return found
 
 
-def _measured(whole: Whole, there: Placement, nova: Nova, samples: int) -> list[Row]:
+def _measured(whole: Whole, there: Placement, nova: FakeNova, samples: int) -> list[Row]:
     from tests.bench import inventory
 
     api = _Caller(whole.port, inventory.tokens())
@@ -83,7 +83,7 @@ def _offered(api: _Caller, looker: _Caller, there: Placement) -> tuple[str, str]
     from accelerators import conductor
     from accelerators.models import DeviceProfile
 
-    there.compute(HOST)
+    there.create_compute_provider(HOST)
     with connection.cursor() as cursor:
 
         def found() -> Any:
@@ -122,7 +122,7 @@ def _shown(api: _Caller, looker: _Caller, device: str, provider: str, offer: boo
         sleep(PAUSE_S)
 
 
-def _told(api: _Caller, nova: Nova, provider: str) -> float:
+def _told(api: _Caller, nova: FakeNova, provider: str) -> float:
     """Milliseconds from before the PATCH that binds until Nova has the notice; the request is deleted afterwards."""
     instance = str(uuid4())
     nova.known[instance] = 200
@@ -132,7 +132,7 @@ def _told(api: _Caller, nova: Nova, provider: str) -> float:
     began = monotonic()
     bound = [{"op": "add", "path": f"/{name}", "value": value} for name, value in values]
     api.ask("PATCH", "/v2/accelerator_requests", 202, {uuid: bound})
-    wait_for(lambda: uuid in nova.told(), "the notice", patience_s=30)
+    wait_for(lambda: uuid in nova.received_statuses(), "the notice", patience_s=30)
     took = (monotonic() - began) * 1000
     api.ask("DELETE", f"/v2/accelerator_requests?arqs={uuid}", 204)
     return took

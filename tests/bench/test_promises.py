@@ -15,20 +15,20 @@ from tests.bench.promises import PROMISED, ROOT, RUN_FIRST, find_newest_source
 
 Check = Callable[[], tuple[int, list[str]]]
 
-HOLDS = [Row(name, 10.0, "ms", "idle", 20.0) for name in PROMISED]
-SLOW = Row("uevent to GET /v2/devices, p50", 310.0, "ms", "idle", 300.0)
-FEW = Row("list of 1000 devices", 9.0, "ms", "json_agg passed through", 0.5, 4.0, 0.44)
-LOST = Row("soak: memory", 1.0, "MB/h", "slope", 30.0, note="3 hosts lost", holds=False)
+PASSING_ROWS = [Row(name, 10.0, "ms", "idle", 20.0) for name in PROMISED]
+SLOW_ROW = Row("uevent to GET /v2/devices, p50", 310.0, "ms", "idle", 300.0)
+LOW_RATIO_ROW = Row("list of 1000 devices", 9.0, "ms", "json_agg passed through", 0.5, 4.0, 0.44)
+LOST_HOSTS_ROW = Row("soak: memory", 1.0, "MB/h", "slope", 30.0, note="3 hosts lost", holds=False)
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
     """A state directory with the result of a run in which everything holds."""
-    write(tmp_path, HOLDS)
+    write_result(tmp_path, PASSING_ROWS)
     return tmp_path
 
 
-def write(state: Path, rows: list[Row]) -> None:
+def write_result(state: Path, rows: list[Row]) -> None:
     """As a run of the bench does."""
     (state / "bench.json").write_text(json.dumps([row.as_json() for row in rows]))
 
@@ -46,12 +46,14 @@ def check(state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     return run
 
 
-def test_it_passes_when_every_row_holds(state: Path, check: Check) -> None:
-    assert check() == (0, [f"bench-check: all {len(HOLDS)} rows of {state}/bench.json hold"])
+def test_the_bench_check_passes_when_every_row_holds(state: Path, check: Check) -> None:
+    assert check() == (0, [f"bench-check: all {len(PASSING_ROWS)} rows of {state}/bench.json hold"])
 
 
 def test_each_row_that_does_not_hold_is_named_with_its_figure(state: Path, check: Check) -> None:
-    write(state, [row for row in HOLDS if row.name != SLOW.name] + [SLOW, FEW, LOST])
+    write_result(
+        state, [row for row in PASSING_ROWS if row.name != SLOW_ROW.name] + [SLOW_ROW, LOW_RATIO_ROW, LOST_HOSTS_ROW]
+    )
     assert check() == (
         1,
         [
@@ -63,7 +65,7 @@ def test_each_row_that_does_not_hold_is_named_with_its_figure(state: Path, check
 
 
 def test_a_promised_time_that_was_not_measured_does_not_hold(state: Path, check: Check) -> None:
-    write(state, [row for row in HOLDS if "uevent" not in row.name])
+    write_result(state, [row for row in PASSING_ROWS if "uevent" not in row.name])
     assert check() == (
         1,
         [f"bench-check: uevent to GET /v2/devices, {p}: not measured (group uevent)" for p in ("p50", "p99")],
@@ -80,7 +82,9 @@ def test_a_result_that_is_older_than_the_product_is_not_judged(state: Path, chec
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"rows": 1}', '[{"name": "half of a row"}]'])
-def test_without_a_result_it_says_in_one_sentence_what_to_do(state: Path, check: Check, content: str | None) -> None:
+def test_a_missing_or_unusable_result_ends_with_one_sentence_that_says_what_to_do(
+    state: Path, check: Check, content: str | None
+) -> None:
     file = state / "bench.json"
     file.unlink() if content is None else file.write_text(content)
     status, lines = check()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.browser import chromium
-from tests.system.conftest import fresh
+from tests.system.conftest import fresh_folder
 from tests.system.product import ROOT, Product, environment, running
 
 if TYPE_CHECKING:
@@ -58,19 +58,19 @@ class Installations:
 
     def __init__(self, browser: Browser) -> None:
         self._browser, self._name = browser, ""
-        self._desk: Desk | None = None
+        self._desk: ConsoleDesk | None = None
         self._running = ExitStack()
 
-    def get(self, name: str) -> Desk:
+    def get(self, name: str) -> ConsoleDesk:
         """The desk of the installation `name`; started unless it is the one that runs."""
         if self._desk is None or name != self._name:
             self.close()
-            folder = self._running.enter_context(fresh())
+            folder = self._running.enter_context(fresh_folder())
             settings = {"CYBORG_ENABLED_DRIVERS": "fake_driver"}
             product = self._running.enter_context(running(Product(folder / "state", settings)))
             if name == "cloud":
                 fill_with_sample(product)
-            self._name, self._desk = name, Desk(product, self._browser)
+            self._name, self._desk = name, ConsoleDesk(product, self._browser)
         return self._desk
 
     def close(self) -> None:
@@ -95,19 +95,19 @@ def _installations(browser: Browser) -> Iterator[Installations]:
 
 
 @pytest.fixture(scope="module")
-def _seats(_installations: Installations, request: pytest.FixtureRequest) -> Desk:
+def _seats(_installations: Installations, request: pytest.FixtureRequest) -> ConsoleDesk:
     return _installations.get(_installation_of(request))
 
 
 @pytest.fixture(scope="module")
-def product(_seats: Desk) -> Product:
+def product(_seats: ConsoleDesk) -> Product:
     """The installation that the module's INSTALLATION names: with a fake driver and no admission rule, what is found
     is inactive; the one called `cloud` has the sample, too."""
     return _seats.product
 
 
 @dataclass
-class Desk:
+class ConsoleDesk:
     """Where people sit down before this product's console. `complaints` is what browsers' consoles said."""
 
     product: Product
@@ -123,22 +123,22 @@ class Desk:
         """Of the product's web process."""
         return f"http://127.0.0.1:{self.product.port}"
 
-    def stranger(self, **how: Any) -> Page:
+    def open_logged_out(self, **how: Any) -> Page:
         """A new browser window of somebody who is not logged in; `how` is Playwright's (color_scheme, …)."""
         context = self._open(**how)
         self._contexts.append(context)
         return context.new_page()
 
-    def administrator(self, **how: Any) -> Page:
+    def open_as_administrator(self, **how: Any) -> Page:
         """A window of the administrator, who logs in once; a tab of the same browser, with `how` one of another."""
         if how:
-            return self.person(*self._first_login(), **how)
+            return self.open_as(*self._first_login(), **how)
         if self._own is None:
             self._own = self._open()
             self._log_in(self._own, *self._first_login())
         return self._own.new_page()
 
-    def person(self, name: str, password: str, **how: Any) -> Page:
+    def open_as(self, name: str, password: str, **how: Any) -> Page:
         """A new browser window of `name`, who logs in once."""
         context = self._open(**how)
         self._contexts.append(context)
@@ -168,11 +168,11 @@ class Desk:
     def _note(self, page: Page | None, text: str) -> None:
         self.complaints.append(f"{page.url.removeprefix(self.address) if page else ''}: {text}")
 
-    def forgive(self, pattern: str) -> None:
+    def drop_complaints(self, pattern: str) -> None:
         """Complaints that the test itself has caused."""
         self.complaints[:] = [one for one in self.complaints if not re.search(pattern, one)]
 
-    def leave(self, failed: str) -> None:
+    def close_windows(self, failed: str) -> None:
         """Close every window; a picture of each stays in var/screens when the test failed."""
         open_ones = [page for context in [*self._contexts, self._own] if context for page in context.pages]
         for number, page in enumerate(open_ones):
@@ -187,7 +187,7 @@ class Desk:
 
     def close(self) -> None:
         """Close the administrator's browser, too."""
-        self.leave("")
+        self.close_windows("")
         if self._own:
             self._own.close()
         self._own = None
@@ -209,12 +209,12 @@ def log_in(page: Page, name: str, password: str) -> None:
 
 
 @pytest.fixture
-def desk(_seats: Desk, request: pytest.FixtureRequest) -> Iterator[Desk]:
+def desk(_seats: ConsoleDesk, request: pytest.FixtureRequest) -> Iterator[ConsoleDesk]:
     """This product's desk for one test, which fails if any page had a complaint."""
     _seats.complaints.clear()
     failed_before = request.session.testsfailed
     yield _seats
-    _seats.leave(re.sub(r"\W+", "-", request.node.name) if request.session.testsfailed > failed_before else "")
+    _seats.close_windows(re.sub(r"\W+", "-", request.node.name) if request.session.testsfailed > failed_before else "")
     assert not _seats.complaints
 
 

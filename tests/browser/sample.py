@@ -30,7 +30,7 @@ from drivers.inventory import (  # noqa: E402
 )
 from drivers.inventory import Device as Found  # noqa: E402
 from tests.browser.people import PASSWORD, PEOPLE, TENANT_PROJECT  # noqa: E402
-from tests.support.reports import a_host, answer, apply, card  # noqa: E402
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report  # noqa: E402
 
 KINDS = (
     (0x17, "GPU", "10de", "NVIDIA A100-PCIE-40GB", 1),
@@ -65,7 +65,7 @@ def cards(host: int) -> list[Found]:
     for place, (bus, kind, vendor, model, handles) in enumerate(KINDS):
         status, reason = TROUBLE.get(host * len(KINDS) + place, ("ok", ""))
         more = {"numa_node": place // 4, "kernel_driver": "vfio-pci", "status": status, "status_reason": reason}
-        [part] = (plain := card(bus, handles)).deployables
+        [part] = (plain := make_card(bus, handles)).deployables
         part = replace(part, attributes=(Attribute("rc", CLASSES.get(kind, f"CUSTOM_{kind}")),))
         found.append(replace(plain, type=kind, vendor=vendor, model=model, deployables=(part,), **more))
     return found
@@ -80,7 +80,7 @@ def switched() -> list[Found]:
             switch % 2 == 0
         )
         for port, (kind, vendor, model, handles) in enumerate(kinds):
-            [part] = (plain := card(bus + 2 + port, handles)).deployables
+            [part] = (plain := make_card(bus + 2 + port, handles)).deployables
             part = replace(part, attributes=(Attribute("rc", CLASSES.get(kind, f"CUSTOM_{kind}")),))
             more = {"numa_node": switch // 2, "kernel_driver": "vfio-pci", "bridges": f"{above}:{port:02x}.0"}
             found.append(replace(plain, type=kind, vendor=vendor, model=model, deployables=(part,), **more))
@@ -91,15 +91,25 @@ def fill() -> None:
     """Everything, once."""
     now = datetime.now(UTC)
     for number in range(6):
-        host = a_host(f"cmp{number:02}.rack{number % 3 + 1}.example.net")
+        host = get_or_create_host(f"cmp{number:02}.rack{number % 3 + 1}.example.net")
         gpus, rest = cards(number)[:2], cards(number)[2:]
         faults = (Fault("0000:3f:00.0", "class 0x120000 tells no type; state one in the rule"),) if number == 2 else ()
         pci = DriverReport("pci_driver", "", tuple(rest), faults)
-        apply(host, pci, answer(*gpus, driver="nvidia_gpu_driver"))
+        apply_report(host, pci, make_driver_report(*gpus, driver="nvidia_gpu_driver"))
         if number == 3:
-            apply(host, pci, answer(driver="nvidia_gpu_driver", error="it hung for 20 s and was killed"), seq=2)
+            apply_report(
+                host,
+                pci,
+                make_driver_report(driver="nvidia_gpu_driver", error="it hung for 20 s and was killed"),
+                seq=2,
+            )
         if number == 4:
-            apply(host, answer(*rest[:-1], driver="pci_driver"), answer(*gpus, driver="nvidia_gpu_driver"), seq=2)
+            apply_report(
+                host,
+                make_driver_report(*rest[:-1], driver="pci_driver"),
+                make_driver_report(*gpus, driver="nvidia_gpu_driver"),
+                seq=2,
+            )
         Agent.objects.create(
             host=host,
             public_key=f"sample {number}",
@@ -109,8 +119,8 @@ def fill() -> None:
             connected_at=now - timedelta(hours=3),
         )
         Lease.objects.create(host=host, seen_at=now - timedelta(hours=number == 5))
-    box = a_host("hgx01.rack1.example.net")
-    apply(box, DriverReport("pci_driver", "", tuple(switched())))
+    box = get_or_create_host("hgx01.rack1.example.net")
+    apply_report(box, DriverReport("pci_driver", "", tuple(switched())))
     decide(now)
     demand(box)
     JoinToken.objects.create(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import Desk, first_login
+from tests.browser.conftest import ConsoleDesk, first_login
 from tests.browser.pages import LISTS, MAIN, find_colour_violations, find_violations, open_page
 
 pytestmark = pytest.mark.browser
@@ -21,8 +21,9 @@ PAGES = {
     "search": "/help/search/?q=drain",
 }
 """Looked at here besides the main pages, at which `test_pages` looks while it takes their pictures."""
-DARK = ("manual", "words")
-FOCUS = """() => { const one = document.activeElement, style = getComputedStyle(one), box = one.getBoundingClientRect();
+DARK_PAGES = ("manual", "words")
+FOCUS_SCRIPT = """() => { const one = document.activeElement, style = getComputedStyle(one);
+    const box = one.getBoundingClientRect();
     const label = one.labels?.[0]?.textContent ?? one.ariaLabel ?? one.textContent;
     const drawn = one.ownerSVGElement !== undefined && one.matches(":focus-visible");
     const all = [...document.querySelectorAll("a[href], button, input, select, summary, textarea, [tabindex]")];
@@ -30,14 +31,14 @@ FOCUS = """() => { const one = document.activeElement, style = getComputedStyle(
              seen: drawn || style.outlineStyle !== "none" || style.boxShadow !== "none" }; }"""
 
 
-def test_pages_keep_to_level_aa_in_light_and_dark(desk: Desk) -> None:
+def test_pages_meet_wcag_level_aa_in_light_and_dark(desk: ConsoleDesk) -> None:
     found: dict[str, list[str]] = {}
-    page = desk.administrator()
+    page = desk.open_as_administrator()
     for name, where in PAGES.items():
         page.emulate_media(color_scheme="light")
         open_page(page, where)
         found[name] = find_violations(page)
-        if name in DARK:
+        if name in DARK_PAGES:
             page.emulate_media(color_scheme="dark")
             found[f"{name}, dark"] = find_colour_violations(page)
     assert {name: said for name, said in found.items() if said} == {}
@@ -48,7 +49,7 @@ def tab_to(page: Page, wanted: str, limit: int = 120) -> None:
     before = -1
     for _ in range(limit):
         page.keyboard.press("Tab")
-        now = page.evaluate(FOCUS)
+        now = page.evaluate(FOCUS_SCRIPT)
         assert now["seen"] and now["inside"], f"nobody sees that {now['name']!r} has the focus"
         assert now["at"] > before or now["at"] == 0, f"{now['name']!r} comes out of order"
         before = now["at"]
@@ -57,12 +58,12 @@ def tab_to(page: Page, wanted: str, limit: int = 120) -> None:
     raise AssertionError(f"no way to {wanted!r} with the Tab key")
 
 
-def test_an_operators_tasks_by_keyboard_alone(desk: Desk) -> None:
+def test_login_search_and_help_work_by_keyboard_alone(desk: ConsoleDesk) -> None:
     name, password = first_login(desk.product)
-    page = desk.stranger()
+    page = desk.open_logged_out()
     page.goto("/admin/")
     for label, text in (("Username", name), ("Password", password)):
-        if page.evaluate(FOCUS)["name"] != label:
+        if page.evaluate(FOCUS_SCRIPT)["name"] != label:
             tab_to(page, label)
         page.keyboard.type(text)
     page.keyboard.press("Enter")
@@ -91,16 +92,16 @@ def test_an_operators_tasks_by_keyboard_alone(desk: Desk) -> None:
     page.keyboard.press("Enter")
     page.wait_for_url("**q=Ascend**")
     page.keyboard.press("j")
-    before = page.evaluate(FOCUS)
+    before = page.evaluate(FOCUS_SCRIPT)
     page.keyboard.press("?")
     expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
-    assert page.evaluate(FOCUS) == before, "a dialog gives the focus back"
+    assert page.evaluate(FOCUS_SCRIPT) == before, "a dialog gives the focus back"
 
 
-def test_deciding_and_acting_on_many_by_keyboard_alone(desk: Desk) -> None:
-    page = desk.administrator()
+def test_bulk_actions_and_decisions_work_by_keyboard_alone(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
     page.goto(f"{LISTS}device/?q=Ascend")
     for key in "jxjxa":
         page.keyboard.press(key)
@@ -124,23 +125,23 @@ def test_deciding_and_acting_on_many_by_keyboard_alone(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("where", [MAIN["devices"], MAIN["host"], "/help/words/"])
-def test_the_focus_goes_through_the_whole_page_and_out_again(desk: Desk, where: str) -> None:
-    page = desk.administrator()
+def test_the_tab_key_leads_through_the_whole_page_and_is_not_trapped(desk: ConsoleDesk, where: str) -> None:
+    page = desk.open_as_administrator()
     open_page(page, where)
     tab_to(page, "Skip to content", 1)
-    stops, start = 0, page.evaluate(FOCUS)["at"]
+    stops, start = 0, page.evaluate(FOCUS_SCRIPT)["at"]
     for _ in range(400):
         page.keyboard.press("Tab")
         stops += 1
-        if page.evaluate(FOCUS)["at"] in (start, -1):
+        if page.evaluate(FOCUS_SCRIPT)["at"] in (start, -1):
             break
     else:
         raise AssertionError("the focus is caught")
     assert stops > 20
 
 
-def test_who_asks_for_calm_has_it(desk: Desk) -> None:
-    page = desk.administrator()
+def test_pages_have_no_animation_when_reduced_motion_is_preferred(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
     for where in (MAIN["devices"], MAIN["device"], "/help/"):
         open_page(page, where)
         moving = page.evaluate(
@@ -151,8 +152,8 @@ def test_who_asks_for_calm_has_it(desk: Desk) -> None:
         assert moving == [], where
 
 
-def test_the_picture_of_a_host_is_read_aloud(desk: Desk) -> None:
-    page = desk.administrator()
+def test_the_topology_picture_of_a_host_has_roles_and_names_for_screen_readers(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
     open_page(page, MAIN["switches"])
     picture = page.get_by_role("group", name="The accelerators of hgx01")
     expect(picture.get_by_role("group", name="NUMA node 0")).to_be_visible()

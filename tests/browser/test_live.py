@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from cyborgweb.database.postgres import choose_socket_folder
-from tests.browser.conftest import Desk, Hardware
+from tests.browser.conftest import ConsoleDesk, Hardware
 from tests.support.webserver import until
 from tests.system.product import Product
 
@@ -21,8 +21,8 @@ INSTALLATION = "live"
 
 DEVICES = "/admin/accelerators/device/"
 CARDS = ("0000:0c:00.0", "0000:0d:00.0", "0000:0e:00.0")
-FOURTH = "0000:0f:00.0"
-CUT = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = 'cyborg'"
+FOURTH_CARD = "0000:0f:00.0"
+TERMINATE_CONNECTIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = 'cyborg'"
 
 
 @pytest.fixture(autouse=True)
@@ -30,115 +30,119 @@ def _cards(product: Product, hardware: Hardware) -> None:
     """All of them plugged, whatever the test before did."""
     hardware("reset")
     hardware("count", str(len(CARDS)))
-    until(lambda: all(stored(product).get(card, "missing") != "missing" for card in CARDS), 60)
+    until(lambda: all(stored_states(product).get(card, "missing") != "missing" for card in CARDS), 60)
 
 
-def stored(product: Product) -> dict[str, str]:
+def stored_states(product: Product) -> dict[str, str]:
     """Address and state, as the database has them."""
     return dict(product.rows("SELECT address, state FROM accelerators_device"))
 
 
-def the_list(desk: Desk) -> Page:
+def open_live_list(desk: ConsoleDesk) -> Page:
     """Open, live, and marked so that a reload would be noticed."""
-    page = desk.administrator()
+    page = desk.open_as_administrator()
     page.goto(DEVICES)
-    expect(badge(page)).to_contain_text("live")
+    expect(live_badge(page)).to_contain_text("live")
     page.evaluate("window.sameAsBefore = true")
     return page
 
 
-def badge(page: Page) -> Locator:
+def live_badge(page: Page) -> Locator:
     """What says whether the page is live."""
     return page.locator("p.live")
 
 
 @contextmanager
-def outage(product: Product) -> Iterator[None]:
+def database_outage(product: Product) -> Iterator[None]:
     """The database takes no connection meanwhile, and those that were there are gone."""
     where = str(choose_socket_folder(product.state / "postgres" / "run"))
     with psycopg.connect(host=where, user="postgres", dbname="postgres", autocommit=True) as connection:
         connection.execute("ALTER DATABASE cyborg ALLOW_CONNECTIONS false")
         try:
-            connection.execute(CUT)
+            connection.execute(TERMINATE_CONNECTIONS)
             yield
         finally:
             connection.execute("ALTER DATABASE cyborg ALLOW_CONNECTIONS true")
 
 
-def row(page: Page, card: str) -> Locator:
+def device_row(page: Page, card: str) -> Locator:
     """A device's line."""
     return page.locator("#result_list tbody tr").filter(has_text=card)
 
 
-def is_true(page: Page, product: Product) -> None:
+def check_page_shows_stored_states(page: Page, product: Product) -> None:
     """Every row comes to show what the database has, and the page was never loaded anew."""
-    for card, state in stored(product).items():
-        expect(row(page, card)).to_contain_text(state)
+    for card, state in stored_states(product).items():
+        expect(device_row(page, card)).to_contain_text(state)
     assert page.evaluate("window.sameAsBefore"), "the page was loaded anew"
 
 
-def test_a_device_comes_and_goes_on_the_screen(desk: Desk, hardware: Hardware) -> None:
-    page = the_list(desk)
+def test_the_device_list_shows_plugged_and_unplugged_devices_without_a_reload(
+    desk: ConsoleDesk, hardware: Hardware
+) -> None:
+    page = open_live_list(desk)
     hardware("unplug", "0")
-    expect(row(page, CARDS[0])).to_contain_text("missing")
+    expect(device_row(page, CARDS[0])).to_contain_text("missing")
     hardware("plug", "0")
-    expect(row(page, CARDS[0])).not_to_contain_text("missing")
-    is_true(page, desk.product)
+    expect(device_row(page, CARDS[0])).not_to_contain_text("missing")
+    check_page_shows_stored_states(page, desk.product)
     hardware("count", str(len(CARDS) + 1))
-    badge(page).get_by_role("link", name="1 new").click()
-    expect(row(page, FOURTH)).to_be_visible()
+    live_badge(page).get_by_role("link", name="1 new").click()
+    expect(device_row(page, FOURTH_CARD)).to_be_visible()
     hardware("unplug", str(len(CARDS)))
-    expect(row(page, FOURTH)).to_contain_text("missing")
+    expect(device_row(page, FOURTH_CARD)).to_contain_text("missing")
 
 
-def test_another_persons_decision_is_seen_on_the_devices_page(desk: Desk) -> None:
-    page, other = the_list(desk), desk.administrator()
+def test_a_device_page_shows_the_decision_of_another_user_without_a_reload(desk: ConsoleDesk) -> None:
+    page, other = open_live_list(desk), desk.open_as_administrator()
     for one in (page, other):
         one.goto(DEVICES)
-        row(one, CARDS[2]).get_by_role("link", name="miss model info").click()
-    expect(badge(page)).to_contain_text("live")
+        device_row(one, CARDS[2]).get_by_role("link", name="miss model info").click()
+    expect(live_badge(page)).to_contain_text("live")
     other.locator("#reason").fill("seen by the other one")
     other.get_by_role("button", name="Enable", exact=True).click()
     expect(page.get_by_role("region", name="Now")).to_contain_text("seen by the other one")
 
 
-def test_the_socket_is_lost_and_regained(desk: Desk, hardware: Hardware) -> None:
-    page = the_list(desk)
+def test_a_live_page_reconnects_after_the_web_process_was_killed_and_catches_up(
+    desk: ConsoleDesk, hardware: Hardware
+) -> None:
+    page = open_live_list(desk)
     web = desk.product.child("web")
     assert web
     os.kill(web.pid, signal.SIGSTOP)
     hardware("unplug", "1")
     os.kill(web.pid, signal.SIGKILL)
-    expect(badge(page)).to_contain_text("reconnecting")
-    expect(badge(page)).to_have_text("●live", timeout=60_000)
-    until(lambda: stored(desk.product)[CARDS[1]] == "missing", 30)
-    is_true(page, desk.product)
-    desk.forgive("WebSocket connection|Failed to load resource|ERR_")
+    expect(live_badge(page)).to_contain_text("reconnecting")
+    expect(live_badge(page)).to_have_text("●live", timeout=60_000)
+    until(lambda: stored_states(desk.product)[CARDS[1]] == "missing", 30)
+    check_page_shows_stored_states(page, desk.product)
+    desk.drop_complaints("WebSocket connection|Failed to load resource|ERR_")
 
 
-def test_a_page_that_cannot_know_says_that_it_is_stale(desk: Desk, hardware: Hardware) -> None:
+def test_a_live_page_shows_that_it_is_stale_while_the_database_is_away(desk: ConsoleDesk, hardware: Hardware) -> None:
     """Nobody gets to the database, the hub's connection is cut, too."""
-    page = the_list(desk)
+    page = open_live_list(desk)
     hardware("unplug", "2")
-    with outage(desk.product):
-        expect(badge(page)).to_contain_text("stale since", timeout=60_000)
-    expect(badge(page)).to_have_text("●live", timeout=60_000)
-    until(lambda: stored(desk.product)[CARDS[2]] == "missing", 30)
-    is_true(page, desk.product)
-    desk.forgive("WebSocket connection|Failed to load resource")
+    with database_outage(desk.product):
+        expect(live_badge(page)).to_contain_text("stale since", timeout=60_000)
+    expect(live_badge(page)).to_have_text("●live", timeout=60_000)
+    until(lambda: stored_states(desk.product)[CARDS[2]] == "missing", 30)
+    check_page_shows_stored_states(page, desk.product)
+    desk.drop_complaints("WebSocket connection|Failed to load resource")
 
 
-def test_a_bulk_action_tells_what_changed_meanwhile(desk: Desk) -> None:
-    page, other = desk.administrator(), desk.administrator()
+def test_a_bulk_action_skips_a_device_that_changed_after_it_was_selected(desk: ConsoleDesk) -> None:
+    page, other = desk.open_as_administrator(), desk.open_as_administrator()
     page.goto(DEVICES)
     for card in CARDS[:2]:
-        row(page, card).get_by_role("checkbox").check()
+        device_row(page, card).get_by_role("checkbox").check()
     page.locator("select[name=action]").select_option(label="Quarantine")
     page.get_by_role("button", name="Run").click()
     expect(page.get_by_role("heading", level=1)).to_contain_text("2 devices")
     page.locator("#reason").fill("second come")
     other.goto(DEVICES)
-    row(other, CARDS[0]).get_by_role("link", name="miss model info").click()
+    device_row(other, CARDS[0]).get_by_role("link", name="miss model info").click()
     other.locator("#reason").fill("first come")
     other.get_by_role("button", name="Enable", exact=True).click()
     expect(other.get_by_role("region", name="Now")).to_contain_text("ready")
@@ -148,8 +152,8 @@ def test_a_bulk_action_tells_what_changed_meanwhile(desk: Desk) -> None:
     expect(outcome.get_by_role("row").filter(has_text=CARDS[0])).to_contain_text("Look at it again")
 
 
-def test_everything_is_found_from_everywhere(desk: Desk) -> None:
-    page = desk.administrator()
+def test_search_shortcuts_and_the_palette_lead_from_any_page_to_another(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
     page.goto("/admin/accelerators/event/")
     page.keyboard.press("/")
     page.keyboard.type(CARDS[1])

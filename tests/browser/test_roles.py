@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import Desk
+from tests.browser.conftest import ConsoleDesk
 from tests.browser.pages import MAIN, find_violations, open_page, picture
 from tests.browser.people import PASSWORD, PEOPLE, TENANT_PROJECT
 from tests.system.product import ROOT
@@ -20,37 +20,37 @@ INSTALLATION = "cloud"
 
 DEVICES = MAIN["devices"]
 USERS, TOKENS, ATTACH = "/admin/auth/user/", "/admin/cyborgweb/apitoken/", "/admin/accelerators/attachment/attach/"
-OFFERED = {
+ADMIN_BUTTONS = {
     f"{DEVICES}?state=ready →": ("Disable", "Quarantine", "Drain", "retire"),
     f"{DEVICES}?state=maintenance →": ("Enable", "Quarantine", "Retire"),
     DEVICES: ("Run",),
     MAIN["host"]: ("Rescan", "Fetch its log", "Ask for the raw report"),
 }
 """Where an administrator is offered which buttons; a role that may not press one does not see it there."""
-ACCESS = {"API tokens", "Users", "Maintenance"}
-TENANTS = {"Overview", "Requests", "Device profiles", "Inbox", "Subscriptions", "Deliveries", "Manual"}
+ACCESS_ENTRIES = {"API tokens", "Users", "Maintenance"}
+TENANT_ENTRIES = {"Overview", "Requests", "Device profiles", "Inbox", "Subscriptions", "Deliveries", "Manual"}
 NOT_SEEN = "Your account may not see this. An administrator can put it into a group that may."
 TAKES_ADMIN = "You need the role admin or membership in the group role:administrator. Your roles: {}."
 TAKES_OPERATOR = "You need the role accelerator_operator or membership in the group role:operator. Your roles: {}."
 
 
 @dataclass(frozen=True)
-class Rights:
+class RoleRights:
     """What a role that sees all hosts may besides looking; `words` are its roles as the pages name them."""
 
-    words: str
+    role_names: str
     rescans: bool
     sees_access: bool
 
 
 RIGHTS = {
-    "operator": Rights("accelerator_operator, member, reader", rescans=True, sees_access=False),
-    "auditor": Rights("auditor, reader", rescans=False, sees_access=True),
-    "viewer": Rights("manager, member, reader", rescans=False, sees_access=False),
+    "operator": RoleRights("accelerator_operator, member, reader", rescans=True, sees_access=False),
+    "auditor": RoleRights("auditor, reader", rescans=False, sees_access=True),
+    "viewer": RoleRights("manager, member, reader", rescans=False, sees_access=False),
 }
 
 
-def navigation(page: Page) -> dict[str, str]:
+def sidebar_entries(page: Page) -> dict[str, str]:
     """Word and address of each entry in the sidebar."""
     links = page.get_by_role("navigation", name="Console").get_by_role("listitem").get_by_role("link")
     # An entry begins with the name of its icon, which is hidden from who hears the page.
@@ -58,13 +58,13 @@ def navigation(page: Page) -> dict[str, str]:
     return {word: address for word, address in found}
 
 
-def every_entry_opens(page: Page) -> None:
+def check_every_entry_opens(page: Page) -> None:
     """No entry of the sidebar leads to a refusal."""
-    refused = {word: page.request.get(address).status for word, address in navigation(page).items()}
+    refused = {word: page.request.get(address).status for word, address in sidebar_entries(page).items()}
     assert {word: status for word, status in refused.items() if status != 200} == {}
 
 
-def is_refused(page: Page, path: str, why: str, heading: str = "Not allowed", status: int = 403) -> None:
+def check_page_is_refused(page: Page, path: str, why: str, heading: str = "Not allowed", status: int = 403) -> None:
     """The page at `path` is a refusal in the console's frame that says why, and leads back."""
     answer = page.goto(path)
     assert answer is not None and answer.status == status, path
@@ -75,22 +75,22 @@ def is_refused(page: Page, path: str, why: str, heading: str = "Not allowed", st
 
 
 @pytest.mark.parametrize("name", RIGHTS)
-def test_a_role_sees_its_pages_and_no_button_that_would_be_refused(name: str, desk: Desk, screens: Path) -> None:
-    rights, page = RIGHTS[name], desk.person(name, PASSWORD)
+def test_a_role_sees_its_pages_and_no_button_that_would_be_refused(name: str, desk: ConsoleDesk, screens: Path) -> None:
+    rights, page = RIGHTS[name], desk.open_as(name, PASSWORD)
     page.goto("/admin/")
-    shown = set(navigation(page))
+    shown = set(sidebar_entries(page))
     assert {"Hosts", "Devices", "Requests", "Events", "Agents"} <= shown
-    assert shown & ACCESS == (ACCESS if rights.sees_access else set())
-    every_entry_opens(page)
+    assert shown & ACCESS_ENTRIES == (ACCESS_ENTRIES if rights.sees_access else set())
+    check_every_entry_opens(page)
     picture(page, screens / f"{name}-overview.png")
 
     open_page(page, MAIN["device"])
     why = page.get_by_text("Why can’t I change anything here?")
     why.click()
-    expect(page.get_by_role("main")).to_contain_text(TAKES_ADMIN.format(rights.words))
+    expect(page.get_by_role("main")).to_contain_text(TAKES_ADMIN.format(rights.role_names))
     picture(page, screens / f"{name}-device.png")
     assert find_violations(page) == []
-    for where, labels in OFFERED.items():
+    for where, labels in ADMIN_BUTTONS.items():
         open_page(page, where)
         for label in labels:
             shown_here = rights.rescans and label == "Rescan"
@@ -98,9 +98,9 @@ def test_a_role_sees_its_pages_and_no_button_that_would_be_refused(name: str, de
             expect(button).to_have_count(int(shown_here))
 
 
-def test_an_administrator_is_offered_each_button_that_other_roles_are_not(desk: Desk) -> None:
-    page = desk.administrator()
-    for where, labels in OFFERED.items():
+def test_an_administrator_is_offered_each_button_that_other_roles_are_not(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
+    for where, labels in ADMIN_BUTTONS.items():
         open_page(page, where)
         if where == DEVICES:  # its button shows once a row and an action are selected
             page.locator("#result_list tbody input[name=_selected_action]").first.check()
@@ -110,28 +110,30 @@ def test_an_administrator_is_offered_each_button_that_other_roles_are_not(desk: 
 
 
 @pytest.mark.parametrize("name", RIGHTS)
-def test_what_a_role_may_not_see_says_so_and_leads_back(name: str, desk: Desk, screens: Path) -> None:
-    rights, page = RIGHTS[name], desk.person(name, PASSWORD)
+def test_a_page_that_a_role_may_not_see_names_the_reason_and_links_to_the_overview(
+    name: str, desk: ConsoleDesk, screens: Path
+) -> None:
+    rights, page = RIGHTS[name], desk.open_as(name, PASSWORD)
     for path in (USERS, TOKENS):
         if rights.sees_access:
             page.goto(path)
             expect(page.locator("#result_list tbody tr").first).to_be_visible()
         else:
-            is_refused(page, path, NOT_SEEN)
+            check_page_is_refused(page, path, NOT_SEEN)
     if rights.rescans:
         page.goto(ATTACH)
         expect(page.get_by_role("button", name="Attach")).to_be_visible()
     else:
-        is_refused(page, ATTACH, TAKES_OPERATOR.format(rights.words))
-    is_refused(page, "/admin/auth/user/add/", NOT_SEEN)
+        check_page_is_refused(page, ATTACH, TAKES_OPERATOR.format(rights.role_names))
+    check_page_is_refused(page, "/admin/auth/user/add/", NOT_SEEN)
     picture(page, screens / f"{name}-refused.png")
     assert find_violations(page) == []
-    desk.forgive("status of 403")
+    desk.drop_complaints("status of 403")
 
 
-def test_an_operators_day(desk: Desk, screens: Path) -> None:
+def test_an_operator_can_rescan_a_host_and_see_the_command(desk: ConsoleDesk, screens: Path) -> None:
     """Find a host in trouble, have it looked at again, see the command; attach is offered, a decision is not."""
-    page = desk.person("operator", PASSWORD)
+    page = desk.open_as("operator", PASSWORD)
     page.goto("/admin/")
     page.get_by_role("navigation", name="Console").get_by_role("link", name="Hosts").click()
     page.get_by_role("link", name="cmp02.rack3.example.net").first.click()
@@ -146,12 +148,12 @@ def test_an_operators_day(desk: Desk, screens: Path) -> None:
     expect(page.get_by_role("link", name=re.compile("^Attach"))).not_to_have_count(0)
 
 
-def test_a_tenant_sees_its_own_project_s_requests_and_nothing_else(desk: Desk, screens: Path) -> None:
+def test_a_tenant_sees_its_own_project_s_requests_and_nothing_else(desk: ConsoleDesk, screens: Path) -> None:
     ((other,),) = desk.product.rows("SELECT id FROM accelerators_acceleratorrequest WHERE state = 'Bound' LIMIT 1")
-    page = desk.person("tenant", PASSWORD)
+    page = desk.open_as("tenant", PASSWORD)
     page.goto("/admin/")
-    assert set(navigation(page)) == TENANTS
-    every_entry_opens(page)
+    assert set(sidebar_entries(page)) == TENANT_ENTRIES
+    check_every_entry_opens(page)
     picture(page, screens / "tenant-overview.png")
     page.get_by_role("navigation", name="Console").get_by_role("link", name="Requests").click()
     rows = page.locator("#result_list tbody tr")
@@ -160,13 +162,13 @@ def test_a_tenant_sees_its_own_project_s_requests_and_nothing_else(desk: Desk, s
     expect(rows.filter(has_text="Initial")).to_have_count(1)
     picture(page, screens / "tenant-requests.png")
     for path in (DEVICES, MAIN["hosts"], MAIN["events"], USERS):
-        is_refused(page, path, NOT_SEEN)
+        check_page_is_refused(page, path, NOT_SEEN)
     removed = f"There is no accelerator request '{other}'; perhaps it was removed."
-    is_refused(page, f"/admin/accelerators/acceleratorrequest/{other}/change/", removed, "Not found", 404)
+    check_page_is_refused(page, f"/admin/accelerators/acceleratorrequest/{other}/change/", removed, "Not found", 404)
     picture(page, screens / "tenant-refused.png")
-    desk.forgive("status of 40[34]")
+    desk.drop_complaints("status of 40[34]")
 
 
-def test_every_role_of_the_manual_is_looked_at() -> None:
+def test_these_tests_cover_every_role_of_the_manual() -> None:
     in_table = re.findall(r"^\|.*\| `(role:\w+|project:)`", (ROOT / "docs" / "roles.md").read_text(), re.MULTILINE)
     assert set(in_table) == {"role:administrator", *(one.removesuffix(TENANT_PROJECT) for one in PEOPLE.values())}

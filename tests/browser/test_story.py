@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import Desk, first_login, log_in
+from tests.browser.conftest import ConsoleDesk, first_login, log_in
 
 pytestmark = pytest.mark.browser
 INSTALLATION = "plain"
@@ -17,7 +17,7 @@ INSTALLATION = "plain"
 DEVICES = "/admin/accelerators/device/"
 
 
-def the_device(page: Page) -> None:
+def open_fake_device(page: Page) -> None:
     """From the first page to the fake device's, by its links."""
     page.goto("/admin/")
     page.get_by_role("navigation", name="Console").get_by_role("link", name="Devices").click()
@@ -32,7 +32,7 @@ def decide(page: Page, choice: str, why: str) -> None:
     page.get_by_role("button", name=choice, exact=True).click()
 
 
-def says(page: Page, state: str, why: str) -> None:
+def check_state_and_reason(page: Page, state: str, why: str) -> None:
     """The device's page tells both, and the event beside them."""
     now = page.get_by_role("region", name="Now")
     expect(now).to_contain_text(state)
@@ -40,8 +40,8 @@ def says(page: Page, state: str, why: str) -> None:
     expect(page.get_by_role("region", name="Events")).to_contain_text(why)
 
 
-def test_a_wrong_password_is_refused_and_the_right_one_opens(desk: Desk) -> None:
-    page = desk.stranger()
+def test_a_wrong_password_is_refused_and_the_right_one_logs_in(desk: ConsoleDesk) -> None:
+    page = desk.open_logged_out()
     page.goto(DEVICES)
     expect(page).to_have_url(re.compile(rf"/admin/login/\?next={DEVICES}"))
     page.get_by_label("Username").fill("admin")
@@ -52,22 +52,22 @@ def test_a_wrong_password_is_refused_and_the_right_one_opens(desk: Desk) -> None
     expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
 
 
-def test_a_device_is_made_ready(desk: Desk) -> None:
-    page = desk.administrator()
-    the_device(page)
+def test_enabling_a_device_makes_it_ready_with_the_given_reason(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
+    open_fake_device(page)
     expect(page.get_by_role("region", name="Now")).to_contain_text("inactive")
     decide(page, "Enable", "burnt in over night")
-    says(page, "ready", "burnt in over night")
+    check_state_and_reason(page, "ready", "burnt in over night")
 
 
-def test_it_all_works_without_javascript(desk: Desk) -> None:
-    page = desk.stranger(java_script_enabled=False)
+def test_login_decisions_and_search_work_without_javascript(desk: ConsoleDesk) -> None:
+    page = desk.open_logged_out(java_script_enabled=False)
     log_in(page, *first_login(desk.product))
-    the_device(page)
+    open_fake_device(page)
     decide(page, "Quarantine", "smells of smoke")
-    says(page, "quarantined", "smells of smoke")
+    check_state_and_reason(page, "quarantined", "smells of smoke")
     decide(page, "Release", "it was the toast")
-    says(page, "maintenance", "it was the toast")
+    check_state_and_reason(page, "maintenance", "it was the toast")
     page.goto(f"{DEVICES}?q=nothing+like+this")
     expect(page.get_by_role("heading", name="Nothing matches")).to_be_visible()
     page.get_by_role("link", name="Show all", exact=True).first.click()
@@ -92,8 +92,8 @@ def tab_to(page: Page, wanted: str, limit: int = 80) -> None:
     raise AssertionError(f"no way to {wanted!r} with the Tab key")
 
 
-def test_it_all_works_without_a_mouse(desk: Desk) -> None:
-    page = desk.administrator()
+def test_a_device_can_be_found_and_quarantined_without_a_mouse(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
     page.goto("/admin/")
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
@@ -110,10 +110,10 @@ def test_it_all_works_without_a_mouse(desk: Desk) -> None:
     page.keyboard.type("by hand")
     tab_to(page, "Quarantine")
     page.keyboard.press("Enter")
-    says(page, "quarantined", "by hand")
+    check_state_and_reason(page, "quarantined", "by hand")
 
 
-def dark(page: Page) -> bool:
+def is_dark(page: Page) -> bool:
     """What is behind everything is nearly black."""
     ground: Any = page.evaluate(
         """() => { const spot = document.createElement("canvas").getContext("2d");
@@ -123,15 +123,15 @@ def dark(page: Page) -> bool:
     return max(ground) < 80
 
 
-def test_the_theme_is_chosen_once_for_all_pages(desk: Desk) -> None:
-    page = desk.administrator(color_scheme="light")
+def test_a_chosen_theme_applies_to_all_pages_of_that_browser_only(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator(color_scheme="light")
     page.goto("/admin/")
-    assert not dark(page)
+    assert not is_dark(page)
     page.locator("details.who summary").click()
     page.get_by_role("button", name="Dark").click()
     for path in ("/admin/", DEVICES, "/api/"):
         page.goto(path)
-        assert dark(page), path
-    other = desk.administrator(color_scheme="light")
+        assert is_dark(page), path
+    other = desk.open_as_administrator(color_scheme="light")
     other.goto("/admin/")
-    assert not dark(other)
+    assert not is_dark(other)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.conftest import Desk
+from tests.browser.conftest import ConsoleDesk
 from tests.support.webserver import until
 
 pytestmark = pytest.mark.browser
 INSTALLATION = "plain"
 
 
-def test_a_device_is_drawn_as_it_speaks_and_a_page_that_renews_itself_leaves_the_chart(desk: Desk) -> None:
+def test_the_usage_chart_follows_samples_and_survives_a_refresh_of_the_page(desk: ConsoleDesk) -> None:
     until(lambda: desk.product.rows("SELECT 1 FROM accelerators_device"), 60)
     ((key,),) = desk.product.rows("SELECT id FROM accelerators_device LIMIT 1")
-    page = desk.administrator()
+    page = desk.open_as_administrator()
     page.goto(f"/admin/accelerators/device/{key}/change/")
     expect(page.locator("[data-state]")).to_contain_text("live, each second")
     chart = page.locator(".charts figure").first
@@ -33,8 +33,8 @@ def test_a_device_is_drawn_as_it_speaks_and_a_page_that_renews_itself_leaves_the
     assert "%" in (chart.locator("svg").get_attribute("aria-label") or "")
 
 
-def test_a_census_with_the_keyboard_alone(desk: Desk) -> None:
-    page = desk.administrator()
+def test_a_census_can_be_started_with_the_keyboard_alone(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
     page.goto("/admin/census/")
     page.get_by_label("Number of requests").press("Enter")
     expect(page.locator("#found")).to_contain_text("1 answered")

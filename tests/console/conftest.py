@@ -13,7 +13,7 @@ from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
 from agents.models import JoinToken
 from cyborgweb.models import ApiToken
-from tests.support.reports import a_heard_host
+from tests.support.reports import create_heard_host
 
 Fill = Callable[..., list[Host]]
 
@@ -31,11 +31,11 @@ def fill() -> Fill:
 
     Every third handle is held, devices at bus 1 are ready, and of each host one of two drivers fails.
     """
-    return _fill
+    return _create_hosts_with_devices
 
 
-def _fill(devices: int, first: int = 0) -> list[Host]:
-    hosts = [a_heard_host(f"cmp{first + n}.example", min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
+def _create_hosts_with_devices(devices: int, first: int = 0) -> list[Host]:
+    hosts = [create_heard_host(f"cmp{first + n}.example", min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
     with conductor.writing():
         profile = DeviceProfile.objects.create(name=f"small-{first}", groups=[{"resources:FPGA": "1"}])
         Device.objects.filter(address__startswith="0000:01").update(state="ready")

@@ -7,20 +7,24 @@ from django.test import Client
 from django.urls import reverse
 
 from drivers.inventory import Backend, Service
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
-READY = Service("sriov", limits={"total_vfs": "8"})
-AWAY = Service("passthrough", state="unavailable", reason="no IOMMU: switch it on")
+READY_SERVICE = Service("sriov", limits={"total_vfs": "8"})
+UNAVAILABLE_SERVICE = Service("passthrough", state="unavailable", reason="no IOMMU: switch it on")
 
 
-def test_backends_and_their_services_stand_on_the_hosts_page(operator: Client) -> None:
-    host = a_host()
+def test_the_page_of_a_host_shows_its_backends_and_their_services(operator: Client) -> None:
+    host = get_or_create_host()
     backends = (
-        Backend("nics", "pci", {"rack": "r1"}, services=(READY, AWAY)),
+        Backend("nics", "pci", {"rack": "r1"}, services=(READY_SERVICE, UNAVAILABLE_SERVICE)),
         Backend("gpus", "mdev", error="the kernel holds <it>"),
     )
-    apply(host, answer(card(1, backend="nics"), driver="generic_driver", backends=backends), answer(driver="other"))
+    apply_report(
+        host,
+        make_driver_report(make_card(1, backend="nics"), driver="generic_driver", backends=backends),
+        make_driver_report(driver="other"),
+    )
     page = operator.get(reverse("admin:accelerators_host_change", args=[host.pk])).content.decode()
     for fact in (
         "Backends of generic_driver",

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.django_db
 LIST = reverse("admin:accelerators_event_changelist")
 
 
-def page(event: Event) -> str:
+def event_page(event: Event) -> str:
     return reverse("admin:accelerators_event_change", args=[event.pk])
 
 
@@ -70,7 +70,7 @@ def events(fill: Fill) -> list[Event]:
         ("host:", set()),
     ],
 )
-def test_all_words_that_are_typed_begin_one_of_the_events(
+def test_search_finds_events_that_contain_a_word_beginning_with_each_typed_word(
     operator: Client, events: list[Event], asked: str, found: set[str]
 ) -> None:
     shown = operator.get(LIST, {"q": asked})
@@ -79,11 +79,13 @@ def test_all_words_that_are_typed_begin_one_of_the_events(
 
 
 @pytest.mark.parametrize("asked", ["a\0b", "😀" * 300, "since:yesterday", "until:9999-99-99", "actor:a\0b"])
-def test_what_no_database_can_hold_is_no_error_of_ours(operator: Client, events: list[Event], asked: str) -> None:
+def test_search_terms_that_the_database_cannot_hold_cause_no_server_error(
+    operator: Client, events: list[Event], asked: str
+) -> None:
     assert operator.get(LIST, {"q": asked}).status_code in (200, 400)
 
 
-def test_a_search_is_by_index_whatever_is_asked(operator: Client, events: list[Event]) -> None:
+def test_a_search_for_events_uses_indexes_only(operator: Client, events: list[Event]) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SET LOCAL enable_seqscan = off")
     plan = Event.objects.filter(event_has_words("nova", "olga")).explain()
@@ -94,7 +96,7 @@ def test_a_search_is_by_index_whatever_is_asked(operator: Client, events: list[E
     assert "'0:00:00'::interval" in listed, "it is sorted: by the index of times a rare word takes reading all events"
 
 
-def test_the_page_of_an_event_shows_before_and_after_who_and_what_came_with_it(operator: Client, fill: Fill) -> None:
+def test_the_page_of_an_event_shows_changes_actor_and_events_of_the_same_request(operator: Client, fill: Fill) -> None:
     fill(3)
     first, second = Device.objects.filter(state="inactive")
     token = request_id.set("req-7c1f")
@@ -106,37 +108,37 @@ def test_the_page_of_an_event_shows_before_and_after_who_and_what_came_with_it(o
     finally:
         request_id.reset(token)
     event = Event.objects.filter(action="device.ready", subject=first.uuid).get()
-    asked = operator.get(page(event))
+    asked = operator.get(event_page(event))
     shown = asked.content.decode()
     for fact in ("burnt in", "vera", "req-7c1f", f"?q={first.uuid}", "0000:", '<th scope="col">Before</th>'):
         assert fact in shown
     assert ("state", "inactive", "ready") in asked.context["changed"]
     assert len(asked.context["along"]) == 1 and len(asked.context["lately"]) == 1
     assert operator.get(f"{LIST}?q=req-7c").context["cl"].result_count == 2
-    assert operator.post(page(event)).status_code == 403
-    assert operator.get(page(Event(pk=10**17))).status_code == 404
+    assert operator.post(event_page(event)).status_code == 403
+    assert operator.get(event_page(Event(pk=10**17))).status_code == 404
 
 
-def test_what_an_event_holds_is_text(operator: Client, events: list[Event]) -> None:
+def test_texts_of_an_event_are_escaped_on_its_page(operator: Client, events: list[Event]) -> None:
     evil = "<script>alert(1)</script>"
     with conductor.writing():
         said = {evil: [evil, {"nested": evil}], "odd": 7}
         conductor.record_event("device.changed", EventSource.API, evil, subject=(None, evil), changes=said, reason=evil)
-    shown = operator.get(page(Event.objects.get(reason=evil))).content.decode()
+    shown = operator.get(event_page(Event.objects.get(reason=evil))).content.decode()
     assert evil not in shown and json.dumps(evil)[1:-1] not in shown
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_page_of_an_event_says_under_which_seal_it_is(operator: Client, fill: Fill) -> None:
+def test_the_page_of_an_event_shows_its_seal(operator: Client, fill: Fill) -> None:
     fill(1)
     event = Event.objects.get(action="device.found")
-    assert "not yet" in operator.get(page(event)).content.decode()
+    assert "not yet" in operator.get(event_page(event)).content.decode()
     sealing.seal_oldest_events()
     seal = Seal.objects.get()
-    assert f"in №{seal.number}" in (shown := operator.get(page(event)).content.decode()) and seal.hash in shown
+    assert f"in №{seal.number}" in (shown := operator.get(event_page(event)).content.decode()) and seal.hash in shown
 
 
-def test_whom_a_person_lets_in_is_an_event_without_secrets(operator: Client) -> None:
+def test_changes_of_users_and_tokens_are_recorded_as_events_without_secrets(operator: Client) -> None:
     add = {"username": "vera", "password1": "Xu7-secret-x", "password2": "Xu7-secret-x", "usable_password": "true"}
     assert operator.post(reverse("admin:auth_user_add"), add).status_code == 302
     vera = User.objects.get(username="vera")
@@ -149,8 +151,12 @@ def test_whom_a_person_lets_in_is_an_event_without_secrets(operator: Client) -> 
     ApiToken.create_with_secret("nova", User.objects.get(), ["service"], "p1")
     token = reverse("admin:cyborgweb_apitoken_delete", args=[ApiToken.objects.get().pk])
     assert operator.post(token, {"post": "yes"}).status_code == 302
-    told = list(Event.objects.filter(actor="olga").order_by("id"))
+    recorded_events = list(Event.objects.filter(actor="olga").order_by("id"))
     actions = ["user.created", "user.changed", "user.changed", "user.deleted", "token.deleted"]
-    assert [event.action for event in told] == actions and {event.source for event in told} == {"person"}
-    assert told[1].changes["is_staff"] == [False, True] and told[2].changes == {"password": [None, "another one"]}
-    assert "secret" not in str([event.changes for event in told])
+    assert [event.action for event in recorded_events] == actions and {event.source for event in recorded_events} == {
+        "person"
+    }
+    assert recorded_events[1].changes["is_staff"] == [False, True] and recorded_events[2].changes == {
+        "password": [None, "another one"]
+    }
+    assert "secret" not in str([event.changes for event in recorded_events])

@@ -32,36 +32,36 @@ from accelerators.workflows import bulk_actions, driver_config, driver_rollouts
 from cyborgweb.models import Delivery, Maintenance, Subscription
 from placement_sync.models import Discrepancy, Tree
 from tests.console.conftest import Fill
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 
 DEVICES = "/admin/accelerators/device/export."
 
 
-def taken(client: Client, path: str, **asked: str) -> str:
-    answered = client.get(path, asked)
+def download(client: Client, path: str, **query: str) -> str:
+    answered = client.get(path, query)
     assert answered.status_code == 200
     return b"".join(answered.streaming_content).decode()
 
 
-def leave(answered: Any) -> None:
+def close_unread(response: Any) -> None:
     """Close an answer that nobody read, twice as some servers do; the test's connection stays open."""
     request_finished.disconnect(close_old_connections)
-    answered.close()
-    answered.close()
+    response.close()
+    response.close()
     request_finished.connect(close_old_connections)
 
 
-def as_csv(text: str) -> list[dict[str, Any]]:
+def parse_csv(text: str) -> list[dict[str, Any]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_all_forms_say_the_same_of_exactly_the_filtered_rows(operator: Client, fill: Fill) -> None:
+def test_all_export_formats_contain_the_same_filtered_rows(operator: Client, fill: Fill) -> None:
     fill(23)
     asked = {"state__exact": "inactive", "q": "cmp1", "columns": "state,address,since"}
-    one = as_csv(taken(operator, f"{DEVICES}csv", **asked))
-    two, *others = (read(taken(operator, f"{DEVICES}{form}", **asked)) for form, read in FORMS)
+    one = parse_csv(download(operator, f"{DEVICES}csv", **asked))
+    two, *others = (read(download(operator, f"{DEVICES}{form}", **asked)) for form, read in PARSERS_BY_FORMAT)
     wanted = Device.objects.filter(state="inactive", host__name="cmp1.example").order_by("host_id", "key")
     assert [row["uuid"] for row in one] == [str(device.uuid) for device in wanted] != []
     assert list(one[0]) == ["uuid", "state", "state_reason", "drain_to", "address", "key", "state_since"]
@@ -69,14 +69,14 @@ def test_all_forms_say_the_same_of_exactly_the_filtered_rows(operator: Client, f
     assert [{name: value or "" for name, value in row.items()} for row in two] == one
 
 
-def lines(text: str) -> list[dict[str, Any]]:
+def parse_json_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-FORMS = (("json", json.loads), ("jsonl", lines), ("yaml", yaml.safe_load))
+PARSERS_BY_FORMAT = (("json", json.loads), ("jsonl", parse_json_lines), ("yaml", yaml.safe_load))
 
 
-def test_many_rows_leave_in_slices_and_none_is_lost(
+def test_a_long_export_is_streamed_in_slices_without_losing_rows(
     operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(23)
@@ -85,25 +85,28 @@ def test_many_rows_leave_in_slices_and_none_is_lost(
     pieces = list(answered.streaming_content)
     assert len(pieces) == 6
     assert len({row["uuid"] for row in json.loads(b"".join(pieces))}) == 23
-    for form, read in FORMS:
-        assert read(taken(operator, f"{DEVICES}{form}", q="nothing")) == []
+    for form, read in PARSERS_BY_FORMAT:
+        assert read(download(operator, f"{DEVICES}{form}", q="nothing")) == []
 
 
-def test_what_agents_say_is_no_formula_in_a_spreadsheet(operator: Client) -> None:
-    apply(a_host(), answer(card(1, model="=HYPERLINK(1)", vendor="@SUM(1)", status="ok", status_reason="-2+3")))
-    (row,) = as_csv(taken(operator, f"{DEVICES}csv"))
+def test_exported_csv_values_cannot_be_spreadsheet_formulas(operator: Client) -> None:
+    apply_report(
+        get_or_create_host(),
+        make_driver_report(make_card(1, model="=HYPERLINK(1)", vendor="@SUM(1)", status="ok", status_reason="-2+3")),
+    )
+    (row,) = parse_csv(download(operator, f"{DEVICES}csv"))
     assert (row["model"], row["vendor"], row["status_reason"]) == ("'=HYPERLINK(1)", "'@SUM(1)", "'-2+3")
 
 
-def test_who_exported_what_and_how_much_is_an_event(operator: Client, fill: Fill) -> None:
+def test_an_export_is_recorded_as_an_event_with_actor_filters_and_row_count(operator: Client, fill: Fill) -> None:
     fill(13)
-    taken(operator, f"{DEVICES}csv", q="cmp1")
+    download(operator, f"{DEVICES}csv", q="cmp1")
     event = Event.objects.get(action="list.exported")
     assert (event.actor, event.source, event.subject_name) == ("olga", "person", "devices")
     assert event.changes == {"rows": [None, 3], "as": [None, "csv"], "only": [None, "q=cmp1"]}
 
 
-def test_exports_are_for_whom_the_list_is_and_bounded_in_number(client: Client, fill: Fill) -> None:
+def test_exports_need_the_view_permission_and_too_many_at_once_are_answered_503(client: Client, fill: Fill) -> None:
     user = User.objects.create(username="viewer", is_staff=True)
     client.force_login(user)
     assert client.get(f"{DEVICES}csv").status_code == 403
@@ -112,14 +115,14 @@ def test_exports_are_for_whom_the_list_is_and_bounded_in_number(client: Client, 
     busy = client.get(f"{DEVICES}csv")
     assert (busy.status_code, busy["Retry-After"]) == (503, "10")
     for answered in open_ones:
-        leave(answered)
-    taken(client, f"{DEVICES}csv")
+        close_unread(answered)
+    download(client, f"{DEVICES}csv")
     client.logout()
     assert client.get(f"{DEVICES}csv").status_code == 302
 
 
 @pytest.mark.parametrize("asked", ["csv?columns=nonsense", "csv?state__exact=%00", "json?columns="])
-def test_what_is_asked_wrongly_is_refused(asked: str, operator: Client) -> None:
+def test_exports_with_invalid_columns_filters_or_formats_are_refused(asked: str, operator: Client) -> None:
     assert operator.get(f"{DEVICES}{asked}").status_code == 400
     assert operator.get(f"{DEVICES}exe").status_code == 404
 
@@ -154,7 +157,7 @@ def fill_the_other_lists(hosts: list[Host]) -> None:
     Delivery.objects.create(subscription=subscription, event=Event.objects.order_by("id")[0].pk, kind="device.found")
 
 
-def test_every_list_can_be_had_with_the_rows_and_values_that_are_stored(
+def test_every_list_can_be_exported_with_its_stored_rows_and_values(
     operator: Client, fill: Fill, rf: RequestFactory
 ) -> None:
     fill_the_other_lists(fill(13))
@@ -172,7 +175,7 @@ def test_every_list_can_be_had_with_the_rows_and_values_that_are_stored(
         stored = [dict(zip(names, row, strict=True)) for row in one.model._default_manager.values_list(*paths)]
         before, count = Event.objects.count(), one.model._default_manager.count()
         rows = json.loads(
-            taken(operator, reverse(f"admin:{one.opts.app_label}_{one.opts.model_name}_export", args=["json"]))
+            download(operator, reverse(f"admin:{one.opts.app_label}_{one.opts.model_name}_export", args=["json"]))
         )
         assert len(rows) == count > 0, one.opts.label_lower
         assert sorted(as_text({name: row[name] for name in names}) for row in rows) == sorted(map(as_text, stored))

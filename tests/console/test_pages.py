@@ -33,27 +33,27 @@ from accelerators.ui import badges
 from accelerators.workflows import command_results
 from agents.models import Agent
 from placement_sync.models import Discrepancy, DiscrepancyKind
-from tests.support.reports import a_heard_host, a_host, answer, apply, card
-from tests.support.statements import statements
+from tests.support.reports import apply_report, create_heard_host, get_or_create_host, make_card, make_driver_report
+from tests.support.statements import count_statements
 
 pytestmark = pytest.mark.django_db
 NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
-OTHER = '{"bus": "02", "device": "00", "domain": "0000", "function": "%x"}'
+OTHER_HANDLE_INFO = '{"bus": "02", "device": "00", "domain": "0000", "function": "%x"}'
 
 
-def url(row: Model) -> str:
+def row_page(row: Model) -> str:
     return badges.page_url(row._meta.model_name, row.pk)  # type: ignore[arg-type]
 
 
-def text(client: Client, row: Model) -> str:
-    return client.get(url(row)).content.decode()
+def get_page(client: Client, row: Model) -> str:
+    return client.get(row_page(row)).content.decode()
 
 
-def a_box(handles: int = 4, devices: int = 2) -> Host:
+def create_ready_host(handles: int = 4, devices: int = 2) -> Host:
     """A host whose cards are all ready, on two NUMA nodes, each a provider."""
-    host = a_heard_host("cmp1", 0)
-    found = [card(bus + 1, handles=handles, numa_node=bus % 2) for bus in range(devices)]
-    apply(host, answer(*found, driver="pci_driver"), seq=2)
+    host = create_heard_host("cmp1", 0)
+    found = [make_card(bus + 1, handles=handles, numa_node=bus % 2) for bus in range(devices)]
+    apply_report(host, make_driver_report(*found, driver="pci_driver"), seq=2)
     with conductor.writing():
         Device.objects.update(state="ready")
         for deployable in Deployable.objects.all():
@@ -62,7 +62,7 @@ def a_box(handles: int = 4, devices: int = 2) -> Host:
     return Host.objects.get()
 
 
-def bound(bus: int = 1, times: int = 1) -> AcceleratorRequest:
+def create_bound_requests(bus: int = 1, times: int = 1) -> AcceleratorRequest:
     """Requests for instances of their own on a card; the last one."""
     provider = str(Deployable.objects.get(device__address=f"0000:{bus:02x}:00.0").rp_uuid)
     for _ in range(times):
@@ -71,7 +71,7 @@ def bound(bus: int = 1, times: int = 1) -> AcceleratorRequest:
     return AcceleratorRequest.objects.get(uuid=uuid)
 
 
-def a_fault(device: Device, instance: object) -> None:
+def create_discrepancy(device: Device, instance: object) -> None:
     now = datetime.now(UTC)
     Discrepancy.objects.create(
         kind=DiscrepancyKind.WITHOUT_DEVICE,
@@ -86,15 +86,17 @@ def a_fault(device: Device, instance: object) -> None:
     )
 
 
-def test_handles_are_free_held_being_bound_reserved_missing_or_lost() -> None:
-    host = a_box()
+def test_handles_are_shown_free_held_being_bound_reserved_missing_or_missing_and_held() -> None:
+    host = create_ready_host()
     second = host.devices.get(address="0000:02:00.0")
-    bound(1, 2)
+    create_bound_requests(1, 2)
     with conductor.writing():
         AttachHandle.objects.filter(deployable__device=second).update(attach_type="MDEV")
-    bound(2)
-    left = replace(card(1, handles=1), numa_node=0)
-    apply(host, answer(left, card(2, handles=4, numa_node=1), driver="pci_driver"), seq=3)
+    create_bound_requests(2)
+    reduced_card = replace(make_card(1, handles=1), numa_node=0)
+    apply_report(
+        host, make_driver_report(reduced_card, make_card(2, handles=4, numa_node=1), driver="pci_driver"), seq=3
+    )
     with conductor.writing():
         AttachHandle.objects.filter(deployable__device=second).order_by("-id").update(attach_type="MDEV")
 
@@ -111,9 +113,9 @@ def test_handles_are_free_held_being_bound_reserved_missing_or_lost() -> None:
     assert set(states()[1]) == {"missing and held", "missing"}
 
 
-def test_of_many_handles_those_that_matter_are_shown_and_all_are_counted() -> None:
-    host = a_box(handles=8, devices=1)
-    bound()
+def test_of_many_handles_held_ones_are_shown_first_and_all_are_counted() -> None:
+    host = create_ready_host(handles=8, devices=1)
+    create_bound_requests()
     with conductor.writing():
         handle = AttachHandle.objects.order_by("id").last()
         AcceleratorRequest.objects.update(attach_handle=handle)
@@ -122,59 +124,59 @@ def test_of_many_handles_those_that_matter_are_shown_and_all_are_counted() -> No
     assert (shown.held_count, shown.handle_counts.total(), shown.hidden_counts.total()) == (1, 8, 5)
 
 
-def test_the_host_is_a_picture_and_the_table_says_the_same(operator: Client) -> None:
-    host, request = a_box(), None
-    request = bound()
-    page = text(operator, host)
+def test_the_page_of_a_host_shows_the_same_holders_in_picture_and_table(operator: Client) -> None:
+    host, request = create_ready_host(), None
+    request = create_bound_requests()
+    page = get_page(operator, host)
     assert "NUMA node 0" in page
     assert page.count(f"instance {request.instance_uuid}") == 1, "in the picture"
     assert f'<td class="mono">{request.instance_uuid}</td>' in page, "and in the table"
-    assert page.count(f'href="{url(request)}"') == 2
+    assert page.count(f'href="{row_page(request)}"') == 2
     for device in host.devices.all():
-        assert page.count(f'href="{url(device)}"') >= 2
+        assert page.count(f'href="{row_page(device)}"') >= 2
     assert "1 of 4 held" in page
     assert Agent.objects.get().public_key in page
     assert not re.search(r"<(?!html)[^>]*\sstyle=|<style|\son\w+=", page)
 
 
-def test_a_driver_that_is_not_asked_any_more_is_said(operator: Client) -> None:
-    host = a_box()
+def test_the_page_of_a_host_names_a_driver_that_is_no_longer_asked(operator: Client) -> None:
+    host = create_ready_host()
     with conductor.writing():
         Host.objects.update(drivers={})
-    apply(host, answer(driver="other_driver"), seq=4)
-    assert "The driver pci_driver does not run on cmp1 any more" in text(operator, host)
+    apply_report(host, make_driver_report(driver="other_driver"), seq=4)
+    assert "The driver pci_driver does not run on cmp1 any more" in get_page(operator, host)
 
 
 @pytest.mark.parametrize("devices", [1, 6])
 def test_P3_the_host_page_costs_at_most_twelve_statements(operator: Client, devices: int) -> None:
-    host = a_box(handles=80 if devices > 1 else 1, devices=devices)
-    a_fault(host.devices.all()[0], uuid4())
-    assert statements(operator, url(host)) <= 12
+    host = create_ready_host(handles=80 if devices > 1 else 1, devices=devices)
+    create_discrepancy(host.devices.all()[0], uuid4())
+    assert count_statements(operator, row_page(host)) <= 12
 
 
 def test_a_host_without_devices_and_agent_has_a_page(operator: Client) -> None:
-    page = text(operator, a_host("cmp9"))
+    page = get_page(operator, get_or_create_host("cmp9"))
     assert "Its drivers found no devices." in page
     assert '<svg class="picture' not in page
 
 
-def test_the_device_says_who_holds_it_what_is_wrong_and_what_is_stored(operator: Client) -> None:
-    device = a_box().devices.order_by("key")[0]
-    request = bound()
-    a_fault(device, request.instance_uuid)
-    page = text(operator, device)
+def test_the_page_of_a_device_shows_holders_discrepancies_and_stored_data(operator: Client) -> None:
+    device = create_ready_host().devices.order_by("key")[0]
+    request = create_bound_requests()
+    create_discrepancy(device, request.instance_uuid)
+    page = get_page(operator, device)
     assert f"{request.instance_uuid}: lacks" not in page
     assert f"Instance {request.instance_uuid} lacks its device" in page
-    assert f'href="{url(request)}"' in page
+    assert f'href="{row_page(request)}"' in page
     assert f"?q={request.instance_uuid}" in page
-    found = json.loads(operator.get(url(device)).context["stored"])
+    found = json.loads(operator.get(row_page(device)).context["stored"])
     assert (found["address"], len(found["deployables"][0]["handles"])) == ("0000:01:00.0", 4)
-    listed = operator.get(operator.get(url(device)).context["handles_url"])
+    listed = operator.get(operator.get(row_page(device)).context["handles_url"])
     assert listed.context["cl"].result_count == 4
 
 
-def test_the_device_shows_what_its_driver_answered_last(operator: Client) -> None:
-    device = a_box().devices.order_by("key")[0]
+def test_the_page_of_a_device_shows_the_signals_of_the_latest_health_check(operator: Client) -> None:
+    device = create_ready_host().devices.order_by("key")[0]
     with conductor.writing():
         Device.objects.update(acts="health")
     for limit in ("80", "90"):
@@ -182,45 +184,45 @@ def test_the_device_shows_what_its_driver_answered_last(operator: Client) -> Non
         detail = {"signals": json.dumps([{"name": "temperature", "value": "71", "unit": "°C", "limit": limit}])}
         placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "ok", detail)])
         command_results.end_answered_commands()
-    page = text(operator, device)
+    page = get_page(operator, device)
     assert "<td>temperature</td><td>71 °C</td><td>90</td>" in page
     assert "<td>80</td>" not in page
 
 
-def test_what_a_driver_answers_in_other_shapes_is_not_shown_and_breaks_nothing(operator: Client) -> None:
-    device = a_box().devices.order_by("key")[0]
+def test_malformed_signals_of_a_driver_do_not_break_the_page_of_the_device(operator: Client) -> None:
+    device = create_ready_host().devices.order_by("key")[0]
     with conductor.writing():
         Device.objects.update(acts="health")
     for said in ("[1, 2]", "{", '{"a": 1}'):
         command = placing.order_device_command("health", device.uuid, NOVA)
         placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "", {"signals": said})])
         command_results.end_answered_commands()
-        assert operator.get(url(device)).status_code == 200
+        assert operator.get(row_page(device)).status_code == 200
 
 
 @pytest.mark.parametrize("handles", [1, 300])
 def test_P3_the_device_page_costs_at_most_twelve_statements(operator: Client, handles: int) -> None:
-    device = a_box(handles=handles, devices=1).devices.get()
-    bound()
-    a_fault(device, uuid4())
+    device = create_ready_host(handles=handles, devices=1).devices.get()
+    create_bound_requests()
+    create_discrepancy(device, uuid4())
     with conductor.writing():
         Device.objects.update(acts="health program")
-    assert statements(operator, url(device)) <= 12
-    page = operator.get(url(device)).context
+    assert count_statements(operator, row_page(device)) <= 12
+    page = operator.get(row_page(device)).context
     assert (page["held"], page["total"], page["hidden"]) == (1, handles, max(0, handles - 256))
 
 
-def test_the_course_of_a_bind_is_told_with_its_durations(operator: Client) -> None:
-    a_box()
+def test_the_page_of_a_request_shows_the_steps_of_its_bind_with_durations(operator: Client) -> None:
+    create_ready_host()
     with conductor.writing():
         AttachHandle.objects.update(attach_type="MDEV")
-    request = bound()
+    request = create_bound_requests()
 
     def words() -> list[str]:
-        return [step.entry.word for step in operator.get(url(request)).context["steps"]]
+        return [step.entry.word for step in operator.get(row_page(request)).context["steps"]]
 
     assert words() == ["requested", "bind started"]
-    assert "unless its host answers" in text(operator, request)
+    assert "unless its host answers" in get_page(operator, request)
     command = Command.objects.get(op="attach")
     with conductor.writing():
         Command.objects.update(taken_at=datetime.now(UTC), started_at=datetime.now(UTC))
@@ -229,66 +231,66 @@ def test_the_course_of_a_bind_is_told_with_its_durations(operator: Client) -> No
         Command.objects.update(answered_at=datetime.now(UTC))
     command_results.end_answered_commands()
     assert words() == ["requested", "bind started", "attach: taken", "attach: started", "attach: succeeded", "bound"]
-    page = operator.get(url(request))
+    page = operator.get(row_page(request))
     assert re.fullmatch(r"bound after (\d+ ms|[\d.]+ s)", page.context["took"])
-    assert url(command) in page.content.decode()
-    assert url(Device.objects.get(address="0000:01:00.0")) in page.content.decode()
-    assert url(AttachHandle.objects.get(request=request)) in page.content.decode()
+    assert row_page(command) in page.content.decode()
+    assert row_page(Device.objects.get(address="0000:01:00.0")) in page.content.decode()
+    assert row_page(AttachHandle.objects.get(request=request)) in page.content.decode()
 
 
-def test_why_a_bind_failed_stands_beside_its_state_and_in_its_course(operator: Client) -> None:
-    a_box()
-    request = bound(times=4)
+def test_the_reason_of_a_failed_bind_is_shown_beside_its_state_and_in_its_steps(operator: Client) -> None:
+    create_ready_host()
+    request = create_bound_requests(times=4)
     with pytest.raises(Exception, match="all are held"):
-        bound()
+        create_bound_requests()
     failed = AcceleratorRequest.objects.exclude(pk=request.pk).get(state="BindFailed")
-    assert text(operator, failed).count("all are held") >= 2
+    assert get_page(operator, failed).count("all are held") >= 2
 
 
-def told(request: AcceleratorRequest, *actions: str, said: str = "") -> None:
+def record_request_events(request: AcceleratorRequest, *actions: str, reason: str = "") -> None:
     about: conductor.EventDetails = {
         "subject": (request.uuid, ""),
         "changes": {"notice": [None, "completed"]},
-        "reason": said,
+        "reason": reason,
     }
     conductor.record_events(
         [conductor.build_event(f"request.{one}", EventSource.SYSTEM, "nova", **about) for one in actions]
     )
 
 
-def test_each_answer_of_nova_is_told_and_what_still_waits(operator: Client) -> None:
-    a_box()
-    request = bound()
-    assert "CYBORG_NOVA_ENDPOINT" in text(operator, request)
-    told(request, "notice_refused", said="Nova was told completed: Nova answered 403")
+def test_the_page_of_a_request_shows_novas_answers_and_the_waiting_notice(operator: Client) -> None:
+    create_ready_host()
+    request = create_bound_requests()
+    assert "CYBORG_NOVA_ENDPOINT" in get_page(operator, request)
+    record_request_events(request, "notice_refused", reason="Nova was told completed: Nova answered 403")
     with conductor.writing():
         waits = Intent(kind="notice", key=str(request.uuid), payload={"completed": True}, attempts=3)
         waits.last_error = "Nova answered 503"
         waits.save()
-    page = text(operator, request)
+    page = get_page(operator, request)
     assert "Nova answered 403" in page
     assert "tried 3 times, last answer: Nova answered 503" in page
-    told(request, "notified", said="Nova was told completed: 200 taken")
+    record_request_events(request, "notified", reason="Nova was told completed: 200 taken")
     with conductor.writing():
         Intent.objects.all().delete()
-    shown = operator.get(url(request)).context["told"]
+    shown = operator.get(row_page(request)).context["told"]
     assert [one.answer for one in shown] == ["Nova answered 403", "200 taken"]
 
 
 def test_P3_the_request_page_costs_at_most_ten_statements(operator: Client) -> None:
-    a_box(handles=12, devices=1)
-    request = bound(times=10)
+    create_ready_host(handles=12, devices=1)
+    request = create_bound_requests(times=10)
     with conductor.writing():
         AcceleratorRequest.objects.update(instance_uuid=request.instance_uuid)
-    told(request, *["notified"] * 150)
-    a_fault(Device.objects.get(), request.instance_uuid)
-    assert statements(operator, url(request)) <= 10
-    page = operator.get(url(request))
+    record_request_events(request, *["notified"] * 150)
+    create_discrepancy(Device.objects.get(), request.instance_uuid)
+    assert count_statements(operator, row_page(request)) <= 10
+    page = operator.get(row_page(request))
     assert len(page.context["siblings"]) == 9
     assert "lacks its device" in page.content.decode()
 
 
 @pytest.mark.parametrize("model", ["host", "device", "acceleratorrequest"])
 @pytest.mark.parametrize("key", ["0", "999999999999999999999", "x'y", "00000000-0000-4000-8000-000000000000", "%00"])
-def test_a_page_that_is_not_there_leads_back_and_never_fails(operator: Client, model: str, key: str) -> None:
+def test_pages_of_unknown_rows_cause_no_server_error(operator: Client, model: str, key: str) -> None:
     assert operator.get(f"/admin/accelerators/{model}/{key}/change/").status_code in (302, 400, 404)

@@ -14,7 +14,7 @@ from tests.console.conftest import Fill
 pytestmark = pytest.mark.django_db
 
 DEVICES = reverse("admin:accelerators_device_changelist")
-KEEP = reverse("list_keep", args=["accelerators.device"])
+SAVE_URL = reverse("list_keep", args=["accelerators.device"])
 
 
 @pytest.fixture
@@ -28,31 +28,31 @@ def viewer(operator: Client, fill: Fill) -> Client:
     return client
 
 
-def views(client: Client) -> list[str]:
+def list_view_names(client: Client) -> list[str]:
     return [view.name for view in client.get(DEVICES).context["cl"].saved_views()]
 
 
-def columns(client: Client, **asked: str) -> list[str]:
-    return [name for name in client.get(DEVICES, asked).context["cl"].list_display if name != "action_checkbox"]
+def list_columns(client: Client, **query: str) -> list[str]:
+    return [name for name in client.get(DEVICES, query).context["cl"].list_display if name != "action_checkbox"]
 
 
-def test_a_view_is_saved_shown_opened_and_deleted(operator: Client, viewer: Client) -> None:
+def test_a_view_is_saved_shown_and_deleted_by_its_owner(operator: Client, viewer: Client) -> None:
     query = "q=cmp0&state__exact=ready"
-    answered = operator.post(KEEP, {"name": "  what is ready ", "query": query})
+    answered = operator.post(SAVE_URL, {"name": "  what is ready ", "query": query})
     assert (answered.status_code, answered["location"]) == (302, f"{DEVICES}?{query}")
-    operator.post(KEEP, {"name": "for all", "query": "stale=yes", "shared": "on"})
-    assert views(operator) == ["for all", "what is ready"]
-    assert views(viewer) == ["for all"]
+    operator.post(SAVE_URL, {"name": "for all", "query": "stale=yes", "shared": "on"})
+    assert list_view_names(operator) == ["for all", "what is ready"]
+    assert list_view_names(viewer) == ["for all"]
     page = operator.get(DEVICES).content.decode()
     assert 'href="?q=cmp0&amp;state__exact=ready"' in page
     shared = SavedView.objects.get(name="for all")
-    viewer.post(KEEP, {"delete": shared.pk})
-    assert views(viewer) == ["for all"]
-    operator.post(KEEP, {"delete": shared.pk})
-    assert views(viewer) == []
+    viewer.post(SAVE_URL, {"delete": shared.pk})
+    assert list_view_names(viewer) == ["for all"]
+    operator.post(SAVE_URL, {"delete": shared.pk})
+    assert list_view_names(viewer) == []
 
 
-def test_who_sees_one_project_is_shown_no_views_but_their_own(operator: Client) -> None:
+def test_users_of_one_project_see_only_their_own_saved_views(operator: Client) -> None:
     requests = reverse("admin:accelerators_acceleratorrequest_changelist")
     keep = reverse("list_keep", args=["accelerators.acceleratorrequest"])
     tenant = Client()
@@ -66,39 +66,41 @@ def test_who_sees_one_project_is_shown_no_views_but_their_own(operator: Client) 
     assert b"bank" not in page.content
 
 
-def test_a_name_is_saved_once_and_many_are_refused(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_a_view_again_replaces_it_and_views_beyond_the_maximum_are_refused(
+    operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for query in ("stale=yes", "stale=no"):
-        operator.post(KEEP, {"name": "mine", "query": query})
+        operator.post(SAVE_URL, {"name": "mine", "query": query})
     assert SavedView.objects.get().query == "stale=no"
     monkeypatch.setattr("cyborgweb.pages.saved_views.MAX_VIEWS", 1)
     for name in ("second", "", "x" * 65, "\0"):
-        operator.post(KEEP, {"name": name, "query": ""})
+        operator.post(SAVE_URL, {"name": name, "query": ""})
     assert SavedView.objects.count() == 1
 
 
-def test_columns_are_chosen_by_address_and_for_good(operator: Client, viewer: Client) -> None:
-    every = columns(operator)
-    assert columns(operator, columns="type,state") == ["type", "shown_state"]
-    operator.post(KEEP, {"columns": ["model", "state"], "query": "o=3&q=cmp0"})
-    assert columns(operator) == ["shown_model", "shown_state"]
-    assert columns(viewer) == every
+def test_columns_are_chosen_by_url_or_saved_for_the_user(operator: Client, viewer: Client) -> None:
+    every = list_columns(operator)
+    assert list_columns(operator, columns="type,state") == ["type", "shown_state"]
+    operator.post(SAVE_URL, {"columns": ["model", "state"], "query": "o=3&q=cmp0"})
+    assert list_columns(operator) == ["shown_model", "shown_state"]
+    assert list_columns(viewer) == every
     assert operator.get(DEVICES).context["cl"].shareable_query() == "columns=model%2Cstate"
-    operator.post(KEEP, {"reset": "yes", "query": ""})
-    assert columns(operator) == every
+    operator.post(SAVE_URL, {"reset": "yes", "query": ""})
+    assert list_columns(operator) == every
 
 
-def test_what_is_no_column_list_or_permission_is_refused(operator: Client, viewer: Client) -> None:
+def test_invalid_columns_lists_and_missing_permissions_are_refused(operator: Client, viewer: Client) -> None:
     assert operator.get(DEVICES, {"columns": "state,nonsense"}).status_code == 400
-    assert operator.post(KEEP, {"columns": ["nonsense"]}).status_code == 400
-    assert operator.post(KEEP, {}).status_code == 400
-    assert operator.get(KEEP).status_code == 405
+    assert operator.post(SAVE_URL, {"columns": ["nonsense"]}).status_code == 400
+    assert operator.post(SAVE_URL, {}).status_code == 400
+    assert operator.get(SAVE_URL).status_code == 405
     assert operator.post(reverse("list_keep", args=["no.list"]), {"name": "x"}).status_code == 404
     assert viewer.post(reverse("list_keep", args=["accelerators.host"]), {"name": "x"}).status_code == 403
     for key in ("", "x", "9" * 30):
-        assert operator.post(KEEP, {"delete": key}).status_code == 302
+        assert operator.post(SAVE_URL, {"delete": key}).status_code == 302
 
 
-def test_the_choosers_and_files_stand_above_every_list(operator: Client, fill: Fill) -> None:
+def test_a_list_offers_export_links_column_choices_and_the_search_box(operator: Client, fill: Fill) -> None:
     fill(3)
     page = operator.get(DEVICES, {"stale": "no", "p": "1"}).content.decode()
     assert 'href="export.csv?stale=no"' in page

@@ -15,14 +15,14 @@ from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
 from cyborgweb.pages.search import uuid_bounds
 from tests.console.conftest import Fill
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 
-BUDGET = 8
+MAX_STATEMENTS = 8
 
 
-def page(row: object) -> str:
+def row_page(row: object) -> str:
     return reverse(f"admin:accelerators_{row._meta.model_name}_change", args=[row.pk])
 
 
@@ -30,7 +30,7 @@ def page(row: object) -> str:
 def known(fill: Fill) -> dict[str, object]:
     """Terms, and the row each is about."""
     host = fill(13)[0]
-    apply(a_host("lonely"), answer(card(0x3B, key="serial:XFL1A2", vendor="1ed5")))
+    apply_report(get_or_create_host("lonely"), make_driver_report(make_card(0x3B, key="serial:XFL1A2", vendor="1ed5")))
     instance = uuid4()
     device = Device.objects.get(key="serial:XFL1A2")
     request = AcceleratorRequest.objects.order_by("id").first()
@@ -47,15 +47,15 @@ def known(fill: Fill) -> dict[str, object]:
     }
 
 
-def test_an_exact_hit_opens_its_page_within_the_budget(operator: Client, known: dict[str, object]) -> None:
+def test_an_exact_hit_opens_its_page_in_at_most_eight_statements(operator: Client, known: dict[str, object]) -> None:
     for term, row in known.items():
         with CaptureQueriesContext(connection) as captured:
             answered = operator.get(reverse("find"), {"q": f" {term} "})
-        assert (term, answered.status_code, answered.get("location")) == (term, 302, page(row))
-        assert len(captured) <= BUDGET
+        assert (term, answered.status_code, answered.get("location")) == (term, 302, row_page(row))
+        assert len(captured) <= MAX_STATEMENTS
 
 
-def test_what_several_are_called_is_listed_by_kind(operator: Client, known: dict[str, object]) -> None:
+def test_several_hits_are_listed_by_kind(operator: Client, known: dict[str, object]) -> None:
     found = operator.get(reverse("find"), {"q": "3b:00.0"})
     assert [group["title"] for group in found.context["groups"]] == ["devices", "attach handles"]
     shown = operator.get(reverse("find"), {"q": "0000:02:00.0"}).content.decode()
@@ -66,11 +66,13 @@ def test_what_several_are_called_is_listed_by_kind(operator: Client, known: dict
 
 
 @pytest.mark.parametrize("term", ["", "\0", "%", "a" * 999, "'; --", "0000:zz", "_", "f" * 33], ids=ascii)
-def test_whatever_is_typed_is_answered(term: str, operator: Client, known: dict[str, object]) -> None:
+def test_any_search_term_is_answered_without_an_error(term: str, operator: Client, known: dict[str, object]) -> None:
     assert operator.get(reverse("find"), {"q": term}).status_code == 200
 
 
-def test_only_what_may_be_viewed_is_found(client: Client, operator: Client, known: dict[str, object]) -> None:
+def test_search_finds_only_rows_that_the_user_may_view(
+    client: Client, operator: Client, known: dict[str, object]
+) -> None:
     host = next(row for row in known.values() if isinstance(row, Host))
     user = User.objects.create(username="viewer", is_staff=True)
     user.user_permissions.add(Permission.objects.get(codename="view_device"))
@@ -79,7 +81,7 @@ def test_only_what_may_be_viewed_is_found(client: Client, operator: Client, know
     assert client.get(reverse("find"), {"q": "XFL1A2"}).status_code == 302
 
 
-def test_no_table_is_read_from_end_to_end(operator: Client, known: dict[str, object]) -> None:
+def test_search_uses_indexes_only(operator: Client, known: dict[str, object]) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SET LOCAL enable_seqscan = off")
     for term in (*known, "cmp", "3b:00", "3b:00.0", "02ab"):
@@ -93,7 +95,7 @@ def test_no_table_is_read_from_end_to_end(operator: Client, known: dict[str, obj
         assert not filtered, (term, plan)
 
 
-def test_the_beginning_of_a_uuid_is_a_range() -> None:
+def test_the_beginning_of_a_uuid_is_converted_to_a_range_of_uuids() -> None:
     first, last = uuid_bounds("1F2E-")
     assert str(first) == "1f2e0000-0000-0000-0000-000000000000"
     assert str(last) == "1f2effff-ffff-ffff-ffff-ffffffffffff"

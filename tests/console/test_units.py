@@ -13,51 +13,60 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators.models import Command, Device, Event
-from tests.own.test_units import device, divisible, hold, reported
+from tests.own.test_units import build_divisible_card, create_bound_request, get_device, report_cards
 
 pytestmark = pytest.mark.django_db
 
-UNITS = "/admin/accelerators/device/units/"
+UNITS_URL = "/admin/accelerators/device/units/"
 
 
-def page(client: Client, address: str, **posted: object) -> str:
+def get_page_text(client: Client, address: str, **fields: object) -> str:
     """What is shown in the end, tags left out."""
-    response = client.post(address, posted, follow=True) if posted else client.get(address, follow=True)
+    response = client.post(address, fields, follow=True) if fields else client.get(address, follow=True)
     assert response.status_code == 200
     return html.unescape(re.sub(r"<[^>]*>|\s+", " ", response.content.decode()))
 
 
-def of(one: Device) -> str:
-    return reverse("admin:accelerators_device_change", args=[one.pk])
+def device_page(row: Device) -> str:
+    return reverse("admin:accelerators_device_change", args=[row.pk])
 
 
-def test_a_device_leads_to_the_page_on_which_it_is_divided(operator: Client) -> None:
-    reported(divisible(1, 2), divisible(2, 2, sized_by=""))
-    assert f'href="{UNITS}?device={device(1).uuid}"' in operator.get(of(device(1))).content.decode()
-    assert UNITS not in operator.get(of(device(2))).content.decode()
-    assert "Units now 1044 0000:01:00.0" in re.sub(" +", " ", page(operator, f"{UNITS}?device={device(1).uuid}"))
-    said = {"device": [str(device(1).uuid)], "generation": "0", "count": "3", "layout": "bind=x", "reason": "r"}
-    assert "partition 1044 0000:01:00.0" in page(operator, UNITS, change="more", **said)
+def test_a_divisible_device_links_to_the_units_page_and_can_be_divided_there(operator: Client) -> None:
+    report_cards(build_divisible_card(1, 2), build_divisible_card(2, 2, sized_by=""))
+    assert (
+        f'href="{UNITS_URL}?device={get_device(1).uuid}"' in operator.get(device_page(get_device(1))).content.decode()
+    )
+    assert UNITS_URL not in operator.get(device_page(get_device(2))).content.decode()
+    assert "Units now 1044 0000:01:00.0" in re.sub(
+        " +", " ", get_page_text(operator, f"{UNITS_URL}?device={get_device(1).uuid}")
+    )
+    said = {"device": [str(get_device(1).uuid)], "generation": "0", "count": "3", "layout": "bind=x", "reason": "r"}
+    assert "partition 1044 0000:01:00.0" in get_page_text(operator, UNITS_URL, change="more", **said)
     command = Command.objects.get()
     assert (command.arguments["layout"], command.reason, command.actor) == ({"bind": "x", "vfs": "5"}, "r", "olga")
     assert Event.objects.get(subject=command.uuid).source == "person"
-    refused = page(operator, UNITS, change="fewer", **said)
+    refused = get_page_text(operator, UNITS_URL, change="fewer", **said)
     assert "refused" in refused and "is at generation 1 now, not 0" in refused
 
 
-def test_many_devices_of_several_backends_are_divided_at_once(operator: Client) -> None:
-    reported(divisible(1, 4, "a"), divisible(2, 4, "b"), divisible(3, 4, "b"), divisible(4, 0, "b", sized_by=""))
-    held = hold(device(3).deployables.get().attach_handles.first())
+def test_devices_of_several_backends_are_divided_at_once_and_held_ones_refused(operator: Client) -> None:
+    report_cards(
+        build_divisible_card(1, 4, "a"),
+        build_divisible_card(2, 4, "b"),
+        build_divisible_card(3, 4, "b"),
+        build_divisible_card(4, 0, "b", sized_by=""),
+    )
+    held = create_bound_request(get_device(3).deployables.get().attach_handles.first())
     chosen = {"action": "change_units", "_selected_action": [one.pk for one in Device.objects.all()]}
     asked = operator.post("/admin/accelerators/device/", chosen).content.decode()
     uuids = re.findall(r'name="device" value="([^"]+)"', asked)
-    assert uuids == [str(device(n).uuid) for n in (1, 2, 3)] and "bind=…" in asked
-    said = page(operator, UNITS, change="none", device=uuids)
+    assert uuids == [str(get_device(n).uuid) for n in (1, 2, 3)] and "bind=…" in asked
+    said = get_page_text(operator, UNITS_URL, change="none", device=uuids)
     assert said.count("vfs=0") == 2 and f"request {held.uuid}" in said
     assert Command.objects.count() == 2
 
 
-SENSELESS = (
+INVALID_CHANGES = (
     ({"change": "more", "count": "0"}, "The number of units must be 1 to"),
     ({"change": "more", "count": "x"}, "Enter how many units to add or to remove"),
     ({"change": "double", "count": "1"}, "Enter how many units to add or to remove"),
@@ -67,32 +76,32 @@ SENSELESS = (
 )
 
 
-def test_what_makes_no_sense_is_said_and_orders_nothing(operator: Client) -> None:
-    reported(divisible(1, 2))
-    for said, says in SENSELESS:
-        assert says in page(operator, UNITS, **{"device": [str(device(1).uuid)]} | said)
+def test_invalid_changes_of_units_are_refused_and_order_nothing(operator: Client) -> None:
+    report_cards(build_divisible_card(1, 2))
+    for said, says in INVALID_CHANGES:
+        assert says in get_page_text(operator, UNITS_URL, **{"device": [str(get_device(1).uuid)]} | said)
     assert not Command.objects.exists()
 
 
-def test_who_may_only_look_changes_nothing(client: Client) -> None:
-    reported(divisible(1, 2))
+def test_viewers_cannot_change_units(client: Client) -> None:
+    report_cards(build_divisible_card(1, 2))
     looker = User.objects.create(username="lou", is_staff=True)
     looker.user_permissions.set(Permission.objects.filter(codename__startswith="view_"))
     client.force_login(looker)
-    assert UNITS not in client.get(of(device(1))).content.decode()
-    said = {"device": [str(device(1).uuid)], "change": "more", "count": "1"}
-    assert [client.post(UNITS, said).status_code, client.get(UNITS).status_code] == [403, 403]
+    assert UNITS_URL not in client.get(device_page(get_device(1))).content.decode()
+    said = {"device": [str(get_device(1).uuid)], "change": "more", "count": "1"}
+    assert [client.post(UNITS_URL, said).status_code, client.get(UNITS_URL).status_code] == [403, 403]
     assert not Command.objects.exists()
 
 
-def test_many_take_as_few_statements_as_one(operator: Client) -> None:
-    reported(*(divisible(n, 4) for n in range(1, 41)))
+def test_the_units_page_takes_the_same_statements_for_many_devices(operator: Client) -> None:
+    report_cards(*(build_divisible_card(n, 4) for n in range(1, 41)))
     uuids = [str(uuid) for uuid in Device.objects.values_list("uuid", flat=True)]
     counts = []
     for chosen in (uuids[:1], uuids):
         with CaptureQueriesContext(
             connection,
         ) as run:
-            operator.get(UNITS, {"device": chosen})
+            operator.get(UNITS_URL, {"device": chosen})
         counts.append(len(run))
     assert counts[0] == counts[1] <= 10

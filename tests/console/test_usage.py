@@ -21,8 +21,8 @@ from tests.console.conftest import Fill
 
 pytestmark = pytest.mark.django_db
 
-USAGE, CENSUS = "/admin/usage/", "/admin/census/"
-VALUES = {
+USAGE_URL, CENSUS_URL = "/admin/usage/", "/admin/census/"
+SAMPLE_VALUES = {
     "utilization_percent": 37.5,
     "memory_used_bytes": 3 * 2.0**30,
     "memory_total_bytes": 16 * 2.0**30,
@@ -41,7 +41,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         devices = {host.pk: host.devices.order_by("id").first() for host in found}
         at = time.time() - 2
         return LoadSnapshot(
-            {pk: HostLoad(pk, at, {one.key: VALUES}) for pk, one in devices.items() if one}, tuple(silent)
+            {pk: HostLoad(pk, at, {one.key: SAMPLE_VALUES}) for pk, one in devices.items() if one}, tuple(silent)
         )
 
     monkeypatch.setattr(telemetry, "get_last_loads", lambda hosts=None: said(hosts))
@@ -50,7 +50,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return silent
 
 
-def test_the_first_page_shows_load_beside_capacity_and_who_holds_most(
+def test_the_overview_shows_load_capacity_and_the_projects_that_hold_most(
     operator: Client, fill: Fill, busy: list[str]
 ) -> None:
     fill(30)
@@ -64,23 +64,23 @@ def test_the_first_page_shows_load_beside_capacity_and_who_holds_most(
     assert "web-2 did not answer" in operator.get("/admin/").content.decode()
 
 
-def test_usage_by_what_is_chosen(operator: Client, fill: Fill, busy: list[str]) -> None:
+def test_the_usage_page_groups_and_filters_as_chosen(operator: Client, fill: Fill, busy: list[str]) -> None:
     fill(25)
     with CaptureQueriesContext(connection) as captured:
-        page = operator.get(USAGE, {"by": "host", "then": "type"})
+        page = operator.get(USAGE_URL, {"by": "host", "then": "type"})
     assert len(captured) <= 12
     assert [one.names for one in page.context["groups"]] == [(f"cmp{n}.example", "FPGA") for n in range(3)]
     assert "3.0 GiB of 16.0 GiB" in page.content.decode()
-    only = operator.get(USAGE, {"by": "host", "host": "cmp2.example"}).context["groups"]
+    only = operator.get(USAGE_URL, {"by": "host", "host": "cmp2.example"}).context["groups"]
     assert [(one.name, one.total) for one in only] == [("cmp2.example", 10)]
-    assert operator.get(USAGE, {"by": "colour", "type": "TOASTER\0"}).status_code == 200
+    assert operator.get(USAGE_URL, {"by": "colour", "type": "TOASTER\0"}).status_code == 200
 
 
-def test_a_census_by_its_form(operator: Client, fill: Fill, busy: list[str]) -> None:
+def test_the_census_form_shows_hosts_or_the_reason_of_a_refusal(operator: Client, fill: Fill, busy: list[str]) -> None:
     fill(20)
     Lease.objects.filter(host__name="cmp1.example").delete()
-    assert "taken" not in operator.get(CENSUS).context
-    page = operator.post(CENSUS, {"profile": "small-0", "count": "1", "hosts": "cmp0.example, cmp1.example"})
+    assert "taken" not in operator.get(CENSUS_URL).context
+    page = operator.post(CENSUS_URL, {"profile": "small-0", "count": "1", "hosts": "cmp0.example, cmp1.example"})
     assert [row["row"].host.name for row in page.context["rows"]] == ["cmp0.example", "cmp1.example"]
     text = page.content.decode()
     assert "its agent is down" in text and "38 %" in text
@@ -88,7 +88,7 @@ def test_a_census_by_its_form(operator: Client, fill: Fill, busy: list[str]) -> 
     devices = Host.objects.get(name="cmp0.example").devices.order_by("id")
     with conductor.writing():
         Device.objects.filter(pk__in=[one.pk for one in devices[1:]]).update(state="retired")
-    assert "devices heard" not in operator.post(CENSUS, {"hosts": "cmp0.example"}).content.decode()
+    assert "devices heard" not in operator.post(CENSUS_URL, {"hosts": "cmp0.example"}).content.decode()
     assert "data-page" not in text  # it would ask again by itself
     for said, why in (
         ({"count": "0"}, "Give the number of further requests"),
@@ -96,25 +96,25 @@ def test_a_census_by_its_form(operator: Client, fill: Fill, busy: list[str]) -> 
         ({"hosts": "far"}, "There is no host far."),
         ({"hosts": ", ,"}, "Name a host"),
     ):
-        assert why in operator.post(CENSUS, said).content.decode()
+        assert why in operator.post(CENSUS_URL, said).content.decode()
 
 
-def test_who_takes_one_census_too_many_is_told_so(
+def test_one_census_too_many_at_once_is_refused_on_the_page(
     operator: Client, fill: Fill, busy: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(1)
     texts = []
 
     def another(*_: object) -> LoadSnapshot:
-        texts.append(operator.post(CENSUS, {"count": "1"}).content.decode())
+        texts.append(operator.post(CENSUS_URL, {"count": "1"}).content.decode())
         return LoadSnapshot({})
 
     monkeypatch.setattr(telemetry, "run_load_census", another)
-    operator.post(CENSUS, {"count": "1"})
+    operator.post(CENSUS_URL, {"count": "1"})
     assert ["2 censuses are under way" in text for text in texts] == [True, False]
 
 
-def test_a_device_and_a_host_show_what_they_say_or_why_they_say_nothing(
+def test_pages_of_devices_and_hosts_show_samples_or_why_there_are_none(
     operator: Client, fill: Fill, busy: list[str]
 ) -> None:
     (host,) = fill(2)
@@ -141,7 +141,7 @@ def test_a_device_and_a_host_show_what_they_say_or_why_they_say_nothing(
         ("none", "no agent has joined"),
     ],
 )
-def test_why_there_are_no_samples(
+def test_pages_of_devices_and_hosts_say_why_there_are_no_samples(
     what: str, why: str, operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (host,) = fill(1)
@@ -159,10 +159,10 @@ def test_why_there_are_no_samples(
         assert why in page, model
 
 
-def test_who_may_not_view_devices_sees_none_of_it(client: Client, fill: Fill) -> None:
+def test_usage_and_census_pages_need_the_permission_to_view_devices(client: Client, fill: Fill) -> None:
     client.force_login(User.objects.create(username="guest", is_staff=True))
     fill(1)
     host = Host.objects.get()
-    for address in (USAGE, CENSUS, reverse("admin:accelerators_host_load", args=[host.pk])):
+    for address in (USAGE_URL, CENSUS_URL, reverse("admin:accelerators_host_load", args=[host.pk])):
         assert client.get(address).status_code == 403
     assert [one["title"] for one in client.get("/admin/").context["sidebar_navigation"][0]["items"]] == ["Overview"]

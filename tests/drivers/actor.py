@@ -40,7 +40,7 @@ class Actor(Driver):
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
         """As told."""
-        return said(str(settings["see"]))  # type: ignore[return-value]
+        return evaluate(str(settings["see"]))  # type: ignore[return-value]
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
         """Well, whatever its load does; where `ask.layout` says nothing it cannot tell."""
@@ -48,23 +48,23 @@ class Actor(Driver):
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
         """As told."""
-        return said(ask.key, key=ask.key)  # type: ignore[return-value]
+        return evaluate(ask.key, key=ask.key)  # type: ignore[return-value]
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """As told."""
-        return said(ask.layout["do"])  # type: ignore[return-value]
+        return evaluate(ask.layout["do"])  # type: ignore[return-value]
 
 
-def said(expression: str, **names: object) -> object:
+def evaluate(expression: str, **names: object) -> object:
     """What it comes to."""
     exec(WORDS, names)
     return eval(expression, names)
 
 
-def actor(see: str = "Findings()", deadline_s: float = 10.0) -> DriverProcess:
+def start_actor(discover_expression: str = "Findings()", deadline_s: float = 10.0) -> DriverProcess:
     """Seen from the agent."""
     command = [sys.executable, str(Path(__file__)), "actor"]
-    return DriverProcess("actor", "n", {"see": see}, deadline_s=deadline_s, command=command)
+    return DriverProcess("actor", "n", {"see": discover_expression}, deadline_s=deadline_s, command=command)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.drivers.tree import Host
+from tests.drivers.tree import FakeHost
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
+def host(tmp_path: Path) -> FakeHost:
     """An empty host made of files."""
-    return Host(tmp_path)
+    return FakeHost(tmp_path)

@@ -10,16 +10,16 @@ from drivers.errors import Busy, DriverError, Failed, from_os
 from drivers.plan import Act, Ask, Check, Plan, Step, stray
 from tests.support.modelmachine import ModelMachine
 
-ROUNDS = 4
+MAX_ROUNDS = 4
 
 
-class Doer:
+class PlanRunner:
     """One driver on one host; `first` holds what was there before our first write, `told` what was done."""
 
     def __init__(self, host: ModelMachine, driver: Driver, **settings: object) -> None:
         self.host, self.driver, self.settings = host, driver, Settings(settings)
-        self.first: dict[str, str] = {}
-        self.told: list[str] = []
+        self.first_values: dict[str, str] = {}
+        self.done_steps: list[str] = []
 
     def plan(self, act: Act, ask: Ask) -> Plan:
         """What is left to do."""
@@ -27,9 +27,9 @@ class Doer:
         assert not stray(plan, self.driver.writes)
         return plan
 
-    def do(self, act: Act, ask: Ask) -> int:
+    def run_act(self, act: Act, ask: Ask) -> int:
         """Plan and do until nothing is left; how often that took. A failure takes back what was done and is raised."""
-        for count in range(ROUNDS):
+        for count in range(MAX_ROUNDS):
             plan = self.plan(act, ask)
             if not plan.steps:
                 return count
@@ -37,20 +37,20 @@ class Doer:
             if act in ("uninstall", "reset"):
                 return count + 1
         assert not self.plan(act, ask).steps
-        return ROUNDS
+        return MAX_ROUNDS
 
     def _steps(self, plan: Plan) -> None:
         for number, step in enumerate(plan.steps):
-            if wrong := self._wrong(step.expect) or next(filter(self.host.machine.is_open, step.idle), ""):
+            if wrong := self._find_wrong_check(step.expect) or next(filter(self.host.machine.is_open, step.idle), ""):
                 raise Busy(wrong)
-            self._note(step.write.path)
-            self.told.append(step.does)
+            self._keep_first_value(step.write.path)
+            self.done_steps.append(step.does)
             try:
                 self.host.write(step.write.path, step.write.value)
             except OSError as error:
                 self._undo(plan.steps[:number])
                 raise from_os(error, step.does) from None
-            if wrong := self._wrong(step.seen):
+            if wrong := self._find_wrong_check(step.seen):
                 self._undo(plan.steps[: number + 1])
                 raise Failed(f"{step.does}: {wrong}")
 
@@ -59,12 +59,12 @@ class Doer:
             for write in step.undo:
                 self.host.write(write.path, write.value)
 
-    def _note(self, path: str) -> None:
+    def _keep_first_value(self, path: str) -> None:
         with contextlib.suppress(DriverError):  # files such as `unbind` are only for writing
             if text := self.host.machine.text(path):
-                self.first.setdefault(path, text)
+                self.first_values.setdefault(path, text)
 
-    def _wrong(self, checks: tuple[Check, ...]) -> str:
+    def _find_wrong_check(self, checks: tuple[Check, ...]) -> str:
         for check in checks:
             look = self.host.machine.link if check.link else self.host.machine.text
             if look(check.path) != check.value:

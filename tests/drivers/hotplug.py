@@ -21,7 +21,7 @@ LIBRARY.umockdev_testbed_get_root_dir.restype = ctypes.c_char_p
 FIRST, SECOND = "0000:3b:00.0", "10000:e1:00.0"
 
 
-def function(address: str) -> bytes:
+def describe_card(address: str) -> bytes:
     """A T4 in umockdev's notation."""
     return (
         f"P: /devices/pci0000:00/{address}\nE: SUBSYSTEM=pci\nE: PCI_SLOT_NAME={address}\n"
@@ -29,7 +29,7 @@ def function(address: str) -> bytes:
     ).encode()
 
 
-class Bus:
+class SimulatedBus:
     """Plugs and unplugs; both send the uevent."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Bus:
     def plug(self, address: str) -> None:
         """Appear."""
         error = ctypes.c_void_p()
-        assert LIBRARY.umockdev_testbed_add_from_string(self.testbed, function(address), ctypes.byref(error))
+        assert LIBRARY.umockdev_testbed_add_from_string(self.testbed, describe_card(address), ctypes.byref(error))
 
     def unplug(self, address: str) -> None:
         """Vanish."""
@@ -49,7 +49,7 @@ class Bus:
         LIBRARY.umockdev_testbed_remove_device(self.testbed, path)
 
 
-def wait(monitor: pyudev.Monitor, action: str, address: str) -> None:
+def wait_for_uevent(monitor: pyudev.Monitor, action: str, address: str) -> None:
     """`poll` may come back early with nothing, when the event of another subsystem was filtered."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
@@ -59,27 +59,27 @@ def wait(monitor: pyudev.Monitor, action: str, address: str) -> None:
     raise TimeoutError(f"no {action} of {address}")
 
 
-def show(report: DriverReport) -> None:
+def print_addresses(report: DriverReport) -> None:
     """The line that the test reads."""
     print(report.error or [device.address for device in report.devices], flush=True)
 
 
 async def main() -> None:
     """Look, plug, look, unplug, look."""
-    bus = Bus()
+    bus = SimulatedBus()
     bus.plug(FIRST)
     monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source="kernel")
     driver = DriverProcess("pci_driver", "n", {"rules": [{"vendor": "10de"}]})
-    show(await driver.discover())
+    print_addresses(await driver.discover())
     for subsystem in driver.subsystems:
         monitor.filter_by(subsystem)
     monitor.start()
     bus.plug(SECOND)
-    wait(monitor, "add", SECOND)
-    show(await driver.discover())
+    wait_for_uevent(monitor, "add", SECOND)
+    print_addresses(await driver.discover())
     bus.unplug(FIRST)
-    wait(monitor, "remove", FIRST)
-    show(await driver.discover())
+    wait_for_uevent(monitor, "remove", FIRST)
+    print_addresses(await driver.discover())
     await driver.close()
 
 

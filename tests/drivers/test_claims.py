@@ -15,53 +15,53 @@ from drivers.pci.ownership import resolve_conflicts
 ADDRESSES = [f"0000:3b:00.{function}" for function in range(4)]
 
 
-def info(address: str) -> str:
+def pci_info(address: str) -> str:
     domain, bus, rest = address.split(":")
     device, function = rest.split(".")
     return f'{{"bus": "{bus}", "device": "{device}", "domain": "{domain}", "function": "{function}"}}'
 
 
-def card(key: str, address: str | None, *deployables: Deployable) -> Device:
+def make_card(key: str, address: str | None, *deployables: Deployable) -> Device:
     return Device(key, "GPU", "10de", "1eb8", address, deployables=deployables)
 
 
-def deployable(name: str, *addresses: str) -> Deployable:
-    return Deployable(name, len(addresses), handles=tuple(AttachHandle("PCI", info(a)) for a in addresses))
+def make_deployable(name: str, *addresses: str) -> Deployable:
+    return Deployable(name, len(addresses), handles=tuple(AttachHandle("PCI", pci_info(a)) for a in addresses))
 
 
-deployables = st.builds(
-    lambda name, addresses: deployable(name, *addresses),
+deployable_strategy = st.builds(
+    lambda name, addresses: make_deployable(name, *addresses),
     st.sampled_from(["a", "b", "c"]),
     st.lists(st.sampled_from(ADDRESSES), max_size=2),
 )
-devices = st.builds(
-    lambda key, address, parts: card(key, address, *parts),
+device_strategy = st.builds(
+    lambda key, address, parts: make_card(key, address, *parts),
     st.sampled_from(["k1", "k2", "k3", "k4"]),
     st.sampled_from([None, *ADDRESSES]),
-    st.lists(deployables, max_size=2),
+    st.lists(deployable_strategy, max_size=2),
 )
 
 
-def last(reports: list[DriverReport]) -> dict[str, DriverReport]:
+def settle_by_driver(reports: list[DriverReport]) -> dict[str, DriverReport]:
     return {report.driver: report for report in resolve_conflicts(reports)}
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> list[DriverReport]:
+def driver_reports(draw: st.DrawFn) -> list[DriverReport]:
     """Up to four drivers, each ok or failing."""
     found = []
     for name in draw(st.permutations(["a", "b", "c", "d"]))[: draw(st.integers(1, 4))]:
         if draw(st.integers(0, 4)) == 0:
             found.append(DriverReport(name, error="broken"))
         else:
-            found.append(DriverReport(name, devices=tuple(draw(st.lists(devices, max_size=4)))))
+            found.append(DriverReport(name, devices=tuple(draw(st.lists(device_strategy, max_size=4)))))
     return found
 
 
-def test_the_first_enabled_driver_keeps_the_address() -> None:
+def test_of_two_drivers_with_one_address_the_one_enabled_first_keeps_it() -> None:
     first, second = (
-        DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),)),
-        DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]), card("pci:y", ADDRESSES[1]))),
+        DriverReport("nvidia", devices=(make_card("serial:1", ADDRESSES[0]),)),
+        DriverReport(PciDriver.name, devices=(make_card("pci:x", ADDRESSES[0]), make_card("pci:y", ADDRESSES[1]))),
     )
     kept, later = resolve_conflicts([first, second])
     assert kept == first
@@ -70,27 +70,27 @@ def test_the_first_enabled_driver_keeps_the_address() -> None:
     assert later.faults[0].reason == f"{ADDRESSES[0]} already belongs to nvidia"
 
 
-def test_an_address_handed_out_as_a_handle_is_claimed_too() -> None:
-    nic = DriverReport("nic", devices=(card("serial:1", ADDRESSES[0], deployable("n", ADDRESSES[1])),))
-    _, pci = resolve_conflicts([nic, DriverReport("pci_driver", devices=(card("pci:v", ADDRESSES[1]),))])
+def test_the_address_of_a_handle_belongs_to_the_driver_of_the_handle() -> None:
+    nic = DriverReport("nic", devices=(make_card("serial:1", ADDRESSES[0], make_deployable("n", ADDRESSES[1])),))
+    _, pci = resolve_conflicts([nic, DriverReport("pci_driver", devices=(make_card("pci:v", ADDRESSES[1]),))])
     assert pci.devices == ()
     assert "already belongs to nic" in pci.faults[0].reason
 
 
-def test_a_failing_driver_keeps_what_it_had() -> None:
-    good = DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),))
-    other = DriverReport("pci_driver", devices=(card("pci:x", ADDRESSES[0]),))
-    held = last([good, other])
+def test_a_failing_driver_keeps_its_last_known_devices() -> None:
+    good = DriverReport("nvidia", devices=(make_card("serial:1", ADDRESSES[0]),))
+    other = DriverReport("pci_driver", devices=(make_card("pci:x", ADDRESSES[0]),))
+    held = settle_by_driver([good, other])
     failing, while_failing = resolve_conflicts([DriverReport("nvidia", error="it hangs"), other], held)
     assert (failing.error, failing.devices) == ("it hangs", good.devices)
     assert while_failing.devices == ()
     assert while_failing.faults[0].reason == f"{ADDRESSES[0]} already belongs to nvidia"
 
 
-def test_who_had_a_device_and_names_it_still_keeps_it_whatever_the_others_begin_to_name() -> None:
-    pci = DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]),))
-    held = last([DriverReport("nvidia"), pci])
-    nvidia = DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),))
+def test_a_driver_keeps_a_device_it_still_reports_when_an_earlier_driver_reports_it_too() -> None:
+    pci = DriverReport(PciDriver.name, devices=(make_card("pci:x", ADDRESSES[0]),))
+    held = settle_by_driver([DriverReport("nvidia"), pci])
+    nvidia = DriverReport("nvidia", devices=(make_card("serial:1", ADDRESSES[0]),))
     first, second = resolve_conflicts([nvidia, pci], held)
     assert (first.devices, second) == ((), pci)
     assert first.faults[0].reason == f"{ADDRESSES[0]} already belongs to {PciDriver.name}"
@@ -98,10 +98,10 @@ def test_who_had_a_device_and_names_it_still_keeps_it_whatever_the_others_begin_
     assert let_go == nvidia
 
 
-def test_of_two_backends_the_one_that_had_a_device_keeps_it() -> None:
-    parts = {name: replace(card("pci:x", ADDRESSES[0]), backend=name) for name in "ab"}
+def test_a_backend_keeps_a_device_that_another_backend_reports_too() -> None:
+    parts = {name: replace(make_card("pci:x", ADDRESSES[0]), backend=name) for name in "ab"}
     both = DriverReport("generic", devices=tuple(parts.values()), backends=tuple(Backend(n, "pci") for n in parts))
-    held = last([replace(both, devices=(parts["b"],))])
+    held = settle_by_driver([replace(both, devices=(parts["b"],))])
     (kept,) = resolve_conflicts([both], held)
     assert kept.devices == (parts["b"],)
     assert kept.faults[0].reason == f"{ADDRESSES[0]} already belongs to generic:b"
@@ -109,23 +109,23 @@ def test_of_two_backends_the_one_that_had_a_device_keeps_it() -> None:
     assert fresh.devices == (parts["a"],)
 
 
-def test_one_identity_on_two_cards_makes_both_ambiguous() -> None:
-    twins = DriverReport("a", devices=(card("serial:1", ADDRESSES[0]), card("serial:1", ADDRESSES[1])))
+def test_two_cards_with_one_key_are_both_left_out_with_a_fault() -> None:
+    twins = DriverReport("a", devices=(make_card("serial:1", ADDRESSES[0]), make_card("serial:1", ADDRESSES[1])))
     (settled,) = resolve_conflicts([twins])
     assert settled.devices == ()
     assert {fault.subject for fault in settled.faults} == set(ADDRESSES[:2])
 
 
-def test_twins_inside_a_device_are_its_drivers_mistake() -> None:
-    same_name = card("k1", None, deployable("n"), deployable("n"))
-    same_handle = card("k2", None, deployable("m", ADDRESSES[0], ADDRESSES[0]))
+def test_a_device_with_duplicate_deployables_or_handles_is_left_out_with_a_fault() -> None:
+    same_name = make_card("k1", None, make_deployable("n"), make_deployable("n"))
+    same_handle = make_card("k2", None, make_deployable("m", ADDRESSES[0], ADDRESSES[0]))
     (settled,) = resolve_conflicts([DriverReport("a", devices=(same_name, same_handle))])
     assert settled.devices == ()
     assert [fault.subject for fault in settled.faults] == ["k1", "k2"]
 
 
-@given(answers())
-def test_everything_has_one_owner_and_nothing_vanishes_silently(reports: list[DriverReport]) -> None:
+@given(driver_reports())
+def test_every_device_has_one_owner_and_every_device_left_out_has_a_fault(reports: list[DriverReport]) -> None:
     settled = resolve_conflicts(reports)
     kept = [device for report in settled for device in report.devices]
     names = [part.name for device in kept for part in device.deployables]
@@ -138,36 +138,40 @@ def test_everything_has_one_owner_and_nothing_vanishes_silently(reports: list[Dr
         assert {fault.subject for fault in after.faults} >= {device.address or device.key for device in missing}
 
 
-@given(answers())
-def test_what_is_settled_stays_settled(reports: list[DriverReport]) -> None:
+@given(driver_reports())
+def test_settling_twice_changes_nothing(reports: list[DriverReport]) -> None:
     settled = resolve_conflicts(reports)
     assert resolve_conflicts(settled) == settled
 
 
-@given(answers(), st.randoms())
-def test_another_order_of_the_drivers_moves_no_device(reports: list[DriverReport], random: Random) -> None:
-    before = last(reports)
+@given(driver_reports(), st.randoms())
+def test_devices_stay_with_their_drivers_when_the_order_of_drivers_changes(
+    reports: list[DriverReport], random: Random
+) -> None:
+    before = settle_by_driver(reports)
     for report in resolve_conflicts(random.sample(reports, len(reports)), before):
         assert report.devices == before[report.driver].devices
 
 
-@given(answers(), st.data())
-def test_a_driver_that_fails_changes_nothing_for_the_others(reports: list[DriverReport], data: st.DataObject) -> None:
-    settled = resolve_conflicts(reports, last(reports))
+@given(driver_reports(), st.data())
+def test_a_failing_driver_does_not_change_the_devices_of_other_drivers(
+    reports: list[DriverReport], data: st.DataObject
+) -> None:
+    settled = resolve_conflicts(reports, settle_by_driver(reports))
     broken = data.draw(st.integers(0, len(reports) - 1))
     failing = [*reports[:broken], DriverReport(reports[broken].driver, error="gone"), *reports[broken + 1 :]]
-    again = resolve_conflicts(failing, last(reports))
+    again = resolve_conflicts(failing, settle_by_driver(reports))
     assert again[:broken] + again[broken + 1 :] == settled[:broken] + settled[broken + 1 :]
 
 
-def test_a_backend_that_fails_keeps_its_devices_from_others() -> None:
+def test_a_failing_backend_keeps_its_devices_from_other_backends_and_drivers() -> None:
     def said(error: str, *cards: Device) -> DriverReport:
         return DriverReport("generic", devices=cards, backends=(Backend("a", "pci", error=error), Backend("b", "pci")))
 
-    mine, others = (replace(card(f"pci:{address}", address), backend="a") for address in ADDRESSES[:2])
+    mine, others = (replace(make_card(f"pci:{address}", address), backend="a") for address in ADDRESSES[:2])
     greedy = (replace(mine, backend="b"), replace(others, backend="b"))
-    rival = DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]),))
-    held = last([said("", mine), rival])
+    rival = DriverReport(PciDriver.name, devices=(make_card("pci:x", ADDRESSES[0]),))
+    held = settle_by_driver([said("", mine), rival])
     settled, rest = resolve_conflicts([said("it hung", *greedy), rival], held)
     assert [(device.key, device.backend) for device in settled.devices] == [(mine.key, "a"), (others.key, "b")]
     assert not rest.devices and "already belongs to generic:a" in rest.faults[0].reason

@@ -15,21 +15,21 @@ from drivers.inventory import AttachHandle, Device, Sample
 from drivers.isolation.runner import DriverProcess
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Check, Image, Plan, Signal, stray
-from tests.drivers.test_fake import change
+from tests.drivers.test_fake import run_fake_command
 
 KEY = "fake_driver:0000:0c:00.0"
-HANDLE, OTHER = "8f1c7a52-4a8e-4c3b-9f9e-1d2b3c4d5e6f", "00000000-0000-0000-0000-000000000001"
-VM, VM2 = "b1d5c1f0-6a33-4a43-8d2c-7c1a54a0a001", "b1d5c1f0-6a33-4a43-8d2c-7c1a54a0a002"
+HANDLE, OTHER_HANDLE = "8f1c7a52-4a8e-4c3b-9f9e-1d2b3c4d5e6f", "00000000-0000-0000-0000-000000000001"
+CONSUMER, OTHER_CONSUMER = "b1d5c1f0-6a33-4a43-8d2c-7c1a54a0a001", "b1d5c1f0-6a33-4a43-8d2c-7c1a54a0a002"
 
 
-class Bench:
+class FakeDriverBench:
     """One machine with the driver's directory, a script, and hands."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.control = root, root / "fake.json"
         self.machine = Machine("node-1", proc_root=str(root / "proc"), state_root=str(root / "state"))
         self.boot("boot-1")
-        self.script()
+        self.write_control_file()
 
     def boot(self, boot_id: str) -> None:
         """The machine starts anew."""
@@ -37,7 +37,7 @@ class Bench:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{boot_id}\n")
 
-    def script(self, **keys: Any) -> None:
+    def write_control_file(self, **keys: Any) -> None:
         """Replace it."""
         self.control.write_text(json.dumps(keys))
 
@@ -46,7 +46,7 @@ class Bench:
         """Those of the driver."""
         return {"control_file": str(self.control)}
 
-    def device(self) -> Device:
+    def discover_device(self) -> Device:
         """Device 0 as it is reported."""
         return FakeDriver().discover(self.machine, self.settings).devices[0]
 
@@ -56,11 +56,11 @@ class Bench:
         assert not stray(plan, FakeDriver.writes)
         return plan
 
-    def do(self, act: Act, **words: Any) -> list[str]:
+    def run_plan(self, act: Act, **words: Any) -> list[str]:
         """Plan it and do it; what was done. There is nothing left to do then."""
         plan = self.plan(act, **words)
         for step in plan.steps:
-            assert all(map(self.holds, step.expect)), step
+            assert all(map(self.is_true, step.expect)), step
             file = self.root / step.write.path.lstrip("/")
             file.parent.mkdir(parents=True, exist_ok=True)
             if step.image:
@@ -69,94 +69,98 @@ class Bench:
                 file.write_text(step.write.value)
             else:
                 file.unlink()
-            assert all(map(self.holds, step.seen)), step
+            assert all(map(self.is_true, step.seen)), step
         if act != "reset":
             assert not self.plan(act, **words).steps, "it is idempotent"
         return [step.does for step in plan.steps]
 
-    def holds(self, check: Check) -> bool:
+    def is_true(self, check: Check) -> bool:
         """Whether it is so."""
         return self.machine.text(check.path) == check.value
 
     def handles(self) -> tuple[AttachHandle, ...]:
         """Those of device 0."""
-        return self.device().deployables[0].handles
+        return self.discover_device().deployables[0].handles
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
+def bench(tmp_path: Path) -> FakeDriverBench:
+    return FakeDriverBench(tmp_path)
 
 
-def test_upstreams_device_needs_no_step_and_can_be_asked_everything(bench: Bench) -> None:
-    assert bench.do("install") == bench.do("attach", handle=bench.handles()[0], uuid=HANDLE, consumer=VM) == []
-    assert bench.device().to_install == ""
-    assert bench.device().acts.split() == sorted({*get_args(Act), "health"})
+def test_the_default_fake_device_needs_no_steps_and_supports_every_act(bench: FakeDriverBench) -> None:
+    assert (
+        bench.run_plan("install")
+        == bench.run_plan("attach", handle=bench.handles()[0], uuid=HANDLE, consumer=CONSUMER)
+        == []
+    )
+    assert bench.discover_device().to_install == ""
+    assert bench.discover_device().acts.split() == sorted({*get_args(Act), "health"})
 
 
-def test_install_takes_a_step_for_each_word_and_uninstall_takes_them_back(bench: Bench) -> None:
-    bench.script(install=["firmware", "clock"])
+def test_install_plans_a_step_for_each_configured_word_and_uninstall_removes_them(bench: FakeDriverBench) -> None:
+    bench.write_control_file(install=["firmware", "clock"])
     both = ["set firmware of device 0 to on", "set clock of device 0 to on"]
-    assert bench.device().to_install.splitlines() == both
-    assert bench.do("install") == both
-    assert bench.device().to_install == ""
+    assert bench.discover_device().to_install.splitlines() == both
+    assert bench.run_plan("install") == both
+    assert bench.discover_device().to_install == ""
     kept = {"/state/boot-1/0/clock": "on"}
-    assert bench.do("uninstall", first=kept) == ["remove firmware of device 0"]
-    assert bench.do("uninstall") == ["remove clock of device 0"]
+    assert bench.run_plan("uninstall", first=kept) == ["remove firmware of device 0"]
+    assert bench.run_plan("uninstall") == ["remove clock of device 0"]
 
 
-def test_after_a_reboot_it_is_what_it_was_at_first(bench: Bench) -> None:
-    bench.script(install=["firmware"])
-    bench.do("install")
-    bench.do("partition", layout={"parts": "4"})
+def test_a_reboot_resets_the_fake_device_to_its_initial_state(bench: FakeDriverBench) -> None:
+    bench.write_control_file(install=["firmware"])
+    bench.run_plan("install")
+    bench.run_plan("partition", layout={"parts": "4"})
     bench.boot("boot-2")
-    assert bench.device().to_install and len(bench.handles()) == 16
+    assert bench.discover_device().to_install and len(bench.handles()) == 16
 
 
 @pytest.mark.parametrize("act", ["install", "partition"])
-def test_a_device_is_divided_into_handles(bench: Bench, act: Act) -> None:
-    assert bench.do(act, layout={"parts": "4"}) == ["set parts of device 0 to 4"]
-    assert len(bench.handles()) == bench.device().deployables[0].num_accelerators == 4
+def test_a_layout_divides_the_fake_device_into_as_many_handles(bench: FakeDriverBench, act: Act) -> None:
+    assert bench.run_plan(act, layout={"parts": "4"}) == ["set parts of device 0 to 4"]
+    assert len(bench.handles()) == bench.discover_device().deployables[0].num_accelerators == 4
 
 
 @pytest.mark.parametrize("layout", [{}, {"parts": "0"}, {"parts": "129"}, {"parts": "x"}, {"vfs": "1"}])
-def test_a_layout_that_makes_no_sense_is_refused(bench: Bench, layout: dict[str, str]) -> None:
+def test_a_layout_without_a_usable_number_of_parts_is_refused(bench: FakeDriverBench, layout: dict[str, str]) -> None:
     with pytest.raises(Invalid, match="parts"):
         bench.plan("partition", layout=layout)
 
 
-def test_mdev_handles_are_upstreams_and_belong_to_one_consumer(bench: Bench) -> None:
-    bench.script(handle_type="MDEV", handles=2)
+def test_an_mdev_handle_looks_like_upstreams_and_is_attached_to_one_consumer_only(bench: FakeDriverBench) -> None:
+    bench.write_control_file(handle_type="MDEV", handles=2)
     first, second = bench.handles()
     assert first == AttachHandle(
         "MDEV",
         '{"asked_type": "fake-1", "bus": "0c", "device": "00", "domain": "0000", "function": "0", '
         '"vgpu_mark": "fake-1_0"}',
     )
-    mine = {"handle": first, "uuid": HANDLE, "consumer": VM}
-    assert bench.do("attach", **mine) == [f"set mdev-{HANDLE} of device 0 to {VM}"]
-    with pytest.raises(Busy, match=f"attached to {VM}"):
-        bench.plan("attach", **{**mine, "consumer": VM2})
+    mine = {"handle": first, "uuid": HANDLE, "consumer": CONSUMER}
+    assert bench.run_plan("attach", **mine) == [f"set mdev-{HANDLE} of device 0 to {CONSUMER}"]
+    with pytest.raises(Busy, match=f"attached to {CONSUMER}"):
+        bench.plan("attach", **{**mine, "consumer": OTHER_CONSUMER})
     for act in ("uninstall", "program", "partition", "reset"):
         image = Image("/nowhere", 0, "0" * 64)
         with pytest.raises(Busy, match="detach it first"):
             bench.plan(act, image=image, layout={"parts": "4"})
-    assert bench.do("detach", **{**mine, "consumer": VM2}) == []
-    assert bench.do("attach", handle=second, uuid=OTHER, consumer=VM2)
-    assert bench.do("detach", **mine) == [f"remove mdev-{HANDLE} of device 0"]
+    assert bench.run_plan("detach", **{**mine, "consumer": OTHER_CONSUMER}) == []
+    assert bench.run_plan("attach", handle=second, uuid=OTHER_HANDLE, consumer=OTHER_CONSUMER)
+    assert bench.run_plan("detach", **mine) == [f"remove mdev-{HANDLE} of device 0"]
     with pytest.raises(Invalid, match="uuid"):
-        bench.plan("attach", handle=first, uuid="../x", consumer=VM)
+        bench.plan("attach", handle=first, uuid="../x", consumer=CONSUMER)
     with pytest.raises(Gone, match="no such handle"):
-        bench.plan("attach", handle=AttachHandle("MDEV", "{}"), uuid=HANDLE, consumer=VM)
+        bench.plan("attach", handle=AttachHandle("MDEV", "{}"), uuid=HANDLE, consumer=CONSUMER)
 
 
-def test_an_image_is_loaded_once_and_another_one_replaces_it(bench: Bench) -> None:
+def test_an_image_is_loaded_replaced_by_another_and_removed_by_reset(bench: FakeDriverBench) -> None:
     file = bench.root / "image"
     file.write_bytes(b"\xff" * 100_000)
     one, two = (Image(str(file), 100_000, digit * 64, "a.bit", {"accel:device": "fake"}) for digit in "12")
-    assert bench.do("program", image=one) == ["copy 100000 bytes", f"set loaded of device 0 to {'1' * 64}"]
-    assert bench.do("program", image=two)[0] == "remove loaded of device 0"
-    assert bench.do("reset") == [
+    assert bench.run_plan("program", image=one) == ["copy 100000 bytes", f"set loaded of device 0 to {'1' * 64}"]
+    assert bench.run_plan("program", image=two)[0] == "remove loaded of device 0"
+    assert bench.run_plan("reset") == [
         "remove loaded of device 0",
         "remove image of device 0",
         "set resets of device 0 to 1",
@@ -167,8 +171,8 @@ def test_an_image_is_loaded_once_and_another_one_replaces_it(bench: Bench) -> No
         bench.plan("program")
 
 
-def test_health_has_signals_and_load(bench: Bench) -> None:
-    bench.script(count=2, failing={"1": "smoke"}, stats={"load_percent": 12.5})
+def test_health_of_the_fake_device_has_status_signals_and_samples(bench: FakeDriverBench) -> None:
+    bench.write_control_file(count=2, failing={"1": "smoke"}, stats={"load_percent": 12.5})
 
     async def story() -> None:
         process = DriverProcess("fake_driver", "n", bench.settings)
@@ -184,8 +188,8 @@ def test_health_has_signals_and_load(bench: Bench) -> None:
     asyncio.run(story())
 
 
-def test_the_driver_process_reads_its_own_state(bench: Bench, tmp_path: Path) -> None:
-    bench.script(install=["firmware"])
+def test_the_driver_process_reads_the_state_directory_it_was_given(bench: FakeDriverBench, tmp_path: Path) -> None:
+    bench.write_control_file(install=["firmware"])
 
     async def story() -> None:
         process = DriverProcess("fake_driver", "n", bench.settings, state=str(tmp_path / "own"))
@@ -201,32 +205,32 @@ def test_the_driver_process_reads_its_own_state(bench: Bench, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_refuses_as_scripted(bench: Bench, kind: str) -> None:
-    bench.script(refuse={"install": [kind, "told to"]})
+def test_the_fake_driver_raises_the_error_of_its_control_file(bench: FakeDriverBench, kind: str) -> None:
+    bench.write_control_file(refuse={"install": [kind, "told to"]})
     with pytest.raises(DriverError, match="told to") as error:
         bench.plan("install")
     assert type(error.value) is KINDS[kind]
 
 
-def test_its_other_faults(bench: Bench) -> None:
-    bench.script(wrong={"install": True}, install=["firmware"], busy=[1], count=2)
+def test_the_control_file_makes_a_step_fail_a_device_busy_or_gone(bench: FakeDriverBench) -> None:
+    bench.write_control_file(wrong={"install": True}, install=["firmware"], busy=[1], count=2)
     *_, last = bench.plan("install").steps
-    assert last.undo and not bench.holds(last.seen[0])
+    assert last.undo and not bench.is_true(last.seen[0])
     with pytest.raises(Busy, match="device 1 is in use"):
         FakeDriver().reset(bench.machine, bench.settings, Ask("fake_driver:0000:0d:00.0"))
-    bench.script(unplugged=[0])
+    bench.write_control_file(unplugged=[0])
     with pytest.raises(Gone, match="any more"):
         bench.plan("reset")
 
 
 @pytest.mark.system
-def test_the_command_sets_anything_that_makes_sense(bench: Bench) -> None:
+def test_the_fake_command_sets_valid_keys_and_refuses_others(bench: FakeDriverBench) -> None:
     for words in (
         ("set", "install", '["firmware"]'),
         ("refuse", "reset", "Busy", "a guest has it"),
         ("set", "slow_s", '{"program": 0.5}'),
     ):
-        assert change(bench.control, *words).returncode == 0
+        assert run_fake_command(bench.control, *words).returncode == 0
     known = json.loads(bench.control.read_text())
     assert (known["install"], known["refuse"], known["slow_s"]) == (
         ["firmware"],
@@ -234,7 +238,7 @@ def test_the_command_sets_anything_that_makes_sense(bench: Bench) -> None:
         {"program": 0.5},
     )
     for words in (("set", "install", "firmware"), ("set", "install", '["../x"]'), ("refuse", "dance", "Busy", "no")):
-        done = change(bench.control, *words)
+        done = run_fake_command(bench.control, *words)
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert json.loads(bench.control.read_text()) == known
-    assert "set install" in change(bench.control, "--help").stdout
+    assert "set install" in run_fake_command(bench.control, "--help").stdout

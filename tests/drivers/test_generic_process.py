@@ -12,7 +12,7 @@ from drivers.isolation.runner import DriverProcess
 
 
 @asynccontextmanager
-async def generic(state: Path, **files: str) -> AsyncIterator[DriverProcess]:
+async def run_remote_backends(state: Path, **files: str) -> AsyncIterator[DriverProcess]:
     """A remote backend for each file, which has one device of the backend's name."""
     backends = {
         name: {
@@ -29,13 +29,13 @@ async def generic(state: Path, **files: str) -> AsyncIterator[DriverProcess]:
         await driver.close()
 
 
-def test_three_backends_one_hangs_one_fails(tmp_path: Path) -> None:
+def test_a_hanging_and_a_failing_backend_do_not_affect_a_third_one_and_recover(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never")
     (tmp_path / "good").write_text('{"here": {"status": "ok"}}')
     (tmp_path / "bad").write_text("[]")
 
     async def story() -> None:
-        async with generic(tmp_path, stuck="never", broken="bad", here="good") as driver:
+        async with run_remote_backends(tmp_path, stuck="never", broken="bad", here="good") as driver:
             first, again = await driver.discover(), await driver.discover()
             assert first == again and first.error == ""
             assert [(device.key, device.backend) for device in first.devices] == [("remote:here", "here")]

@@ -16,10 +16,10 @@ from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Invalid, Tim
 from drivers.isolation.host_writer import HostWriter, _make_error
 from drivers.plan import Image
 
-SLOT = "/sys/class/firmware/secure-update0"
+UPLOAD_SLOT = "/sys/class/firmware/secure-update0"
 
 
-def with_hand(root: Path, work: Callable[[HostWriter], Awaitable[None]]) -> None:
+def run_with_writer(root: Path, work: Callable[[HostWriter], Awaitable[None]]) -> None:
     async def story() -> None:
         hand = HostWriter({"/sys": str(root / "sys"), "/state": str(root / "state")})
         try:
@@ -31,15 +31,15 @@ def with_hand(root: Path, work: Callable[[HostWriter], Awaitable[None]]) -> None
     asyncio.run(story())
 
 
-def attribute(root: Path, path: str, value: str = "0") -> Path:
+def make_attribute(root: Path, path: str, value: str = "0") -> Path:
     file = root / path.lstrip("/")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(value)
     return file
 
 
-def test_a_value_is_written_into_what_is_there_and_nothing_is_made(tmp_path: Path) -> None:
-    file = attribute(tmp_path, "/sys/a/numvfs")
+def test_a_value_is_written_to_an_existing_attribute_and_no_file_is_created_in_sys(tmp_path: Path) -> None:
+    file = make_attribute(tmp_path, "/sys/a/numvfs")
 
     async def work(hand: HostWriter) -> None:
         await hand.write("/sys/a/numvfs", "4", 5)
@@ -50,10 +50,10 @@ def test_a_value_is_written_into_what_is_there_and_nothing_is_made(tmp_path: Pat
             await hand.write("/dev/sda", "4", 5)
         assert [path.name for path in file.parent.iterdir()] == ["numvfs"]
 
-    with_hand(tmp_path, work)
+    run_with_writer(tmp_path, work)
 
 
-def test_the_drivers_own_files_are_made_replaced_and_removed(tmp_path: Path) -> None:
+def test_state_files_of_a_driver_are_created_replaced_and_removed(tmp_path: Path) -> None:
     async def work(hand: HostWriter) -> None:
         await hand.write("/state/b/0/on", "1", 5)
         await hand.write("/state/b/0/on", "two", 5)
@@ -63,11 +63,11 @@ def test_the_drivers_own_files_are_made_replaced_and_removed(tmp_path: Path) -> 
             await hand.write("/state/b/0/on", "", 5)
         assert list(folder.iterdir()) == []
 
-    with_hand(tmp_path, work)
+    run_with_writer(tmp_path, work)
 
 
-def test_a_write_that_hangs_is_ended_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    attribute(tmp_path, "/sys/a/mode")
+def test_a_hanging_write_times_out_and_the_next_write_succeeds(tmp_path: Path) -> None:
+    make_attribute(tmp_path, "/sys/a/mode")
     os.mkfifo(tmp_path / "sys/a/reset")  # without a reader, opening it waits
 
     async def work(hand: HostWriter) -> None:
@@ -83,11 +83,11 @@ def test_a_write_that_hangs_is_ended_and_the_next_one_goes_on(tmp_path: Path) ->
             await hand.write("/sys/a/mode", "2", 0.1)
         await hand.write("/sys/a/mode", "3", 5)
 
-    with_hand(tmp_path, work)
+    run_with_writer(tmp_path, work)
 
 
-def test_a_worker_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path) -> None:
-    attribute(tmp_path, "/sys/mode")
+def test_a_write_whose_worker_is_killed_raises_a_timeout(tmp_path: Path) -> None:
+    make_attribute(tmp_path, "/sys/mode")
     os.mkfifo(tmp_path / "sys/wait")
 
     async def work(hand: HostWriter) -> None:
@@ -99,10 +99,10 @@ def test_a_worker_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path) -> N
         with pytest.raises(Timeout, match="the process that was writing it has ended"):
             await asked
 
-    with_hand(tmp_path, work)
+    run_with_writer(tmp_path, work)
 
 
-def test_a_worker_that_starts_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_fails_when_its_worker_starts_but_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivers.isolation.host_writer.START_S", 0.05)
 
     async def story() -> None:
@@ -115,8 +115,8 @@ def test_a_worker_that_starts_and_says_nothing_is_not_waited_for(monkeypatch: py
     asyncio.run(story())
 
 
-def test_who_no_longer_waits_leaves_no_worker(tmp_path: Path) -> None:
-    attribute(tmp_path, "/sys/mode")
+def test_a_cancelled_write_ends_its_worker(tmp_path: Path) -> None:
+    make_attribute(tmp_path, "/sys/mode")
     os.mkfifo(tmp_path / "sys/wait")
 
     async def work(hand: HostWriter) -> None:
@@ -130,7 +130,7 @@ def test_who_no_longer_waits_leaves_no_worker(tmp_path: Path) -> None:
             await asked
         assert not Path(f"/proc/{pid}").exists()
 
-    with_hand(tmp_path, work)
+    run_with_writer(tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -145,39 +145,41 @@ def test_who_no_longer_waits_leaves_no_worker(tmp_path: Path) -> None:
         (errno.EIO, "write", Failed, "Input/output error"),
     ],
 )
-def test_what_the_kernel_refuses_is_said_in_our_words(code: int, at: str, kind: type[DriverError], words: str) -> None:
+def test_an_errno_of_the_kernel_becomes_a_driver_error_with_an_explanation(
+    code: int, at: str, kind: type[DriverError], words: str
+) -> None:
     problem = _make_error({"errno": code, "at": at, "path": "/somewhere"}, "/sys/x")
     assert type(problem) is kind
     assert str(problem).startswith("/sys/x: ")
     assert words in str(problem)
 
 
-def image(root: Path, data: bytes) -> Image:
+def make_image(root: Path, data: bytes) -> Image:
     file = root / "image"
     file.write_bytes(data)
     return Image(str(file), len(data), "0" * 64)
 
 
-def test_an_image_is_copied_whole(tmp_path: Path) -> None:
+def test_an_image_is_copied_completely_and_kept_when_the_next_copy_fails(tmp_path: Path) -> None:
     data = os.urandom(200_000)
 
     async def work(hand: HostWriter) -> None:
-        await hand.upload("/state/b/image", "copy", image(tmp_path, data), 5, lambda _: None)
+        await hand.upload("/state/b/image", "copy", make_image(tmp_path, data), 5, lambda _: None)
         assert (tmp_path / "state/b/image").read_bytes() == data
         with pytest.raises(Gone):
             await hand.upload("/state/b/image", "copy", Image("/nowhere", 1, "0" * 64), 5, lambda _: None)
         assert (tmp_path / "state/b/image").read_bytes() == data
 
-    with_hand(tmp_path, work)
+    run_with_writer(tmp_path, work)
 
 
 @pytest.mark.parametrize(("error", "raised"), [("", None), ("programming:hw-error", Failed)])
-def test_firmware_goes_through_the_kernels_upload_class(
+def test_firmware_is_uploaded_by_the_kernels_firmware_class_with_progress_and_errors(
     tmp_path: Path, error: str, raised: type[DriverError] | None
 ) -> None:
-    files = {name: attribute(tmp_path, f"{SLOT}/{name}", "") for name in ("remaining_size", "error")}
-    status = attribute(tmp_path, f"{SLOT}/status", "idle")
-    loading, data = (tmp_path / SLOT.lstrip("/") / name for name in ("loading", "data"))
+    files = {name: make_attribute(tmp_path, f"{UPLOAD_SLOT}/{name}", "") for name in ("remaining_size", "error")}
+    status = make_attribute(tmp_path, f"{UPLOAD_SLOT}/status", "idle")
+    loading, data = (tmp_path / UPLOAD_SLOT.lstrip("/") / name for name in ("loading", "data"))
     for path in (loading, data):
         os.mkfifo(path)  # as in the kernel, nothing goes on before it has been read
     asked, done = threading.Event(), threading.Event()
@@ -206,7 +208,7 @@ def test_firmware_goes_through_the_kernels_upload_class(
                 done.set()
 
         try:
-            await hand.upload(SLOT, "firmware", image(tmp_path, b"x" * 100), 10, progress)
+            await hand.upload(UPLOAD_SLOT, "firmware", make_image(tmp_path, b"x" * 100), 10, progress)
             assert raised is None
         except DriverError as problem:
             assert raised is not None
@@ -216,16 +218,16 @@ def test_firmware_goes_through_the_kernels_upload_class(
         assert (told[0], told[-1]) == (0, 50), "without a number in remaining_size nothing is known to be done"
         assert taken == [b"1", b"x" * 100, b"0"]
 
-    with_hand(tmp_path, work)
+    run_with_writer(tmp_path, work)
 
 
-def test_a_second_upload_is_not_begun_while_one_runs(tmp_path: Path) -> None:
-    attribute(tmp_path, f"{SLOT}/status", "programming")
-    loading = attribute(tmp_path, f"{SLOT}/loading", "0")
+def test_a_second_upload_is_refused_while_one_runs(tmp_path: Path) -> None:
+    make_attribute(tmp_path, f"{UPLOAD_SLOT}/status", "programming")
+    loading = make_attribute(tmp_path, f"{UPLOAD_SLOT}/loading", "0")
 
     async def work(hand: HostWriter) -> None:
         with pytest.raises(Busy, match="is programming: another upload runs"):
-            await hand.upload(SLOT, "firmware", image(tmp_path, b"x"), 5, lambda _: None)
+            await hand.upload(UPLOAD_SLOT, "firmware", make_image(tmp_path, b"x"), 5, lambda _: None)
         assert loading.read_text() == "0"
 
-    with_hand(tmp_path, work)
+    run_with_writer(tmp_path, work)

@@ -9,12 +9,12 @@ from drivers.inventory import AttachHandle
 
 
 @pytest.mark.parametrize("info", ["[]", "null", "no JSON", '{"bus": 3}', '{"bus": {}}', "\ud800{}"])
-def test_what_a_handle_says_is_an_object_of_strings(info: str) -> None:
+def test_a_handle_whose_info_is_no_json_object_of_strings_is_refused(info: str) -> None:
     with pytest.raises(ValueError, match="a JSON object of strings"):
         AttachHandle("PCI", info)
 
 
-def test_a_handle_that_comes_over_the_wire_is_checked_too() -> None:
+def test_a_decoded_handle_is_validated_too() -> None:
     handle = AttachHandle("PCI", '{"bus": "3b"}')
     sent = msgspec.json.encode(handle)
     assert msgspec.json.decode(sent, type=AttachHandle) == handle

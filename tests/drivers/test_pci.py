@@ -15,28 +15,28 @@ from drivers.machine import Machine
 from drivers.pci.functions import PciDriver
 from drivers.pci.host_usage import find_functions_used_by_host
 from drivers.plan import Ask
-from tests.drivers.tree import Host
+from tests.drivers.tree import FakeHost
 
 T4 = "0000:3b:00.0"
 
 
-def look(host: Host, *rules: dict[str, str]) -> Findings:
+def discover(host: FakeHost, *rules: dict[str, str]) -> Findings:
     return PciDriver().discover(host.machine, {"rules": list(rules)})
 
 
-def one(findings: Findings) -> Device:
+def only_device(findings: Findings) -> Device:
     assert findings.faults == ()
     (device,) = findings.devices
     return device
 
 
-def reason(findings: Findings) -> str:
+def only_fault_reason(findings: Findings) -> str:
     assert findings.devices == ()
     (fault,) = findings.faults
     return fault.reason
 
 
-def config(serial: bytes) -> bytes:
+def make_config_space(serial: bytes) -> bytes:
     """4096 bytes of configuration space with an AER capability before the serial number."""
     space = bytearray(4096)
     space[:4] = b"\xde\x10\xb8\x1e"
@@ -46,10 +46,10 @@ def config(serial: bytes) -> bytes:
     return bytes(space)
 
 
-def test_a_card_looks_exactly_as_upstream_shows_it(host: Host) -> None:
+def test_a_card_is_reported_exactly_as_by_upstream(host: FakeHost) -> None:
     card = host.pci(T4, "0x10de", "0x1eb8", "0x030200", numa_node="1")
     host.link(card / "driver", host.sys / "bus/pci/drivers/vfio-pci")
-    device = one(look(host, {"vendor": "10de"}))
+    device = only_device(discover(host, {"vendor": "10de"}))
     assert (device.key, device.type, device.vendor, device.model) == (f"pci:{T4}", "GPU", "10de", "1eb8")
     assert (device.address, device.numa_node, device.kernel_driver) == (T4, 1, "vfio-pci")
     assert device.std_board_info == '{"product_id": "1eb8", "controller": null}'
@@ -65,9 +65,9 @@ def test_a_card_looks_exactly_as_upstream_shows_it(host: Host) -> None:
     assert handle.info == '{"bus": "3b", "device": "00", "domain": "0000", "function": "0"}'
 
 
-def test_a_vendor_upstream_does_not_name_goes_by_number(host: Host) -> None:
+def test_a_vendor_without_a_name_in_upstream_is_reported_by_its_number(host: FakeHost) -> None:
     host.pci("10000:e1:00.0", "0x1af4", "0x1045", "0xffff00")
-    device = one(look(host, {"vendor": "1af4", "type": "FPGA"}))
+    device = only_device(discover(host, {"vendor": "1af4", "type": "FPGA"}))
     (deployable,) = device.deployables
     assert deployable.driver_name == "1AF4"
     assert [attribute.value for attribute in deployable.attributes] == [
@@ -92,9 +92,9 @@ def test_a_vendor_upstream_does_not_name_goes_by_number(host: Host) -> None:
         ({"address": "0000:3c:*"}, False),
     ],
 )
-def test_all_that_a_rule_states_must_match(host: Host, rule: dict[str, str], taken: bool) -> None:
+def test_a_rule_takes_a_card_only_if_every_field_matches(host: FakeHost, rule: dict[str, str], taken: bool) -> None:
     host.pci(T4, "0x10de", "0x1eb8", "0x030200")
-    assert bool(look(host, rule).devices) is taken
+    assert bool(discover(host, rule).devices) is taken
 
 
 @pytest.mark.parametrize(
@@ -109,26 +109,31 @@ def test_all_that_a_rule_states_must_match(host: Host, rule: dict[str, str], tak
         ("0x1af4", "0xffff00", None),
     ],
 )
-def test_the_class_decides_the_type_or_nobody_does(host: Host, vendor: str, pci_class: str, type_: str | None) -> None:
+def test_the_type_follows_from_the_pci_class_else_a_fault_asks_for_it(
+    host: FakeHost, vendor: str, pci_class: str, type_: str | None
+) -> None:
     host.pci(T4, vendor, "0x1234", pci_class)
-    found = look(host, {"address": "0000:3b:*"})
+    found = discover(host, {"address": "0000:3b:*"})
     if type_:
-        assert one(found).type == type_
+        assert only_device(found).type == type_
     else:
-        assert "set `type` in the rule" in reason(found)
+        assert "set `type` in the rule" in only_fault_reason(found)
 
 
-def test_the_first_matching_rule_states_the_type(host: Host) -> None:
+def test_the_first_matching_rule_determines_the_type(host: FakeHost) -> None:
     host.pci(T4, "0x10ee", "0x5000", "0x120000")
-    assert one(look(host, {"vendor": "10ee", "type": "AICHIP"}, {"class": "12*", "type": "FPGA"})).type == "AICHIP"
+    assert (
+        only_device(discover(host, {"vendor": "10ee", "type": "AICHIP"}, {"class": "12*", "type": "FPGA"})).type
+        == "AICHIP"
+    )
 
 
-def test_bridges_are_never_offered(host: Host) -> None:
+def test_bridges_are_never_offered(host: FakeHost) -> None:
     host.pci("0000:00:1c.0", "0x8086", "0xa110", "0x060400")
-    assert look(host, {"vendor": "8086", "type": "FPGA"}).devices == ()
+    assert discover(host, {"vendor": "8086", "type": "FPGA"}).devices == ()
 
 
-def test_S3_what_the_host_uses_is_never_offered_and_nothing_is_done_to_it(host: Host) -> None:
+def test_S3_devices_that_the_host_uses_are_never_offered_and_every_act_on_them_is_refused(host: FakeHost) -> None:
     disk, port, free = "0000:3b:00.0", "0000:3c:00.0", "0000:3d:00.0"
     host.block("nvme0n1", "259:0", host.pci(disk, "0x144d", "0xa824", "0x010802"))
     host.mount("259:0", "/", "/dev/nvme0n1")
@@ -137,50 +142,59 @@ def test_S3_what_the_host_uses_is_never_offered_and_nothing_is_done_to_it(host: 
     second = host.pci(free, "0x144d", "0xa824", "0x010802", reset="")
     host.block("nvme1n1", "259:1", second)
     rule = {"vendor": "144d", "type": "SSD"}
-    found = look(host, rule)
+    found = discover(host, rule)
     assert [device.address for device in found.devices] == [free]
     assert {fault.subject for fault in found.faults} == {disk, port}
     ask = Ask(key=found.devices[0].key)
     assert PciDriver().reset(host.machine, {"rules": [rule]}, ask).steps, "it can be reset while nobody uses it"
     host.mount("259:1", "/srv", "/dev/nvme1n1")  # the host begins to use what was offered
-    found = look(host, rule)
+    found = discover(host, rule)
     assert found.devices == () and {fault.subject for fault in found.faults} == {disk, port, free}
     for act in (PciDriver().reset, PciDriver().install, PciDriver().partition):
         with pytest.raises(Busy, match="the host uses it: nvme1n1 is mounted at /srv"):
             act(host.machine, {"rules": [{"vendor": "144d", "type": "SSD", "bind": "vfio-pci"}]}, ask)
 
 
-def test_what_the_host_uses_is_a_fault_that_says_for_what(host: Host) -> None:
+def test_a_device_that_the_host_uses_is_a_fault_that_names_the_use(host: FakeHost) -> None:
     host.block("nvme0n1", "259:0", host.pci(T4, "0x144d", "0xa824", "0x010802"))
     host.mount("259:0", "/", "/dev/nvme0n1")
-    assert reason(look(host, {"vendor": "144d"})) == "the host uses it: nvme0n1 is mounted at /"
+    assert only_fault_reason(discover(host, {"vendor": "144d"})) == "the host uses it: nvme0n1 is mounted at /"
 
 
-def test_the_serial_number_is_the_identity_wherever_the_card_is_plugged(host: Host) -> None:
+def test_the_key_of_a_card_is_its_serial_number_whatever_its_address(host: FakeHost) -> None:
     serial = bytes.fromhex("000a1b2c3d4e5f60")
     for address in (T4, "0000:5e:00.0"):
-        host.file(host.pci(address, "0x10de", "0x1eb8", "0x030200") / "config", config(serial))
-    first, second = look(host, {"vendor": "10de"}).devices
+        host.file(host.pci(address, "0x10de", "0x1eb8", "0x030200") / "config", make_config_space(serial))
+    first, second = discover(host, {"vendor": "10de"}).devices
     assert first.key == second.key == "serial:10de:000a1b2c3d4e5f60:0"
 
 
-@pytest.mark.parametrize("space", [config(bytes(8)), config(b"\xff" * 8), config(bytes(8))[:64], b"", b"\x10" * 4096])
-def test_a_blank_or_unreadable_serial_number_is_none(host: Host, space: bytes) -> None:
+@pytest.mark.parametrize(
+    "space",
+    [
+        make_config_space(bytes(8)),
+        make_config_space(b"\xff" * 8),
+        make_config_space(bytes(8))[:64],
+        b"",
+        b"\x10" * 4096,
+    ],
+)
+def test_a_card_with_a_blank_or_unreadable_serial_number_is_keyed_by_its_address(host: FakeHost, space: bytes) -> None:
     host.file(host.pci(T4, "0x10de", "0x1eb8", "0x030200") / "config", space)
-    assert one(look(host, {"vendor": "10de"})).key == f"pci:{T4}"
+    assert only_device(discover(host, {"vendor": "10de"})).key == f"pci:{T4}"
 
 
-def test_a_narrow_link_is_degraded_and_a_dead_card_failed(host: Host) -> None:
+def test_a_narrow_link_is_degraded_and_a_dead_card_failed(host: FakeHost) -> None:
     host.pci(T4, "0x10de", "0x1eb8", "0x030200", current_link_width="4", max_link_width="16")
     host.pci("0000:5e:00.0", "0x10de", "0x1eb8", "0x030200", power_state="error")
     host.pci("0000:5f:00.0", "0x10de", "0x1eb8", "0x030200", current_link_width="0", max_link_width="255")
-    narrow, dead, idle = look(host, {"vendor": "10de"}).devices
+    narrow, dead, idle = discover(host, {"vendor": "10de"}).devices
     assert (narrow.status, narrow.status_reason) == ("degraded", "its PCIe link is x4, it could be x16")
     assert dead.status == "failed"
     assert idle.status == "ok"
 
 
-def test_health_has_the_readings_behind_the_verdict(host: Host) -> None:
+def test_health_has_a_signal_for_each_reading_of_the_card(host: FakeHost) -> None:
     port = host.pci("0000:00:1c.0", "0x8086", "0xa110", "0x060400", aer_dev_fatal="FCP 0\nTOTAL_ERR_FATAL 0")
     errors = {"aer_dev_correctable": "RxErr 3\nBadTLP 4\nTOTAL_ERR_COR 7"}
     widths = {"current_link_width": "4", "max_link_width": "16", "power_state": "D0"}
@@ -202,18 +216,18 @@ def test_health_has_the_readings_behind_the_verdict(host: Host) -> None:
         ("port_aer_fatal", "0", ""),
         ("temperature Composite", "45.85", "84.85"),
     }
-    assert loads(host, ask.key) == {"errors_correctable_total": 7, "temperature_celsius": 45.85}
+    assert samples_by_metric(host, ask.key) == {"errors_correctable_total": 7, "temperature_celsius": 45.85}
     with pytest.raises(Gone):
         driver.health(host.machine, {}, Ask("pci:0000:99:00.0"))
 
 
-def loads(host: Host, key: str) -> dict[str, float]:
+def samples_by_metric(host: FakeHost, key: str) -> dict[str, float]:
     samples = PciDriver().stats(host.machine, {}, Ask(key))
     assert {sample.key for sample in samples} <= {key}
     return {sample.metric: sample.value for sample in samples}
 
 
-def gpu(host: Host, address: str, sensors: dict[str, str], vendor: str = "0x1002", **files: str) -> Path:
+def make_gpu(host: FakeHost, address: str, sensors: dict[str, str], vendor: str = "0x1002", **files: str) -> Path:
     """A GPU with its kernel driver's sensors; its directory."""
     card = host.pci(address, vendor, "0x744c", "0x030000", **files)
     monitor = card / f"hwmon/hwmon{address[5:7]}"
@@ -223,17 +237,17 @@ def gpu(host: Host, address: str, sensors: dict[str, str], vendor: str = "0x1002
     return card
 
 
-def test_load_is_what_the_kernel_drivers_of_gpus_and_npus_show(host: Host) -> None:
+def test_samples_are_read_from_the_files_of_gpu_and_npu_kernel_drivers(host: FakeHost) -> None:
     counters = {f"aer_dev_{kind}": f"X 1\nTOTAL_ERR_{kind} {n}" for n, kind in enumerate(("correctable", "fatal"))}
     memory = {"mem_info_vram_used": "4294967296", "mem_info_vram_total": "17163091968"}
     heat = {"temp1_input": "41000", "temp2_input": "junk", "temp3_input": "52000"}
-    card = gpu(
+    card = make_gpu(
         host,
         T4,
         {"power1_average": "21000000", "power1_input": "99000000", **heat},
         **{"gpu_busy_percent": "37", **memory, **counters},
     )
-    assert loads(host, f"pci:{T4}") == {
+    assert samples_by_metric(host, f"pci:{T4}") == {
         "utilization_percent": 37,
         "memory_used_bytes": 4294967296,
         "memory_total_bytes": 17163091968,
@@ -244,21 +258,23 @@ def test_load_is_what_the_kernel_drivers_of_gpus_and_npus_show(host: Host) -> No
         "errors_fatal_total": 1,
     }
     (card / "hwmon/hwmon3b/power1_average").unlink()
-    assert loads(host, f"pci:{T4}")["power_watts"] == 99
+    assert samples_by_metric(host, f"pci:{T4}")["power_watts"] == 99
     host.file(card / "power/runtime_status", "suspended\n")
-    assert loads(host, f"pci:{T4}").keys() == {"errors_correctable_total", "errors_fatal_total"}, "it is not woken"
-    gpu(host, "0000:03:00.0", {"energy1_input": "1500000", "temp2_input": "30000"}, vendor="0x8086")
-    assert loads(host, "pci:0000:03:00.0") == {"energy_joules_total": 1.5, "temperature_celsius": 30}
+    assert samples_by_metric(host, f"pci:{T4}").keys() == {"errors_correctable_total", "errors_fatal_total"}, (
+        "it is not woken"
+    )
+    make_gpu(host, "0000:03:00.0", {"energy1_input": "1500000", "temp2_input": "30000"}, vendor="0x8086")
+    assert samples_by_metric(host, "pci:0000:03:00.0") == {"energy_joules_total": 1.5, "temperature_celsius": 30}
     npu = {"npu_busy_time_us": "2500000", "npu_memory_utilization": "4096"}
     host.pci("0000:00:0b.0", "0x8086", "0x643e", "0x120000", **npu)
-    assert loads(host, "pci:0000:00:0b.0") == {"busy_seconds_total": 2.5, "memory_used_bytes": 4096}
+    assert samples_by_metric(host, "pci:0000:00:0b.0") == {"busy_seconds_total": 2.5, "memory_used_bytes": 4096}
     host.pci("0000:04:00.0", "0x10de", "0x1eb8", "0x030200")
-    assert loads(host, "pci:0000:04:00.0") == {}
+    assert samples_by_metric(host, "pci:0000:04:00.0") == {}
 
 
-def test_a_device_with_a_serial_number_is_found_by_it(host: Host) -> None:
+def test_a_device_with_a_serial_number_is_found_by_it(host: FakeHost) -> None:
     serial = bytes.fromhex("000a1b2c3d4e5f60")
-    host.file(host.pci(T4, "0x10de", "0x1eb8", "0x030200", power_state="error") / "config", config(serial))
+    host.file(host.pci(T4, "0x10de", "0x1eb8", "0x030200", power_state="error") / "config", make_config_space(serial))
     host.pci("0000:5e:00.0", "0x10de", "0x1eb8", "0x030200")
     host.pci("0000:00:01.0", "0x8086", "0x1234", "0x020000")
     assert PciDriver().health(host.machine, {}, Ask("serial:10de:000a1b2c3d4e5f60:0")).status == "failed"
@@ -266,7 +282,7 @@ def test_a_device_with_a_serial_number_is_found_by_it(host: Host) -> None:
         PciDriver().health(host.machine, {}, Ask("serial:8086:000a1b2c3d4e5f60:0"))
 
 
-def test_what_the_host_lacks_is_said_with_what_to_do(host: Host) -> None:
+def test_the_probe_names_what_the_host_lacks_and_the_remedy(host: FakeHost) -> None:
     rules = {"rules": [{"vendor": "10de", "bind": "vfio-pci"}]}
     host.file(host.proc / "self/status", "Name:\tx\nUid:\t1000\t1000\t1000\t1000\nCapEff:\t0000000000000000\n")
     host.file(host.proc / "self/mountinfo", "21 1 0:20 / /sys ro,nosuid - sysfs sysfs ro\n")
@@ -280,13 +296,13 @@ def test_what_the_host_lacks_is_said_with_what_to_do(host: Host) -> None:
     assert PciDriver().probe(host.machine, rules) == ()
 
 
-def test_one_bad_function_costs_only_itself(host: Host) -> None:
+def test_an_unreadable_function_does_not_affect_other_functions(host: FakeHost) -> None:
     host.pci(T4, "0x10de", "0x1eb8", "0x030200")
     bad = host.pci("0000:5e:00.0", "0x10de", "0x1eb8", "0x030200")
     (bad / "class").write_bytes(b"x" * 70_000)
     gone = host.pci("0000:5f:00.0", "0x10de", "0x1eb8", "0x030200")
     (gone / "vendor").unlink()
-    found = look(host, {"vendor": "10de"})
+    found = discover(host, {"vendor": "10de"})
     assert [device.address for device in found.devices] == [T4]
     assert [fault.subject for fault in found.faults] == ["0000:5e:00.0"]
 
@@ -305,19 +321,19 @@ def test_one_bad_function_costs_only_itself(host: Host) -> None:
         ("10de", "array"),
     ],
 )
-def test_unusable_rules_are_refused_with_the_place(host: Host, rules: object, says: str) -> None:
+def test_unusable_rules_are_refused_with_rule_and_reason(host: FakeHost, rules: object, says: str) -> None:
     with pytest.raises(Invalid, match=says):
         PciDriver().discover(host.machine, {"rules": rules})
 
 
-def real_bus() -> Findings:
+def discover_real_bus() -> Findings:
     if not list(Path("/sys/bus/pci/devices").glob("*")):
         pytest.skip("this machine has no PCI bus")
     return PciDriver().discover(Machine("here"), {"rules": [{"address": "*:*", "vendor": "????", "type": "FPGA"}]})
 
 
 def test_every_function_of_this_machine_is_offered_or_refused_with_a_reason() -> None:
-    found = real_bus()
+    found = discover_real_bus()
     seen = {device.address for device in found.devices} | {fault.subject for fault in found.faults}
     classes = {
         name: Path(f"/sys/bus/pci/devices/{name}/class").read_text().strip()
@@ -326,8 +342,8 @@ def test_every_function_of_this_machine_is_offered_or_refused_with_a_reason() ->
     assert seen == {name for name, pci_class in classes.items() if not pci_class.startswith("0x06")}
 
 
-def test_this_machine_never_offers_what_it_lives_on() -> None:
-    found = real_bus()
+def test_no_function_that_this_machine_uses_is_offered() -> None:
+    found = discover_real_bus()
     used = find_functions_used_by_host(Machine("here"))
     root = os.stat("/").st_dev
     disk = Path(f"/sys/dev/block/{os.major(root)}:{os.minor(root)}")
@@ -340,11 +356,11 @@ def test_this_machine_never_offers_what_it_lives_on() -> None:
         assert "the host uses it" in refused[address].reason
 
 
-def test_the_bridges_above_a_function_are_told_root_first_and_the_nearest_of_too_many(host: Host) -> None:
+def test_bridges_above_a_function_are_reported_root_first_and_cut_to_the_nearest_19(host: FakeHost) -> None:
     behind = ["0000:16:02.0", "0000:17:00.0", "0000:18:04.0"]
     host.pci("0000:19:00.0", "0x10de", "0x2331", "0x030200", bus="/".join(["pci0000:16", *behind]))
     host.pci("0000:05:00.0", "0x10de", "0x2331", "0x030200")
     many = [f"0000:{n:02x}:00.0" for n in range(0x40, 0x60)]
     host.pci("0000:60:00.0", "0x10de", "0x2331", "0x030200", bus="/".join(["pci0000:40", *many]))
-    told = {device.address: device.bridges.split() for device in look(host, {"vendor": "10de"}).devices}
+    told = {device.address: device.bridges.split() for device in discover(host, {"vendor": "10de"}).devices}
     assert told == {"0000:19:00.0": behind, "0000:05:00.0": [], "0000:60:00.0": many[-19:]}

@@ -13,12 +13,12 @@ import pytest
 from drivers.errors import KINDS
 from drivers.isolation.runner import DriverProcess
 from drivers.plan import Ask, Plan
-from tests.drivers.actor import WRITES, actor
+from tests.drivers.actor import WRITES, start_actor
 
 VFS = "/sys/bus/pci/devices/0000:3b:00.0/sriov_numvfs"
 
 
-def tell(process: DriverProcess, story: Callable[[], Awaitable[None]]) -> None:
+def run_story(process: DriverProcess, story: Callable[[], Awaitable[None]]) -> None:
     """Run it and end the process."""
 
     async def whole() -> None:
@@ -30,16 +30,16 @@ def tell(process: DriverProcess, story: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(whole())
 
 
-async def refused(process: DriverProcess, do: str) -> tuple[str, str]:
+async def plan_error(process: DriverProcess, expression: str) -> tuple[str, str]:
     """The kind and the words of the error to a plan."""
     try:
-        await process.plan("install", Ask("k", layout={"do": do}))
+        await process.plan("install", Ask("k", layout={"do": expression}))
     except Exception as error:  # noqa: BLE001 - its kind is what is asked
         return type(error).__name__, str(error)
     return "", ""
 
 
-REFUSALS = [
+WRONG_PLANS = [
     ("throw(RuntimeError('no card'))", "Failed", "actor: it raised RuntimeError: no card"),
     ("throw(DriverError('no card'))", "Failed", "actor: no card"),
     *((f"throw({kind}('no card'))", kind, "actor: no card") for kind in KINDS),
@@ -76,20 +76,20 @@ REFUSALS = [
 ]
 
 
-def test_whatever_a_plan_is_the_reason_is_clear_and_the_driver_goes_on(tmp_path: Path) -> None:
+def test_a_wrong_or_forbidden_plan_is_refused_with_the_reason_and_the_process_survives(tmp_path: Path) -> None:
     file, new = tmp_path / "file", tmp_path / "new"
     file.write_text("as it was")
-    process = actor()
+    process = start_actor()
 
     async def story() -> None:
         pids = set()
         with socket.create_server(("127.0.0.1", 0)) as server:
             places = {"{file}": str(file), "{new}": str(new), "{port}": str(server.getsockname()[1])}
-            for words, kind, reason in REFUSALS:
+            for words, kind, reason in WRONG_PLANS:
                 do = words
                 for place, value in places.items():
                     do = do.replace(place, value)
-                known, text = await refused(process, do)
+                known, text = await plan_error(process, do)
                 assert (known, reason in text) == (kind, True), f"{do[:80]}: {known}: {text[:200]}"
                 assert len(text) <= 4096
                 pids.add(process.pid)
@@ -98,11 +98,11 @@ def test_whatever_a_plan_is_the_reason_is_clear_and_the_driver_goes_on(tmp_path:
         assert plan.steps[0].write.path == VFS
         assert process.manifest.writes == WRITES
 
-    tell(process, story)
+    run_story(process, story)
     assert file.read_text() == "as it was" and not new.exists()
 
 
-ENDS = [
+FATAL_PLANS = [
     ("bytearray(2**30)", "needed more than 512 MiB of memory"),
     ("[threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(10**6)]", "can't start new thread"),
     ("os.execv('/bin/sh', ['sh', '-c', 'echo x > {new} || exit 7'])", "exit status"),
@@ -110,32 +110,32 @@ ENDS = [
 ]
 
 
-def test_whatever_ends_the_process_the_reason_is_clear_and_the_next_one_answers(tmp_path: Path) -> None:
+def test_a_plan_that_ends_the_process_gives_the_reason_and_a_new_process_answers(tmp_path: Path) -> None:
     new = tmp_path / "new"
-    process = actor()
+    process = start_actor()
 
     async def story() -> None:
-        for do, reason in ENDS:
-            kind, text = await refused(process, do.replace("{new}", str(new)))
+        for do, reason in FATAL_PLANS:
+            kind, text = await plan_error(process, do.replace("{new}", str(new)))
             assert (kind, reason in text) == ("Failed", True), f"{do}: {text}"
             process.release()
             assert (await process.discover()).error == ""
 
-    tell(process, story)
+    run_story(process, story)
     assert not new.exists()
 
 
-def test_a_plan_that_takes_for_ever_is_given_up_and_the_next_one_answers() -> None:
-    process = actor(deadline_s=0.5)
+def test_a_plan_that_hangs_is_killed_at_the_deadline_and_a_new_process_answers() -> None:
+    process = start_actor(deadline_s=0.5)
 
     async def story() -> None:
-        kind, text = await refused(process, "time.sleep(60)")
+        kind, text = await plan_error(process, "time.sleep(60)")
         assert (kind, "did not answer within 0.5 s and was killed" in text) == ("Failed", True), text
         async with asyncio.timeout(30):
             while (await process.discover()).error:  # a busy machine may take longer than that to start one
                 process.release()
 
-    tell(process, story)
+    run_story(process, story)
 
 
 @pytest.mark.parametrize(
@@ -148,21 +148,21 @@ def test_a_plan_that_takes_for_ever_is_given_up_and_the_next_one_answers() -> No
         ("Findings(backends=(Backend('a', 'pci'),) * 257)", "describes its backends wrongly"),
     ],
 )
-def test_too_much_and_nothing_are_said(see: str, reason: str) -> None:
-    process = actor(see)
+def test_a_report_with_too_many_or_wrong_findings_has_the_reason_as_error(see: str, reason: str) -> None:
+    process = start_actor(see)
 
     async def story() -> None:
         for _ in range(2):
             assert reason in (await process.discover()).error
 
-    tell(process, story)
+    run_story(process, story)
 
 
-def test_a_bad_device_and_a_bad_fault_cost_only_themselves() -> None:
+def test_invalid_devices_become_faults_and_do_not_affect_valid_ones() -> None:
     device = "Device('{}', 'GPU', '10de', 'T4')"
     devices = [device.format(key) for key in ("good", "\\ud800", "a\\0b", "", "x" * 300)]
     faults = "Fault('', 'r'), Fault('s' * 300, '\\ud800')"
-    process = actor(f"Findings(({', '.join(devices)}, None), ({faults}))")
+    process = start_actor(f"Findings(({', '.join(devices)}, None), ({faults}))")
 
     async def story() -> None:
         report = await process.discover()
@@ -177,11 +177,11 @@ def test_a_bad_device_and_a_bad_fault_cost_only_themselves() -> None:
             "NoneType",
         ]
 
-    tell(process, story)
+    run_story(process, story)
 
 
-def test_calls_wait_for_each_other_in_their_order() -> None:
-    process = actor("time.sleep(0.05) or Findings()")
+def test_concurrent_calls_of_a_driver_run_in_their_order() -> None:
+    process = start_actor("time.sleep(0.05) or Findings()")
     done: list[str] = []
 
     async def story() -> None:
@@ -195,12 +195,12 @@ def test_calls_wait_for_each_other_in_their_order() -> None:
 
         await asyncio.gather(look("first"), plan(), look("second"))
 
-    tell(process, story)
+    run_story(process, story)
     assert done == ["first", "plan", "second"]
 
 
-def test_what_a_driver_cannot_do_is_unsupported() -> None:
-    process = actor()
+def test_a_call_that_the_driver_lacks_raises_unsupported() -> None:
+    process = start_actor()
 
     async def story() -> None:
         for call in (process.plan("reset", Ask("k")), process.health(Ask("k"))):
@@ -208,10 +208,10 @@ def test_what_a_driver_cannot_do_is_unsupported() -> None:
                 await call
         assert await process.probe() == process.manifest.unconfined
 
-    tell(process, story)
+    run_story(process, story)
 
 
-def test_a_kernel_without_the_walls_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_kernel_confinement_is_probed_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     code = (
         "import sys\nfrom drivers.isolation import driver_main, sandbox\n"
         "sandbox.LANDLOCK_CREATE_RULESET = 100_000\nsandbox.SYSCALL_NUMBERS.clear()\nsys.exit(driver_main.main())"
@@ -226,5 +226,5 @@ def test_a_kernel_without_the_walls_is_told_of_once(caplog: pytest.LogCaptureFix
         process.release()
         assert (await process.discover()).error == ""
 
-    tell(process, story)
+    run_story(process, story)
     assert len(caplog.records) == 2

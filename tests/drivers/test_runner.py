@@ -21,7 +21,7 @@ from drivers.plan import Ask
 from tests.support.webserver import PATIENCE
 
 MAX_RSS_KB = 26 * 1024
-ANSWER = """
+SCRIPT_HEAD = """
 import json, os, sys, time
 def say(**what): print(json.dumps(what), flush=True)
 def ok(question, **more): say(id=question["id"], report={"driver": "x", **more})
@@ -30,13 +30,13 @@ for line in sys.stdin:
 """
 
 
-def script(body: str) -> DriverProcess:
+def scripted_process(body: str) -> DriverProcess:
     """A driver process that runs `body` for each question."""
-    code = ANSWER + "".join(f"    {line}\n" for line in body.splitlines())
+    code = SCRIPT_HEAD + "".join(f"    {line}\n" for line in body.splitlines())
     return DriverProcess("x", "n", {}, deadline_s=3.0, max_answer=65536, command=[sys.executable, "-c", code])
 
 
-def ask(driver: Callable[[], DriverProcess], times: int = 1) -> list[DriverReport]:
+def discover_reports(driver: Callable[[], DriverProcess], times: int = 1) -> list[DriverReport]:
     async def story() -> list[DriverReport]:
         process = driver()
         try:
@@ -78,9 +78,9 @@ def ask(driver: Callable[[], DriverProcess], times: int = 1) -> list[DriverRepor
         ("say(id=question['id'], plan={})", "invalid: it has neither a report nor an error"),
     ],
 )
-def test_a_driver_that_misbehaves_is_a_report_with_the_reason(body: str, reason: str) -> None:
+def test_a_misbehaving_driver_gives_a_report_with_the_reason_as_error(body: str, reason: str) -> None:
     began = time.monotonic()
-    first, again = ask(lambda: script(body), times=2)
+    first, again = discover_reports(lambda: scripted_process(body), times=2)
     assert reason in first.error
     assert (first.driver, first.devices) == ("x", ())
     assert again == first, "the words change while it waits, so every look would be a new report"
@@ -102,17 +102,17 @@ def test_a_driver_that_hangs_is_killed_at_the_deadline() -> None:
         await process.close()
 
     asyncio.run(story())
-    assert not _lives(pid)
+    assert not _is_running(pid)
 
 
-def test_what_cannot_be_started_is_said() -> None:
-    (report,) = ask(lambda: DriverProcess("x", "n", {}, command=["/nonexistent/python"]))
+def test_a_driver_that_cannot_be_started_gives_a_report_with_the_reason() -> None:
+    (report,) = discover_reports(lambda: DriverProcess("x", "n", {}, command=["/nonexistent/python"]))
     assert "cannot be started" in report.error
 
 
-def test_a_refusal_costs_no_process() -> None:
+def test_an_error_answer_does_not_restart_the_process() -> None:
     async def story() -> None:
-        process = script("say(id=question['id'], error='no rules') if question['id'] == 1 else ok(question)")
+        process = scripted_process("say(id=question['id'], error='no rules') if question['id'] == 1 else ok(question)")
         assert (await process.discover()).error == "x: no rules"
         pid = process.pid
         assert (await process.discover()).error == ""
@@ -122,13 +122,13 @@ def test_a_refusal_costs_no_process() -> None:
     asyncio.run(story())
 
 
-def test_a_broken_driver_waits_and_then_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_ends_is_restarted_after_growing_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivers.isolation.runner.FIRST_BACKOFF_S", 0.2)
     starts = tmp_path / "starts"
 
     async def story() -> None:
         count = f"open({str(starts)!r}, 'a').write('.')"
-        process = script(f"{count}\nos._exit(1) if os.path.getsize({str(starts)!r}) < 3 else ok(question)")
+        process = scripted_process(f"{count}\nos._exit(1) if os.path.getsize({str(starts)!r}) < 3 else ok(question)")
         deadline = time.monotonic() + 10
         while (await process.discover()).error:
             assert time.monotonic() < deadline
@@ -141,7 +141,7 @@ def test_a_broken_driver_waits_and_then_starts_again(tmp_path: Path, monkeypatch
     assert time.monotonic() - began > 0.6  # 0.2 s, then twice that
 
 
-def test_a_driver_that_broke_five_times_is_started_no_more_until_it_is_released(
+def test_a_driver_that_broke_five_times_is_quarantined_until_it_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drivers.isolation.runner.FIRST_BACKOFF_S", 0.01)
@@ -167,17 +167,17 @@ def test_a_driver_that_broke_five_times_is_started_no_more_until_it_is_released(
     asyncio.run(story())
 
 
-def test_breaks_that_lie_far_apart_are_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_breaks_that_are_far_apart_do_not_quarantine_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivers.isolation.runner.FIRST_BACKOFF_S", 0.0)
     monkeypatch.setattr("drivers.isolation.runner.FAILURE_WINDOW_S", 0.0)
-    reports = ask(lambda: DriverProcess("x", "n", {}, command=["/nonexistent/python"]), times=6)
+    reports = discover_reports(lambda: DriverProcess("x", "n", {}, command=["/nonexistent/python"]), times=6)
     assert {report.error for report in reports} == {reports[0].error}
     assert "started again" in reports[0].error
 
 
-def test_one_that_was_killed_between_two_looks_is_simply_started_again() -> None:
+def test_a_driver_killed_between_two_discoveries_is_restarted_without_an_error() -> None:
     async def story() -> None:
-        process = script("ok(question)")
+        process = scripted_process("ok(question)")
         assert (await process.discover()).error == ""
         first = process.pid
         assert first is not None
@@ -191,12 +191,12 @@ def test_one_that_was_killed_between_two_looks_is_simply_started_again() -> None
     asyncio.run(story())
 
 
-def test_a_cancelled_look_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+def test_a_cancelled_discovery_does_not_affect_the_next_one(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
 
     async def story() -> None:
         body = f"if question['id'] == 1: open({str(asked)!r}, 'w'); time.sleep(0.5)\nok(question)"
-        process = script(body)
+        process = scripted_process(body)
         look = asyncio.create_task(process.discover())
         async with asyncio.timeout(PATIENCE * 5):
             while not asked.exists():
@@ -210,21 +210,21 @@ def test_a_cancelled_look_does_not_spoil_the_next_one(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_what_a_driver_started_ends_with_it(tmp_path: Path) -> None:
+def test_processes_started_by_a_driver_end_when_it_is_closed(tmp_path: Path) -> None:
     child = tmp_path / "child"
     body = (
         f"import subprocess\nopen({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\nok(question)"
     )
-    ask(lambda: script(body))
+    discover_reports(lambda: scripted_process(body))
     _wait_until_ended(int(child.read_text()))
 
 
-def test_what_a_driver_started_ends_also_when_it_dies_by_itself(tmp_path: Path) -> None:
+def test_processes_started_by_a_driver_end_when_it_exits_by_itself(tmp_path: Path) -> None:
     child = tmp_path / "child"
     body = (
         f"import subprocess\nopen({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\nos._exit(4)"
     )
-    (report,) = ask(lambda: script(body))
+    (report,) = discover_reports(lambda: scripted_process(body))
     assert "exit status 4" in report.error
     _wait_until_ended(int(child.read_text()))
 
@@ -232,13 +232,13 @@ def test_what_a_driver_started_ends_also_when_it_dies_by_itself(tmp_path: Path) 
 def test_a_driver_sees_none_of_the_agents_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CYBORG_JOIN_TOKEN", "secret")
     monkeypatch.setenv("OS_PASSWORD", "secret")
-    (report,) = ask(lambda: script("say(id=question['id'], error=' '.join(os.environ))"))
+    (report,) = discover_reports(lambda: scripted_process("say(id=question['id'], error=' '.join(os.environ))"))
     assert "PATH" in report.error
     assert "CYBORG" not in report.error
     assert "OS_" not in report.error
 
 
-def control(path: Path, **script_: object) -> DriverProcess:
+def fake_driver_process(path: Path, **script_: object) -> DriverProcess:
     path.write_text(json.dumps(script_))
     return DriverProcess("fake_driver", "n", {"control_file": str(path)}, deadline_s=2.0)
 
@@ -253,9 +253,11 @@ def control(path: Path, **script_: object) -> DriverProcess:
         ("die", "exit status 3"),
     ],
 )
-def test_the_fake_driver_misbehaves_on_stage_and_tells_what_to_watch(tmp_path: Path, how: str, reason: str) -> None:
+def test_the_fake_driver_misbehaves_as_configured_and_still_declares_its_watched_file(
+    tmp_path: Path, how: str, reason: str
+) -> None:
     async def story() -> None:
-        process = control(tmp_path / "fake.json", misbehave=how)
+        process = fake_driver_process(tmp_path / "fake.json", misbehave=how)
         assert reason in (await process.discover()).error
         assert process.watched == (str(tmp_path / "fake.json"),)
         await process.close()
@@ -263,9 +265,9 @@ def test_the_fake_driver_misbehaves_on_stage_and_tells_what_to_watch(tmp_path: P
     asyncio.run(story())
 
 
-def test_a_bad_device_costs_only_itself_and_printing_costs_nothing(tmp_path: Path) -> None:
+def test_an_invalid_device_becomes_a_fault_and_the_others_are_reported(tmp_path: Path) -> None:
     async def story() -> None:
-        process = control(tmp_path / "fake.json", count=2, failing={"1": "x" * 5000})
+        process = fake_driver_process(tmp_path / "fake.json", count=2, failing={"1": "x" * 5000})
         report = await process.discover()
         assert [device.address for device in report.devices] == ["0000:0c:00.0"]
         assert "describes this device wrongly" in report.faults[0].reason
@@ -274,8 +276,8 @@ def test_a_bad_device_costs_only_itself_and_printing_costs_nothing(tmp_path: Pat
     asyncio.run(story())
 
 
-def test_an_unknown_driver_is_told_which_there_are() -> None:
-    (report,) = ask(lambda: DriverProcess("no_driver", "n", {}))
+def test_an_unknown_driver_gives_an_error_that_names_the_installed_ones() -> None:
+    (report,) = discover_reports(lambda: DriverProcess("no_driver", "n", {}))
     assert "there is no driver 'no_driver'; installed are fake_driver, generic_driver, pci_driver" in report.error
 
 
@@ -283,7 +285,7 @@ def test_an_unknown_driver_is_told_which_there_are() -> None:
     ("name", "settings"),
     [("fake_driver", {}), ("pci_driver", {"rules": [{"vendor": "????", "address": "*:*", "type": "FPGA"}]})],
 )
-def test_a_driver_process_is_small_and_idle(name: str, settings: dict[str, object]) -> None:
+def test_a_driver_process_needs_at_most_26_mb(name: str, settings: dict[str, object]) -> None:
     async def story() -> None:
         process = DriverProcess(name, "n", settings)
         for _ in range(3):
@@ -315,12 +317,12 @@ def test_a_driver_dies_with_an_agent_that_is_killed() -> None:
 
 def _wait_until_ended(pid: int) -> None:
     deadline = time.monotonic() + PATIENCE * 5
-    while _lives(pid):
+    while _is_running(pid):
         assert time.monotonic() < deadline, f"process {pid} still runs"
         time.sleep(0.01)
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -30,12 +30,12 @@ GLOBS = ("/sys/bus/pci/devices/*:*:*.*/sriov_numvfs", "/state/*/[a-z]*")
         ("/State/0/word", False),
     ],
 )
-def test_a_star_takes_no_slash(path: str, inside: bool) -> None:
+def test_a_star_in_a_path_pattern_matches_no_slash(path: str, inside: bool) -> None:
     assert within(path, GLOBS) is inside
     assert not within(path, ())
 
 
-def test_what_is_undone_lies_within_too() -> None:
+def test_the_paths_of_undo_writes_are_checked_too() -> None:
     good, bad = Write("/state/0/a", "1"), Write("/sys/power/state", "mem")
     assert stray(Plan((Step("s", good, undo=(good,)),)), GLOBS) == stray(Plan(), ()) == ""
     assert stray(Plan((Step("s", good), Step("s", good, undo=(good, bad)))), GLOBS) == bad.path
@@ -45,7 +45,7 @@ def test_what_is_undone_lies_within_too() -> None:
 @pytest.mark.parametrize(
     ("code", "is_open"), [(0, False), (errno.EBUSY, True), (errno.ENOENT, False), (errno.ENODEV, False)]
 )
-def test_a_node_that_only_one_may_open_is_open_or_not(
+def test_an_exclusive_node_counts_as_open_only_when_opening_it_gives_ebusy(
     code: int, is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, kernel = tmp_path / "vfio/12", os.open
@@ -62,7 +62,7 @@ def test_a_node_that_only_one_may_open_is_open_or_not(
     assert Machine("n", dev_root=str(tmp_path)).is_open("/dev/vfio/12") is is_open
 
 
-def test_a_node_that_cannot_be_asked_is_not_called_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_may_not_be_opened_raises_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str, flags: int) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 

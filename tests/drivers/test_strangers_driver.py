@@ -24,13 +24,13 @@ from tests.support import kernel
 from tests.support.environment import without_settings
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^```\w+ (?P<name>\S+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-BLOCKS = {one["name"]: one["text"] for one in BLOCK.finditer((ROOT / "docs/writing-a-driver.md").read_text())}
+FENCED_BLOCK = re.compile(r"^```\w+ (?P<name>\S+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = {one["name"]: one["text"] for one in FENCED_BLOCK.finditer((ROOT / "docs/writing-a-driver.md").read_text())}
 """What the document gives a file's name, in the line of the fence."""
 DEVICE = "pci:0000:00:0b.0"
 
 
-class Stranger:
+class DocumentedDriver:
     """A folder with the document's files, and an environment of their own."""
 
     def __init__(self, root: Path) -> None:
@@ -68,7 +68,7 @@ class Stranger:
         return done.stdout
 
 
-def test_the_sample_of_the_generic_driver_is_understood() -> None:
+def test_the_documented_settings_of_the_generic_driver_are_valid() -> None:
     backends = generic.parse_backends(tomllib.loads(BLOCKS["drivers.toml"])["generic_driver"])
     assert {name: kind.kind for name, kind in backends.items()} == {
         "disks": "pci",
@@ -78,11 +78,11 @@ def test_the_sample_of_the_generic_driver_is_understood() -> None:
 
 
 @pytest.mark.system
-def test_a_stranger_has_a_driver_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_driver_can_be_installed_tested_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One story, since installing takes seconds: its own tests, by hand, the agent's listing, the runner."""
-    stranger = Stranger(tmp_path)
+    stranger = DocumentedDriver(tmp_path)
     assert " passed" in stranger.run("install.sh")
-    if reason := kernel.why_not():
+    if reason := kernel.why_level_1_is_missing():
         pytest.skip(reason)
     manifest, report, *rest = stranger.run("by-hand.sh").splitlines()
     assert manifest.startswith('{"ready":{"name":"npu","version":"1.0","api":1,')
@@ -91,10 +91,10 @@ def test_a_stranger_has_a_driver_that_works(tmp_path: Path, monkeypatch: pytest.
     assert stranger.run("once.sh") == BLOCKS["once.txt"]
     monkeypatch.setenv("LD_PRELOAD", "libumockdev-preload.so.0")
     monkeypatch.setenv("UMOCKDEV_DIR", str(stranger.folder / "host"))
-    asyncio.run(seen_by_the_runner(stranger))
+    asyncio.run(check_with_runner(stranger))
 
 
-async def seen_by_the_runner(stranger: Stranger) -> None:
+async def check_with_runner(stranger: DocumentedDriver) -> None:
     """As the agent has it: confined, over the pipe."""
     process = DriverProcess(
         "npu", "cmp1", {}, command=[f"{stranger.bin}/python", "-I", "-m", "drivers.isolation.driver_main", "npu"]

@@ -10,7 +10,7 @@ from drivers.machine import Machine
 ROUTES = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
 
 
-class Host:
+class FakeHost:
     """Builds the tree below a directory; `machine` looks at it."""
 
     def __init__(self, root: Path) -> None:

@@ -16,49 +16,49 @@ from drivers.inventory import Device
 from drivers.isolation.process import die_with_parent
 from drivers.isolation.runner import DriverProcess
 from drivers.plan import Act, Ask
-from tests.support.kernel import Kernel
+from tests.support.kernel import SimulatedKernel
 
 CARD = "0000:01:00.0"
-MATCH, WANTED = {"vendor": "1b36"}, {"vfs": 2, "bind": ""}
+RULE_MATCH, RULE_LAYOUT = {"vendor": "1b36"}, {"vfs": 2, "bind": ""}
 SETTINGS: dict[str, dict[str, object]] = {
-    "pci_driver": {"rules": [MATCH | WANTED]},
-    "generic_driver": {"backends": {"disks": {"kind": "pci", "match": [MATCH], "desired": WANTED}}},
+    "pci_driver": {"rules": [RULE_MATCH | RULE_LAYOUT]},
+    "generic_driver": {"backends": {"disks": {"kind": "pci", "match": [RULE_MATCH], "desired": RULE_LAYOUT}}},
 }
 DEADLINE_S = 20.0
 
 
-class Host:
+class HostWithCard:
     """A host with one card."""
 
     def __init__(self, driver: str) -> None:
-        self.kernel = Kernel()
+        self.kernel = SimulatedKernel()
         self.kernel.load("nvme", "1b36:0010")
         self.kernel.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
         self.driver = DriverProcess(driver, "n", SETTINGS[driver])
         self.watch = ChangeWatcher({driver: self.driver}, debounce_s=0.05, rescan_s=3600)
 
-    async def do(self, act: Act, ask: Ask) -> None:
+    async def run_act(self, act: Act, ask: Ask) -> None:
         """Plan it and write it."""
         hand = self.kernel.hand()
         for step in (await self.driver.plan(act, ask)).steps:
             await hand.write(step.write.path, step.write.value, step.timeout_s)
 
-    async def look(self) -> Device:
+    async def discover_card(self) -> Device:
         """What the driver sees of the card."""
         report = await self.driver.discover()
         assert report.devices, report
         return report.devices[0]
 
-    async def until(self, so: Callable[[Device], bool]) -> Device:
+    async def wait_until(self, condition: Callable[[Device], bool]) -> Device:
         """Look when the watch says so, for no other reason, until the card is so."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 await self.watch.wait_for_changes()
-                if so(device := await self.look()):
+                if condition(device := await self.discover_card()):
                     return device
 
 
-def show(device: Device) -> None:
+def print_device(device: Device) -> None:
     """The line that the test reads."""
     (deployable,) = device.deployables
     functions = [json.loads(handle.info)["function"] for handle in deployable.handles]
@@ -67,13 +67,13 @@ def show(device: Device) -> None:
 
 async def main(driver: str) -> None:
     """Make two virtual functions, take them away."""
-    host = Host(driver)
+    host = HostWithCard(driver)
     host.watch.start()
-    show(await host.look())
-    await host.do("install", Ask(f"pci:{CARD}"))
-    show(await host.until(lambda device: not device.to_install))
-    await host.do("uninstall", Ask(f"pci:{CARD}", first={f"/sys/bus/pci/devices/{CARD}/sriov_numvfs": "0"}))
-    show(await host.until(lambda device: not device.deployables[0].handles))
+    print_device(await host.discover_card())
+    await host.run_act("install", Ask(f"pci:{CARD}"))
+    print_device(await host.wait_until(lambda device: not device.to_install))
+    await host.run_act("uninstall", Ask(f"pci:{CARD}", first={f"/sys/bus/pci/devices/{CARD}/sriov_numvfs": "0"}))
+    print_device(await host.wait_until(lambda device: not device.deployables[0].handles))
     host.watch.close()
     await host.driver.close()
     host.kernel.close()

@@ -18,11 +18,11 @@ import msgspec
 from drivers.isolation.process import die_with_parent
 from tests.bench.orders import CannotMeasure
 from tests.fleet import verdict
-from tests.fleet.installation import Installation, installed
-from tests.fleet.scenarios import LONG_SCENARIOS, SCENARIOS, Run, judged
-from tests.fleet.view import View
+from tests.fleet.installation import Installation, running_installation
+from tests.fleet.scenarios import LONG_SCENARIOS, SCENARIOS, ScenarioRun, run_and_judge
+from tests.fleet.view import FleetView
 
-TEACHES = """\
+HELP_EPILOG = """\
 scenarios:
 {scenarios}
   all               all of these one after the other, without those that take minutes ({long})
@@ -47,7 +47,7 @@ def main() -> int:
         prog="tests.fleet",
         description="Thousands of simulated agents against the whole product.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=TEACHES.format(scenarios=told, long=", ".join(LONG_SCENARIOS)),
+        epilog=HELP_EPILOG.format(scenarios=told, long=", ".join(LONG_SCENARIOS)),
     )
     parser.add_argument("count", type=int, nargs="?", default=1000, help="how many agents (1000)")
     parser.add_argument("--scenario", default="cold-start", choices=[*known, "all"], help="what happens to them")
@@ -62,12 +62,12 @@ def main() -> int:
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     settings = {"CYBORG_HANDSHAKES": str(arguments.handshakes)}
-    verdicts: dict[str, list[verdict.Line]] = {}
+    verdicts: dict[str, list[verdict.PromiseLine]] = {}
     with tempfile.TemporaryDirectory(prefix="cyborg-fleet-") as folder:
         try:
-            with installed(Path(folder), arguments.count, arguments.devices, **settings) as there:
+            with running_installation(Path(folder), arguments.count, arguments.devices, **settings) as there:
                 for name in SCENARIOS if arguments.scenario == "all" else [arguments.scenario]:
-                    verdicts[name] = _one(name, there, arguments)
+                    verdicts[name] = _run_scenario(name, there, arguments)
         except (CannotMeasure, KeyboardInterrupt) as error:
             print(f"fleet: {error or 'stopped'}", file=sys.stderr)
             return 2
@@ -76,12 +76,12 @@ def main() -> int:
     return int(not all(line.holds for lines in verdicts.values() for line in lines))
 
 
-def _one(name: str, there: Installation, arguments: argparse.Namespace) -> list[verdict.Line]:
+def _run_scenario(name: str, there: Installation, arguments: argparse.Namespace) -> list[verdict.PromiseLine]:
     print(f"{name}: {((SCENARIOS | LONG_SCENARIOS)[name].__doc__ or '').strip()}", flush=True)
-    view = View(f"{name}, {there.count} agents", there.count, there.devices)
+    view = FleetView(f"{name}, {there.count} agents", there.count, there.devices)
     seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
-    run = Run(there, view, arguments.patience, arguments.hold, arguments.soak, seed)
-    lines = judged(name, run)
+    run = ScenarioRun(there, view, arguments.patience, arguments.hold, arguments.soak, seed)
+    lines = run_and_judge(name, run)
     print(f"\n{verdict.table(lines)}\n", flush=True)
     return lines
 

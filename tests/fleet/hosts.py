@@ -30,7 +30,7 @@ TICK_S = 1.0
 
 
 @dataclass
-class Doings:
+class FleetCounters:
     """What all hosts together have done so far."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -39,7 +39,7 @@ class Doings:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentReport:
     """One report as it was sent; `model` is that of its devices, '' where its driver failed."""
 
     epoch: int
@@ -50,12 +50,12 @@ class Sent:
 
 
 @dataclass
-class Host:
+class SimulatedAgent:
     """One agent: what its journal would hold (epoch, seq, content, what was acknowledged), and its socket."""
 
     number: int
     devices: int
-    doings: Doings
+    doings: FleetCounters
     bad: bool = False
     where: Address = field(default_factory=lambda: Address(0))
     pace: ConnectionTiming = field(default_factory=ConnectionTiming)
@@ -71,8 +71,8 @@ class Host:
     task: asyncio.Task[None] | None = None
     _report_from: float = 0.0
     _owed: PendingAcks = field(default_factory=lambda: PendingAcks(8.0, ConnectionTiming()))
-    _acknowledged: Sent | None = None
-    _since: list[Sent] = field(default_factory=list)
+    _acknowledged: SentReport | None = None
+    _since: list[SentReport] = field(default_factory=list)
     """Reports sent later, which the conductor may have or not."""
     _samples: asyncio.TimerHandle | None = None
 
@@ -143,7 +143,7 @@ class Host:
         self._owed = PendingAcks(welcome.beat_s, self.pace)
         self._owed.last_ack_at = loop.time()
         self._report_from = loop.time() + self.pace.draw_fraction() * welcome.jitter_s
-        peer.on_message, peer.on_lost = self._hear, lambda _: self._changed.set()
+        peer.on_message, peer.on_lost = self._handle_message, lambda _: self._changed.set()
         peer.send(wire.encode_message(wire.Hello("fleet", f"boot-{self.epoch}", (DRIVER,))))
         beat_at, beat = loop.time() + self.pace.draw_fraction() * welcome.beat_s, 0
         while not peer.lost:
@@ -156,14 +156,14 @@ class Host:
                 self._owed.record_sent("Beat", beat, now)
                 peer.send(f'{{"type":"Beat","seq":{beat}}}')
                 self.doings.counts["beats"] += 1
-            self._report(peer, now)
+            self._send_report(peer, now)
             self._changed.clear()
             until = min(beat_at, self._owed.next_deadline(), self._report_from if now < self._report_from else beat_at)
             timer = loop.call_at(until, self._changed.set)
             await self._changed.wait()
             timer.cancel()
 
-    def _report(self, peer: Peer, now: float) -> None:
+    def _send_report(self, peer: Peer, now: float) -> None:
         if not self.owes or self._owed.pending_report_seq is not None or (now < self._report_from and not self.failing):
             return
         if self.oversized:
@@ -175,12 +175,12 @@ class Host:
         content = wire.hash_report_content(told)
         self.seq += 1
         model = "" if self.failing else f"g{self.generation}"
-        self._since.append(Sent(self.epoch, self.seq, self.generation, content, model))
+        self._since.append(SentReport(self.epoch, self.seq, self.generation, content, model))
         self._owed.record_sent("Report", self.seq, now)
         peer.send(wire.encode_message(wire.Report.from_driver_reports(self.epoch, self.seq, content, told)))
         self.doings.counts["reports"] += 1
 
-    def _hear(self, peer: Peer, payload: bytes) -> None:
+    def _handle_message(self, peer: Peer, payload: bytes) -> None:
         message = wire.decode_from_gateway(payload)
         if isinstance(message, wire.Ack):
             self._owed.record_ack(message.of, message.seq, asyncio.get_running_loop().time())
@@ -195,23 +195,23 @@ class Host:
             if self._samples:
                 self._samples.cancel()
             end = asyncio.get_running_loop().time() + message.for_s
-            self._sample(peer, max(message.every_s, 0.5), end)
+            self._send_samples(peer, max(message.every_s, 0.5), end)
         elif isinstance(message, wire.Probe):
             peer.send(wire.encode_message(wire.Alive(message.nonce)))
         elif isinstance(message, wire.Refuse):
             self.doings.refused[message.code] += 1
 
-    def _sample(self, peer: Peer, every_s: float, end: float) -> None:
+    def _send_samples(self, peer: Peer, every_s: float, end: float) -> None:
         loop = asyncio.get_running_loop()
         found = messages.devices(self.devices)
         peer.send(wire.encode_message(wire.Samples(tuple(wire.DeviceLoad(one.key, LOAD) for one in found))))
         self.doings.counts["samples"] += 1
-        self._samples = loop.call_later(every_s, self._sample, peer, every_s, end) if loop.time() < end else None
+        self._samples = loop.call_later(every_s, self._send_samples, peer, every_s, end) if loop.time() < end else None
 
     def state(self) -> tuple[str, int, int, str, str, int, list[tuple[str, str]]]:
         """For the verdict: name, epoch, seq, hash and model of what was acknowledged last, devices; '' none. Then hash
         and model of each report that was sent since."""
-        last = self._acknowledged or Sent(0, 0, -1, "", "")
+        last = self._acknowledged or SentReport(0, 0, -1, "", "")
         since = [(sent.content, sent.model) for sent in self._since]
         name = messages.host_name(self.number)
         return name, last.epoch, last.seq, last.content, last.model, self.devices, since
@@ -222,12 +222,12 @@ def open_files(count: int) -> int:
     return count + count // 2 + 200
 
 
-class Hosts:
+class SimulatedFleet:
     """All of them, and the commands that `installation.Fleet` gives."""
 
     def __init__(self) -> None:
-        self.hosts: list[Host] = []
-        self.doings = Doings()
+        self.hosts: list[SimulatedAgent] = []
+        self.doings = FleetCounters()
         self._unrest: asyncio.Task[None] | None = None
 
     async def start(self, ports: list[int], count: int, devices: int, bad: float) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class Hosts:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         places = [address(port) for port in ports]
         for number in range(len(self.hosts), count):
-            self.hosts.append(Host(number, devices, self.doings, where=places[number % len(places)]))
+            self.hosts.append(SimulatedAgent(number, devices, self.doings, where=places[number % len(places)]))
         for host in self.hosts:
             host.bad = int((host.number + 1) * bad) > int(host.number * bad)
         return await self.on()
@@ -280,7 +280,9 @@ class Hosts:
             self._unrest.cancel()
             self._unrest = None
         if changes_per_s or kills_per_s or bad_per_s:
-            self._unrest = asyncio.get_running_loop().create_task(self._restless(changes_per_s, kills_per_s, bad_per_s))
+            self._unrest = asyncio.get_running_loop().create_task(
+                self._cause_unrest(changes_per_s, kills_per_s, bad_per_s)
+            )
         else:
             for host in self.hosts:
                 if host.failing:
@@ -288,13 +290,13 @@ class Hosts:
                     host.change()
         return {}
 
-    async def _restless(self, changes_per_s: float, kills_per_s: float, bad_per_s: float) -> None:
+    async def _cause_unrest(self, changes_per_s: float, kills_per_s: float, bad_per_s: float) -> None:
         bad = [host for host in self.hosts if host.bad]
-        owed: dict[Callable[[Host], None], float] = {}
+        owed: dict[Callable[[SimulatedAgent], None], float] = {}
         while True:
             await asyncio.sleep(TICK_S)
             for do, a_second, of in (
-                (Host.change, changes_per_s, self.hosts),
+                (SimulatedAgent.change, changes_per_s, self.hosts),
                 (_kill, kills_per_s, self.hosts),
                 (_misbehave, bad_per_s, bad),
             ):
@@ -324,7 +326,7 @@ class Hosts:
         return {"states": [host.state() for host in self.hosts]}
 
 
-def _kill(host: Host) -> None:
+def _kill(host: SimulatedAgent) -> None:
     """kill -9 of one agent, and it is started again at once."""
     if host.task:
         host.task.cancel()
@@ -333,7 +335,7 @@ def _kill(host: Host) -> None:
         host.doings.counts["kills"] += 1
 
 
-def _misbehave(host: Host) -> None:
+def _misbehave(host: SimulatedAgent) -> None:
     """Its driver fails, comes back, flaps, or makes its agent send what no gateway takes."""
     kind = random.choice(("error", "flapping", "oversized"))
     host.failing = kind == "error" and not host.failing
@@ -342,4 +344,4 @@ def _misbehave(host: Host) -> None:
 
 
 if __name__ == "__main__":
-    obey(Hosts)
+    obey(SimulatedFleet)

@@ -21,7 +21,7 @@ from tests.bench.lab import Lab
 from tests.bench.orders import CannotMeasure, Ordered
 from tests.bench.whole import Whole, children, command, running, wait_for
 
-DEPTH = """
+SPOOL_AND_DEVICES = """
 SELECT (SELECT count(*) FROM spool), (SELECT coalesce(extract(epoch FROM now() - min(received_at)), 0) FROM spool),
        (SELECT count(*) FROM accelerators_device d JOIN accelerators_host h ON h.id = d.host_id
         WHERE h.name LIKE 'bench-%' AND d.state <> 'missing'),
@@ -30,7 +30,7 @@ SELECT (SELECT count(*) FROM spool), (SELECT coalesce(extract(epoch FROM now() -
 
 
 @dataclass
-class Sight:
+class FleetSnapshot:
     """One look. Of the database None while it does not answer."""
 
     at: float
@@ -69,7 +69,7 @@ class Installation:
     fleet: Fleet
     count: int
     devices: int
-    seen: list[Sight] = field(default_factory=list)
+    seen: list[FleetSnapshot] = field(default_factory=list)
 
     def power_on(self, bad: float = 0.0) -> None:
         """All that are off connect; `bad` is the share of hosts with a bad driver."""
@@ -90,11 +90,11 @@ class Installation:
             host=str(self.lab.postgres.socket), user="postgres", dbname="cyborg", connect_timeout=2, **more
         )
 
-    def look(self, database: bool = True) -> Sight:
+    def look(self, database: bool = True) -> FleetSnapshot:
         """One look at everything, kept in `seen`."""
         told = self.fleet.ask("look")
-        sight = Sight(time.monotonic(), told["connected"], told["owing"], told["counts"], told["refused"])
-        if database and (rows := self.rows(DEPTH)):
+        sight = FleetSnapshot(time.monotonic(), told["connected"], told["owing"], told["counts"], told["refused"])
+        if database and (rows := self.rows(SPOOL_AND_DEVICES)):
             sight.spool, age, sight.devices, sight.up = rows[0]
             sight.spool_s = float(age)
         for name, word in (("web", "cyborgweb.server.web"), ("ingest", "cluster ingest"), ("work", "cluster work")):
@@ -129,7 +129,7 @@ def _tree_cpu(pid: int) -> float:
 
 
 @contextmanager
-def installed(state: Path, count: int, devices: int, **settings: str) -> Iterator[Installation]:
+def running_installation(state: Path, count: int, devices: int, **settings: str) -> Iterator[Installation]:
     """From nothing to a product that serves and knows `count` hosts; all of it is gone afterwards."""
     with Lab(state) as lab:
         lab.start_database()
@@ -149,4 +149,4 @@ def installed(state: Path, count: int, devices: int, **settings: str) -> Iterato
             fleet.stop()
 
 
-__all__ = ["CannotMeasure", "Fleet", "Installation", "Sight", "installed", "wait_for"]
+__all__ = ["CannotMeasure", "Fleet", "FleetSnapshot", "Installation", "running_installation", "wait_for"]

@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.fleet import soak as soaking
 from tests.fleet import verdict
-from tests.fleet.installation import Installation, Sight
-from tests.fleet.verdict import Line
+from tests.fleet.installation import FleetSnapshot, Installation
+from tests.fleet.verdict import PromiseLine
 from tests.support.long import scaled
 
 SLOW_S = scaled(10.0, 600.0)
@@ -33,11 +33,11 @@ LOCK = "LOCK TABLE spool, agents_lease IN ACCESS EXCLUSIVE MODE"
 
 
 @dataclass
-class Run:
+class ScenarioRun:
     """A scenario under way: the installation, who watches, how long it may take until all is settled."""
 
     there: Installation
-    shown: Callable[[Sight], None]
+    shown: Callable[[FleetSnapshot], None]
     patience_s: float
     hold_s: float
     """How long what lasts is to last: unrest, an outage."""
@@ -53,68 +53,68 @@ class Run:
             self.shown(self.there.look(database))
             time.sleep(0.5)
 
-    def settled(self) -> bool:
+    def wait_until_settled(self) -> bool:
         """All at rest within the time."""
-        return verdict.settled(self.there, self.patience_s, self.shown)[0]
+        return verdict.wait_until_settled(self.there, self.patience_s, self.shown)[0]
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Of the fleet."""
         return self.there.fleet.ask(do, **arguments)
 
 
-def cold_start(run: Run) -> list[Line]:
+def cold_start(run: ScenarioRun) -> list[PromiseLine]:
     """A new cloud: no host has ever connected, all do at once, and report."""
     run.there.power_on()
     return []
 
 
-def power_return(run: Run) -> list[Line]:
+def power_return(run: ScenarioRun) -> list[PromiseLine]:
     """The power is gone everywhere at once, and comes back everywhere at once; half of what reports has changed."""
     run.there.power_on()
-    run.settled()
+    run.wait_until_settled()
     gone = run.ask("off")["gone"]
     run.watch(1.0)
     run.ask("change", share=0.5)
     began = time.monotonic()
     run.ask("on")
-    done = run.settled()
+    done = run.wait_until_settled()
     took = f"{gone} agents gone and back, settled {time.monotonic() - began:.1f} s after the power"
-    return [Line("power is back", took, done and gone == run.there.count)]
+    return [PromiseLine("power is back", took, done and gone == run.there.count)]
 
 
-def web_restart(run: Run) -> list[Line]:
+def web_restart(run: ScenarioRun) -> list[PromiseLine]:
     """kill -9 of the web process while reports come in."""
     run.there.power_on()
-    run.settled()
+    run.wait_until_settled()
     before = run.there.whole.child("cyborgweb.server.web")
     run.ask("unrest", changes_per_s=run.there.count / 5)
     run.watch(run.hold_s / 4)
     run.there.kill("cyborgweb.server.web")
     run.watch(run.hold_s)
     run.ask("unrest")
-    done = run.settled()
+    done = run.wait_until_settled()
     after = run.there.whole.child("cyborgweb.server.web")
-    return [Line("another web", f"process {before}, then {after}", done and before != after)]
+    return [PromiseLine("another web", f"process {before}, then {after}", done and before != after)]
 
 
-def postgres_restart(run: Run) -> list[Line]:
+def postgres_restart(run: ScenarioRun) -> list[PromiseLine]:
     """kill -9 of PostgreSQL while reports come in and are merged; it recovers from its log."""
     run.there.power_on()
-    run.settled()
+    run.wait_until_settled()
     run.ask("unrest", changes_per_s=run.there.count / 5)
     run.watch(run.hold_s / 4)
     before = run.there.kill_database()
     run.watch(run.hold_s)
     run.ask("unrest")
-    done = run.settled()
+    done = run.wait_until_settled()
     after = run.there.postmaster()
-    return [Line("another database", f"process {before}, then {after}", done and before != after)]
+    return [PromiseLine("another database", f"process {before}, then {after}", done and before != after)]
 
 
-def slow_database(run: Run) -> list[Line]:
+def slow_database(run: ScenarioRun) -> list[PromiseLine]:
     """All agents come back to a database whose every write takes a fifth of a second longer; it is never locked."""
     run.there.power_on()
-    run.settled()
+    run.wait_until_settled()
     run.ask("off")
     run.ask("change")
     acknowledged = run.there.look().counts.get("acknowledged", 0)
@@ -127,15 +127,15 @@ def slow_database(run: Run) -> list[Line]:
         finally:
             database.execute(SPEED_UP)
     more = slowed.counts.get("acknowledged", 0) - acknowledged
-    done = run.settled()
+    done = run.wait_until_settled()
     told = f"{slowed.connected} connected and {more} reports acknowledged while every write was slow"
-    return [Line("slow, but it goes on", told, done and slowed.connected > 0 and more > 0)]
+    return [PromiseLine("slow, but it goes on", told, done and slowed.connected > 0 and more > 0)]
 
 
-def locked_database(run: Run) -> list[Line]:
+def locked_database(run: ScenarioRun) -> list[PromiseLine]:
     """All agents come back to a database that answers no admission and stores no report for a while: locks are held."""
     run.there.power_on()
-    run.settled()
+    run.wait_until_settled()
     run.ask("off")
     run.ask("change")
     with run.there.connection() as blocker:
@@ -143,15 +143,15 @@ def locked_database(run: Run) -> list[Line]:
         run.ask("on")
         run.watch(max(LOCKED_S, run.hold_s), database=False)
         blocked = run.there.look(database=False)
-    done = run.settled()
+    done = run.wait_until_settled()
     told = f"{blocked.connected} connected, {blocked.sent_away} attempts told to come back while nothing was answered"
-    return [Line("nobody waits in vain", told, done and blocked.connected == 0 and blocked.sent_away > 0)]
+    return [PromiseLine("nobody waits in vain", told, done and blocked.connected == 0 and blocked.sent_away > 0)]
 
 
-def half_bad(run: Run) -> list[Line]:
+def half_bad(run: ScenarioRun) -> list[PromiseLine]:
     """Half of the hosts have a bad driver: it fails, flaps, and makes its agent send more than is taken."""
     run.there.power_on(bad=0.5)
-    run.settled()
+    run.wait_until_settled()
     run.ask("unrest", bad_per_s=run.there.count / 10)
     run.watch(run.hold_s / 2)
     began, good = time.monotonic(), run.ask("change", good=True)["changed"]
@@ -162,30 +162,30 @@ def half_bad(run: Run) -> list[Line]:
     run.watch(run.hold_s / 2)
     bad = run.there.look().counts.get("oversized", 0)
     run.ask("unrest")
-    done = run.settled()
+    done = run.wait_until_settled()
     found = f"{good} of them acknowledged within {took:.1f} s, while {bad} oversized reports were refused"
-    return [Line("the good are not held up", found, done and bad > 0 and took < GOOD_S)]
+    return [PromiseLine("the good are not held up", found, done and bad > 0 and took < GOOD_S)]
 
 
-def soak(run: Run) -> list[Line]:
+def soak(run: ScenarioRun) -> list[PromiseLine]:
     """Agents and every part of the product are killed at random for --soak seconds; memory of web stays flat."""
     return soaking.soak(run)
 
 
-SCENARIOS: dict[str, Callable[[Run], list[Line]]] = {
+SCENARIOS: dict[str, Callable[[ScenarioRun], list[PromiseLine]]] = {
     function.__name__.replace("_", "-"): function
     for function in (cold_start, power_return, web_restart, postgres_restart, slow_database, locked_database, half_bad)
 }
 
-LONG_SCENARIOS: dict[str, Callable[[Run], list[Line]]] = {"soak": soak}
+LONG_SCENARIOS: dict[str, Callable[[ScenarioRun], list[PromiseLine]]] = {"soak": soak}
 """Those that take minutes: run by their name only, not as part of `all`."""
 
 
-def judged(name: str, run: Run) -> list[Line]:
+def run_and_judge(name: str, run: ScenarioRun) -> list[PromiseLine]:
     """Run it to its end, and compare. The next one may follow on the same installation."""
     run.ask("forget")
     run.there.seen.clear()
     before, began = run.there.look(), time.monotonic()
     more = (SCENARIOS | LONG_SCENARIOS)[name](run)
-    done = run.settled()
+    done = run.wait_until_settled()
     return verdict.judge(run.there, done, began, before, more)

@@ -9,10 +9,10 @@ from tests.bench.figures import anonymous_kb
 from tests.fleet import verdict
 from tests.fleet.kills import FIND, PARTS, Killer
 from tests.fleet.memory_trend import Sample, judge_memory
-from tests.fleet.verdict import Line
+from tests.fleet.verdict import PromiseLine
 
 if TYPE_CHECKING:
-    from tests.fleet.scenarios import Run
+    from tests.fleet.scenarios import ScenarioRun
 
 LOOK_S = 0.5
 CHANGE_EVERY_S = 60.0
@@ -29,10 +29,10 @@ EVERYTHING_SHARE = 1 / 4
 MEMORY, LOST_PARTS = "memory does not grow", "killed in turn"
 
 
-def soak(run: Run) -> list[Line]:
+def soak(run: ScenarioRun) -> list[PromiseLine]:
     """Kill agents all the time, and the parts of the product in turn; judge the kills and web's memory."""
     run.there.power_on()
-    run.settled()
+    run.wait_until_settled()
     killer, samples = Killer(run.there, run.seed, run.patience_s), list[Sample]()
 
     def look() -> None:
@@ -47,7 +47,7 @@ def soak(run: Run) -> list[Line]:
     _begin_unrest(run)
     killer.kill_in_turn(PARTS, run.soak_s * EVERYTHING_SHARE, PAUSE_S, look)
     run.ask("unrest")
-    run.settled()
+    run.wait_until_settled()
     _begin_unrest(run)
     others = [part for part in PARTS if part != "web"]
     killer.kill_in_turn(others, run.soak_s * (1 - EVERYTHING_SHARE), PAUSE_S, measure)
@@ -57,16 +57,16 @@ def soak(run: Run) -> list[Line]:
     _wait_until_nothing_is_stuck(run)
     judgement = judge_memory(samples)
     slope = judgement.trend.mb_per_hour if judgement.trend else None
-    return [judge_kills(killer), Line(MEMORY, judgement.text, judgement.holds, slope)]
+    return [judge_kills(killer), PromiseLine(MEMORY, judgement.text, judgement.holds, slope)]
 
 
-def _begin_unrest(run: Run) -> None:
+def _begin_unrest(run: ScenarioRun) -> None:
     count = run.there.count
     kills_per_s = max(MIN_KILLS_PER_S, count / AGENT_LIFETIME_S)
     run.ask("unrest", changes_per_s=count / CHANGE_EVERY_S, kills_per_s=kills_per_s)
 
 
-def _sample_web(run: Run) -> Sample | None:
+def _sample_web(run: ScenarioRun) -> Sample | None:
     """Memory of the web process now; None while there is none."""
     for pid in FIND["web"](run.there):
         try:
@@ -76,10 +76,10 @@ def _sample_web(run: Run) -> Sample | None:
     return None
 
 
-def _wait_until_nothing_is_stuck(run: Run) -> None:
+def _wait_until_nothing_is_stuck(run: ScenarioRun) -> None:
     """Wait for the jobs of a killed worker: the supervisor replaces its cluster after CYBORG_TICK_STALL_S."""
     end = time.monotonic() + run.patience_s
-    run.settled()
+    run.wait_until_settled()
     while time.monotonic() < end:
         stuck = run.there.rows(verdict.STUCK)
         if stuck and not any(stuck[0]):
@@ -88,9 +88,9 @@ def _wait_until_nothing_is_stuck(run: Run) -> None:
         time.sleep(LOOK_S)
 
 
-def judge_kills(killer: Killer) -> Line:
+def judge_kills(killer: Killer) -> PromiseLine:
     """Whether every part was killed at least once, and came back each time."""
     counts = ", ".join(f"{killer.killed[part]} {part}" for part in PARTS)
     away = f"; did not come back: {', '.join(killer.missing)}" if killer.missing else ""
     holds = not killer.missing and all(killer.killed[part] for part in PARTS)
-    return Line(LOST_PARTS, f"seed {killer.seed}: {counts}{away}", holds)
+    return PromiseLine(LOST_PARTS, f"seed {killer.seed}: {counts}{away}", holds)

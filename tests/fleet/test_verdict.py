@@ -17,29 +17,29 @@ import pytest
 from agents import wire
 from agents.host.backoff import ConnectionTiming, PendingAcks
 from tests.fleet import verdict
-from tests.fleet.__main__ import TEACHES
-from tests.fleet.hosts import Doings, Host, open_files
-from tests.fleet.installation import Sight
+from tests.fleet.__main__ import HELP_EPILOG
+from tests.fleet.hosts import FleetCounters, SimulatedAgent, open_files
+from tests.fleet.installation import FleetSnapshot
 from tests.fleet.kills import FIND, PARTS, Killer, draw_order
 from tests.fleet.memory_trend import BLOCKS, BOUND_MB_H, LEAST_BLOCKS, Sample, _reduce_to_blocks, judge_memory
 from tests.fleet.soak import judge_kills
 
 
-class Silent:
+class SilentPeer:
     """A peer to whom reports are sent."""
 
     def send(self, text: str) -> None:
         """Into the void."""
 
 
-class There:
+class FakeInstallation:
     """An installation whose tables and hosts are as said."""
 
     count = 1
 
-    def __init__(self, host: Host, *stored: tuple[str, str, int, str]) -> None:
+    def __init__(self, host: SimulatedAgent, *stored: tuple[str, str, int, str]) -> None:
         self.stored, self.states = list(stored), [list(host.state())]
-        self.fleet, self.seen = self, [Sight(0.0, connected=1, counts={}, refused={})]
+        self.fleet, self.seen = self, [FleetSnapshot(0.0, connected=1, counts={}, refused={})]
 
     def ask(self, do: str) -> dict[str, Any]:
         """As the fleet answers."""
@@ -50,49 +50,49 @@ class There:
         return self.stored if statement is verdict.STORED else [(0, 0, 0)]
 
 
-def report(host: Host) -> tuple[str, str]:
+def send_report(host: SimulatedAgent) -> tuple[str, str]:
     """Sends what is there now; its hash and model."""
     host._owed = PendingAcks(8.0, ConnectionTiming())
-    host._report(Silent(), time.monotonic())  # type: ignore[arg-type]
+    host._send_report(SilentPeer(), time.monotonic())  # type: ignore[arg-type]
     return host._since[-1].content, host._since[-1].model
 
 
-def acknowledge(host: Host, seq: int) -> None:
+def acknowledge(host: SimulatedAgent, seq: int) -> None:
     """As the gateway does."""
 
     async def hear() -> None:
-        host._hear(Silent(), wire.encode_message(wire.Ack(seq, "Report")).encode())  # type: ignore[arg-type]
+        host._handle_message(SilentPeer(), wire.encode_message(wire.Ack(seq, "Report")).encode())  # type: ignore[arg-type]
 
     asyncio.run(hear())
 
 
 @pytest.fixture
-def host() -> Host:
+def host() -> SimulatedAgent:
     """One with two devices that has said nothing yet."""
-    return Host(7, 2, Doings())
+    return SimulatedAgent(7, 2, FleetCounters())
 
 
-def lost(host: Host, content: str, model: str, devices: int = 2) -> bool:
+def is_lost(host: SimulatedAgent, content: str, model: str, devices: int = 2) -> bool:
     """With this in the tables."""
-    return bool(verdict.lost(There(host, (host.state()[0], content, devices, model))))  # type: ignore[arg-type]
+    return bool(verdict.find_lost_hosts(FakeInstallation(host, (host.state()[0], content, devices, model))))  # type: ignore[arg-type]
 
 
-def test_what_was_sent_last_is_not_what_was_acknowledged_last(host: Host) -> None:
-    first, model = report(host)
-    assert host.state()[1:5] == (0, 0, "", "") and not lost(host, "", "", 0), "nothing was promised"
+def test_a_host_is_lost_unless_its_tables_match_an_acknowledged_or_later_report(host: SimulatedAgent) -> None:
+    first, model = send_report(host)
+    assert host.state()[1:5] == (0, 0, "", "") and not is_lost(host, "", "", 0), "nothing was promised"
     acknowledge(host, 1)
     assert host.state()[2:] == (1, first, "g0", 2, [])
-    assert not lost(host, first, model) and lost(host, first, "g7") and lost(host, first, model, 1)
+    assert not is_lost(host, first, model) and is_lost(host, first, "g7") and is_lost(host, first, model, 1)
     host.failing = True
     host.change()
-    second, none = report(host)
+    second, none = send_report(host)
     host.failing = False
     assert host.state()[2:] == (1, first, "g0", 2, [(second, none)]) and none == ""
-    assert not lost(host, first, model) and not lost(host, second, model), "either may be stored"
-    assert lost(host, "another", model)
+    assert not is_lost(host, first, model) and not is_lost(host, second, model), "either may be stored"
+    assert is_lost(host, "another", model)
     acknowledge(host, 2)
     assert host.state()[2:] == (2, second, "", 2, [])
-    assert not lost(host, second, model) and lost(host, first, model), "settled"
+    assert not is_lost(host, second, model) and is_lost(host, first, model), "settled"
 
 
 @pytest.mark.parametrize(
@@ -102,19 +102,19 @@ def test_what_was_sent_last_is_not_what_was_acknowledged_last(host: Host) -> Non
         *((word, False) for word in ("403", "500", "clone", "revoked", "malformed", "superseded", "KeyError")),
     ],
 )
-def test_who_is_told_anything_but_to_come_back_breaks_the_promise(host: Host, what: str, holds: bool) -> None:
-    there = There(host)
+def test_any_refusal_other_than_busy_breaks_the_promise(host: SimulatedAgent, what: str, holds: bool) -> None:
+    there = FakeInstallation(host)
     there.seen[-1].refused[what] = 2
-    lines = verdict.judge(there, True, 0.0, Sight(0.0), [])  # type: ignore[arg-type]
+    lines = verdict.judge(there, True, 0.0, FleetSnapshot(0.0), [])  # type: ignore[arg-type]
     assert {line.promise: line.holds for line in lines}["only told to come back"] is holds
     assert there.seen[-1].sent_away == (2 if what == "503" else 0)
 
 
-def test_help_names_the_files_that_are_needed() -> None:
-    assert open_files(1000) == 1700 and "1.5 N + 200 here" in TEACHES
+def test_the_help_text_names_the_number_of_open_files_that_are_needed() -> None:
+    assert open_files(1000) == 1700 and "1.5 N + 200 here" in HELP_EPILOG
 
 
-def series(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0, seed: int = 3) -> list[Sample]:
+def make_samples(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0, seed: int = 3) -> list[Sample]:
     """A sample each second of a process that grows so fast after it has filled its caches in three minutes."""
     chance = random.Random(seed)
     return [
@@ -126,7 +126,7 @@ def series(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0, seed
 def test_a_steady_growth_of_a_few_kb_per_connection_is_found() -> None:
     """4 KB for each of 5 connections a second: 7 % in ten minutes at 100 MB, which a comparison of thirds let pass."""
     growth = 4 * 5 * 3600 / 1024
-    found = judge_memory(series(growth))
+    found = judge_memory(make_samples(growth))
     assert not found.holds and "grows by" in found.text, found.text
     assert found.trend is not None
     assert found.trend.low <= growth <= found.trend.high
@@ -135,24 +135,24 @@ def test_a_steady_growth_of_a_few_kb_per_connection_is_found() -> None:
 
 def test_a_growth_that_may_be_more_than_the_bound_does_not_pass() -> None:
     """The estimate is below the bound, and the interval is narrow, but it reaches beyond the bound."""
-    found = judge_memory(series(0.0), bound=0.1)
+    found = judge_memory(make_samples(0.0), bound=0.1)
     assert found.trend is not None
     almost = (found.trend.mb_per_hour + found.trend.high) / 2
     assert found.trend.precision * 2 < BOUND_MB_H
-    found = judge_memory(series(BOUND_MB_H - almost))
+    found = judge_memory(make_samples(BOUND_MB_H - almost))
     assert found.trend is not None and found.trend.mb_per_hour < BOUND_MB_H < found.trend.high
     assert not found.holds and "soak it longer" in found.text, found.text
 
 
 @pytest.mark.parametrize("samples", [8, 24, 25, 47, 48, 71, 600])
 def test_samples_become_at_most_as_many_blocks_as_are_named(samples: int) -> None:
-    points = _reduce_to_blocks(series(0.0, seconds=samples))
+    points = _reduce_to_blocks(make_samples(0.0, seconds=samples))
     assert LEAST_BLOCKS <= len(points) <= BLOCKS
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_plateau_after_warm_up_passes_and_shows_how_sure_that_is(seed: int) -> None:
-    found = judge_memory(series(0.0, seed=seed))
+def test_a_plateau_after_warm_up_passes_and_shows_its_confidence_interval(seed: int) -> None:
+    found = judge_memory(make_samples(0.0, seed=seed))
     assert found.holds and found.trend is not None, found.text
     assert abs(found.trend.mb_per_hour) < found.trend.precision * 2 < BOUND_MB_H
     assert 0.0 < found.trend.residual_mb < 0.3
@@ -160,17 +160,17 @@ def test_a_plateau_after_warm_up_passes_and_shows_how_sure_that_is(seed: int) ->
 
 
 def test_one_step_to_a_new_plateau_is_no_growth() -> None:
-    flat = series(0.0, seconds=1800)
+    flat = make_samples(0.0, seconds=1800)
     stepped = [replace(one, kb=one.kb + 4000 * (one.at_s > 1350)) for one in flat]
     assert judge_memory(stepped).holds, judge_memory(stepped).text
 
 
-def test_what_cannot_be_judged_does_not_pass() -> None:
-    noisy = judge_memory(series(0.0, noise_kb=20_000.0))
+def test_noisy_too_few_or_replaced_samples_do_not_pass() -> None:
+    noisy = judge_memory(make_samples(0.0, noise_kb=20_000.0))
     assert not noisy.holds and "soak it longer" in noisy.text, noisy.text
-    few = judge_memory(series(0.0, seconds=9))
+    few = judge_memory(make_samples(0.0, seconds=9))
     assert not few.holds and few.trend is None and "9 samples are too few" in few.text
-    replaced = judge_memory([*series(0.0), Sample(601.0, 80_000, pid=2)])
+    replaced = judge_memory([*make_samples(0.0), Sample(601.0, 80_000, pid=2)])
     assert not replaced.holds and "replaced" in replaced.text
 
 

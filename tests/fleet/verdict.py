@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.fleet.installation import Installation, Sight
+from tests.fleet.installation import FleetSnapshot, Installation
 
 STORED = """
 SELECT h.name, h.applied_hash, count(d.id) FILTER (WHERE d.state <> 'missing'),
@@ -27,7 +27,7 @@ COME_BACK = frozenset({"503", "busy"})
 
 
 @dataclass(frozen=True)
-class Line:
+class PromiseLine:
     """One promise: what was found, and whether it holds."""
 
     promise: str
@@ -37,9 +37,9 @@ class Line:
     """The figure that was judged, where there is one."""
 
 
-def settled(
-    there: Installation, patience_s: float, shown: Callable[[Sight], None] = lambda sight: None
-) -> tuple[bool, Sight]:
+def wait_until_settled(
+    there: Installation, patience_s: float, shown: Callable[[FleetSnapshot], None] = lambda sight: None
+) -> tuple[bool, FleetSnapshot]:
     """Look until every agent is connected, has its acknowledgement, the spool is empty and every host up."""
     end = time.monotonic() + patience_s
     while True:
@@ -51,7 +51,7 @@ def settled(
         time.sleep(0.5)
 
 
-def lost(there: Installation) -> list[str]:
+def find_lost_hosts(there: Installation) -> list[str]:
     """Hosts whose tables are not what was acknowledged, nor what they sent after it; [] none is."""
     states = there.fleet.ask("states")["states"]
     stored = {name: rest for name, *rest in there.rows(STORED) or []}
@@ -66,38 +66,40 @@ def lost(there: Installation) -> list[str]:
     return wrong
 
 
-def is_trouble(what: str) -> bool:
+def is_connection_failure(what: str) -> bool:
     """Whether nobody refused anything: the connection failed, by an error of the system, or nobody spoke."""
     error = getattr(builtins, what, None)
     return what in ("closed", "silence") or (isinstance(error, type) and issubclass(error, OSError))
 
 
-def judge(there: Installation, done: bool, began: float, before: Sight, more: list[Line]) -> list[Line]:
+def judge(
+    there: Installation, done: bool, began: float, before: FleetSnapshot, more: list[PromiseLine]
+) -> list[PromiseLine]:
     """The lines of every scenario, with its own (`more`) at the end."""
     last = there.seen[-1]
-    wrong = lost(there)
+    wrong = find_lost_hosts(there)
     stuck = there.rows(STUCK)
     most = max(sight.web_kb for sight in there.seen)
     bound = before.web_kb + MEMORY_FREE_KB + MEMORY_KB * there.count
     tried = ", ".join(f"{count} {what}" for what, count in sorted(last.refused.items())) or "none"
-    strange = [what for what in last.refused if what not in COME_BACK and not is_trouble(what)]
+    strange = [what for what in last.refused if what not in COME_BACK and not is_connection_failure(what)]
     acknowledged, told = last.counts.get("acknowledged", 0), f" ({'; '.join(wrong[:3])})" if wrong else ""
     return [
-        Line("none lost", f"{acknowledged} acknowledged, {len(wrong)} hosts not in the tables{told}", not wrong),
-        Line(
+        PromiseLine("none lost", f"{acknowledged} acknowledged, {len(wrong)} hosts not in the tables{told}", not wrong),
+        PromiseLine(
             "none stuck",
             f"{last.connected} of {there.count} connected, {last.owing} owe a report, {last.up} up;"
             f" spool, intents, jobs that wait: {stuck[0] if stuck else 'no answer'}",
             done and bool(stuck) and not any(stuck[0]),
         ),
-        Line("memory of web", f"{most / 1024:.0f} MB at most, of {bound / 1024:.0f}", most <= bound),
-        Line("only told to come back", f"attempts that failed: {tried}", not strange),
-        Line("all settled", f"{time.monotonic() - began:.1f} s", done),
+        PromiseLine("memory of web", f"{most / 1024:.0f} MB at most, of {bound / 1024:.0f}", most <= bound),
+        PromiseLine("only told to come back", f"attempts that failed: {tried}", not strange),
+        PromiseLine("all settled", f"{time.monotonic() - began:.1f} s", done),
         *more,
     ]
 
 
-def table(lines: list[Line]) -> str:
+def table(lines: list[PromiseLine]) -> str:
     """Aligned, `ok` or `BROKEN` in front."""
     width = max(len(line.promise) for line in lines)
     return "\n".join(f"{'ok    ' if line.holds else 'BROKEN'}  {line.promise:<{width}}  {line.found}" for line in lines)

@@ -7,22 +7,22 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from tests.fleet.installation import Sight
+from tests.fleet.installation import FleetSnapshot
 
 EVERY_S = 5.0
 
 
-class View:
+class FleetView:
     """`view(sight)` shows it."""
 
     def __init__(self, title: str, count: int, devices: int, out: TextIO = sys.stdout) -> None:
         self._title, self._count, self._devices, self._out = title, count, devices, out
         self._began = time.monotonic()
-        self._before: Sight | None = None
+        self._before: FleetSnapshot | None = None
         self._said = 0.0
         self._lines = 0
 
-    def __call__(self, sight: Sight) -> None:
+    def __call__(self, sight: FleetSnapshot) -> None:
         """Show one look: on a terminal in place of the last."""
         rate = self._rates(sight)
         if self._out.isatty():
@@ -35,7 +35,7 @@ class View:
             self._out.write("  ".join(line.strip() for line in self._block(sight, rate)) + "\n")
         self._out.flush()
 
-    def _rates(self, sight: Sight) -> Callable[[str], str]:
+    def _rates(self, sight: FleetSnapshot) -> Callable[[str], str]:
         before, self._before = self._before or sight, sight
         took = max(sight.at - before.at, 1e-9)
 
@@ -47,7 +47,7 @@ class View:
 
         return rate
 
-    def _block(self, sight: Sight, rate: Callable[[str], str]) -> list[str]:
+    def _block(self, sight: FleetSnapshot, rate: Callable[[str], str]) -> list[str]:
         full = self._count * self._devices
         database = (
             f"spool {sight.spool} ({sight.spool_s:.1f} s old)  devices {sight.devices} of {full}  hosts up {sight.up}"

@@ -13,10 +13,10 @@ from accelerators.domain.states import EventSource
 from cyborgweb.models.event_types import NotificationKind
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import subscriptions
-from tests.notify.receiver import Receiver, receiving
+from tests.notify.receiver import Receiver, run_receiver
 
 OLGA = Caller("olga", "7", frozenset({"admin"}), "p1")
-LONG_AGO = "2020-01-01T00:00:00Z"
+PAST_TIME = "2020-01-01T00:00:00Z"
 Subscribe = Callable[..., Subscription]
 
 
@@ -33,7 +33,7 @@ def _open_to_loopback(settings: Any) -> None:
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    with receiving() as one:
+    with run_receiver() as one:
         yield one
 
 
@@ -45,13 +45,13 @@ def subscribe(db: None) -> Subscribe:
         said = {"name": "mine", "kinds": list(NotificationKind), "scope": "cloud", "way": way} | values
         personal = said.pop("personal", way == "inbox")
         row, _ = subscriptions.create(said, caller, EventSource.API, personal=personal)
-        Subscription.objects.filter(pk=row.pk).update(created_at=LONG_AGO)
+        Subscription.objects.filter(pk=row.pk).update(created_at=PAST_TIME)
         return row
 
     return make
 
 
-def due_now() -> None:
+def make_retries_due() -> None:
     """Time has passed: what waits for another try is due."""
-    Delivery.objects.filter(progress="waiting").update(next_at=LONG_AGO)
-    Subscription.objects.update(retry_at=LONG_AGO)
+    Delivery.objects.filter(progress="waiting").update(next_at=PAST_TIME)
+    Subscription.objects.update(retry_at=PAST_TIME)

@@ -14,27 +14,29 @@ from typing import Any
 
 @dataclass
 class Receiver:
-    """Answers as the next word of `moods` says, in the end 200; `got` are (headers, body) of what it answered so."""
+    """Answers as the next word of `behaviours` says, in the end 200; `accepted` are (headers, body) of what it answered
+    so.
+    """
 
-    moods: list[str] = field(default_factory=list)
+    behaviours: list[str] = field(default_factory=list)
     calls: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
-    got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
-    released: threading.Event = field(default_factory=threading.Event)
-    at_once: int = 0
-    most_at_once: int = 0
+    accepted: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    release_hanging: threading.Event = field(default_factory=threading.Event)
+    concurrent_calls: int = 0
+    max_concurrent_calls: int = 0
     url: str = ""
 
-    def ids(self) -> list[str]:
+    def accepted_ids(self) -> list[str]:
         """The messages that were taken, in order."""
-        return [headers["webhook-id"] for headers, _ in self.got]
+        return [headers["webhook-id"] for headers, _ in self.accepted]
 
-    def bodies(self) -> list[dict[str, Any]]:
+    def accepted_bodies(self) -> list[dict[str, Any]]:
         """What they say."""
-        return [json.loads(body) for _, body in self.got]
+        return [json.loads(body) for _, body in self.accepted]
 
 
 @contextmanager
-def receiving() -> Iterator[Receiver]:
+def run_receiver() -> Iterator[Receiver]:
     """One, gone at the end."""
     receiver, lock = Receiver(), threading.Lock()
 
@@ -44,20 +46,20 @@ def receiving() -> Iterator[Receiver]:
             call = ({name.lower(): value for name, value in self.headers.items()}, body)
             with lock:
                 receiver.calls.append(call)
-                receiver.at_once += 1
-                receiver.most_at_once = max(receiver.most_at_once, receiver.at_once)
-                mood = receiver.moods.pop(0) if receiver.moods else "200"
+                receiver.concurrent_calls += 1
+                receiver.max_concurrent_calls = max(receiver.max_concurrent_calls, receiver.concurrent_calls)
+                mood = receiver.behaviours.pop(0) if receiver.behaviours else "200"
                 if mood == "200":
-                    receiver.got.append(call)
+                    receiver.accepted.append(call)
             try:
                 self.answer(mood)
             finally:
                 with lock:
-                    receiver.at_once -= 1
+                    receiver.concurrent_calls -= 1
 
         def answer(self, mood: str) -> None:
             if mood == "hangs":
-                receiver.released.wait(30)
+                receiver.release_hanging.wait(30)
             elif mood == "closes":
                 self.connection.shutdown(socket.SHUT_RDWR)
             elif mood == "rubbish":
@@ -83,6 +85,6 @@ def receiving() -> Iterator[Receiver]:
     try:
         yield receiver
     finally:
-        receiver.released.set()
+        receiver.release_hanging.set()
         server.shutdown()
         server.server_close()

@@ -16,13 +16,13 @@ from cyborgweb.notify.webhook import (
     parse_webhook_url,
     post_message,
 )
-from tests.notify.receiver import Receiver, receiving
+from tests.notify.receiver import Receiver, run_receiver
 
-PUBLIC = AllowedDestinations()
-OPEN = AllowedDestinations(allow_http=True, networks=parse_networks(["127.0.0.0/8"]))
+PUBLIC_ONLY = AllowedDestinations()
+WITH_LOOPBACK = AllowedDestinations(allow_http=True, networks=parse_networks(["127.0.0.0/8"]))
 
 
-def test_the_signature_is_the_standards() -> None:
+def test_the_signature_equals_the_example_of_the_specification() -> None:
     """The example of the specification, and by hand."""
     secret, message, at = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330
     wanted = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
@@ -51,19 +51,21 @@ def test_the_signature_is_the_standards() -> None:
         "fec0::1",
     ],
 )
-def test_a_name_that_leads_inside_is_refused_when_it_is_sent(address: str) -> None:
-    outcome = post_message("https://hook.example/x", {}, b"{}", PUBLIC, lambda host, port: ["93.184.216.34", address])
+def test_a_name_or_address_that_is_not_public_is_refused_when_sending(address: str) -> None:
+    outcome = post_message(
+        "https://hook.example/x", {}, b"{}", PUBLIC_ONLY, lambda host, port: ["93.184.216.34", address]
+    )
     assert "that is not public" in outcome.error
     assert address.partition("%")[0] not in outcome.error, "what a name means inside is nobody's"
     literal = address.partition("%")[0]
     url = f"https://[{literal}]/" if ":" in literal else f"https://{literal}/"
     with pytest.raises(webhook.WebhookUrlError, match="not public"):
-        parse_webhook_url(url, PUBLIC)
+        parse_webhook_url(url, PUBLIC_ONLY)
 
 
-def test_the_connection_goes_to_the_address_that_was_checked() -> None:
+def test_the_connection_goes_to_the_address_that_was_checked_without_a_second_lookup() -> None:
     """A name that means something else a moment later is not asked again."""
-    with receiving() as receiver:
+    with run_receiver() as receiver:
         asked: list[str] = []
 
         def lookup(host: str, port: int) -> list[str]:
@@ -71,7 +73,7 @@ def test_the_connection_goes_to_the_address_that_was_checked() -> None:
             return ["127.0.0.1"] if len(asked) == 1 else ["127.9.9.9"]
 
         url = receiver.url.replace("127.0.0.1", "hook.example")
-        assert post_message(url, {"webhook-id": "a"}, b"{}", OPEN, lookup) == AttemptOutcome()
+        assert post_message(url, {"webhook-id": "a"}, b"{}", WITH_LOOPBACK, lookup) == AttemptOutcome()
         assert asked == ["hook.example"]
         assert receiver.calls[0][0]["host"].startswith("hook.example:")
 
@@ -93,10 +95,10 @@ def test_the_connection_goes_to_the_address_that_was_checked() -> None:
         ("https://example.org/" + "x" * 2000, "2000"),
     ],
 )
-def test_a_url_that_cannot_be_used_is_refused_with_a_sentence(url: str, says: str) -> None:
+def test_unusable_urls_are_refused_with_a_message(url: str, says: str) -> None:
     with pytest.raises(webhook.WebhookUrlError, match=says):
-        parse_webhook_url(url, PUBLIC)
-    assert says in post_message(url, {}, b"", PUBLIC).error
+        parse_webhook_url(url, PUBLIC_ONLY)
+    assert says in post_message(url, {}, b"", PUBLIC_ONLY).error
 
 
 @pytest.mark.parametrize(
@@ -111,24 +113,24 @@ def test_a_url_that_cannot_be_used_is_refused_with_a_sentence(url: str, says: st
         ("hangs", "did not answer in time"),
     ],
 )
-def test_what_an_answer_means(monkeypatch: pytest.MonkeyPatch, mood: str, error: str) -> None:
+def test_each_answer_of_a_receiver_gives_its_outcome(monkeypatch: pytest.MonkeyPatch, mood: str, error: str) -> None:
     monkeypatch.setattr(webhook, "ATTEMPT_TIMEOUT_S", 0.3)
-    with receiving() as receiver:
-        receiver.moods = [mood]
-        outcome = post_message(receiver.url, {"webhook-id": "a"}, b"{}", OPEN)
+    with run_receiver() as receiver:
+        receiver.behaviours = [mood]
+        outcome = post_message(receiver.url, {"webhook-id": "a"}, b"{}", WITH_LOOPBACK)
         assert error in outcome.error and bool(error) == bool(outcome.error)
         assert len(receiver.calls) == 1
 
 
-def test_gone_is_gone_and_nobody_there_is_said(receiver: Receiver) -> None:
-    receiver.moods = ["410"]
-    assert post_message(receiver.url, {"webhook-id": "a"}, b"", OPEN).is_gone
-    assert "cannot be reached: Connection refused" in post_message("http://127.0.0.1:1/", {}, b"", OPEN).error
-    assert "cannot be resolved" in post_message("https://nowhere.invalid/", {}, b"", PUBLIC).error
-    assert "cannot be reached" in post_message(receiver.url.replace("http:", "https:"), {}, b"", OPEN).error
+def test_a_410_is_gone_and_unreachable_receivers_are_reported(receiver: Receiver) -> None:
+    receiver.behaviours = ["410"]
+    assert post_message(receiver.url, {"webhook-id": "a"}, b"", WITH_LOOPBACK).is_gone
+    assert "cannot be reached: Connection refused" in post_message("http://127.0.0.1:1/", {}, b"", WITH_LOOPBACK).error
+    assert "cannot be resolved" in post_message("https://nowhere.invalid/", {}, b"", PUBLIC_ONLY).error
+    assert "cannot be reached" in post_message(receiver.url.replace("http:", "https:"), {}, b"", WITH_LOOPBACK).error
 
 
-def test_a_network_that_is_listed_may_be_reached_and_its_neighbour_not() -> None:
+def test_only_listed_private_networks_may_be_reached() -> None:
     some = AllowedDestinations(networks=parse_networks(["10.1.0.0/16", "fd00::/8"]))
     assert parse_webhook_url("https://10.1.2.3/", some).host == "10.1.2.3"
     assert parse_webhook_url("https://[fd00::1]/", some)

@@ -28,11 +28,11 @@ from accelerators.models import (
 )
 from cyborgweb.models import ApiToken
 from placement_sync.models import Discrepancy, DiscrepancyKind
-from tests.support.reports import a_heard_host
+from tests.support.reports import create_heard_host
 
 Ask = Callable[..., HttpResponse]
 Fill = Callable[..., list[Host]]
-ROLES = {
+ROLES_BY_CALLER = {
     "admin": ["admin", "manager", "member", "reader"],
     "manager": ["manager", "member", "reader"],
     "operator": ["accelerator_operator", "member", "reader"],
@@ -54,7 +54,7 @@ def ask(client: Client, db: None) -> Ask:
     ) -> HttpResponse:
         who = (by, project)
         if by and who not in tokens:
-            tokens[who] = ApiToken.create_with_secret(f"{by}-{project}", user, ROLES[by], project)
+            tokens[who] = ApiToken.create_with_secret(f"{by}-{project}", user, ROLES_BY_CALLER[by], project)
         sent = ({"X-Auth-Token": tokens[who]} if by else {}) | headers
         body = data if isinstance(data, bytes) else b"" if data is None else json.dumps(data).encode()
         kind = headers.get("Content-Type", "application/json")
@@ -72,7 +72,7 @@ def fill(db: None) -> Fill:
     """
 
     def make(devices: int, first: int = 0) -> list[Host]:
-        hosts = [a_heard_host(f"cmp{first + n}", min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
+        hosts = [create_heard_host(f"cmp{first + n}", min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
         with conductor.writing():
             profile, _ = DeviceProfile.objects.get_or_create(
                 name="small", defaults={"groups": [{"resources:FPGA": "1"}]}
@@ -111,13 +111,13 @@ def fill(db: None) -> Fill:
     return make
 
 
-def results(response: HttpResponse) -> list[dict[str, Any]]:
+def get_results(response: HttpResponse) -> list[dict[str, Any]]:
     """The rows of a list that was answered with 200."""
     assert response.status_code == 200, response.content
     return json.loads(response.content)["results"]
 
 
-def message(response: HttpResponse, status: int) -> str:
+def get_error_message(response: HttpResponse, status: int) -> str:
     """The sentence of a refusal with this status, in the one shape."""
     assert response.status_code == status, response.content
     error = json.loads(response.content)["error"]

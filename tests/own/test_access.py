@@ -12,28 +12,28 @@ from accelerators.api.own import instances
 from accelerators.audit import sealing
 from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Event
-from tests.own.conftest import INSTANCES, Ask, Fill, message, results
+from tests.own.conftest import INSTANCES, Ask, Fill, get_error_message, get_results
 
 pytestmark = pytest.mark.django_db
 
-INFRASTRUCTURE = (
+INFRASTRUCTURE_COLLECTIONS = (
     *("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies", "seals"),
 )
-RUN = ("backends", "services", "drivers", "rollouts", "attachments")
+OPERATIONS_COLLECTIONS = ("backends", "services", "drivers", "rollouts", "attachments")
 """Who may what there: tests/web/test_roles.py."""
-FOR_PROJECTS = ("accelerators", "requests", "profiles", "events")
+PROJECT_COLLECTIONS = ("accelerators", "requests", "profiles", "events")
 
-MESSAGES = ("subscriptions", "deliveries", "inbox")
+MESSAGE_COLLECTIONS = ("subscriptions", "deliveries", "inbox")
 """Who sees which: tests/notify/test_api.py."""
 
 
-def test_infrastructure_is_for_managers_and_admins(ask: Ask, fill: Fill) -> None:
+def test_infrastructure_is_shown_to_managers_and_admins_only(ask: Ask, fill: Fill) -> None:
     fill(1)
-    for collection in INFRASTRUCTURE:
-        said = [ask(f"/api/{collection}/", by) for by in ("admin", "manager", "member", "reader", "nobody", "")]
-        assert [response.status_code for response in said] == [200, 200, 403, 403, 403, 401], collection
-        one = results(said[0])[0]["url"].removeprefix("http://testserver")
-        assert [ask(one, by).status_code for by in ("manager", "member", "")] == [200, 403, 401], one
+    for collection in INFRASTRUCTURE_COLLECTIONS:
+        responses = [ask(f"/api/{collection}/", by) for by in ("admin", "manager", "member", "reader", "nobody", "")]
+        assert [response.status_code for response in responses] == [200, 200, 403, 403, 403, 401], collection
+        element_path = get_results(responses[0])[0]["url"].removeprefix("http://testserver")
+        assert [ask(element_path, by).status_code for by in ("manager", "member", "")] == [200, 403, 401], element_path
 
 
 def test_x4_a_project_sees_its_own_requests_accelerators_and_events(ask: Ask, fill: Fill) -> None:
@@ -44,14 +44,14 @@ def test_x4_a_project_sees_its_own_requests_accelerators_and_events(ask: Ask, fi
         for request in (foreign, own):
             conductor.record_event("request.bound", EventSource.API, "nova", subject=(request.uuid, str(request.uuid)))
     for collection in ("requests", "accelerators"):
-        seen = results(ask(f"/api/{collection}/", "reader"))
+        seen = get_results(ask(f"/api/{collection}/", "reader"))
         assert {row["project"] for row in seen} == {"p1"}
-        assert results(ask(f"/api/{collection}/?project=p2", "reader")) == []
-        message(ask(f"/api/{collection}/{foreign.uuid}/", "reader"), 404)
+        assert get_results(ask(f"/api/{collection}/?project=p2", "reader")) == []
+        get_error_message(ask(f"/api/{collection}/{foreign.uuid}/", "reader"), 404)
         assert ask(f"/api/{collection}/{own.uuid}/", "reader").status_code == 200
-        assert {row["project"] for row in results(ask(f"/api/{collection}/"))} == {"p1", "p2"}
-    assert [event["subject"] for event in results(ask("/api/events/", "reader"))] == [str(own.uuid)]
-    message(ask(f"/api/events/{Event.objects.get(subject=foreign.uuid).id}/", "reader"), 404)
+        assert {row["project"] for row in get_results(ask(f"/api/{collection}/"))} == {"p1", "p2"}
+    assert [event["subject"] for event in get_results(ask("/api/events/", "reader"))] == [str(own.uuid)]
+    get_error_message(ask(f"/api/events/{Event.objects.get(subject=foreign.uuid).id}/", "reader"), 404)
     timeline = json.loads(ask(f"/api/requests/{own.uuid}/", "reader").content)["timeline"]
     assert [(event["action"], event["actor"]) for event in timeline] == [("request.bound", "nova")]
 
@@ -60,21 +60,21 @@ def test_x4_a_project_sees_its_own_requests_accelerators_and_events(ask: Ask, fi
 def test_a_seal_is_shown_with_its_hash(ask: Ask, fill: Fill) -> None:
     fill(1)
     sealing.seal_oldest_events()
-    seal, *_ = results(ask("/api/seals/", "manager"))
+    seal, *_ = get_results(ask("/api/seals/", "manager"))
     assert seal["events"] == Event.objects.count() and len(seal["hash"]) == 64 and "marks" not in seal
     assert json.loads(ask(seal["url"].removeprefix("http://testserver"), "operator").content) == seal
 
 
-def test_the_elevated_see_every_projects_accelerators_but_not_its_requests(ask: Ask, fill: Fill) -> None:
+def test_managers_see_accelerators_of_every_project_but_requests_only_of_their_own(ask: Ask, fill: Fill) -> None:
     fill(6)
-    assert {row["project"] for row in results(ask("/api/accelerators/", "manager"))} == {"p1", "p2"}
-    assert {row["project"] for row in results(ask("/api/requests/", "manager"))} == {"p1"}
+    assert {row["project"] for row in get_results(ask("/api/accelerators/", "manager"))} == {"p1", "p2"}
+    assert {row["project"] for row in get_results(ask("/api/requests/", "manager"))} == {"p1"}
 
 
-def test_a_token_without_a_project_gets_nothing(ask: Ask, fill: Fill) -> None:
+def test_a_token_without_a_project_is_refused_everywhere(ask: Ask, fill: Fill) -> None:
     fill(1)
-    for collection in (*INFRASTRUCTURE, *FOR_PROJECTS):
-        message(ask(f"/api/{collection}/", "admin", project=""), 403)
+    for collection in (*INFRASTRUCTURE_COLLECTIONS, *PROJECT_COLLECTIONS):
+        get_error_message(ask(f"/api/{collection}/", "admin", project=""), 403)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_a_token_without_a_project_gets_nothing(ask: Ask, fill: Fill) -> None:
         ("/api/profiles/?name=x", {"method": "POST", "data": {}}, 400, "unknown parameter; this address takes none"),
     ],
 )
-def test_a_refusal_has_one_shape_and_says_what_to_do(
+def test_every_refusal_has_the_same_shape_and_says_what_to_do(
     ask: Ask, path: str, options: dict[str, object], status: int, says: str
 ) -> None:
     response = ask(path, **options)
-    assert says in message(response, status)
+    assert says in get_error_message(response, status)
     assert response["Content-Type"] == "application/json"
     if status == 401:
         assert response["WWW-Authenticate"].startswith("Keystone uri=")
@@ -115,10 +115,16 @@ def test_a_refusal_has_one_shape_and_says_what_to_do(
         assert response["Allow"] in ("GET, HEAD", "GET, HEAD, POST", "GET, POST")
 
 
-def test_the_root_says_what_there_is_to_anybody(client: Client) -> None:
+def test_the_root_lists_all_collections_without_a_token(client: Client) -> None:
     found = json.loads(client.get("/api/").content)
     rest = {"usage", "census", "rules", "schema", "docs"}
-    assert set(found) == {*INFRASTRUCTURE, *FOR_PROJECTS, *RUN, *MESSAGES, *rest}
+    assert set(found) == {
+        *INFRASTRUCTURE_COLLECTIONS,
+        *PROJECT_COLLECTIONS,
+        *OPERATIONS_COLLECTIONS,
+        *MESSAGE_COLLECTIONS,
+        *rest,
+    }
     assert client.get("/api").content == client.get("/api/").content
     assert client.get(found["hosts"]).status_code == 401
 
@@ -128,10 +134,16 @@ def test_without_nova_the_state_of_an_instance_is_unknown(
 ) -> None:
     fill(2)
     monkeypatch.setattr(instances, "_sources", [])
-    assert results(ask("/api/accelerators/"))[0]["instance"] == {"uuid": INSTANCES[0], "state": "unknown", "name": ""}
+    assert get_results(ask("/api/accelerators/"))[0]["instance"] == {
+        "uuid": INSTANCES[0],
+        "state": "unknown",
+        "name": "",
+    }
 
 
-def test_an_accelerator_is_joined_with_what_nova_says(ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_shows_the_instances_state_and_name_from_nova(
+    ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(3)
     asked = []
 
@@ -140,7 +152,7 @@ def test_an_accelerator_is_joined_with_what_nova_says(ask: Ask, fill: Fill, monk
         return {INSTANCES[0]: instances.InstanceState("ACTIVE", "web-1")}
 
     monkeypatch.setattr(instances, "_sources", [nova])
-    first, second = results(ask("/api/accelerators/"))
+    first, second = get_results(ask("/api/accelerators/"))
     assert asked == [{instances.InstanceKey(INSTANCES[0], "p1"), instances.InstanceKey(INSTANCES[1], "p2")}]
     assert first["instance"] == {"uuid": INSTANCES[0], "state": "ACTIVE", "name": "web-1"}
     assert second["instance"]["state"] == "unknown"

@@ -10,8 +10,8 @@ from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.models import Device, Host
-from tests.own.conftest import INSTANCES, Ask, Fill, message, results
-from tests.support.reports import a_host, answer, apply, card
+from tests.own.conftest import INSTANCES, Ask, Fill, get_error_message, get_results
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 
@@ -34,7 +34,7 @@ COLLECTIONS = (
     "drivers",
     "rollouts",
 )
-ORDERS = {
+ORDERING_BY_COLLECTION = {
     "hosts": "name",
     "agents": "host",
     "devices": "state",
@@ -78,38 +78,40 @@ FILTERS = [
 def test_p3_a_list_takes_at_most_five_statements_at_any_size(ask: Ask, fill: Fill) -> None:
     fill(3)
     ask("/api/hosts/")
-    few = {collection: _statements(ask, f"/api/{collection}/") for collection in COLLECTIONS}
+    few = {collection: _count_statements(ask, f"/api/{collection}/") for collection in COLLECTIONS}
     fill(40, first=1)
-    assert few == {collection: _statements(ask, f"/api/{collection}/?limit=500") for collection in COLLECTIONS}
+    assert few == {collection: _count_statements(ask, f"/api/{collection}/?limit=500") for collection in COLLECTIONS}
     assert max(few.values()) <= 5, few
 
 
-def _statements(ask: Ask, path: str) -> int:
+def _count_statements(ask: Ask, path: str) -> int:
     with CaptureQueriesContext(connection) as found:
-        assert results(ask(path))
+        assert get_results(ask(path))
     return len(found)
 
 
-def test_an_element_is_the_same_in_its_list_and_on_its_own(ask: Ask, fill: Fill) -> None:
+def test_an_element_is_the_same_in_its_list_and_in_its_detail(ask: Ask, fill: Fill) -> None:
     fill(2)
     for collection in COLLECTIONS:
-        for element in results(ask(f"/api/{collection}/")):
+        for element in get_results(ask(f"/api/{collection}/")):
             alone = json.loads(ask(element["url"].removeprefix("http://testserver")).content)
             for inner in ("timeline", "steps"):
                 alone.pop(inner, None)
             assert alone == element
 
 
-def test_pages_lead_through_everything_once_in_both_directions(ask: Ask, fill: Fill) -> None:
+def test_pages_cover_each_list_once_in_both_directions(ask: Ask, fill: Fill) -> None:
     fill(6)
     for collection in COLLECTIONS:
-        ordering = ORDERS.get(collection, "-created")
+        ordering = ORDERING_BY_COLLECTION.get(collection, "-created")
         for sign in ("", "-"):
-            _page_through(ask, f"/api/{collection}/?fields=url&ordering={(sign + ordering).removeprefix('--')}")
+            _assert_pages_cover_the_list(
+                ask, f"/api/{collection}/?fields=url&ordering={(sign + ordering).removeprefix('--')}"
+            )
 
 
-def _page_through(ask: Ask, query: str) -> None:
-    whole = [e["url"] for e in results(ask(f"{query}&limit=500"))]
+def _assert_pages_cover_the_list(ask: Ask, query: str) -> None:
+    whole = [e["url"] for e in get_results(ask(f"{query}&limit=500"))]
     forth, pages = [], 0
     path = f"{query}&limit=3"
     while path:
@@ -125,8 +127,8 @@ def _page_through(ask: Ask, query: str) -> None:
     assert [url for urls in back for url in urls] == whole
 
 
-def test_many_rows_of_equal_value_do_not_stop_a_cursor(ask: Ask) -> None:
-    apply(a_host(), answer(*(card(n) for n in range(30))))
+def test_a_cursor_pages_through_many_rows_with_equal_sort_values(ask: Ask) -> None:
+    apply_report(get_or_create_host(), make_driver_report(*(make_card(n) for n in range(30))))
     seen, path = [], "/api/devices/?limit=4&ordering=state"
     while path:
         page = json.loads(ask(path).content)
@@ -135,10 +137,10 @@ def test_many_rows_of_equal_value_do_not_stop_a_cursor(ask: Ask) -> None:
     assert len(seen) == len(set(seen)) == 30
 
 
-def test_filters(ask: Ask, fill: Fill) -> None:
+def test_filters_select_the_expected_number_of_rows(ask: Ask, fill: Fill) -> None:
     fill(15)
     for collection, query, number in FILTERS:
-        assert len(results(ask(f"/api/{collection}/?{query}"))) == number, (collection, query)
+        assert len(get_results(ask(f"/api/{collection}/?{query}"))) == number, (collection, query)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +161,11 @@ def test_filters(ask: Ask, fill: Fill) -> None:
         ("hosts/?name=%00", "name: Null characters are not allowed."),
     ],
 )
-def test_what_cannot_be_asked_says_what_can(ask: Ask, path: str, says: str) -> None:
-    assert says in message(ask(f"/api/{path}"), 400)
+def test_invalid_query_parameters_are_refused_naming_the_valid_ones(ask: Ask, path: str, says: str) -> None:
+    assert says in get_error_message(ask(f"/api/{path}"), 400)
 
 
-def test_a_cursor_of_another_order_is_refused(ask: Ask, fill: Fill) -> None:
+def test_a_cursor_of_another_list_or_order_is_refused(ask: Ask, fill: Fill) -> None:
     fill(20)
     cursor = json.loads(ask("/api/devices/?limit=3").content)["next"].partition("cursor=")[2].partition("&")[0]
     for path in (
@@ -171,17 +173,17 @@ def test_a_cursor_of_another_order_is_refused(ask: Ask, fill: Fill) -> None:
         "/api/hosts/?cursor=x",
         "/api/hosts/?cursor=%00",
     ):
-        assert "cursor: it does not belong to this list in this order" in message(ask(path), 404)
+        assert "cursor: it does not belong to this list in this order" in get_error_message(ask(path), 404)
 
 
-def test_chosen_fields_are_all_there_is(ask: Ask, fill: Fill) -> None:
+def test_only_the_chosen_fields_are_returned(ask: Ask, fill: Fill) -> None:
     fill(2)
     uuid = Device.objects.first().uuid
-    assert results(ask("/api/devices/?fields=uuid,state&limit=1")) == [{"uuid": str(uuid), "state": "inactive"}]
+    assert get_results(ask("/api/devices/?fields=uuid,state&limit=1")) == [{"uuid": str(uuid), "state": "inactive"}]
     assert json.loads(ask(f"/api/devices/{uuid}?fields=type").content) == {"type": "FPGA"}
 
 
-def test_a_tag_holds_until_its_collection_is_written(ask: Ask, fill: Fill) -> None:
+def test_an_etag_stays_valid_until_its_collection_is_written(ask: Ask, fill: Fill) -> None:
     fill(3)
     first = ask("/api/devices/")
     tag = first["ETag"]
@@ -196,25 +198,25 @@ def test_a_tag_holds_until_its_collection_is_written(ask: Ask, fill: Fill) -> No
         Host.objects.update(stale_since="2026-01-01T00:00:00Z")
     changed = ask("/api/devices/", **{"If-None-Match": tag})
     assert changed.status_code == 200
-    assert "the agent of cmp0 has sent no heartbeat" in results(changed)[0]["stale"]
+    assert "the agent of cmp0 has sent no heartbeat" in get_results(changed)[0]["stale"]
     for nonsense in ("state=x", "limit=x", "ordering=x"):
-        message(ask(f"/api/devices/?{nonsense}", **{"If-None-Match": "*"}), 400)
+        get_error_message(ask(f"/api/devices/?{nonsense}", **{"If-None-Match": "*"}), 400)
 
 
-def test_what_has_no_generation_is_tagged_by_its_content(ask: Ask, fill: Fill) -> None:
+def test_a_list_without_a_generation_gets_an_etag_of_its_content(ask: Ask, fill: Fill) -> None:
     fill(1)
     tag = ask("/api/agents/")["ETag"]
     assert ask("/api/agents/", **{"If-None-Match": tag}).status_code == 304
     from agents.models import Lease
 
     Lease.objects.update(seen_at="2026-01-01T00:00:00Z")
-    assert results(ask("/api/agents/", **{"If-None-Match": tag}))[0]["state"] == "down"
+    assert get_results(ask("/api/agents/", **{"If-None-Match": tag}))[0]["state"] == "down"
 
 
 @pytest.mark.parametrize(
     "moment", ["0001-01-01T00:00:00%2B14:00", "9999-12-31T23:59:59-14:00", "0747-07-19T16:04:39-22:39"]
 )
-def test_no_moment_is_too_far_away(ask: Ask, moment: str) -> None:
+def test_extreme_timestamps_in_filters_cause_no_server_error(ask: Ask, moment: str) -> None:
     for name in ("since", "until"):
         assert ask(f"/api/events/?{name}={moment}").status_code in (200, 400)
 

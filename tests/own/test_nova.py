@@ -28,19 +28,19 @@ from tests.support.webserver import until
 
 
 @dataclass
-class Compute:
-    """A Nova with these servers, by project; `asked` are the queries that came, `status` what it answers with."""
+class FakeNova:
+    """A Nova with these servers, by project; `queries` are the queries that came, `status` what it answers with."""
 
     servers: dict[str, list[dict[str, str]]]
-    asked: list[dict[str, str]] = field(default_factory=list)
+    queries: list[dict[str, str]] = field(default_factory=list)
     status: int = 200
     address: str = ""
-    accepted: set[str | None] = field(default_factory=set)
-    released: threading.Event = field(default_factory=threading.Event)
+    accept_headers: set[str | None] = field(default_factory=set)
+    release_hanging: threading.Event = field(default_factory=threading.Event)
 
     def answer(self, query: dict[str, str]) -> bytes:
         """One page of at most two."""
-        self.asked.append(query)
+        self.queries.append(query)
         servers = self.servers.get(query["project_id"], [])
         start = next((n + 1 for n, s in enumerate(servers) if s["id"] == query.get("marker")), 0)
         body: dict[str, object] = {"servers": servers[start : start + 2]}
@@ -50,14 +50,14 @@ class Compute:
 
 
 @contextmanager
-def serving(compute: Compute) -> Iterator[None]:
+def serve_nova(compute: FakeNova) -> Iterator[None]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            compute.accepted.add(self.headers["Accept"])
+            compute.accept_headers.add(self.headers["Accept"])
             if compute.status == 0:
-                compute.asked.append({"path": url.path})
-                compute.released.wait(20)
+                compute.queries.append({"path": url.path})
+                compute.release_hanging.wait(20)
                 return
             self.send_response(compute.status)
             self.end_headers()
@@ -73,59 +73,59 @@ def serving(compute: Compute) -> Iterator[None]:
     try:
         yield
     finally:
-        compute.released.set()
+        compute.release_hanging.set()
         server.shutdown()
         server.server_close()
 
 
 @pytest.fixture
-def compute() -> Iterator[Compute]:
+def compute() -> Iterator[FakeNova]:
     """Three servers in p1, one in p2."""
     names = {"p1": ("a", "b", "c"), "p2": ("d",)}
-    made = Compute({p: [{"id": n, "name": f"vm-{n}", "status": "ACTIVE"} for n in ns] for p, ns in names.items()})
-    with serving(made):
+    made = FakeNova({p: [{"id": n, "name": f"vm-{n}", "status": "ACTIVE"} for n in ns] for p, ns in names.items()})
+    with serve_nova(made):
         yield made
 
 
-def nova(compute: Compute, deadline_s: float = 10.0) -> tuple[InstanceStateCache, list[float]]:
+def make_nova_source(compute: FakeNova, deadline_s: float = 10.0) -> tuple[InstanceStateCache, list[float]]:
     """A source that asks it, and the clock it goes by."""
     clock = [0.0]
     session = Session(auth=NoAuth(endpoint=compute.address))
     return InstanceStateCache(lambda: session, compute.address, deadline_s, lambda: clock[0]), clock
 
 
-def test_one_listing_for_each_project_remembered_for_a_while(compute: Compute) -> None:
-    ask, clock = nova(compute)
+def test_instances_are_listed_once_for_each_project_and_cached_for_a_while(compute: FakeNova) -> None:
+    ask, clock = make_nova_source(compute)
     wanted = [InstanceKey("a", "p1"), InstanceKey("c", "p1"), InstanceKey("d", "p2"), InstanceKey("z", "p1")]
     expected = {n: InstanceState("ACTIVE", f"vm-{n}") for n in ("a", "c", "d")} | {"z": GONE}
     assert ask(wanted) == expected
-    assert sorted(query["project_id"] for query in compute.asked) == ["p1", "p1", "p2"]
-    assert all(query["all_tenants"] == "1" for query in compute.asked)
-    assert compute.accepted == {"application/json"}
+    assert sorted(query["project_id"] for query in compute.queries) == ["p1", "p1", "p2"]
+    assert all(query["all_tenants"] == "1" for query in compute.queries)
+    assert compute.accept_headers == {"application/json"}
     assert ask(wanted) == expected
-    assert len(compute.asked) == 3
+    assert len(compute.queries) == 3
     compute.servers["p2"][0]["status"] = "SHUTOFF"
     clock[0] += CACHE_S
     assert ask([InstanceKey("d", "p2")]) == {"d": InstanceState("SHUTOFF", "vm-d")}
 
 
-def test_while_nova_is_away_everything_is_unknown_and_it_is_left_alone(compute: Compute) -> None:
-    ask, clock = nova(compute)
+def test_while_nova_is_away_cached_states_are_returned_and_nova_is_not_asked_again(compute: FakeNova) -> None:
+    ask, clock = make_nova_source(compute)
     known = ask([InstanceKey("a", "p1")])
     compute.status = 503
     assert ask([InstanceKey("a", "p1"), InstanceKey("d", "p2")]) == known
-    calls = len(compute.asked)
+    calls = len(compute.queries)
     assert ask([InstanceKey("d", "p2")]) == {}
-    assert len(compute.asked) == calls
+    assert len(compute.queries) == calls
     compute.status = 200
     clock[0] += CACHE_S
     assert ask([InstanceKey("d", "p2")])["d"].state == "ACTIVE"
 
 
 def test_an_outage_of_nova_is_logged_once_until_nova_was_back(
-    compute: Compute, caplog: pytest.LogCaptureFixture
+    compute: FakeNova, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ask, clock = nova(compute)
+    ask, clock = make_nova_source(compute)
 
     def lines_after_asking_with(status: int) -> list[str]:
         compute.status = status
@@ -140,25 +140,25 @@ def test_an_outage_of_nova_is_logged_once_until_nova_was_back(
     assert lines_after_asking_with(503) == [line, line], "another outage"
 
 
-def test_a_nova_that_does_not_answer_is_not_waited_for(compute: Compute) -> None:
+def test_a_nova_that_hangs_is_abandoned_at_the_deadline(compute: FakeNova) -> None:
     compute.status = 0
-    ask, _ = nova(compute, deadline_s=0.1)
+    ask, _ = make_nova_source(compute, deadline_s=0.1)
     assert ask([InstanceKey("a", "p1")]) == {}
 
 
-def test_after_the_deadline_nova_is_asked_for_no_further_instance(compute: Compute) -> None:
+def test_after_the_deadline_nova_is_asked_about_no_further_instance(compute: FakeNova) -> None:
     compute.status = 0
     session = Session(auth=NoAuth(endpoint=compute.address))
     found = get_servers(session, compute.address, [str(n) for n in range(10 * MAX_PARALLEL_CALLS)], deadline_s=0.1)
     assert {str(answer) for answer in found.values()} >= {"Nova did not answer in time"}
     assert all(isinstance(answer, NovaUnavailableError) for answer in found.values())
     until(lambda: not any(thread.name.startswith("servers") for thread in threading.enumerate()))
-    assert len(compute.asked) < len(found)
-    until(lambda: compute.accepted)
-    assert compute.accepted == {"application/json"}
+    assert len(compute.queries) < len(found)
+    until(lambda: compute.accept_headers)
+    assert compute.accept_headers == {"application/json"}
 
 
-def test_without_a_cloud_everything_is_unknown() -> None:
+def test_without_a_configured_cloud_no_instance_states_are_returned() -> None:
     def session() -> None:
         raise ConfigurationError("No cloud is configured")
 

@@ -11,23 +11,23 @@ from django.test import Client
 from cyborgweb.api import openapi
 from tests.own.conftest import Ask, Fill
 
-COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "openapi.yaml"
+COMMITTED_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "openapi.yaml"
 
 
-def test_the_committed_document_is_valid_and_the_codes() -> None:
+def test_the_committed_openapi_document_is_valid_and_up_to_date() -> None:
     openapi.validate_document()
-    assert COMMITTED.read_text() == openapi.render_yaml(), "run `make docs`"
+    assert COMMITTED_DOCUMENT.read_text() == openapi.render_yaml(), "run `make docs`"
 
 
-def test_it_is_served_as_yaml_and_as_json(client: Client) -> None:
+def test_the_openapi_document_is_served_as_yaml_and_as_json(client: Client) -> None:
     served = client.get("/api/schema/")
-    assert served.content.decode() == COMMITTED.read_text()
+    assert served.content.decode() == COMMITTED_DOCUMENT.read_text()
     assert served["Content-Type"] == "application/vnd.oai.openapi"
     as_json = client.get("/api/schema", headers={"Accept": "application/json"})
     assert json.loads(as_json.content)["paths"].keys() == openapi.generate_document()["paths"].keys()
 
 
-def test_every_operation_names_its_refusals_and_its_parameters() -> None:
+def test_every_operation_documents_its_refusals_and_query_parameters() -> None:
     document = openapi.generate_document()
     for address, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -40,7 +40,7 @@ def test_every_operation_names_its_refusals_and_its_parameters() -> None:
 
 
 @pytest.mark.django_db
-def test_what_is_answered_has_the_fields_it_says(ask: Ask, fill: Fill) -> None:
+def test_list_answers_have_exactly_the_documented_fields(ask: Ask, fill: Fill) -> None:
     fill(2)
     ask("/api/rules/", method="POST", data={"name": "all", "action": "inactive"})
     inbox = {"name": "mine", "kinds": ["request.bound"], "way": "inbox"}
@@ -56,7 +56,7 @@ def test_what_is_answered_has_the_fields_it_says(ask: Ask, fill: Fill) -> None:
             assert [list(row) for row in rows[:1]] == [list(fields)]
 
 
-def test_how_units_are_chosen_is_said_as_it_is_checked() -> None:
+def test_the_documented_schemas_of_units_and_rollouts_match_their_validation() -> None:
     document = openapi.generate_document()
     schemas = document["components"]["schemas"]
     assert schemas["AddUnitsRequest"]["properties"]["targets"]["minItems"] == 1
@@ -66,7 +66,7 @@ def test_how_units_are_chosen_is_said_as_it_is_checked() -> None:
         assert "404" in document["paths"][address]["post"]["responses"]
 
 
-def test_usage_is_there_as_json_and_as_a_stream() -> None:
+def test_usage_is_documented_as_json_and_as_an_event_stream() -> None:
     said = openapi.generate_document()["paths"]["/api/devices/{uuid}/usage/"]["get"]
     assert {*said["responses"]["200"]["content"]} == {"application/json", "text/event-stream"}
     assert "every second" in said["description"]

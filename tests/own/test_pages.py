@@ -16,7 +16,7 @@ pytestmark = pytest.mark.django_db
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
-def page(ask: Ask, path: str, by: str = "admin", status: int = 200) -> str:
+def get_page(ask: Ask, path: str, by: str = "admin", status: int = 200) -> str:
     """The HTML; it loads nothing from elsewhere."""
     response = ask(path, by, Accept=BROWSER)
     assert response.status_code == status, response.content
@@ -28,69 +28,69 @@ def page(ask: Ask, path: str, by: str = "admin", status: int = 200) -> str:
     return text
 
 
-def forms(text: str) -> set[tuple[str, str]]:
+def list_forms(text: str) -> set[tuple[str, str]]:
     """Method and address of each."""
     return set(re.findall(r'data-method="(\w+)" data-url="([^"]+)"', text))
 
 
-def test_every_collection_and_member_has_a_page(ask: Ask, fill: Fill) -> None:
+def test_every_collection_and_element_has_an_html_page(ask: Ask, fill: Fill) -> None:
     fill(3)
     for name in ("hosts", "agents", "devices", "deployables", "attach_handles", "accelerators", "requests", "events"):
-        text = page(ask, f"/api/{name}/?limit=1")
+        text = get_page(ask, f"/api/{name}/?limit=1")
         member = re.search(rf'<td class="tight mono"><a href="http://testserver(/api/{name}/[^"]+)"', text)
         assert member, name
-        assert 'aria-current="page"' in page(ask, member[1])
-    assert "<select" not in page(ask, "/api/accelerators/").replace('<select id="filter-', "")
+        assert 'aria-current="page"' in get_page(ask, member[1])
+    assert "<select" not in get_page(ask, "/api/accelerators/").replace('<select id="filter-', "")
 
 
-def test_forms_are_what_the_caller_may_do(ask: Ask, fill: Fill) -> None:
+def test_pages_offer_only_the_forms_that_the_caller_may_use(ask: Ask, fill: Fill) -> None:
     fill(1)
     uuid = AcceleratorRequest.objects.filter(project_id="p1").first().uuid
-    assert forms(page(ask, "/api/profiles/")) == {("POST", "/api/profiles/")}
-    assert forms(page(ask, "/api/profiles/", "reader")) == set()
-    labelled = page(ask, f"/api/accelerators/{uuid}/", "member")
-    assert forms(labelled) == {("PATCH", f"/api/accelerators/{uuid}/")}
+    assert list_forms(get_page(ask, "/api/profiles/")) == {("POST", "/api/profiles/")}
+    assert list_forms(get_page(ask, "/api/profiles/", "reader")) == set()
+    labelled = get_page(ask, f"/api/accelerators/{uuid}/", "member")
+    assert list_forms(labelled) == {("PATCH", f"/api/accelerators/{uuid}/")}
     assert 'name="label" value="" maxlength="255"' in labelled
     assert "csrfmiddlewaretoken" in labelled
 
 
-def test_nobody_is_shown_where_to_log_in(client: Client, ask: Ask) -> None:
-    text = page(ask, "/api/hosts/?limit=3", by="", status=401)
+def test_pages_without_a_token_link_to_the_login(client: Client, ask: Ask) -> None:
+    text = get_page(ask, "/api/hosts/?limit=3", by="", status=401)
     assert "/admin/login/?next=%2Fapi%2Fhosts%2F%3Flimit%3D3" in text
-    assert "cyborg:host:get_all" in page(ask, "/api/hosts/", "reader", 403)
-    page(ask, "/api/nope", status=404)
+    assert "cyborg:host:get_all" in get_page(ask, "/api/hosts/", "reader", 403)
+    get_page(ask, "/api/nope", status=404)
     assert client.get("/api/", headers={"Accept": BROWSER}).status_code == 200
 
 
-def test_what_was_stored_is_shown_and_not_run(ask: Ask, fill: Fill) -> None:
+def test_stored_texts_are_escaped_on_pages(ask: Ask, fill: Fill) -> None:
     fill(1)
     uuid = AcceleratorRequest.objects.filter(project_id="p1").first().uuid
     label = '"><script>alert(1)</script>'
     assert ask(f"/api/accelerators/{uuid}/", method="PATCH", data={"label": label}).status_code == 200
     for path in (f"/api/accelerators/{uuid}/", "/api/accelerators/", f"/api/events/?subject={uuid}"):
-        text = page(ask, path)
+        text = get_page(ask, path)
         assert "<script>alert" not in text
         assert "&lt;script&gt;alert" in text
 
 
-def test_a_form_of_filters_may_leave_all_but_one_empty(ask: Ask, fill: Fill) -> None:
+def test_empty_filter_fields_of_a_form_are_ignored(ask: Ask, fill: Fill) -> None:
     fill(12)
-    text = page(ask, "/api/devices/?host=cmp1&state=&stale=&ordering=created")
+    text = get_page(ask, "/api/devices/?host=cmp1&state=&stale=&ordering=created")
     assert text.count('<td class="tight mono">') == 2
 
 
-def test_v2_has_pages_for_browsers_and_for_nobody_else(ask: Ask, fill: Fill) -> None:
+def test_v2_answers_browsers_with_pages_and_others_with_json(ask: Ask, fill: Fill) -> None:
     fill(1)
-    text = page(ask, "/v2/devices")
+    text = get_page(ask, "/v2/devices")
     member = re.search(r'<td class="tight mono"><a href="http://testserver/accelerator(/v2/devices/[^"]+)"', text)
     assert member
-    assert forms(page(ask, member[1])) == {("POST", f"{member[1]}/{act}") for act in ("enable", "disable")}
-    assert forms(page(ask, "/v2/device_profiles")) == {("POST", "/v2/device_profiles")}
-    page(ask, "/v2/nope", status=404)
+    assert list_forms(get_page(ask, member[1])) == {("POST", f"{member[1]}/{act}") for act in ("enable", "disable")}
+    assert list_forms(get_page(ask, "/v2/device_profiles")) == {("POST", "/v2/device_profiles")}
+    get_page(ask, "/v2/nope", status=404)
     for public in ("/", "/v2", "/accelerator/v2/"):
-        assert "Log in" in page(ask, public, by="")
+        assert "Log in" in get_page(ask, public, by="")
     assert ask("/v2/devices", method="HEAD", Accept=BROWSER).content == b""
-    assert "/admin/login/?next=%2Fv2%2Fdevices" in page(ask, "/v2/devices", by="", status=401)
+    assert "/admin/login/?next=%2Fv2%2Fdevices" in get_page(ask, "/v2/devices", by="", status=401)
     for accept, status in {
         "text/html": 406,
         "*/*": 200,
@@ -101,20 +101,20 @@ def test_v2_has_pages_for_browsers_and_for_nobody_else(ask: Ask, fill: Fill) -> 
         assert (response.status_code, response["Content-Type"]) == (status, "application/json")
 
 
-def test_a_list_of_v2_is_cut_on_a_page_and_goes_on_from_there(
+def test_a_long_list_of_v2_is_cut_on_a_page_with_a_link_to_the_rest(
     ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(browsable, "MAX_ROWS", 4)
     fill(6)
-    text = page(ask, "/v2/devices")
+    text = get_page(ask, "/v2/devices")
     assert text.count('<td class="tight mono">') == 4
     assert "2 more rows are not shown." in text
     rest = re.search(r'href="(/v2/devices\?limit=4&amp;marker=[^"]+)">Next 4', text)
     assert rest
-    assert page(ask, rest[1].replace("&amp;", "&")).count('<td class="tight mono">') == 2
+    assert get_page(ask, rest[1].replace("&amp;", "&")).count('<td class="tight mono">') == 2
 
 
-def test_the_documentation_is_a_page_of_our_own_files(client: Client) -> None:
+def test_the_api_documentation_page_loads_only_own_static_files(client: Client) -> None:
     text = client.get("/api/docs/").content.decode()
     assert 'data-schema="/api/schema/"' in text
     for address in re.findall(r'(?:src|href)="(/static/[^"]+)"', text):

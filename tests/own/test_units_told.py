@@ -14,12 +14,12 @@ from agents.gateway import command_dispatch
 from agents.gateway.app import AgentGateway
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Device as Card
-from tests.agents.conftest import House
-from tests.own.conftest import Ask, results
-from tests.own.test_units import divisible, post
-from tests.support.reports import answer
+from tests.agents.conftest import GatewaySlot
+from tests.own.conftest import Ask, get_results
+from tests.own.test_units import build_divisible_card, post_units
+from tests.support.reports import make_driver_report
 from tests.support.webserver import serving, until
-from tests.support.wireagent import OPS, WireAgent, acknowledged, end, take
+from tests.support.wireagent import OPS, WireAgent, receive_result_ack, send_result, take_command
 from tests.support.wireagent import ask as send
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
     """It may join; a gateway serves it."""
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
-    house = House()
+    house = GatewaySlot()
     house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
@@ -39,40 +39,47 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
         house.gateway.stop()
 
 
-def a_report(*cards: Card, seq: int) -> wire.Report:
-    drivers = (answer(*cards, driver="generic_driver"),)
+def build_report(*cards: Card, seq: int) -> wire.Report:
+    drivers = (make_driver_report(*cards, driver="generic_driver"),)
     return wire.Report(1, seq, wire.hash_report_content(drivers), drivers)
 
 
-def seen(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:
+def read_commands_and_units(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:
     """As a reader sees it: how each command stands, then, read after it, how many units each backend has."""
-    states = {row["layout"]["vfs"]: row["state"] for row in results(ask("/api/commands/?op=partition"))}
+    states = {row["layout"]["vfs"]: row["state"] for row in get_results(ask("/api/commands/?op=partition"))}
     numbers: dict[str, int] = {}
-    for row in results(ask("/api/accelerators/?attached=false")):
+    for row in get_results(ask("/api/accelerators/?attached=false")):
         numbers[row["backend"]] = numbers.get(row["backend"], 0) + 1
     return states, numbers
 
 
-def test_two_backends_are_divided_one_refuses_and_nobody_reads_done_beside_old_units(
-    ask: Ask, agent: WireAgent
-) -> None:
-    with agent.speaking(OPS) as socket:
-        send(socket, a_report(divisible(1, 2, "a"), divisible(2, 1, "b"), seq=1))
+def test_a_command_is_shown_succeeded_only_together_with_its_new_units(ask: Ask, agent: WireAgent) -> None:
+    with agent.connect_and_say_hello(OPS) as socket:
+        send(socket, build_report(build_divisible_card(1, 2, "a"), build_divisible_card(2, 1, "b"), seq=1))
         tasks.merge()
-        made = post(ask, targets=[{"host": "cmp1", "backend": name} for name in ("a", "b")], count=2)
+        made = post_units(ask, targets=[{"host": "cmp1", "backend": name} for name in ("a", "b")], count=2)
         assert [row["refused"] for row in made] == ["", ""]
-        heard = {command.layout["vfs"]: command for command in (take(socket), take(socket))}
-        report = a_report(divisible(1, 4, "a"), divisible(2, 1, "b"), seq=2)
+        commands_by_size = {command.layout["vfs"]: command for command in (take_command(socket), take_command(socket))}
+        report = build_report(build_divisible_card(1, 4, "a"), build_divisible_card(2, 1, "b"), seq=2)
         send(socket, report)
-        end(socket, heard["4"], epoch=1, seq=2, hash=report.hash)
-        end(socket, heard["3"], "failed", "0000:02:00.0 can have at most 1 virtual functions, not 3: change vfs")
+        send_result(socket, commands_by_size["4"], epoch=1, seq=2, hash=report.hash)
+        send_result(
+            socket,
+            commands_by_size["3"],
+            "failed",
+            "0000:02:00.0 can have at most 1 virtual functions, not 3: change vfs",
+        )
         until(lambda: Command.objects.filter(answered_at__isnull=False).count() == 2)
         command_results.run()
-        states, numbers = seen(ask)
+        states, numbers = read_commands_and_units(ask)
         assert (states["4"], numbers) == ("taken", {"a": 2, "b": 1}), "its report is not applied"
         tasks.merge()
         command_results.run()
-        assert {acknowledged(socket), acknowledged(socket)} == {one.number for one in heard.values()}
-        assert seen(ask) == ({"4": "succeeded", "3": "failed"}, {"a": 4, "b": 1})
-    said = json.loads(ask(f"/api/commands/{made[1]['command']}/").content)
-    assert said["text"].endswith("not 3: change vfs") and said["device"]["address"] == "0000:02:00.0"
+        assert {receive_result_ack(socket), receive_result_ack(socket)} == {
+            one.number for one in commands_by_size.values()
+        }
+        assert read_commands_and_units(ask) == ({"4": "succeeded", "3": "failed"}, {"a": 4, "b": 1})
+    failed_command = json.loads(ask(f"/api/commands/{made[1]['command']}/").content)
+    assert (
+        failed_command["text"].endswith("not 3: change vfs") and failed_command["device"]["address"] == "0000:02:00.0"
+    )

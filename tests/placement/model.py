@@ -14,16 +14,16 @@ from placement_sync.client import PlacementConflictError
 from placement_sync.reconcile import Inventory, ObservedProvider
 
 DEFAULTS = {"reserved": 0, "min_unit": 1, "max_unit": 2147483647, "step_size": 1, "allocation_ratio": 1.0}
-CHANGED = PlacementConflictError("placement.concurrent_update", "somebody was faster")
+CONCURRENT_UPDATE = PlacementConflictError("placement.concurrent_update", "somebody was faster")
 
 
 @dataclass
-class Model:
+class PlacementModel:
     """Everything there is. `allocated`: (provider, class) → amount by consumer; `written`: consumer → generation."""
 
     providers: dict[str, ObservedProvider] = field(default_factory=dict)
     allocated: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
-    written: dict[str, int] = field(default_factory=dict)
+    consumer_generations: dict[str, int] = field(default_factory=dict)
     before_write: Callable[[], None] = lambda: None
     reads: int = 0
     writes: int = 0
@@ -60,20 +60,20 @@ class Model:
 
     def replace_allocations(self, uuid: str, body: Mapping[str, Any]) -> None:
         """Replaces all that a consumer has; refuses another generation, and more than there is."""
-        self._write()
+        self._count_write()
         before = self._consumer(uuid)
         if before.generation != body["consumer_generation"]:
-            raise CHANGED
+            raise CONCURRENT_UPDATE
         wanted = {(rp, name): n for rp, one in body["allocations"].items() for name, n in one["resources"].items()}
         for key, amount in wanted.items():
-            self._refuse_above(uuid, *key, amount)
+            self._refuse_over_capacity(uuid, *key, amount)
         for consumers in self.allocated.values():
             consumers.pop(uuid, None)
         for key, amount in wanted.items():
             self.allocated.setdefault(key, {})[uuid] = amount
-        self.written[uuid] = (before.generation or 0) + 1
+        self.consumer_generations[uuid] = (before.generation or 0) + 1
         for provider in {provider for provider, _ in wanted} & self.providers.keys():
-            self._next(provider)
+            self._raise_generation(provider)
 
     def _consumer(self, uuid: str) -> ConsumerAllocations:
         has: dict[str, dict[str, int]] = {}
@@ -81,12 +81,12 @@ class Model:
             if amount := consumers.get(uuid):
                 has.setdefault(provider, {})[name] = amount
         return (
-            ConsumerAllocations(uuid, self.written.setdefault(uuid, 1), has, "p1", "u1")
+            ConsumerAllocations(uuid, self.consumer_generations.setdefault(uuid, 1), has, "p1", "u1")
             if has
             else ConsumerAllocations(uuid)
         )
 
-    def _refuse_above(self, uuid: str, provider: str, name: str, amount: int) -> None:
+    def _refuse_over_capacity(self, uuid: str, provider: str, name: str, amount: int) -> None:
         entry = self.providers[provider].inventories.get(name)
         consumers = self.allocated.get((provider, name), {})
         used = sum(n for who, n in consumers.items() if who != uuid) + amount
@@ -96,48 +96,48 @@ class Model:
             )
 
     def create_provider(self, uuid: str, name: str, parent: str) -> int:
-        self._write()
+        self._count_write()
         if uuid in self.providers or any(one.name == name for one in self.providers.values()):
             raise PlacementConflictError("", "there is one")
         self.providers[uuid] = ObservedProvider(uuid, name, parent, 0)
         return 0
 
     def move_provider(self, uuid: str, name: str, parent: str) -> int:
-        self._write()
+        self._count_write()
         self.providers[uuid] = replace(self.providers[uuid], name=name, parent=parent)
-        return self._next(uuid)
+        return self._raise_generation(uuid)
 
     def set_inventories(self, uuid: str, generation: int, inventories: Mapping[str, Inventory]) -> int:
-        now = self._guarded(uuid, generation)
+        now = self._write_at_generation(uuid, generation)
         for name in now.inventories.keys() - inventories.keys():
             if self.allocated.get((uuid, name)):
                 raise PlacementConflictError("placement.inventory.inuse", f"{name} is in use")
         whole = {name: {**DEFAULTS, **entry} for name, entry in inventories.items()}
         self.providers[uuid] = replace(self.providers[uuid], inventories=whole)
-        return self._next(uuid)
+        return self._raise_generation(uuid)
 
     def set_traits(self, uuid: str, generation: int, traits: Iterable[str]) -> int:
-        self._guarded(uuid, generation)
+        self._write_at_generation(uuid, generation)
         self.providers[uuid] = replace(self.providers[uuid], traits=frozenset(traits))
-        return self._next(uuid)
+        return self._raise_generation(uuid)
 
     def delete_provider(self, uuid: str) -> None:
-        self._write()
+        self._count_write()
         if self.read_allocations(uuid):
             raise PlacementConflictError("placement.resource_provider.inuse", "it is allocated")
         self.providers.pop(uuid, None)
 
-    def _write(self) -> None:
+    def _count_write(self) -> None:
         self.writes += 1
         self.before_write()
 
-    def _guarded(self, uuid: str, generation: int) -> ObservedProvider:
-        self._write()
+    def _write_at_generation(self, uuid: str, generation: int) -> ObservedProvider:
+        self._count_write()
         if uuid not in self.providers or self.providers[uuid].generation != generation:
-            raise CHANGED
+            raise CONCURRENT_UPDATE
         return self.providers[uuid]
 
-    def _next(self, uuid: str) -> int:
+    def _raise_generation(self, uuid: str) -> int:
         now = self.providers[uuid]
         self.providers[uuid] = replace(now, generation=now.generation + 1)
         return now.generation + 1

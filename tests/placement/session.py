@@ -14,42 +14,49 @@ from keystoneauth1.exceptions import ConnectFailure
 
 from placement_sync.client import PlacementConflictError
 from placement_sync.reconcile import ObservedProvider
-from tests.placement.model import Model
+from tests.placement.model import PlacementModel
 
-FIRST, ERROR_CODES = (1, 0), (1, 23)
-SINCE = {"consumer_generation": (1, 28), "project_id": (1, 12), "user_id": (1, 12), "parent_provider_uuid": (1, 14)}
+FIRST_VERSION, ERROR_CODES_VERSION = (1, 0), (1, 23)
+FIELD_VERSIONS = {
+    "consumer_generation": (1, 28),
+    "project_id": (1, 12),
+    "user_id": (1, 12),
+    "parent_provider_uuid": (1, 14),
+}
 """The microversion from which on a field is in an answer."""
 
 
 @dataclass
-class Session:
+class PlacementModelSession:
     """`away` makes every call fail, `empty` every answer a 200 without a body; `seen` are the calls."""
 
-    model: Model = field(default_factory=Model)
+    model: PlacementModel = field(default_factory=PlacementModel)
     away: bool = False
     empty: bool = False
-    seen: list[str] = field(default_factory=list)
+    seen_calls: list[str] = field(default_factory=list)
 
     def request(
         self, url: str, method: str, json: Any = None, headers: Mapping[str, str] | None = None, **_: Any
     ) -> requests.Response:
         """One call. What a microversion does not have yet is left out of the answer, as Placement does it."""
-        self.seen.append(f"{method} {url}")
-        version = _microversion(headers or {})
+        self.seen_calls.append(f"{method} {url}")
+        version = _parse_microversion(headers or {})
         if self.away:
             raise ConnectFailure("nobody is there")
         if self.empty:
-            return _answer(200, None)
+            return _make_response(200, None)
         parts = urlsplit(url)
         words = parts.path.strip("/").split("/")
         try:
             found = self._call(method, words, parse_qs(parts.query), json)
-            return _answer(200, {name: found[name] for name in found if version >= SINCE.get(name, FIRST)})
+            return _make_response(
+                200, {name: found[name] for name in found if version >= FIELD_VERSIONS.get(name, FIRST_VERSION)}
+            )
         except PlacementConflictError as conflict:
-            code = {"code": conflict.code} if version >= ERROR_CODES else {}
-            return _answer(409, {"errors": [{"detail": str(conflict)} | code]})
+            code = {"code": conflict.code} if version >= ERROR_CODES_VERSION else {}
+            return _make_response(409, {"errors": [{"detail": str(conflict)} | code]})
         except KeyError:
-            return _answer(404, {"errors": [{"detail": "no such provider"}]})
+            return _make_response(404, {"errors": [{"detail": "no such provider"}]})
 
     def _call(self, method: str, words: list[str], query: dict[str, list[str]], body: Any) -> dict[str, Any]:
         if words[0] == "allocations":
@@ -76,14 +83,16 @@ class Session:
     def _tree(self, query: dict[str, list[str]]) -> dict[str, Any]:
         if "name" in query:
             root = self.model.find_compute_provider(query["name"][0])
-            return {"resource_providers": [_shown(root)] if root else []}
-        return {"resource_providers": [_shown(one) for one in self.model.read_tree(query["in_tree"][0]).values()]}
+            return {"resource_providers": [_render_provider(root)] if root else []}
+        return {
+            "resource_providers": [_render_provider(one) for one in self.model.read_tree(query["in_tree"][0]).values()]
+        }
 
     def _provider(self, uuid: str, part: str = "") -> dict[str, Any]:
         now = self.model.providers[uuid]
         held = {consumer: {"resources": amount} for consumer, amount in self.model.read_allocations(uuid).items()}
         return {
-            "": _shown(now),
+            "": _render_provider(now),
             "inventories": {"resource_provider_generation": now.generation, "inventories": dict(now.inventories)},
             "traits": {"resource_provider_generation": now.generation, "traits": sorted(now.traits)},
             "allocations": {"allocations": held},
@@ -106,22 +115,22 @@ class Session:
         return {"generation": now, "resource_provider_generation": now}
 
 
-def _microversion(headers: Mapping[str, str]) -> tuple[int, int]:
+def _parse_microversion(headers: Mapping[str, str]) -> tuple[int, int]:
     found = re.fullmatch(r"placement (\d+)\.(\d+)", headers.get("OpenStack-API-Version", "placement 1.0"))
     assert found, f"not a microversion: {headers}"
     return int(found[1]), int(found[2])
 
 
-def _shown(one: ObservedProvider) -> dict[str, Any]:
+def _render_provider(provider: ObservedProvider) -> dict[str, Any]:
     return {
-        "uuid": one.uuid,
-        "name": one.name,
-        "parent_provider_uuid": one.parent or None,
-        "generation": one.generation,
+        "uuid": provider.uuid,
+        "name": provider.name,
+        "parent_provider_uuid": provider.parent or None,
+        "generation": provider.generation,
     }
 
 
-def _answer(status: int, body: Any) -> requests.Response:
+def _make_response(status: int, body: Any) -> requests.Response:
     answer = requests.Response()
     answer.status_code, answer._content = status, b"" if body is None else json.dumps(body).encode()
     return answer

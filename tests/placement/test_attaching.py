@@ -23,111 +23,126 @@ from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, Look, Tree, Vanished
 from placement_sync.nova import deleted_instances
 from tests.placement import attaching as lab
-from tests.placement.attaching import LONG_AGO, OLGA, ROOT, VM, Cloud, ask, cards, held, provider, state, there, work
+from tests.placement.attaching import (
+    ADMIN_CALLER,
+    INSTANCE,
+    LONG_AGO,
+    ROOT,
+    FakeCloud,
+    ask_attachment,
+    current_state,
+    make_ready_cards,
+    provider_of_card,
+    request_states,
+    run_steps,
+    troubled_session,
+)
 
 pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
-def cloud(settings: Any) -> Iterator[Cloud]:
-    with lab.a_cloud(settings) as one:
+def cloud(settings: Any) -> Iterator[FakeCloud]:
+    with lab.configured_cloud(settings) as one:
         yield one
 
 
-def refused(reason: RefusalReason, **said: Any) -> str:
+def expect_refusal(reason: RefusalReason, **said: Any) -> str:
     """The sentence with which it is refused; nothing was made."""
     with pytest.raises(RefusedError) as error:
-        ask(**said)
+        ask_attachment(**said)
     assert error.value.reason is reason, error.value.text
     assert not Attachment.objects.exists()
     return error.value.text
 
 
-def test_it_is_claimed_bound_and_told_and_given_back(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attachment_is_claimed_and_bound_and_detaching_releases_claim_and_request(
+    cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(jobs._registered, "notices", jobs.Job("notices", "unused", "work", intent_kind="notice"))
-    cards()
-    row = ask(reason="he asked for it")
-    assert (row.state, row.host, row.project_id, held()) == ("asked", "cmp1", "p1", [])
-    work()
-    assert state(row) == "attached"
+    make_ready_cards()
+    row = ask_attachment(reason="he asked for it")
+    assert (row.state, row.host, row.project_id, request_states()) == ("asked", "cmp1", "p1", [])
+    run_steps()
+    assert current_state(row) == "attached"
     assert [step["step"] for step in row.steps] == ["asked", "chosen", "claiming", "claimed", "bound"]
-    assert cloud.has() == {provider(): {"FPGA": 1}}
+    assert cloud.device_allocations() == {provider_of_card(): {"FPGA": 1}}
     request = AcceleratorRequest.objects.get()
-    assert (request.state, str(request.instance_uuid), request.project_id) == ("Bound", VM, "p1")
+    assert (request.state, str(request.instance_uuid), request.project_id) == ("Bound", INSTANCE, "p1")
     assert [request.uuid] == row.requests
     assert Intent.objects.get(kind="notice").key == str(request.uuid)
     assert not Intent.objects.filter(kind="attachment").exists()
 
-    attachments.order_detachment(row.uuid, OLGA, "no more")
-    work()
-    assert state(row) == "detached"
-    assert (cloud.has(), AcceleratorRequest.objects.count()) == ({}, 0)
-    attachments.order_detachment(row.uuid, OLGA)
-    assert state(row) == "detached"
+    attachments.order_detachment(row.uuid, ADMIN_CALLER, "no more")
+    run_steps()
+    assert current_state(row) == "detached"
+    assert (cloud.device_allocations(), AcceleratorRequest.objects.count()) == ({}, 0)
+    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    assert current_state(row) == "detached"
     told = Event.objects.filter(action__startswith="attachment.").order_by("at", "id")
     words = ["asked", "chosen", "claiming", "claimed", "bound", "detaching", "freed", "returning", "detached"]
     assert [event.action.removeprefix("attachment.") for event in told] == words
     assert (told[0].actor, told[0].reason, told[5].reason) == ("olga", "he asked for it", "no more")
 
 
-def test_what_the_instance_has_already_stays_as_it_is(cloud: Cloud) -> None:
+def test_attaching_and_detaching_keep_the_other_allocations_of_the_instance(cloud: FakeCloud) -> None:
     """Nova's own request of the same provider, and another attachment of it."""
-    cards(handles=4)
-    (request,) = binding.create_requests("one", OLGA)
-    binding.bind_requests([BindSpec(request, "cmp1", provider(), VM)], OLGA)
-    cloud.placement.model.allocated[provider(), "FPGA"] = {VM: 1}
-    rows = [ask("two"), ask("one")]
-    work()
-    assert [state(row) for row in rows] == ["attached", "attached"]
-    assert (cloud.has(), held()) == ({provider(): {"FPGA": 4}}, ["Bound"] * 4)
-    attachments.order_detachment(rows[0].uuid, OLGA)
-    work()
-    assert (cloud.has(), len(held())) == ({provider(): {"FPGA": 2}}, 2)
-    attachments.order_detachment(rows[1].uuid, OLGA)
-    work()
-    assert cloud.has() == {provider(): {"FPGA": 1}}
+    make_ready_cards(handles=4)
+    (request,) = binding.create_requests("one", ADMIN_CALLER)
+    binding.bind_requests([BindSpec(request, "cmp1", provider_of_card(), INSTANCE)], ADMIN_CALLER)
+    cloud.placement.model.allocated[provider_of_card(), "FPGA"] = {INSTANCE: 1}
+    rows = [ask_attachment("two"), ask_attachment("one")]
+    run_steps()
+    assert [current_state(row) for row in rows] == ["attached", "attached"]
+    assert (cloud.device_allocations(), request_states()) == ({provider_of_card(): {"FPGA": 4}}, ["Bound"] * 4)
+    attachments.order_detachment(rows[0].uuid, ADMIN_CALLER)
+    run_steps()
+    assert (cloud.device_allocations(), len(request_states())) == ({provider_of_card(): {"FPGA": 2}}, 2)
+    attachments.order_detachment(rows[1].uuid, ADMIN_CALLER)
+    run_steps()
+    assert cloud.device_allocations() == {provider_of_card(): {"FPGA": 1}}
     assert [str(uuid) for uuid in AcceleratorRequest.objects.values_list("uuid", flat=True)] == [request]
-    assert cloud.placement.model.allocated[ROOT, "VCPU"] == {VM: 4}
+    assert cloud.placement.model.allocated[ROOT, "VCPU"] == {INSTANCE: 4}
 
 
-def test_one_unit_of_a_device(cloud: Cloud) -> None:
-    cards(2)
+def test_a_named_device_is_attached_one_unit_at_a_time_until_none_is_free(cloud: FakeCloud) -> None:
+    make_ready_cards(2)
     second = Device.objects.get(address="0000:01:00.0")
-    row = ask("", device=second.uuid)
-    work()
-    assert state(row) == "attached"
-    assert cloud.has() == {provider(1): {"FPGA": 1}}
+    row = ask_attachment("", device=second.uuid)
+    run_steps()
+    assert current_state(row) == "attached"
+    assert cloud.device_allocations() == {provider_of_card(1): {"FPGA": 1}}
     assert DeviceProfile.objects.get(name="attach-FPGA").groups == [{"resources:FPGA": "1"}]
-    ask("", device=second.uuid)
-    work()
-    assert cloud.has() == {provider(1): {"FPGA": 2}}
+    ask_attachment("", device=second.uuid)
+    run_steps()
+    assert cloud.device_allocations() == {provider_of_card(1): {"FPGA": 2}}
     with pytest.raises(RefusedError, match="has no free unit"):
-        ask("", device=second.uuid)
+        ask_attachment("", device=second.uuid)
 
 
-def test_the_last_one_goes_to_one_of_two(cloud: Cloud) -> None:
-    cards(handles=1)
-    other = cloud.boots(str(uuid.uuid4()))
-    rows = [ask(), ask(instance=other)]
-    work()
-    assert [state(row) for row in rows] == ["attached", "failed"]
+def test_the_last_free_handle_goes_to_one_of_two_attachments_and_the_other_fails(cloud: FakeCloud) -> None:
+    make_ready_cards(handles=1)
+    other = cloud.boot_instance(str(uuid.uuid4()))
+    rows = [ask_attachment(), ask_attachment(instance=other)]
+    run_steps()
+    assert [current_state(row) for row in rows] == ["attached", "failed"]
     assert "no free unit" in rows[1].fault
-    assert (held(VM), held(other), AcceleratorRequest.objects.count()) == (["Bound"], [], 1)
-    assert cloud.has(other) == {}
+    assert (request_states(INSTANCE), request_states(other), AcceleratorRequest.objects.count()) == (["Bound"], [], 1)
+    assert cloud.device_allocations(other) == {}
 
 
-def test_taken_by_nova_between_claim_and_bind_it_is_undone(cloud: Cloud) -> None:
-    cards(handles=1)
-    row = ask()
-    until_step(row, "claimed")
-    (request,) = binding.create_requests("one", OLGA)
-    binding.bind_requests([BindSpec(request, "cmp1", provider(), str(uuid.uuid4()))], OLGA)
-    work()
-    assert (state(row), "all are held" in row.fault) == ("failed", True)
-    assert (cloud.has(), AcceleratorRequest.objects.count()) == ({}, 1)
+def test_an_attachment_is_undone_when_nova_binds_the_handle_after_the_claim(cloud: FakeCloud) -> None:
+    make_ready_cards(handles=1)
+    row = ask_attachment()
+    step_until(row, "claimed")
+    (request,) = binding.create_requests("one", ADMIN_CALLER)
+    binding.bind_requests([BindSpec(request, "cmp1", provider_of_card(), str(uuid.uuid4()))], ADMIN_CALLER)
+    run_steps()
+    assert (current_state(row), "all are held" in row.fault) == ("failed", True)
+    assert (cloud.device_allocations(), AcceleratorRequest.objects.count()) == ({}, 1)
 
 
-def until_step(row: Attachment, step: str) -> None:
+def step_until(row: Attachment, step: str) -> None:
     """So far and no further."""
     for _ in range(10):
         row.refresh_from_db()
@@ -138,235 +153,252 @@ def until_step(row: Attachment, step: str) -> None:
 
 
 @pytest.mark.parametrize("before", ["chosen", "claiming", "claimed"])
-def test_who_does_not_want_it_any_more_need_not_wait(cloud: Cloud, before: str) -> None:
-    cards()
-    row = ask()
-    until_step(row, before)
-    attachments.order_detachment(row.uuid, OLGA)
-    work()
-    assert (state(row), row.fault) == ("failed", "olga ordered its detachment before it was attached")
-    assert (cloud.has(), AcceleratorRequest.objects.count()) == ({}, 0)
+def test_an_attachment_detached_before_it_is_attached_fails_and_leaves_nothing(cloud: FakeCloud, before: str) -> None:
+    make_ready_cards()
+    row = ask_attachment()
+    step_until(row, before)
+    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    run_steps()
+    assert (current_state(row), row.fault) == ("failed", "olga ordered its detachment before it was attached")
+    assert (cloud.device_allocations(), AcceleratorRequest.objects.count()) == ({}, 0)
 
 
-def test_others_write_the_same_consumer_meanwhile(cloud: Cloud) -> None:
+def test_an_attachment_succeeds_while_nova_changes_the_same_consumer(cloud: FakeCloud) -> None:
     """Nova resizes the instance's VCPU each time that we are about to write."""
-    cards()
+    make_ready_cards()
     model, writes = cloud.placement.model, iter(range(8))
 
     def resized() -> None:
         if (n := next(writes, None)) is not None and n % 2 == 0:
-            model.allocated[ROOT, "VCPU"][VM] = 5 + n
-            model.written[VM] += 1
+            model.allocated[ROOT, "VCPU"][INSTANCE] = 5 + n
+            model.consumer_generations[INSTANCE] += 1
 
     model.before_write = resized
-    row = ask()
-    work()
-    assert (state(row), cloud.has()) == ("attached", {provider(): {"FPGA": 1}})
-    attachments.order_detachment(row.uuid, OLGA)
-    work()
-    assert (state(row), cloud.has()) == ("detached", {})
-    assert model.allocated[ROOT, "VCPU"][VM] > 5
+    row = ask_attachment()
+    run_steps()
+    assert (current_state(row), cloud.device_allocations()) == ("attached", {provider_of_card(): {"FPGA": 1}})
+    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    run_steps()
+    assert (current_state(row), cloud.device_allocations()) == ("detached", {})
+    assert model.allocated[ROOT, "VCPU"][INSTANCE] > 5
 
 
-def test_what_placement_does_not_want_is_undone(cloud: Cloud) -> None:
-    cards()
-    cloud.placement.model.allocated[provider(), "FPGA"] = {"somebody": 2}
-    row = ask()
-    work()
-    assert (state(row), "over capacity" in row.fault) == ("failed", True)
+def test_an_attachment_is_undone_when_placement_is_over_capacity(cloud: FakeCloud) -> None:
+    make_ready_cards()
+    cloud.placement.model.allocated[provider_of_card(), "FPGA"] = {"somebody": 2}
+    row = ask_attachment()
+    run_steps()
+    assert (current_state(row), "over capacity" in row.fault) == ("failed", True)
     assert AcceleratorRequest.objects.count() == 0
-    assert cloud.placement.model.allocated[provider(), "FPGA"] == {"somebody": 2}
+    assert cloud.placement.model.allocated[provider_of_card(), "FPGA"] == {"somebody": 2}
 
 
-def test_while_placement_is_away_it_waits(cloud: Cloud) -> None:
-    cards()
-    row = ask()
+def test_attaching_and_detaching_wait_while_placement_is_away(cloud: FakeCloud) -> None:
+    make_ready_cards()
+    row = ask_attachment()
     cloud.placement.away = True
-    work(3)
-    assert state(row) == "asked"
+    run_steps(3)
+    assert current_state(row) == "asked"
     assert "nobody is there" in Intent.objects.get(kind="attachment").last_error
     cloud.placement.away = False
-    work()
-    assert state(row) == "attached"
+    run_steps()
+    assert current_state(row) == "attached"
     cloud.placement.away = True
-    attachments.order_detachment(row.uuid, OLGA)
-    work(5)
-    assert (state(row), held()) == ("detaching", [])
+    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    run_steps(5)
+    assert (current_state(row), request_states()) == ("detaching", [])
     cloud.placement.away = False
-    work()
-    assert (state(row), cloud.has()) == ("detached", {})
+    run_steps()
+    assert (current_state(row), cloud.device_allocations()) == ("detached", {})
 
 
-def test_with_placement_off_nothing_is_claimed_and_that_is_said(cloud: Cloud, settings: Any) -> None:
-    cards()
+def test_an_attachment_without_placement_claims_nothing_and_a_step_says_so(cloud: FakeCloud, settings: Any) -> None:
+    make_ready_cards()
     settings.KEYS.placement_endpoint = "off"
-    row = ask()
-    work()
-    assert (state(row), cloud.has(), held()) == ("attached", {}, ["Bound"])
+    row = ask_attachment()
+    run_steps()
+    assert (current_state(row), cloud.device_allocations(), request_states()) == ("attached", {}, ["Bound"])
     assert row.steps[2]["text"] == "Placement is switched off, so nothing is claimed there"
-    attachments.order_detachment(row.uuid, OLGA)
-    work()
-    assert state(row) == "detached"
+    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    run_steps()
+    assert current_state(row) == "detached"
 
 
-def test_what_can_be_told_at_once_is_refused_at_once(cloud: Cloud, settings: Any) -> None:
-    cards()
+def test_an_impossible_attachment_is_refused_at_once_with_the_reason(cloud: FakeCloud, settings: Any) -> None:
+    make_ready_cards()
     nobody = str(uuid.uuid4())
-    assert "Give either a device profile" in refused(RefusalReason.INVALID, profile="")
-    assert "no device profile 'none'" in refused(RefusalReason.UNKNOWN, profile="none")
-    assert f"Nova has no instance {nobody}" in refused(RefusalReason.UNKNOWN, instance=nobody)
+    assert "Give either a device profile" in expect_refusal(RefusalReason.INVALID, profile="")
+    assert "no device profile 'none'" in expect_refusal(RefusalReason.UNKNOWN, profile="none")
+    assert f"Nova has no instance {nobody}" in expect_refusal(RefusalReason.UNKNOWN, instance=nobody)
     for status, place in (("SHELVED_OFFLOADED", ""), ("ERROR", "cmp1"), ("VERIFY_RESIZE", "cmp1")):
-        cloud.nova.shown[VM] = (status, place)
-        assert f"is {status}: devices can only be attached to one that is ACTIVE" in refused(RefusalReason.CONFLICT)
-    cloud.nova.shown[VM] = ("ACTIVE", "cmp9")
-    assert "is on cmp9, which is no host here" in refused(RefusalReason.CONFLICT)
-    cloud.nova.shown[VM], cloud.nova.tasks[VM] = ("ACTIVE", "cmp1"), "resize_prep"
-    assert "Nova is working on it (resize_prep)" in refused(RefusalReason.CONFLICT)
+        cloud.nova.shown[INSTANCE] = (status, place)
+        assert f"is {status}: devices can only be attached to one that is ACTIVE" in expect_refusal(
+            RefusalReason.CONFLICT
+        )
+    cloud.nova.shown[INSTANCE] = ("ACTIVE", "cmp9")
+    assert "is on cmp9, which is no host here" in expect_refusal(RefusalReason.CONFLICT)
+    cloud.nova.shown[INSTANCE], cloud.nova.tasks[INSTANCE] = ("ACTIVE", "cmp1"), "resize_prep"
+    assert "Nova is working on it (resize_prep)" in expect_refusal(RefusalReason.CONFLICT)
     cloud.nova.tasks.clear()
     with conductor.writing():
         DeviceProfile.objects.create(name="many", groups=[{"resources:FPGA": "3"}])
         DeviceProfile.objects.create(name="else", groups=[{"resources:FPGA": "1", "trait:CUSTOM_TEST": "forbidden"}])
     for profile in ("many", "else"):
-        assert "Host cmp1 has no free unit that is ready and fits" in refused(RefusalReason.NONE_FREE, profile=profile)
+        assert "Host cmp1 has no free unit that is ready and fits" in expect_refusal(
+            RefusalReason.NONE_FREE, profile=profile
+        )
     cloud.placement.away = True
-    assert "cannot be asked for now" in refused(RefusalReason.AWAY)
+    assert "cannot be asked for now" in expect_refusal(RefusalReason.AWAY)
     cloud.placement.away = False
     cloud.placement.model.allocated[ROOT, "VCPU"].clear()
-    assert "nothing allocated to instance" in refused(RefusalReason.CONFLICT)
-    cloud.boots(VM)
+    assert "nothing allocated to instance" in expect_refusal(RefusalReason.CONFLICT)
+    cloud.boot_instance(INSTANCE)
     cloud.nova.status = 503
-    assert "Nova answered 503" in refused(RefusalReason.AWAY)
+    assert "Nova answered 503" in expect_refusal(RefusalReason.AWAY)
     cloud.nova.status = 0
-    lifecycle.disable_device(Device.objects.get().uuid, OLGA)
-    assert "no free unit that is ready" in refused(RefusalReason.NONE_FREE)
+    lifecycle.disable_device(Device.objects.get().uuid, ADMIN_CALLER)
+    assert "no free unit that is ready" in expect_refusal(RefusalReason.NONE_FREE)
     settings.KEYS.nova_endpoint = "off"
-    assert "Nova is switched off" in refused(RefusalReason.CONFLICT)
+    assert "Nova is switched off" in expect_refusal(RefusalReason.CONFLICT)
     attachments._instance_lookups.clear()
-    assert "No cloud is configured" in refused(RefusalReason.CONFLICT)
+    assert "No cloud is configured" in expect_refusal(RefusalReason.CONFLICT)
 
 
-def test_tenants_see_only_their_own(cloud: Cloud) -> None:
-    cards()
+def test_a_caller_of_another_project_can_neither_attach_nor_detach(cloud: FakeCloud) -> None:
+    make_ready_cards()
     for project, reason in (("p2", RefusalReason.UNKNOWN), ("", RefusalReason.UNKNOWN)):
         stranger = Caller("eve", "u", frozenset({"member"}), project)
         with pytest.raises(RefusedError) as error:
-            attachments.order_attachment(uuid.UUID(VM), stranger, profile="one", all_projects=False)
+            attachments.order_attachment(uuid.UUID(INSTANCE), stranger, profile="one", all_projects=False)
         assert error.value.reason is reason
-    row = ask()
+    row = ask_attachment()
     with pytest.raises(RefusedError, match="There is no attachment"):
         attachments.order_detachment(row.uuid, stranger, all_projects=False)
 
 
-def test_novas_own_requests_are_not_detached(cloud: Cloud) -> None:
-    cards()
-    (request,) = binding.create_requests("one", OLGA)
-    binding.bind_requests([BindSpec(request, "cmp1", provider(), VM)], OLGA)
+def test_a_request_that_is_no_attachment_cannot_be_detached(cloud: FakeCloud) -> None:
+    make_ready_cards()
+    (request,) = binding.create_requests("one", ADMIN_CALLER)
+    binding.bind_requests([BindSpec(request, "cmp1", provider_of_card(), INSTANCE)], ADMIN_CALLER)
     with pytest.raises(RefusedError, match="freed when Nova deletes the instance"):
-        attachments.order_detachment(uuid.UUID(request), OLGA)
-    row = ask()
-    work()
+        attachments.order_detachment(uuid.UUID(request), ADMIN_CALLER)
+    row = ask_attachment()
+    run_steps()
     row.refresh_from_db()
     with pytest.raises(RefusedError, match=f"is a request of attachment {row.uuid}"):
-        attachments.order_detachment(row.requests[0], OLGA)
+        attachments.order_detachment(row.requests[0], ADMIN_CALLER)
 
 
-def test_pci_devices_are_not_lost_for_the_sake_of_another_kind(cloud: Cloud) -> None:
-    cards(2)
-    (request,) = binding.create_requests("one", OLGA)
-    binding.bind_requests([BindSpec(request, "cmp1", provider(), VM)], OLGA)
+def test_an_instance_with_pci_devices_cannot_get_one_of_another_attach_type(cloud: FakeCloud) -> None:
+    make_ready_cards(2)
+    (request,) = binding.create_requests("one", ADMIN_CALLER)
+    binding.bind_requests([BindSpec(request, "cmp1", provider_of_card(), INSTANCE)], ADMIN_CALLER)
     with conductor.writing():
         second = Device.objects.get(address="0000:01:00.0")
         second.deployables.get().attach_handles.update(attach_type="TEST_PCI")
-    assert "has PCI devices, and Nova does not pass those" in refused(
+    assert "has PCI devices, and Nova does not pass those" in expect_refusal(
         RefusalReason.CONFLICT, profile="", device=second.uuid
     )
 
 
 @pytest.mark.parametrize("outcome", ["succeeded", "failed"])
-def test_what_the_host_has_to_make_is_waited_for(cloud: Cloud, outcome: str) -> None:
-    cards()
+def test_an_attachment_waits_for_the_attach_command_of_the_host(cloud: FakeCloud, outcome: str) -> None:
+    make_ready_cards()
     with conductor.writing():
         Device.objects.get().deployables.get().attach_handles.update(attach_type="MDEV")
-    row = ask()
-    work(8)
-    assert (state(row), row.step, held()) == ("attaching", "binding", ["BindStarted"])
+    row = ask_attachment()
+    run_steps(8)
+    assert (current_state(row), row.step, request_states()) == ("attaching", "binding", ["BindStarted"])
     command = Command.objects.get(op="attach")
     placing.store_answers([placing.CommandAnswer(command.host_id, command.id, outcome, "there is no room", {})])
     command_results.end_answered_commands()
-    work()
+    run_steps()
     if outcome == "succeeded":
-        assert (state(row), held()) == ("attached", ["Bound"])
-        attachments.order_detachment(row.uuid, OLGA)
-        work()
+        assert (current_state(row), request_states()) == ("attached", ["Bound"])
+        attachments.order_detachment(row.uuid, ADMIN_CALLER)
+        run_steps()
         assert Command.objects.filter(op="detach").count() == 1
     else:
-        assert (state(row), "there is no room" in row.fault) == ("failed", True)
-    assert (held(), cloud.has()) == ([], {})
+        assert (current_state(row), "there is no room" in row.fault) == ("failed", True)
+    assert (request_states(), cloud.device_allocations()) == ([], {})
 
 
-def test_when_the_instance_is_gone_so_is_the_attachment(cloud: Cloud) -> None:
-    cards()
-    row = ask()
-    work()
+def test_an_attachment_of_a_deleted_instance_becomes_detached(cloud: FakeCloud) -> None:
+    make_ready_cards()
+    row = ask_attachment()
+    run_steps()
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     cloud.nova.shown.clear()
-    del cloud.placement.model.allocated[ROOT, "VCPU"][VM], cloud.placement.model.allocated[provider(), "FPGA"][VM]
+    del (
+        cloud.placement.model.allocated[ROOT, "VCPU"][INSTANCE],
+        cloud.placement.model.allocated[provider_of_card(), "FPGA"][INSTANCE],
+    )
     deleted_instances.step()
     Vanished.objects.update(since=LONG_AGO)
     Look.objects.all().delete()
     deleted_instances.step()
-    assert held() == []
-    work()
-    assert state(row) == "detached"
+    assert request_states() == []
+    run_steps()
+    assert current_state(row) == "detached"
     assert "its requests were deleted or unbound" in [step["text"] for step in row.steps][-3]
 
 
-def test_shelved_by_nova_it_is_detached_and_the_claim_given_back_if_it_is_there(cloud: Cloud) -> None:
-    cards()
-    row = ask()
-    work()
-    binding.delete_requests_of_instance(VM, Caller("nova", "u", frozenset({"service", "admin"}), "p1", service=True))
-    work()
-    assert (state(row), cloud.has()) == ("detached", {})
+def test_an_attachment_is_detached_and_unclaimed_when_nova_deletes_its_requests(cloud: FakeCloud) -> None:
+    make_ready_cards()
+    row = ask_attachment()
+    run_steps()
+    binding.delete_requests_of_instance(
+        INSTANCE, Caller("nova", "u", frozenset({"service", "admin"}), "p1", service=True)
+    )
+    run_steps()
+    assert (current_state(row), cloud.device_allocations()) == ("detached", {})
     assert "deleted or unbound" in row.fault, "its guest may run on with the device"
 
 
-def test_a_resize_that_drops_the_claim_is_found(cloud: Cloud) -> None:
-    cards()
-    row = ask()
-    work()
+def test_a_claim_that_a_resize_dropped_is_a_discrepancy_until_the_attachment_is_detached(cloud: FakeCloud) -> None:
+    make_ready_cards()
+    row = ask_attachment()
+    run_steps()
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     model = cloud.placement.model
     model.replace_allocations(
-        VM, {"allocations": {ROOT: {"resources": {"VCPU": 8}}}, "consumer_generation": model.written[VM]}
+        INSTANCE,
+        {
+            "allocations": {ROOT: {"resources": {"VCPU": 8}}},
+            "consumer_generation": model.consumer_generations[INSTANCE],
+        },
     )
     discrepancies.invalidate_claims(Tree.objects.values_list("pk", flat=True))
     Tree.objects.update(looked_at=LONG_AGO, compared_at=LONG_AGO)
     providers.step()
     discrepancies.step()
     (found,) = Discrepancy.objects.all()
-    assert (found.label, str(found.instance), str(found.provider)) == ("attached but unclaimed", VM, provider())
-    attachments.order_detachment(row.uuid, OLGA)
-    work()
-    assert (state(row), cloud.has()) == ("detached", {})
-    assert model.allocated[ROOT, "VCPU"] == {VM: 8}
+    assert (found.label, str(found.instance), str(found.provider)) == (
+        "attached but unclaimed",
+        INSTANCE,
+        provider_of_card(),
+    )
+    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    run_steps()
+    assert (current_state(row), cloud.device_allocations()) == ("detached", {})
+    assert model.allocated[ROOT, "VCPU"] == {INSTANCE: 8}
     Tree.objects.update(compare_at=LONG_AGO)
     discrepancies.step()
     assert not Discrepancy.objects.exists()
 
 
-def test_what_moved_away_before_it_was_bound_is_undone(cloud: Cloud) -> None:
-    cards()
-    row = ask()
-    until_step(row, "claimed")
-    cloud.nova.shown[VM] = ("ACTIVE", "cmp2")
-    work()
-    assert (state(row), cloud.has(), AcceleratorRequest.objects.count()) == ("failed", {}, 0)
+def test_an_attachment_is_undone_when_the_instance_moves_before_it_is_bound(cloud: FakeCloud) -> None:
+    make_ready_cards()
+    row = ask_attachment()
+    step_until(row, "claimed")
+    cloud.nova.shown[INSTANCE] = ("ACTIVE", "cmp2")
+    run_steps()
+    assert (current_state(row), cloud.device_allocations(), AcceleratorRequest.objects.count()) == ("failed", {}, 0)
 
 
-def test_groups_that_few_providers_fit_choose_first() -> None:
+def test_groups_that_fewer_providers_fit_are_placed_first() -> None:
     plain = ProviderCandidate("a", "FPGA", frozenset({"CUSTOM_FAST"}), 2, frozenset({"PCI"}))
     other = ProviderCandidate("b", "FPGA", frozenset(), 3, frozenset({"PCI"}))
     fast = {"resources:FPGA": "2", "trait:CUSTOM_FAST": "required"}
@@ -382,14 +414,14 @@ def test_groups_that_few_providers_fit_choose_first() -> None:
             choose_providers(wanted, [plain, other], "here")
 
 
-def test_old_ones_are_forgotten(cloud: Cloud) -> None:
-    cards(handles=1)
-    ask()
-    old = ask()
-    work()
-    assert state(old) == "failed"
+def test_attachments_that_ended_long_ago_are_deleted(cloud: FakeCloud) -> None:
+    make_ready_cards(handles=1)
+    ask_attachment()
+    old = ask_attachment()
+    run_steps()
+    assert current_state(old) == "failed"
     with conductor.writing():
         Attachment.objects.filter(pk=old.pk).update(ended_at=LONG_AGO)
-    work(1)
+    run_steps(1)
     assert [row.state for row in Attachment.objects.all()] == ["attached"]
-    assert there.calls
+    assert troubled_session.calls

@@ -18,21 +18,32 @@ from placement_sync import allocations
 from placement_sync.allocations import AllocationWrite, ClaimShare, ConsumerAllocations
 from placement_sync.jobs import attachments as attaching
 from tests.placement import attaching as lab
-from tests.placement.attaching import OLGA, ROOT, VM, Cloud, ask, cards, due_now, provider, state, there
-from tests.placement.session import Session
-from tests.placement.trouble import Killed, Trouble
+from tests.placement.attaching import (
+    ADMIN_CALLER,
+    INSTANCE,
+    ROOT,
+    FakeCloud,
+    ask_attachment,
+    current_state,
+    make_intents_due,
+    make_ready_cards,
+    provider_of_card,
+    troubled_session,
+)
+from tests.placement.session import PlacementModelSession
+from tests.placement.trouble import KilledError, Trouble
 
 database = pytest.mark.django_db
 
 
 @pytest.fixture
-def cloud(settings: Any) -> Iterator[Cloud]:
-    with lab.a_cloud(settings) as one:
-        cards()
+def cloud(settings: Any) -> Iterator[FakeCloud]:
+    with lab.configured_cloud(settings) as one:
+        make_ready_cards()
         yield one
 
 
-def at_every_call(cloud: Cloud, troubles: Iterable[Trouble] = (Trouble.KILLED,)) -> Iterator[str]:
+def at_every_call(cloud: FakeCloud, troubles: Iterable[Trouble] = (Trouble.KILLED,)) -> Iterator[str]:
     """The job runs with each trouble at its first call, its second, … from the same rows, then until it is done."""
     before = copy.deepcopy(cloud.placement)
     for trouble in troubles:
@@ -41,18 +52,18 @@ def at_every_call(cloud: Cloud, troubles: Iterable[Trouble] = (Trouble.KILLED,))
             number += 1
             with transaction.atomic():
                 cloud.placement = copy.deepcopy(before)
-                there.__init__(cloud, number, trouble)  # type: ignore[misc]
-                _until_done()
-                reached = there.calls >= number
+                troubled_session.__init__(cloud, number, trouble)  # type: ignore[misc]
+                _run_until_done()
+                reached = troubled_session.calls >= number
                 if reached:
                     yield f"{trouble}, call {number}"
                 transaction.set_rollback(True)
         assert number > 2
     cloud.placement = before
-    there.__init__(cloud)  # type: ignore[misc]
+    troubled_session.__init__(cloud)  # type: ignore[misc]
 
 
-def before_every_commit(cloud: Cloud) -> Iterator[str]:
+def before_every_commit(cloud: FakeCloud) -> Iterator[str]:
     """The job is killed when all of a step is done but its commit."""
     before = copy.deepcopy(cloud.placement)
     done, number = False, 0
@@ -64,80 +75,84 @@ def before_every_commit(cloud: Cloud) -> Iterator[str]:
             with transaction.atomic():
                 attaching.step()
                 transaction.set_rollback(True)
-            _until_done()
+            _run_until_done()
             yield f"commit {number}"
             transaction.set_rollback(True)
     assert number > 3
 
 
-def _until_done() -> None:
+def _run_until_done() -> None:
     for _ in range(8):
-        due_now()
+        make_intents_due()
         try:
             attaching.run()
-        except Killed:
-            there.at, there.dead = 0, False
+        except KilledError:
+            troubled_session.trouble_at, troubled_session.dead = 0, False
         if not Intent.objects.filter(kind="attachment").exists():
             return
     raise AssertionError(list(Intent.objects.values_list("last_error", flat=True)))
 
 
-def attached(cloud: Cloud, row: Attachment, where: str) -> None:
-    assert state(row) == "attached", where
-    assert cloud.has() == {provider(): {"FPGA": 1}}, where
+def check_attached_once(cloud: FakeCloud, row: Attachment, where: str) -> None:
+    assert current_state(row) == "attached", where
+    assert cloud.device_allocations() == {provider_of_card(): {"FPGA": 1}}, where
     assert list(AcceleratorRequest.objects.values_list("state", "uuid")) == [("Bound", row.requests[0])], where
 
 
-def nothing_left(cloud: Cloud, row: Attachment, where: str) -> None:
-    assert state(row) in ("failed", "detached"), where
-    assert (cloud.has(), AcceleratorRequest.objects.count()) == ({}, 0), where
+def check_nothing_is_left(cloud: FakeCloud, row: Attachment, where: str) -> None:
+    assert current_state(row) in ("failed", "detached"), where
+    assert (cloud.device_allocations(), AcceleratorRequest.objects.count()) == ({}, 0), where
     assert Event.objects.filter(action="request.deleted").count() == len(row.requests), where
 
 
 @pytest.mark.exhaustive
 @database
 @pytest.mark.parametrize("killed", [at_every_call, before_every_commit])
-def test_an_attach_is_done_once(cloud: Cloud, killed: Callable[[Cloud], Iterator[str]]) -> None:
-    row = ask()
+def test_an_attachment_is_claimed_and_bound_once_when_the_worker_is_killed_anywhere(
+    cloud: FakeCloud, killed: Callable[[FakeCloud], Iterator[str]]
+) -> None:
+    row = ask_attachment()
     for where in killed(cloud):
-        attached(cloud, row, where)
+        check_attached_once(cloud, row, where)
         assert Event.objects.filter(action="attachment.bound").count() == 1, where
 
 
 @pytest.mark.exhaustive
 @database
-def test_an_attach_waits_for_who_does_not_answer(cloud: Cloud) -> None:
-    row = ask()
+def test_an_attachment_succeeds_after_a_lost_or_refused_call(cloud: FakeCloud) -> None:
+    row = ask_attachment()
     for where in at_every_call(cloud, [Trouble.LOST, Trouble.REFUSED]):
-        attached(cloud, row, where)
+        check_attached_once(cloud, row, where)
 
 
 @pytest.mark.exhaustive
 @database
 @pytest.mark.parametrize("killed", [at_every_call, before_every_commit])
 @pytest.mark.parametrize("wanted", ["attached", "claimed", "claiming"])
-def test_it_is_taken_back_once(cloud: Cloud, wanted: str, killed: Callable[[Cloud], Iterator[str]]) -> None:
+def test_a_detached_attachment_leaves_nothing_when_the_worker_is_killed_anywhere(
+    cloud: FakeCloud, wanted: str, killed: Callable[[FakeCloud], Iterator[str]]
+) -> None:
     """What was attached, what was claimed, and what may have been."""
-    row = ask()
-    while wanted not in (state(row), row.step):
+    row = ask_attachment()
+    while wanted not in (current_state(row), row.step):
         attaching.step()
-    attachments.order_detachment(row.uuid, OLGA)
+    attachments.order_detachment(row.uuid, ADMIN_CALLER)
     for where in killed(cloud):
-        nothing_left(cloud, row, where)
+        check_nothing_is_left(cloud, row, where)
 
 
 @pytest.mark.exhaustive
 @database
-def test_what_is_refused_leaves_nothing(cloud: Cloud) -> None:
-    cloud.placement.model.allocated[provider(), "FPGA"] = {"somebody": 2}
-    row = ask()
+def test_a_failed_attachment_leaves_nothing_when_the_worker_is_killed_at_any_call(cloud: FakeCloud) -> None:
+    cloud.placement.model.allocated[provider_of_card(), "FPGA"] = {"somebody": 2}
+    row = ask_attachment()
     for where in at_every_call(cloud):
-        nothing_left(cloud, row, where)
-        assert cloud.placement.model.allocated[provider(), "FPGA"] == {"somebody": 2}, where
+        check_nothing_is_left(cloud, row, where)
+        assert cloud.placement.model.allocated[provider_of_card(), "FPGA"] == {"somebody": 2}, where
 
 
 @database
-def test_a_claim_that_arrives_when_nobody_wants_it_any_more(cloud: Cloud) -> None:
+def test_a_claim_that_arrives_after_the_attachment_was_withdrawn_is_refused(cloud: FakeCloud) -> None:
     """Nobody heard of the first write, and it is under way when the attachment is taken back."""
     model, late = cloud.placement.model, []
     real = model.replace_allocations
@@ -146,46 +161,46 @@ def test_a_claim_that_arrives_when_nobody_wants_it_any_more(cloud: Cloud) -> Non
         late.append(body)
         raise KeyError("no answer, so far")
 
-    row = ask()
-    while state(row) != "attaching" or row.step != "claiming":
+    row = ask_attachment()
+    while current_state(row) != "attaching" or row.step != "claiming":
         attaching.step()
     model.replace_allocations = slow  # type: ignore[method-assign]
     attaching.step()
     model.replace_allocations = real  # type: ignore[method-assign]
-    attachments.order_detachment(row.uuid, OLGA)
-    _until_done()
-    assert state(row) == "failed"
+    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    _run_until_done()
+    assert current_state(row) == "failed"
     with pytest.raises(Exception, match="somebody was faster"):
-        real(VM, late[0])
-    assert cloud.has() == {}
+        real(INSTANCE, late[0])
+    assert cloud.device_allocations() == {}
 
 
 PROVIDERS = ("a", "b")
 SHARES = {"a": ClaimShare("FPGA", 1), "b": ClaimShare("FPGA", 2)}
 
 
-class Counter:
+class ConsumerSimulation:
     """Placement's rule for one consumer, and others that write it."""
 
     def __init__(self, has: dict[str, int], crashes: list[int]) -> None:
         self.generation, self.crashes = 3, iter(crashes)
         self.allocations = {ROOT: {"VCPU": 1}} | {rp: {"FPGA": n} for rp, n in has.items() if n}
 
-    def seen(self) -> ConsumerAllocations:
-        return ConsumerAllocations(VM, self.generation, copy.deepcopy(self.allocations), "p", "u")
+    def read(self) -> ConsumerAllocations:
+        return ConsumerAllocations(INSTANCE, self.generation, copy.deepcopy(self.allocations), "p", "u")
 
     def step(
         self, shares: dict[str, ClaimShare], last: AllocationWrite | None, decide: Callable[..., AllocationWrite | None]
     ) -> Any:
         """One look, one record, one write; what happens between is drawn: (done, recorded)."""
-        fate, seen = next(self.crashes, 0), self.seen()
+        fate, seen = next(self.crashes, 0), self.read()
         change = decide(seen, last)
         if change is None or (change.is_noop and decide.__name__ == "claim"):
             return True, last
         if change != last:
             return False, change
         if fate & 1:
-            self.other()
+            self.write_as_other()
         taken = change.generation == self.generation
         if taken and not fate & 2:
             body = allocations.build_body(seen, shares, change)
@@ -194,7 +209,7 @@ class Counter:
         heard = taken and not fate & 6
         return heard, change
 
-    def other(self) -> None:
+    def write_as_other(self) -> None:
         self.allocations[ROOT]["VCPU"] += 1
         self.generation += 1
 
@@ -207,16 +222,18 @@ class Counter:
     st.lists(st.integers(0, 7), max_size=12),
     st.integers(0, 12),
 )
-def test_claims_are_added_once_and_taken_back_once(has: dict[str, int], fates: list[int], stop: int) -> None:
+def test_a_claim_is_added_once_and_removed_once_whatever_is_lost_between(
+    initial_amounts: dict[str, int], fates: list[int], stop: int
+) -> None:
     """Whatever was heard of each write, whoever wrote between, and wherever the claiming was given up."""
-    there = Counter(has, fates)
+    there = ConsumerSimulation(initial_amounts, fates)
     claim, release = None, None
 
     def claim_(seen: ConsumerAllocations, last: AllocationWrite | None) -> AllocationWrite | None:
         return allocations.plan_claim(seen, SHARES, last)
 
     def release_(seen: ConsumerAllocations, last: AllocationWrite | None) -> AllocationWrite | None:
-        return allocations.plan_release(seen, SHARES, has, last)
+        return allocations.plan_release(seen, SHARES, initial_amounts, last)
 
     claim_.__name__ = "claim"
     done = False
@@ -224,19 +241,21 @@ def test_claims_are_added_once_and_taken_back_once(has: dict[str, int], fates: l
         if not done:
             done, claim = there.step(SHARES, claim, claim_)
     if done:
-        assert there.amounts() == {rp: has[rp] + SHARES[rp].amount for rp in PROVIDERS}
+        assert there.amounts() == {rp: initial_amounts[rp] + SHARES[rp].amount for rp in PROVIDERS}
     while claim is not None:
         done, release = there.step(SHARES, release, release_)
         if done:
             break
-    assert there.amounts() == has
+    assert there.amounts() == initial_amounts
 
 
-def test_a_session_answers_for_consumers() -> None:
+def test_the_placement_model_answers_the_client_about_consumers() -> None:
     """The model is asked as Placement is: through the client."""
     from placement_sync.client import PlacementClient
 
-    one = Session()
-    one.model.allocated[ROOT, "VCPU"] = {VM: 2}
-    assert PlacementClient(one).read_consumer(VM) == ConsumerAllocations(VM, 1, {ROOT: {"VCPU": 2}}, "p1", "u1")
+    one = PlacementModelSession()
+    one.model.allocated[ROOT, "VCPU"] = {INSTANCE: 2}
+    assert PlacementClient(one).read_consumer(INSTANCE) == ConsumerAllocations(
+        INSTANCE, 1, {ROOT: {"VCPU": 2}}, "p1", "u1"
+    )
     assert PlacementClient(one).read_consumer("nobody") == ConsumerAllocations("nobody")

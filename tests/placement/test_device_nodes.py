@@ -21,28 +21,30 @@ from drivers.inventory import AttachHandle as Handle
 from drivers.inventory import Attribute
 from drivers.inventory import Deployable as Part
 from placement_sync.jobs import repository
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
-NODE = Part("node_0000:01:00.0", 1, (), (Handle("DEV", '{"path": "/dev/accel/accel0", "permissions": "rw"}'),), "1DA3")
+NODE_PART = Part(
+    "node_0000:01:00.0", 1, (), (Handle("DEV", '{"path": "/dev/accel/accel0", "permissions": "rw"}'),), "1DA3"
+)
 
 
 @pytest.fixture
 def node() -> AttachHandle:
     """A ready accelerator that is a node, beside an ordinary card."""
-    apply(a_host(), answer(card(1, deployables=(NODE,)), card(2)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, deployables=(NODE_PART,)), make_card(2)))
     for device in Device.objects.all():
         lifecycle.enable_device(device.uuid, ADMIN)
     return AttachHandle.objects.get(attach_type="DEV")
 
 
-def test_placement_is_told_of_none(node: AttachHandle) -> None:
-    (part,) = repository.load_deployables(a_host())
+def test_a_deployable_with_device_nodes_is_not_written_to_placement(node: AttachHandle) -> None:
+    (part,) = repository.load_deployables(get_or_create_host())
     assert part.name == "node_0000:02:00.0" and part.total == 1
 
 
-def test_no_bind_gets_one(node: AttachHandle) -> None:
+def test_a_bind_to_a_device_node_is_refused(node: AttachHandle) -> None:
     with conductor.writing():
         DeviceProfile.objects.create(name="fpga", groups=[{"resources:FPGA": "1"}])
     (request,) = binding.create_requests("fpga", ADMIN)
@@ -53,7 +55,7 @@ def test_no_bind_gets_one(node: AttachHandle) -> None:
     assert AcceleratorRequest.objects.get().attach_handle is None
 
 
-def test_it_is_shown_as_such(node: AttachHandle, client: Client) -> None:
+def test_a_device_node_is_shown_as_not_offered_in_console_and_api(node: AttachHandle, client: Client) -> None:
     client.force_login(user := User.objects.create(username="olga", is_staff=True, is_superuser=True))
     device = reverse("admin:accelerators_device_change", args=[node.deployable.device_id])
     listed = reverse("admin:accelerators_attachhandle_changelist")
@@ -67,12 +69,18 @@ def test_it_is_shown_as_such(node: AttachHandle, client: Client) -> None:
     }
 
 
-def test_a_card_that_becomes_a_node_is_taken_out_of_placement(node: AttachHandle) -> None:
+def test_a_card_that_becomes_a_device_node_is_removed_from_placement(node: AttachHandle) -> None:
     attributes = (Attribute("rc", "FPGA"),)
-    apply(a_host(), answer(card(1, deployables=(NODE,)), card(2, deployables=(named("02", attributes),))), seq=2)
-    assert repository.load_deployables(a_host()) == []
+    apply_report(
+        get_or_create_host(),
+        make_driver_report(
+            make_card(1, deployables=(NODE_PART,)), make_card(2, deployables=(device_node_part("02", attributes),))
+        ),
+        seq=2,
+    )
+    assert repository.load_deployables(get_or_create_host()) == []
 
 
-def named(bus: str, attributes: tuple[Attribute, ...]) -> Part:
+def device_node_part(bus: str, attributes: tuple[Attribute, ...]) -> Part:
     """The same part, now as a node."""
     return Part(f"node_0000:{bus}:00.0", 1, attributes, (Handle("DEV", '{"path": "/dev/accel/accel1"}'),), "test")

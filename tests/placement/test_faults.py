@@ -20,48 +20,48 @@ from accelerators.requests.binding import BindSpec
 from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
 from placement_sync.reconcile import ObservedProvider
-from tests.placement.session import Session
-from tests.support.nova import Nova, recording
-from tests.support.reports import a_host, answer, apply, card
+from tests.placement.session import PlacementModelSession
+from tests.support.nova import FakeNova, running_nova
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 ROOT = "11111111-1111-1111-1111-111111111111"
 LONG_AGO = "2020-01-01T00:00:00Z"
-there = Session()
+placement_session = PlacementModelSession()
 
 
-class Both(Session):
+class CloudSession(PlacementModelSession):
     """Placement's model for Placement, a recording Nova for Nova."""
 
     def request(self, url: str, method: str, **values: Any) -> Any:
         if values["endpoint_filter"]["service_type"] == "placement":
-            return there.request(url, method, values.get("json"), values.get("headers"))
+            return placement_session.request(url, method, values.get("json"), values.get("headers"))
         from keystoneauth1.session import Session as Real
         from keystoneauth1.token_endpoint import Token
 
         return Real(Token("http://unused", "token")).request(url, method, **values)
 
 
-def cloud() -> Session:
-    return Both()
+def cloud() -> PlacementModelSession:
+    return CloudSession()
 
 
 @pytest.fixture(autouse=True)
-def nova(settings: Any) -> Iterator[Nova]:
-    there.__init__()  # type: ignore[misc]
-    there.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
+def nova(settings: Any) -> Iterator[FakeNova]:
+    placement_session.__init__()  # type: ignore[misc]
+    placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
     settings.SERVICE_SESSION = "tests.placement.test_faults.cloud"
     keys = settings.KEYS
-    with recording() as one:
+    with running_nova() as one:
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
         yield one
 
 
-def bound(cards: int = 1) -> list[str]:
+def make_bound_cards(cards: int = 1) -> list[str]:
     """So many cards on cmp1, each held by an instance that Placement knows of; all looked at, all compared."""
-    apply(a_host(), answer(*(card(n, handles=2) for n in range(cards))))
+    apply_report(get_or_create_host(), make_driver_report(*(make_card(n, handles=2) for n in range(cards))))
     for device in Device.objects.values_list("uuid", flat=True):
         lifecycle.enable_device(device, NOVA)
     with conductor.writing():
@@ -71,13 +71,13 @@ def bound(cards: int = 1) -> list[str]:
         instances.append(str(uuid.uuid4()))
         (request,) = binding.create_requests("one", NOVA)
         binding.bind_requests([BindSpec(request, "cmp1", str(provider), instances[-1])], NOVA)
-        allocate(str(provider), instances[-1])
-    look()
-    assert shown() == []
+        set_allocations(str(provider), instances[-1])
+    compare_again()
+    assert list_discrepancies() == []
     return instances
 
 
-def look() -> None:
+def compare_again() -> None:
     """A minute or more has passed, Placement is looked at again, and compared."""
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
@@ -87,15 +87,15 @@ def look() -> None:
         pass
 
 
-def shown() -> list[tuple[str, str]]:
+def list_discrepancies() -> list[tuple[str, str]]:
     return sorted(Discrepancy.objects.values_list("kind", "provider_name"))
 
 
-def provider() -> str:
+def first_provider() -> str:
     return str(Deployable.objects.order_by("id").first().rp_uuid)
 
 
-def a_minute_passes() -> None:
+def age_unattached_claims() -> None:
     """As far as the second look is concerned."""
     for row in WrittenProvider.objects.exclude(claims=None):
         loose = dict.fromkeys(row.claims["loose"], LONG_AGO)
@@ -103,17 +103,17 @@ def a_minute_passes() -> None:
     Tree.objects.update(compare_at=LONG_AGO)
 
 
-def allocate(provider: str, *consumers: str) -> None:
+def set_allocations(provider: str, *consumers: str) -> None:
     """These have one each; the generation moves, as a real Placement's does when an allocation is written."""
-    there.model.allocated[provider, "FPGA"] = dict.fromkeys(consumers, 1)
-    if provider in there.model.providers:
-        there.model._next(provider)
+    placement_session.model.allocated[provider, "FPGA"] = dict.fromkeys(consumers, 1)
+    if provider in placement_session.model.providers:
+        placement_session.model._raise_generation(provider)
 
 
-def test_a_bound_request_without_an_allocation_is_unclaimed_until_it_has_one() -> None:
-    (instance,) = bound()
-    allocate(provider())
-    look()
+def test_a_bound_request_without_an_allocation_is_a_discrepancy_until_it_has_one() -> None:
+    (instance,) = make_bound_cards()
+    set_allocations(first_provider())
+    compare_again()
     (row,) = Discrepancy.objects.all()
     assert (row.kind, str(row.instance), row.device) == (DiscrepancyKind.UNCLAIMED, instance, Device.objects.get())
     assert instance in row.said
@@ -124,129 +124,129 @@ def test_a_bound_request_without_an_allocation_is_unclaimed_until_it_has_one() -
     event = Event.objects.get(action="discrepancy.appeared")
     assert (event.subject, event.host, event.changes["instance"]) == (row.device.uuid, "cmp1", [None, instance])
 
-    allocate(provider(), instance)
+    set_allocations(first_provider(), instance)
     Tree.objects.update(compare_at=LONG_AGO)
     discrepancies.step()
-    assert shown() == []
+    assert list_discrepancies() == []
     assert Event.objects.get(action="discrepancy.mended").changes["discrepancy"] == ["attached but unclaimed", None]
 
 
-def test_a_deleted_allocation_moves_no_generation_and_is_found_all_the_same() -> None:
-    bound()
-    there.model.allocated.clear()
-    look()
-    assert shown() == []
+def test_a_deleted_allocation_is_found_by_rereading_although_the_generation_stays() -> None:
+    make_bound_cards()
+    placement_session.model.allocated.clear()
+    compare_again()
+    assert list_discrepancies() == []
     discrepancies.invalidate_claims(Tree.objects.values_list("pk", flat=True))
-    look()
-    assert [kind for kind, _ in shown()] == ["unclaimed"]
+    compare_again()
+    assert [kind for kind, _ in list_discrepancies()] == ["unclaimed"]
 
 
-def test_what_is_in_use_is_read_anew_once_in_a_while() -> None:
-    bound()
+def test_only_allocations_of_providers_in_use_are_reread_after_a_while() -> None:
+    make_bound_cards()
     row = WrittenProvider.objects.get()
     WrittenProvider.objects.update(claims=row.claims | {"read_at": LONG_AGO})
-    there.model.allocated.clear()
-    look()
-    assert "allocations" in " ".join(there.seen[-3:])
+    placement_session.model.allocated.clear()
+    compare_again()
+    assert "allocations" in " ".join(placement_session.seen_calls[-3:])
     with conductor.writing():
         AcceleratorRequest.objects.update(state="Unbound", attach_handle=None)
     row = WrittenProvider.objects.get()
     Discrepancy.objects.all().delete()
     WrittenProvider.objects.update(claims=row.claims | {"read_at": LONG_AGO})
-    there.seen.clear()
-    look()
-    assert not [call for call in there.seen if "allocations" in call]
+    placement_session.seen_calls.clear()
+    compare_again()
+    assert not [call for call in placement_session.seen_calls if "allocations" in call]
 
 
-def test_a_claim_without_a_request_is_a_fault_at_the_second_look() -> None:
-    (instance,) = bound()
+def test_an_allocation_without_a_request_is_a_discrepancy_only_after_a_minute() -> None:
+    (instance,) = make_bound_cards()
     stranger = str(uuid.uuid4())
-    allocate(provider(), instance, stranger)
-    look()
-    assert shown() == []
-    a_minute_passes()
+    set_allocations(first_provider(), instance, stranger)
+    compare_again()
+    assert list_discrepancies() == []
+    age_unattached_claims()
     discrepancies.step()
     (row,) = Discrepancy.objects.all()
     assert (row.kind, str(row.instance)) == (DiscrepancyKind.UNATTACHED, stranger)
-    assert f"allocation unset --provider {provider()} {stranger}" in row.said
-    del there.model.allocated[provider(), "FPGA"][stranger]
+    assert f"allocation unset --provider {first_provider()} {stranger}" in row.said
+    del placement_session.model.allocated[first_provider(), "FPGA"][stranger]
     Tree.objects.update(compare_at=LONG_AGO)
     discrepancies.step()
-    assert shown() == []
+    assert list_discrepancies() == []
     assert Tree.objects.get().compare_at is None
 
 
-def test_a_claim_that_is_bound_meanwhile_is_none() -> None:
-    (instance,) = bound()
+def test_an_allocation_whose_request_is_bound_meanwhile_is_no_discrepancy() -> None:
+    (instance,) = make_bound_cards()
     late = str(uuid.uuid4())
-    allocate(provider(), instance, late)
-    look()
+    set_allocations(first_provider(), instance, late)
+    compare_again()
     (request,) = binding.create_requests("one", NOVA)
-    binding.bind_requests([BindSpec(request, "cmp1", provider(), late)], NOVA)
-    a_minute_passes()
+    binding.bind_requests([BindSpec(request, "cmp1", first_provider(), late)], NOVA)
+    age_unattached_claims()
     discrepancies.step()
-    assert shown() == []
+    assert list_discrepancies() == []
 
 
-def test_an_instance_that_runs_without_its_device(nova: Nova) -> None:
-    (instance,) = bound()
+def test_an_active_instance_whose_device_is_missing_or_failed_is_a_discrepancy(nova: FakeNova) -> None:
+    (instance,) = make_bound_cards()
     with conductor.writing():
         Device.objects.update(state="missing", state_reason="its driver did not see it")
-    look()
-    assert shown() == [], "Nova has no such instance"
+    compare_again()
+    assert list_discrepancies() == [], "Nova has no such instance"
     for status, place in (("SHUTOFF", "cmp1"), ("ACTIVE", "elsewhere")):
         nova.shown[instance] = (status, place)
-        look()
-        assert shown() == []
+        compare_again()
+        assert list_discrepancies() == []
     nova.shown[instance] = ("ACTIVE", "cmp1")
-    look()
+    compare_again()
     (row,) = Discrepancy.objects.all()
     assert (row.kind, str(row.instance)) == (DiscrepancyKind.WITHOUT_DEVICE, instance)
     assert "the device is missing: its driver did not see it" in row.said
     nova.status = 503
-    look()
-    assert len(shown()) == 1, "nobody could tell"
+    compare_again()
+    assert len(list_discrepancies()) == 1, "nobody could tell"
     nova.status = 0
     with conductor.writing():
         Device.objects.update(state="ready", status="failed", status_reason="it could not be restored")
-    look()
+    compare_again()
     assert "it could not be restored" in Discrepancy.objects.get().said
     with conductor.writing():
         Device.objects.update(status="ok")
-    look()
-    assert shown() == []
+    compare_again()
+    assert list_discrepancies() == []
 
 
-def test_while_placement_is_away_nothing_appears_and_nothing_goes() -> None:
-    bound()
-    allocate(provider())
-    look()
-    assert len(shown()) == 1
-    there.away = True
+def test_discrepancies_stay_unchanged_while_placement_is_away() -> None:
+    make_bound_cards()
+    set_allocations(first_provider())
+    compare_again()
+    assert len(list_discrepancies()) == 1
+    placement_session.away = True
     Tree.objects.update(compare_at=LONG_AGO)
     assert not discrepancies.step()
-    assert len(shown()) == 1
-    there.seen.clear()
+    assert len(list_discrepancies()) == 1
+    placement_session.seen_calls.clear()
     assert not discrepancies.step(), "not before its next time"
-    assert there.seen == []
+    assert placement_session.seen_calls == []
 
 
-def test_an_unmoved_host_costs_no_reading_and_a_batch_costs_the_same_statements_at_any_size() -> None:
-    bound(2)
-    few = _statements()
-    assert there.seen == []
+def test_comparing_unchanged_hosts_reads_nothing_and_costs_constant_statements() -> None:
+    make_bound_cards(2)
+    few = _count_statements()
+    assert placement_session.seen_calls == []
     with conductor.writing():
         AcceleratorRequest.objects.all().delete()
         DeviceProfile.objects.all().delete()
-    there.model.allocated.clear()
-    bound(8)
-    assert _statements() == few
-    assert there.seen == []
+    placement_session.model.allocated.clear()
+    make_bound_cards(8)
+    assert _count_statements() == few
+    assert placement_session.seen_calls == []
 
 
-def _statements() -> int:
+def _count_statements() -> int:
     Tree.objects.update(compared_at=None)
-    there.seen.clear()
+    placement_session.seen_calls.clear()
     with CaptureQueriesContext(connection) as asked:
         discrepancies.step()
     return len(asked)

@@ -26,21 +26,21 @@ from placement_sync.jobs import providers
 from placement_sync.models import Look, Vanished
 from placement_sync.nova import deleted_instances, notices_job
 from placement_sync.reconcile import ObservedProvider
-from tests.placement.model import Model
-from tests.placement.session import Session
-from tests.placement.trouble import Killed, Trouble, Troubled
-from tests.support.nova import Nova, recording
-from tests.support.reports import a_host, answer, apply, card
+from tests.placement.model import PlacementModel
+from tests.placement.session import PlacementModelSession
+from tests.placement.trouble import KilledError, Trouble, TroubledSession
+from tests.support.nova import FakeNova, running_nova
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
-WHO = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
+NOVA_CALLER = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 ROOTS = {"cmp1": "11111111-1111-1111-1111-111111111111", "cmp2": "22222222-2222-2222-2222-222222222222"}
 LONG_AGO = "2020-01-01T00:00:00Z"
-there = Troubled(None)
+troubled_session = TroubledSession(None)
 
 
-def cloud() -> Troubled:
-    return there
+def cloud() -> TroubledSession:
+    return troubled_session
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,8 @@ def _cloud(settings: Any) -> None:
 
 
 @pytest.fixture
-def nova(settings: Any) -> Iterator[Nova]:
-    with recording() as one:
+def nova(settings: Any) -> Iterator[FakeNova]:
+    with running_nova() as one:
         settings.KEYS.nova_endpoint = one.url
         yield one
 
@@ -66,116 +66,120 @@ def at_every_call(
         while reached:
             number += 1
             with transaction.atomic():
-                there.__init__(session(), number, trouble)  # type: ignore[misc]
+                troubled_session.__init__(session(), number, trouble)  # type: ignore[misc]
                 try:
                     job()
-                except Killed:
+                except KilledError:
                     assert trouble is Trouble.KILLED
-                reached = there.calls >= number
-                there.at = 0
-                there.dead = False
+                reached = troubled_session.calls >= number
+                troubled_session.trouble_at = 0
+                troubled_session.dead = False
                 if reached:
                     yield f"{trouble}, call {number}"
                 transaction.set_rollback(True)
         assert number > 1
 
 
-def due_now() -> None:
+def make_intents_due() -> None:
     with conductor.writing():
         Intent.objects.update(next_at=LONG_AGO)
 
 
-def model() -> Model:
-    model: Model = there.session.model
+def placement_model() -> PlacementModel:
+    model: PlacementModel = troubled_session.session.model
     return model
 
 
-def shown() -> dict[str, Any]:
+def placement_content() -> dict[str, Any]:
     """What Placement has, but for the generations."""
-    return {one.uuid: (one.name, one.parent, one.inventories, one.traits) for one in model().providers.values()}
+    return {
+        one.uuid: (one.name, one.parent, one.inventories, one.traits) for one in placement_model().providers.values()
+    }
 
 
-def ready(host: str, *cards: int) -> None:
+def make_ready_cards(host: str, *cards: int) -> None:
     """A host with these cards, ready."""
-    apply(a_host(host), answer(*(card(n, handles=2) for n in cards)))
+    apply_report(get_or_create_host(host), make_driver_report(*(make_card(n, handles=2) for n in cards)))
     for device in Device.objects.filter(state="inactive"):
-        lifecycle.enable_device(device.uuid, WHO)
+        lifecycle.enable_device(device.uuid, NOVA_CALLER)
 
 
 def uuid_of(n: int) -> str:
     return str(compute_provider_uuid(f"node_0000:{n:02x}:00.0"))
 
 
-def have(n: int, **attributes: str) -> None:
+def change_attributes(n: int, **attributes: str) -> None:
     """Card `n` is another now, as its driver sees it."""
     with conductor.writing():
         for key, value in attributes.items():
             Attribute.objects.filter(deployable__name=f"node_0000:{n:02x}:00.0", key=key).update(value=value)
 
 
-def changed() -> None:
+def make_pending_changes() -> None:
     """Everything at once: a new provider, one that moved here, others' words, other ours, gone, gone while in use."""
-    there.session = Session()
+    troubled_session.session = PlacementModelSession()
     for name, root in ROOTS.items():
-        model().providers[root] = ObservedProvider(root, name, "", 0)
-    ready("cmp1", 0, 1, 2, 3)
+        placement_model().providers[root] = ObservedProvider(root, name, "", 0)
+    make_ready_cards("cmp1", 0, 1, 2, 3)
     providers.step()
-    model().allocated |= {(uuid_of(2), "FPGA"): {"vm-2": 1}, (uuid_of(3), "FPGA"): {"vm-3": 2}}
-    apply(a_host("cmp1"), answer(card(0, handles=2), card(3, handles=2)), seq=2)
+    placement_model().allocated |= {(uuid_of(2), "FPGA"): {"vm-2": 1}, (uuid_of(3), "FPGA"): {"vm-3": 2}}
+    apply_report(
+        get_or_create_host("cmp1"), make_driver_report(make_card(0, handles=2), make_card(3, handles=2)), seq=2
+    )
     assert not sweep.remove_missing_devices(datetime.now(UTC) + timedelta(days=2))
-    have(0, trait0="CUSTOM_OTHER")
-    have(3, rc="PGPU")
-    model().providers[uuid_of(5)] = ObservedProvider(uuid_of(5), "node_0000:05:00.0", ROOTS["cmp1"], 4)
-    ready("cmp2", 4, 5)
-    again()
+    change_attributes(0, trait0="CUSTOM_OTHER")
+    change_attributes(3, rc="PGPU")
+    placement_model().providers[uuid_of(5)] = ObservedProvider(uuid_of(5), "node_0000:05:00.0", ROOTS["cmp1"], 4)
+    make_ready_cards("cmp2", 4, 5)
+    raise_all_intents()
 
 
-def again() -> None:
+def raise_all_intents() -> None:
     conductor.raise_provider_intents(Host.objects.all())
 
 
-def in_step() -> None:
+def run_until_in_step() -> None:
     """Until nothing is due any more."""
-    due_now()
+    make_intents_due()
     while providers.step():
         pass
 
 
 @pytest.mark.exhaustive
-def test_placement_is_right_whatever_call_it_happened_at() -> None:
-    changed()
-    before = there.session
+def test_placement_converges_when_the_worker_is_killed_or_unanswered_at_any_call() -> None:
+    make_pending_changes()
+    before = troubled_session.session
     with transaction.atomic():
-        there.session = copy.deepcopy(before)
-        in_step()
-        wanted, held = shown(), model().allocated
+        troubled_session.session = copy.deepcopy(before)
+        run_until_in_step()
+        wanted, held = placement_content(), placement_model().allocated
         transaction.set_rollback(True)
     assert set(wanted) == {*map(uuid_of, (0, 2, 3, 4, 5)), *ROOTS.values()}
     for where in at_every_call(providers.run, lambda: copy.deepcopy(before), (Trouble.KILLED, Trouble.LOST)):
-        in_step()
+        run_until_in_step()
         assert not Intent.objects.filter(kind="provider"), where
-        assert (shown(), model().allocated) == (wanted, held), where
-        _writes_nothing_more(where)
-        _what_was_written_is_known(where)
+        assert (placement_content(), placement_model().allocated) == (wanted, held), where
+        _check_nothing_more_is_written(where)
+        _check_written_values_are_ours(where)
 
 
-def _writes_nothing_more(where: str) -> None:
-    before, writes = copy.deepcopy(model().providers), model().writes
-    again()
+def _check_nothing_more_is_written(where: str) -> None:
+    before, writes = copy.deepcopy(placement_model().providers), placement_model().writes
+    raise_all_intents()
     providers.step()
-    assert (model().providers, model().writes) == (before, writes), where
+    assert (placement_model().providers, placement_model().writes) == (before, writes), where
 
 
-def _what_was_written_is_known(where: str) -> None:
+def _check_written_values_are_ours(where: str) -> None:
     """What the killed one wrote is taken for ours: it goes when it is not wanted any more."""
-    have(4, trait0="CUSTOM_LATER", rc="PGPU")
-    again()
+    change_attributes(4, trait0="CUSTOM_LATER", rc="PGPU")
+    raise_all_intents()
     providers.step()
-    now = model().providers[uuid_of(4)]
+    now = placement_model().providers[uuid_of(4)]
     assert (set(now.inventories), now.traits) == ({"PGPU"}, {"CUSTOM_LATER"}), where
 
 
-def told(nova: Nova) -> dict[str, str]:
+def raise_notices(nova: FakeNova) -> dict[str, str]:
     """Request → what Nova is to hear: of an instance with a host, of one without, and of one that is gone."""
     wanted: dict[str, str] = {}
     for code, status in ((200, "completed"), (422, "failed"), (404, "completed")):
@@ -187,12 +191,12 @@ def told(nova: Nova) -> dict[str, str]:
     return wanted
 
 
-def test_nova_hears_of_each_request_once_or_more(nova: Nova) -> None:
-    wanted = told(nova)
+def test_nova_is_notified_of_each_request_at_least_once_whatever_call_fails(nova: FakeNova) -> None:
+    wanted = raise_notices(nova)
     for where in at_every_call(notices_job.run, keystone):
-        due_now()
+        make_intents_due()
         notices_job.run()
-        heard = {request: set(statuses) for request, statuses in nova.told().items()}
+        heard = {request: set(statuses) for request, statuses in nova.received_statuses().items()}
         assert heard == {request: {status} for request, status in wanted.items()}, where
         assert not outbox.load_due_intents("notice", 1), where
         events = Event.objects.filter(action="request.notified").values_list("subject", flat=True)
@@ -207,10 +211,10 @@ def keystone() -> KeystoneSession:
     return KeystoneSession(Token("http://unused", "token"))
 
 
-def test_what_an_instance_that_is_no_more_held_is_given_back_once(nova: Nova) -> None:
-    gone, *alive = held_by_instances(3)
+def test_requests_of_a_deleted_instance_are_freed_once_whatever_call_fails(nova: FakeNova) -> None:
+    gone, *alive = bind_instances(3)
     nova.servers, nova.page = alive, 1
-    there.session = keystone()
+    troubled_session.session = keystone()
     deleted_instances.run()
     Vanished.objects.update(since=LONG_AGO)
     Look.objects.all().delete()
@@ -223,15 +227,15 @@ def test_what_an_instance_that_is_no_more_held_is_given_back_once(nova: Nova) ->
         assert not Vanished.objects.exists(), where
 
 
-def held_by_instances(count: int) -> list[str]:
+def bind_instances(count: int) -> list[str]:
     """So many instances that each hold a card's handle."""
-    ready("cmp1", *range(count))
+    make_ready_cards("cmp1", *range(count))
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
     instances = [str(uuid.uuid4()) for _ in range(count)]
     for number, instance in enumerate(instances):
-        (request,) = binding.create_requests("one", WHO)
-        binding.bind_requests([BindSpec(request, "cmp1", uuid_of(number), instance)], WHO)
+        (request,) = binding.create_requests("one", NOVA_CALLER)
+        binding.bind_requests([BindSpec(request, "cmp1", uuid_of(number), instance)], NOVA_CALLER)
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     return instances

@@ -15,7 +15,7 @@ from accelerators import conductor
 from accelerators.models import Event, Intent
 from placement_sync.nova import notices_job
 from placement_sync.nova.notices import Notice, interpret_answer
-from tests.support.nova import Nova, recording
+from tests.support.nova import FakeNova, running_nova
 
 pytestmark = pytest.mark.django_db
 
@@ -25,29 +25,29 @@ def cloud() -> Session:
 
 
 @pytest.fixture
-def nova(settings: Any) -> Iterator[Nova]:
-    with recording() as one:
+def nova(settings: Any) -> Iterator[FakeNova]:
+    with running_nova() as one:
         settings.SERVICE_SESSION = "tests.placement.test_notices.cloud"
         settings.KEYS = SimpleNamespace(nova_endpoint=one.url)
         yield one
 
 
-def raised(instance: str, count: int = 1, completed: bool = True) -> list[str]:
+def raise_notices(instance: str, count: int = 1, completed: bool = True) -> list[str]:
     requests = [str(uuid.uuid4()) for _ in range(count)]
     payload = {"instance": instance, "completed": completed, "host": "cmp1"}
     conductor.raise_intents("notice", dict.fromkeys(requests, payload))
     return requests
 
 
-def due_now() -> None:
+def make_intents_due() -> None:
     with conductor.writing():
         Intent.objects.update(next_at="2020-01-01T00:00:00Z")
 
 
-def test_an_instances_requests_are_told_in_one_call(nova: Nova) -> None:
+def test_all_requests_of_an_instance_are_notified_in_one_call(nova: FakeNova) -> None:
     instance = str(uuid.uuid4())
     nova.known[instance] = 200
-    requests = raised(instance, 3)
+    requests = raise_notices(instance, 3)
     notices_job.step()
     (call,) = nova.calls
     assert {event["tag"] for event in call["events"]} == set(requests)
@@ -62,29 +62,29 @@ def test_an_instances_requests_are_told_in_one_call(nova: Nova) -> None:
 
 
 @pytest.mark.parametrize("code", [422, 404])
-def test_no_host_yet_and_no_instance_are_answers(nova: Nova, code: int) -> None:
+def test_a_notice_is_done_when_nova_answers_422_or_404(nova: FakeNova, code: int) -> None:
     instance = str(uuid.uuid4())
     nova.known[instance] = code
-    raised(instance, completed=False)
+    raise_notices(instance, completed=False)
     notices_job.step()
     assert not Intent.objects.exists()
     assert f": {code}" in Event.objects.get().reason
 
 
-def test_a_refusal_is_said_once_and_tried_again(nova: Nova) -> None:
-    raised(str(uuid.uuid4()))
+def test_a_refused_notice_is_retried_and_recorded_once(nova: FakeNova) -> None:
+    raise_notices(str(uuid.uuid4()))
     nova.status = 400
     for _ in range(3):
         notices_job.step()
-        due_now()
+        make_intents_due()
     assert Intent.objects.get().attempts == 3
     assert Event.objects.get().action == "request.notice_refused"
 
 
 @pytest.mark.parametrize("trouble", ["status", "rubbish", "nobody"])
-def test_while_nova_is_away_nothing_is_lost(nova: Nova, settings: Any, trouble: str) -> None:
+def test_notices_wait_while_nova_is_away_or_answers_rubbish(nova: FakeNova, settings: Any, trouble: str) -> None:
     instances = [str(uuid.uuid4()) for _ in range(3)]
-    requests = [raised(instance)[0] for instance in instances]
+    requests = [raise_notices(instance)[0] for instance in instances]
     nova.known = dict.fromkeys(instances, 200)
     url = nova.url
     if trouble == "nobody":
@@ -94,21 +94,21 @@ def test_while_nova_is_away_nothing_is_lost(nova: Nova, settings: Any, trouble: 
     assert Intent.objects.count() == 3
     assert not Event.objects.exists()
     nova.status, nova.rubbish, settings.KEYS.nova_endpoint = 0, False, url
-    due_now()
+    make_intents_due()
     notices_job.step()
     assert not Intent.objects.exists()
-    assert nova.told().keys() == set(requests)
+    assert nova.received_statuses().keys() == set(requests)
 
 
-def test_switched_off_nobody_is_told(nova: Nova, settings: Any) -> None:
-    raised(str(uuid.uuid4()))
+def test_notices_are_dropped_when_nova_is_switched_off(nova: FakeNova, settings: Any) -> None:
+    raise_notices(str(uuid.uuid4()))
     settings.KEYS.nova_endpoint = "off"
     notices_job.step()
     assert not Intent.objects.exists()
     assert not nova.calls
 
 
-def test_entries_are_judged_one_by_one() -> None:
+def test_each_entry_of_a_207_answer_is_judged_by_its_own_code() -> None:
     notices = [Notice(name, "vm", True) for name in "abcd"]
     events = [{"tag": "a", "code": 200}, {"tag": "b", "code": 422}, {"tag": "c", "code": 400}]
     answers = interpret_answer(notices, 207, {"events": events})

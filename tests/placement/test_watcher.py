@@ -19,8 +19,8 @@ from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from placement_sync.models import Look, Vanished
 from placement_sync.nova import deleted_instances
-from tests.support.nova import Nova, recording
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.nova import FakeNova, running_nova
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
@@ -32,8 +32,8 @@ def cloud() -> Session:
 
 
 @pytest.fixture
-def nova(settings: Any) -> Iterator[Nova]:
-    with recording() as one:
+def nova(settings: Any) -> Iterator[FakeNova]:
+    with running_nova() as one:
         settings.SERVICE_SESSION = "tests.placement.test_watcher.cloud"
         settings.KEYS.nova_endpoint, before = one.url, settings.KEYS.nova_endpoint
         yield one
@@ -46,9 +46,9 @@ def _keys(settings: Any) -> None:
     settings.KEYS = SimpleNamespace(**{name: getattr(keys, name) for name in keys.__dataclass_fields__})
 
 
-def bound(count: int) -> list[str]:
+def bind_instances(count: int) -> list[str]:
     """So many instances that hold a request each."""
-    apply(a_host(), answer(card(1, handles=count)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=count)))
     lifecycle.enable_device(Device.objects.get().uuid, NOVA)
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
@@ -62,70 +62,74 @@ def bound(count: int) -> list[str]:
     return instances
 
 
-def look() -> None:
+def run_job_after_a_minute() -> None:
     """A minute has passed."""
     Look.objects.all().delete()
     deleted_instances.step()
 
 
-def held() -> set[str]:
+def instances_with_requests() -> set[str]:
     return {str(one) for one in AcceleratorRequest.objects.values_list("instance_uuid", flat=True)}
 
 
-def test_two_listings_and_a_404_free_a_request(nova: Nova) -> None:
-    gone, *alive = bound(4)
+def test_a_request_is_freed_after_its_instance_was_absent_from_two_listings_and_gave_404(nova: FakeNova) -> None:
+    gone, *alive = bind_instances(4)
     nova.servers = alive
-    look()
-    assert held() == {gone, *alive}
-    look()
-    assert gone in held(), "the two listings were not far enough apart"
+    run_job_after_a_minute()
+    assert instances_with_requests() == {gone, *alive}
+    run_job_after_a_minute()
+    assert gone in instances_with_requests(), "the two listings were not far enough apart"
     Vanished.objects.update(since=LONG_AGO)
-    look()
-    assert held() == set(alive)
+    run_job_after_a_minute()
+    assert instances_with_requests() == set(alive)
     assert gone in Event.objects.get(action="instance.vanished").reason
     assert not Vanished.objects.exists()
 
 
-def test_what_nova_still_knows_is_kept(nova: Nova, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, *rest = bound(3)
+def test_a_request_is_kept_when_nova_still_shows_its_unlisted_instance(
+    nova: FakeNova, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, *rest = bind_instances(3)
     nova.servers = rest
-    look()
+    run_job_after_a_minute()
     Vanished.objects.update(since=LONG_AGO)
     nova.servers = [*rest, hidden]
     monkeypatch.setattr(deleted_instances._NovaQueries, "list_instances", lambda _: set(rest))
-    look()
-    assert hidden in held()
+    run_job_after_a_minute()
+    assert hidden in instances_with_requests()
 
 
-def test_one_listing_that_has_it_begins_anew(nova: Nova) -> None:
-    instances = bound(3)
+def test_an_instance_that_is_listed_again_is_no_longer_suspected(nova: FakeNova) -> None:
+    instances = bind_instances(3)
     nova.servers = instances[1:]
-    look()
+    run_job_after_a_minute()
     Vanished.objects.update(since=LONG_AGO)
     nova.servers = instances
-    look()
+    run_job_after_a_minute()
     assert not Vanished.objects.exists()
     nova.servers = instances[1:]
-    look()
-    assert held() == set(instances)
+    run_job_after_a_minute()
+    assert instances_with_requests() == set(instances)
 
 
 @pytest.mark.parametrize("trouble", [503, 403, 404])
-def test_a_listing_that_failed_says_nothing(nova: Nova, trouble: int) -> None:
-    instances = bound(2)
+def test_a_failed_listing_frees_no_request(nova: FakeNova, trouble: int) -> None:
+    instances = bind_instances(2)
     nova.status = trouble
     for _ in range(2):
-        look()
+        run_job_after_a_minute()
         Vanished.objects.update(since=LONG_AGO)
-    assert held() == set(instances)
+    assert instances_with_requests() == set(instances)
     assert not Vanished.objects.exists()
 
 
-def test_a_listing_with_none_of_many_is_another_clouds(nova: Nova, caplog: pytest.LogCaptureFixture) -> None:
-    instances = bound(4)
+def test_a_listing_without_any_of_our_instances_frees_nothing_and_warns(
+    nova: FakeNova, caplog: pytest.LogCaptureFixture
+) -> None:
+    instances = bind_instances(4)
     nova.servers = [str(uuid.uuid4())]
     for _ in range(2):
-        look()
+        run_job_after_a_minute()
         Vanished.objects.update(since=LONG_AGO)
-    assert held() == set(instances)
+    assert instances_with_requests() == set(instances)
     assert "has none of the 4 instances" in caplog.text

@@ -27,111 +27,115 @@ from placement_sync.jobs import providers, writer_election
 from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import ObservedProvider
 from placement_sync.sync import synchronize_host
-from tests.placement.session import Session
-from tests.placement.test_tasks import ADMIN, ROOT, due_now, provider, ready
+from tests.placement.session import PlacementModelSession
+from tests.placement.test_tasks import ADMIN, ROOT, make_intents_due, make_ready_host, observed_provider
 
 pytestmark = pytest.mark.django_db
-there = Session()
+placement_session = PlacementModelSession()
 
 
-def cloud() -> Session:
-    return there
+def cloud() -> PlacementModelSession:
+    return placement_session
 
 
 @pytest.fixture(autouse=True)
-def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Session:
-    there.__init__()  # type: ignore[misc]
-    there.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    monkeypatch.setattr("tests.placement.test_tasks.there", there)
+def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> PlacementModelSession:
+    placement_session.__init__()  # type: ignore[misc]
+    placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
+    monkeypatch.setattr("tests.placement.test_tasks.placement_session", placement_session)
     settings.SERVICE_SESSION = "tests.placement.test_writers.cloud"
-    return there
+    return placement_session
 
 
 @pytest.fixture
 def host() -> Host:
     """Its agent is up and can write; agents are the writer."""
-    host = ready()
+    host = make_ready_host()
     Agent.objects.create(host=host, public_key="k", version="0.2", wire="v1", boot_id="b", ops="placement", writes="")
     Lease.objects.create(host=host, seen_at=datetime.now(UTC))
     writer_election.switch_writer("agents", "olga", "closer to the hardware")
     return host
 
 
-def placed() -> list[Command]:
+def list_placement_commands() -> list[Command]:
     return list(Command.objects.filter(op="placement").order_by("id"))
 
 
-def intent() -> Intent:
+def provider_intent() -> Intent:
     return Intent.objects.get(kind="provider")
 
 
-def ends(command: Command, outcome: str = "succeeded", text: str = "") -> None:
+def end_command(command: Command, outcome: str = "succeeded", text: str = "") -> None:
     placing.store_answers([CommandAnswer(command.host_id, command.pk, outcome, text)])
     command_results.end_answered_commands()
 
 
-def does(command: Command) -> int:
+def run_as_agent(command: Command) -> int:
     """What an agent does with it; how often it wrote."""
     work = msgspec.json.decode(command.arguments["payload"], type=ProviderWork)
-    at = PlacementClient(there, work.endpoint)
-    synchronize_host(at, command.host.name, work.desired, work.written, work.root)
-    ends(command)
-    return at.writes
+    client = PlacementClient(placement_session, work.endpoint)
+    synchronize_host(client, command.host.name, work.desired, work.written, work.root)
+    end_command(command)
+    return client.writes
 
 
-def wrote() -> int:
+def count_new_writes() -> int:
     """How often Placement was written since the last time it was asked."""
-    calls = [call for call in there.seen if not call.startswith("GET")]
-    there.seen.clear()
+    calls = [call for call in placement_session.seen_calls if not call.startswith("GET")]
+    placement_session.seen_calls.clear()
     return len(calls)
 
 
-def test_what_differs_goes_to_the_agent_and_the_conductor_looks_and_notes(host: Host) -> None:
+def test_differences_are_sent_to_the_agent_and_the_conductor_only_verifies_them(host: Host) -> None:
     providers.step()
-    (command,) = placed()
-    assert (wrote(), intent().last_error, intent().attempts) == (0, "its agent is writing", 0)
+    (command,) = list_placement_commands()
+    assert (count_new_writes(), provider_intent().last_error, provider_intent().attempts) == (
+        0,
+        "its agent is writing",
+        0,
+    )
     assert (command.arguments["writer"], command.actor, command.reason) == (1, "placement", "writes: 3")
-    due_now()
+    make_intents_due()
     providers.step()
-    assert (len(placed()), wrote()) == (1, 0), "one at a time"
-    assert does(command) == 4
-    there.seen.clear()
+    assert (len(list_placement_commands()), count_new_writes()) == (1, 0), "one at a time"
+    assert run_as_agent(command) == 4
+    placement_session.seen_calls.clear()
     providers.step()
-    assert wrote() == 0
+    assert count_new_writes() == 0
     assert not Intent.objects.filter(kind="provider")
     known = WrittenProvider.objects.get()
     assert (known.classes, known.traits) == (["FPGA"], ["CUSTOM_TEST"])
     Tree.objects.update(looked_at="2020-01-01T00:00:00Z")
     providers.step()
-    assert (len(placed()), len(there.seen)) == (1, 1), "in step: one read"
+    assert (len(list_placement_commands()), len(placement_session.seen_calls)) == (1, 1), "in step: one read"
 
 
-def test_what_is_raised_meanwhile_waits_for_the_command_and_is_told_next(host: Host) -> None:
+def test_a_change_during_a_placement_command_is_sent_in_the_next_command(host: Host) -> None:
     providers.step()
     lifecycle.disable_device(Device.objects.get().uuid, ADMIN)
     providers.step()
-    (first,) = placed()
-    does(first)
+    (first,) = list_placement_commands()
+    run_as_agent(first)
     providers.step()
-    _, second = placed()
-    does(second)
+    _, second = list_placement_commands()
+    run_as_agent(second)
     providers.step()
-    assert provider().inventories["FPGA"]["reserved"] == 4
-    assert (len(placed()), Intent.objects.filter(kind="provider").count()) == (2, 0)
+    assert observed_provider().inventories["FPGA"]["reserved"] == 4
+    assert (len(list_placement_commands()), Intent.objects.filter(kind="provider").count()) == (2, 0)
 
 
-def test_what_an_agent_could_not_do_the_conductor_mends(host: Host) -> None:
+def test_the_conductor_writes_after_the_command_of_an_agent_failed(host: Host) -> None:
     providers.step()
-    ends(placed()[0], "failed", "its password is wrong")
-    wrote()
+    end_command(list_placement_commands()[0], "failed", "its password is wrong")
+    count_new_writes()
     providers.step()
-    assert wrote() == 4
-    assert provider() and len(placed()) == 1
+    assert count_new_writes() == 4
+    assert observed_provider() and len(list_placement_commands()) == 1
     assert not Intent.objects.filter(kind="provider")
-    del there.model.providers[provider().uuid]
+    del placement_session.model.providers[observed_provider().uuid]
     Tree.objects.update(looked_at="2020-01-01T00:00:00Z")
     providers.step()
-    assert (len(placed()), wrote()) == (2, 0), "what somebody broke is the agent's again"
+    assert (len(list_placement_commands()), count_new_writes()) == (2, 0), "what somebody broke is the agent's again"
 
 
 @pytest.mark.parametrize(
@@ -143,39 +147,41 @@ def test_what_an_agent_could_not_do_the_conductor_mends(host: Host) -> None:
         ({}, "its agent is down"),
     ],
 )
-def test_for_who_cannot_the_conductor_writes_and_shows_why(host: Host, changes: dict[str, Any], why: str) -> None:
+def test_the_conductor_writes_for_a_host_whose_agent_cannot_and_shows_why(
+    host: Host, changes: dict[str, Any], why: str
+) -> None:
     Agent.objects.update(**changes)
     if not changes:
         Lease.objects.update(seen_at="2020-01-01T00:00:00Z")
     providers.step()
-    assert provider() and not placed()
+    assert observed_provider() and not list_placement_commands()
     out = StringIO()
     call_command("placement_writer", stdout=out)
     assert out.getvalue().splitlines()[-1] == f"  cmp1  {why}"
 
 
-def test_it_does_not_write_beside_an_agent_but_takes_over_from_one_that_is_silent(host: Host) -> None:
+def test_the_conductor_takes_over_only_when_the_command_of_a_silent_agent_has_expired(host: Host) -> None:
     providers.step()
-    (command,) = placed()
+    (command,) = list_placement_commands()
     placing.mark_commands_taken([(host.id, command.pk)])
     writer_election.switch_writer("conductor", "olga")
-    due_now()
+    make_intents_due()
     providers.step()
-    assert (wrote(), intent().last_error) == (0, "its agent is writing")
+    assert (count_new_writes(), provider_intent().last_error) == (0, "its agent is writing")
     Lease.objects.update(seen_at="2020-01-01T00:00:00Z")
-    due_now()
+    make_intents_due()
     providers.step()
-    assert wrote() == 0
+    assert count_new_writes() == 0
     with conductor.writing():
         Command.objects.update(end_by="2020-01-01T00:00:00Z")  # a test is one transaction, whose clock stands still
     command_results.end_late_commands()
     providers.step()
-    assert provider() and not Intent.objects.filter(kind="provider")
+    assert observed_provider() and not Intent.objects.filter(kind="provider")
     command.refresh_from_db()
     assert command.state == "unknown"
 
 
-def test_a_switch_is_an_event_raises_the_epoch_and_withdraws_what_nobody_took(host: Host) -> None:
+def test_switching_the_writer_records_an_event_raises_the_epoch_and_withdraws_commands(host: Host) -> None:
     providers.step()
     assert writer_election.switch_writer("agents", "olga").epoch == 1, "it is already"
     assert writer_election.switch_writer("conductor", "olga", "audit").epoch == 2
@@ -183,34 +189,39 @@ def test_a_switch_is_an_event_raises_the_epoch_and_withdraws_what_nobody_took(ho
     assert (event.actor, event.reason) == ("olga", "audit")
     assert event.changes == {"writer": ["agents", "conductor"], "epoch": [1, 2]}
     command_results.end_answered_commands()
-    assert (placed()[0].state, placed()[0].text) == ("refused", "the writer is now: conductor")
+    assert (list_placement_commands()[0].state, list_placement_commands()[0].text) == (
+        "refused",
+        "the writer is now: conductor",
+    )
     providers.step()
-    assert provider() and not Intent.objects.filter(kind="provider")
-    wrote()
+    assert observed_provider() and not Intent.objects.filter(kind="provider")
+    count_new_writes()
     for who in ("agents", "conductor"):
         writer_election.switch_writer(who, "olga")
         conductor.raise_provider_intents([host])
         providers.step()
-    assert (wrote(), len(placed())) == (0, 1), "a switch writes nothing"
+    assert (count_new_writes(), len(list_placement_commands())) == (0, 1), "a switch writes nothing"
     with pytest.raises(RefusedError, match="name conductor or agents"):
         writer_election.switch_writer("nova", "olga")
 
 
-def test_more_than_a_command_holds_is_written_by_the_conductor(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_too_large_for_a_command_are_written_by_the_conductor(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer_election, "MAX_PAYLOAD_BYTES", 10)
     providers.step()
     providers.step()
-    assert provider() and not placed()
+    assert observed_provider() and not list_placement_commands()
 
 
-def test_the_commands_say_who_writes(host: Host) -> None:
+def test_the_management_commands_show_and_switch_the_writer(host: Host) -> None:
     out = StringIO()
     with pytest.raises(SystemExit):
         call_command("placement_sync", stdout=out)
     assert "its agent writes for this host and is sent the differences" in out.getvalue()
-    assert wrote() == 0
+    assert count_new_writes() == 0
     providers.step()
-    assert len(placed()) == 1
+    assert len(list_placement_commands()) == 1
     out = StringIO()
     call_command("placement_writer", stdout=out)
     assert out.getvalue().startswith("agents, epoch 1, since ")
@@ -222,7 +233,7 @@ def test_the_commands_say_who_writes(host: Host) -> None:
         call_command("placement_writer", "agents", reason="x" * 501)
 
 
-def test_the_console_changes_it_and_says_who_cannot(host: Host, client: Client) -> None:
+def test_the_console_switches_the_writer_and_lists_hosts_that_cannot_write(host: Host, client: Client) -> None:
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
     Agent.objects.update(writes="the host has no credentials")
     listed = reverse("admin:placement_sync_writer_changelist")

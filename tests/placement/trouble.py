@@ -15,7 +15,7 @@ import requests
 from keystoneauth1.exceptions import RequestTimeout
 
 
-class Killed(BaseException):
+class KilledError(BaseException):
     """kill -9: no handler may stop it, and the transaction under way is gone with the process."""
 
 
@@ -29,11 +29,11 @@ class Trouble(StrEnum):
 
 
 @dataclass
-class Troubled:
+class TroubledSession:
     """`session` with `trouble` at its `at`-th call (the first is 1; 0: never). A dead process calls nobody any more."""
 
     session: Any
-    at: int = 0
+    trouble_at: int = 0
     trouble: Trouble = Trouble.KILLED
     calls: int = 0
     dead: bool = False
@@ -43,9 +43,9 @@ class Troubled:
         """One call."""
         with self._lock:
             self.calls += 1
-            mine = self.calls == self.at
+            mine = self.calls == self.trouble_at
             if self.dead:
-                raise Killed
+                raise KilledError
             self.dead = mine and self.trouble is Trouble.KILLED
         answer = requests.Response()
         if not mine or self.trouble is not Trouble.REFUSED:
@@ -53,7 +53,7 @@ class Troubled:
         if not mine:
             return answer
         if self.trouble is Trouble.KILLED:
-            raise Killed
+            raise KilledError
         if self.trouble is Trouble.LOST:
             raise RequestTimeout("no answer")
         answer = requests.Response()

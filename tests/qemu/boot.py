@@ -110,13 +110,13 @@ class Guest:
         assert "error" not in answer, answer["error"]
         return answer["return"]
 
-    def cycle(self) -> None:
+    def power_cycle(self) -> None:
         """Pull the plug and switch it on again: up on return. The share stays, all else is as at first."""
-        self.off()
+        self.power_off()
         self.start()
         self.until_up()
 
-    def off(self) -> None:
+    def power_off(self) -> None:
         """Pull the plug."""
         if self.process:
             self.process.kill()
@@ -136,5 +136,5 @@ def running(name: str, folder: Path) -> Iterator[Guest]:
         guest.start()
         yield guest
     finally:
-        guest.off()
+        guest.power_off()
         guest.listener.close()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.qemu import boot, prepare
 from tests.qemu.boot import SHARE, Guest
-from tests.system.conftest import fresh
+from tests.system.conftest import fresh_folder
 from tests.system.product import ROOT, Product, running
 
 HOST = "guest1"
@@ -40,7 +40,7 @@ _guest: pytest.StashKey[Guest] = pytest.StashKey()
 
 
 @dataclass
-class Lab:
+class GuestLab:
     """The guest as a compute host of a product."""
 
     guest: Guest
@@ -50,7 +50,7 @@ class Lab:
     """Nova's token beside the first."""
 
     @property
-    def ended(self) -> Path:
+    def exit_status_file(self) -> Path:
         """There when the agent has ended, with its exit status."""
         return self.guest.share / "agent.ended"
 
@@ -79,7 +79,7 @@ class Lab:
         """What the API lists of this host, by PCI address."""
         return {one["address"]: one for one in self.ask(f"devices/?host={HOST}")["results"]}
 
-    def order(self, op: str, **about: Any) -> dict[str, Any]:
+    def run_command(self, op: str, **about: Any) -> dict[str, Any]:
         """Order a command, and wait for its end."""
         made = self.ask("commands/", op=op, **about)
 
@@ -91,7 +91,7 @@ class Lab:
         command: dict[str, Any] = self.product.until(ended, START_S, f"{op} has not ended")
         return command
 
-    def functions(self) -> dict[str, str]:
+    def virtual_functions(self) -> dict[str, str]:
         """The virtual functions of the disk in the guest's kernel, and their drivers."""
         told = self.guest.run(
             f"cd /sys/bus/pci/devices/{DISK}; for one in virtfn*; do"
@@ -100,7 +100,7 @@ class Lab:
         words = [[Path(word).name for word in line.split()] for line in told.splitlines()]
         return {name: "".join(driver) for name, *driver in words}
 
-    def offered(self) -> dict[str, tuple[str, str]]:
+    def offered_handles(self) -> dict[str, tuple[str, str]]:
         """The attach handles of the disk that are there: PCI address → uuid, and when it last changed."""
         found = self.ask(f"attach_handles/?device={self.devices()[DISK]['uuid']}&missing=false")["results"]
         address = "{domain}:{bus}:{device}.{function}"
@@ -108,9 +108,9 @@ class Lab:
 
     def check_agent(self) -> None:
         """It must not have ended."""
-        assert not self.ended.exists(), f"the agent has ended with {self.ended.read_text()}"
+        assert not self.exit_status_file.exists(), f"the agent has ended with {self.exit_status_file.read_text()}"
 
-    def until(self, address: str, **fields: str) -> dict[str, Any]:
+    def wait_for_device(self, address: str, **fields: str) -> dict[str, Any]:
         """Wait until the API shows the device, and these fields so; the device."""
 
         def so() -> dict[str, Any] | None:
@@ -132,21 +132,21 @@ class Lab:
         agent = Path(sys.executable).parent / "cyborg-agent"
         variables = " ".join(f"{name}='{value}'" for name, value in words.items())
         begin = f"cd {ROOT}; {variables} {agent} >>{SHARE}/agent.log 2>&1 & echo $! >{SHARE}/agent.pid"
-        self.ended.unlink(missing_ok=True)
-        self.guest.run(f"({begin}; wait $!; echo $? >{SHARE}/{self.ended.name}) >/dev/null 2>&1 &")
+        self.exit_status_file.unlink(missing_ok=True)
+        self.guest.run(f"({begin}; wait $!; echo $? >{SHARE}/{self.exit_status_file.name}) >/dev/null 2>&1 &")
 
     def kill_agent(self) -> None:
         """SIGKILL; gone on return."""
         self.guest.run(f"kill -9 $(cat {SHARE}/agent.pid)")
-        self.product.until(self.ended.exists, START_S, "the agent has not ended")
+        self.product.until(self.exit_status_file.exists, START_S, "the agent has not ended")
 
 
 @pytest.fixture(scope="session")
-def lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
+def lab(pytestconfig: pytest.Config) -> Iterator[GuestLab]:
     """Both started and joined; what the agent finds is not waited for."""
     if why := prepare.missing():
         pytest.skip(f"SKIPPED LEVEL 3: {why}")
-    with fresh() as folder, boot.running(HOST, folder) as guest:
+    with fresh_folder() as folder, boot.running(HOST, folder) as guest:
         pytestconfig.stash[_guest] = guest
         # What is compiled here need not be compiled inside, where it takes twenty times as long.
         subprocess.run([sys.executable, "-m", "compileall", "-q", "agents", "drivers"], check=True, cwd=ROOT)
@@ -154,7 +154,7 @@ def lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
         with running(Product(folder / "state", {"CYBORG_ENABLED_DRIVERS": "fake_driver"})) as product:
             address = f"http://10.0.2.2:{product.port}"
             join = product.manage("join_token", HOST, "--address", address)[-1]
-            started = Lab(
+            started = GuestLab(
                 guest, product, *(product.manage("api_token", f"t-{role}", "--role", role)[-1] for role in ROLES)
             )
             guest.until_up()

@@ -11,40 +11,40 @@ from pathlib import Path
 import pytest
 
 from tests.qemu import prepare
-from tests.qemu.conftest import DISK, HOST, Lab
+from tests.qemu.conftest import DISK, HOST, GuestLab
 from tests.support.webserver import until
 from tests.system import processes
 from tests.system.product import ROOT
 
 pytestmark = pytest.mark.qemu
 
-PLUGGED = "0000:02:00.0"
+PLUGGED_ADDRESS = "0000:02:00.0"
 """Where a device in the slot `free1` is."""
 
 
-def test_the_disk_is_a_device_of_its_host(lab: Lab) -> None:
-    disk = lab.until(DISK, status="ok")
+def test_the_disk_of_the_guest_is_reported_as_a_device(lab: GuestLab) -> None:
+    disk = lab.wait_for_device(DISK, status="ok")
     assert (disk["host"]["name"], disk["type"], disk["vendor"], disk["state"]) == (HOST, "SSD", "1b36", "inactive")
     assert disk["kernel_driver"] == "nvme"
 
 
-def test_a_plugged_disk_appears_and_a_pulled_one_is_missing(lab: Lab) -> None:
-    lab.until(DISK)
+def test_a_plugged_disk_appears_and_a_pulled_one_is_missing(lab: GuestLab) -> None:
+    lab.wait_for_device(DISK)
     lab.guest.qmp("device_add", driver="nvme", id="hot", bus="free1", serial="HOT1")
-    appeared = lab.until(PLUGGED, state="inactive")
+    appeared = lab.wait_for_device(PLUGGED_ADDRESS, state="inactive")
     assert appeared["type"] == "SSD"
     lab.guest.qmp("device_del", id="hot")
-    lab.until(PLUGGED, state="missing")
-    assert lab.until(DISK)["state"] == "inactive"
+    lab.wait_for_device(PLUGGED_ADDRESS, state="missing")
+    assert lab.wait_for_device(DISK)["state"] == "inactive"
 
 
-def test_an_agent_that_was_killed_goes_on_where_it_was(lab: Lab) -> None:
-    before = lab.until(DISK)
+def test_a_killed_agent_keeps_known_devices_and_reports_new_ones_after_a_restart(lab: GuestLab) -> None:
+    before = lab.wait_for_device(DISK)
     lab.kill_agent()
     lab.guest.qmp("device_add", driver="nvme", id="meanwhile", bus="free2", serial="HOT2")
     lab.start_agent()
-    lab.until("0000:03:00.0", state="inactive")
-    after = lab.until(DISK)
+    lab.wait_for_device("0000:03:00.0", state="inactive")
+    after = lab.wait_for_device(DISK)
     assert (after["uuid"], after["state_since"]) == (before["uuid"], before["state_since"])
     [agent] = [one for one in lab.ask("agents/")["results"] if one["host"]["name"] == HOST]
     assert agent["state"] == "up"
@@ -58,8 +58,8 @@ def test_a_guest_dies_with_its_tester(tmp_path: Path) -> None:
         "guest = Guest('g', Path(sys.argv[1])); guest.start(); guest.until_up(); time.sleep(600)"
     )
     tester = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
-    until(lambda: [one for one in processes.below(tester.pid) if one.command.startswith("qemu")])
-    guests = processes.below(tester.pid)
+    until(lambda: [one for one in processes.list_descendants(tester.pid) if one.command.startswith("qemu")])
+    guests = processes.list_descendants(tester.pid)
     os.kill(tester.pid, signal.SIGKILL)
     tester.wait()
-    until(lambda: not processes.alive(guests))
+    until(lambda: not processes.still_running(guests))

@@ -7,47 +7,47 @@ import uuid
 
 import pytest
 
-from tests.qemu.conftest import DISK, HOST, START_S, Lab
+from tests.qemu.conftest import DISK, HOST, START_S, GuestLab
 
 pytestmark = pytest.mark.qemu
 
 
-def parts(count: int) -> set[str]:
+def vf_addresses(count: int) -> set[str]:
     """The addresses of so many virtual functions."""
     return {f"0000:01:00.{number}" for number in range(1, count + 1)}
 
 
-def vfio(count: int) -> dict[str, str]:
+def vfs_bound_to_vfio(count: int) -> dict[str, str]:
     """So many virtual functions as the kernel has them when they are offered."""
-    return dict.fromkeys(sorted(parts(count)), "vfio-pci")
+    return dict.fromkeys(sorted(vf_addresses(count)), "vfio-pci")
 
 
-def test_an_enabled_disk_is_offered_as_its_virtual_functions(lab: Lab) -> None:
-    disk = lab.until(DISK, state="inactive")
-    assert len(disk["to_install"]) > 1 and lab.offered() == {} and lab.functions() == {}
+def test_an_enabled_disk_is_offered_as_its_virtual_functions(lab: GuestLab) -> None:
+    disk = lab.wait_for_device(DISK, state="inactive")
+    assert len(disk["to_install"]) > 1 and lab.offered_handles() == {} and lab.virtual_functions() == {}
     assert lab.ask(f"devices/{disk['uuid']}/enable/", reason="for guests")["state"] == "installing"
-    lab.until(DISK, state="ready", to_install=[])
-    assert lab.functions() == vfio(2)
-    assert lab.offered().keys() == parts(2)
+    lab.wait_for_device(DISK, state="ready", to_install=[])
+    assert lab.virtual_functions() == vfs_bound_to_vfio(2)
+    assert lab.offered_handles().keys() == vf_addresses(2)
 
 
-def test_functions_that_a_guest_has_open_are_not_taken_from_it(lab: Lab) -> None:
-    disk = lab.until(DISK, state="ready")["uuid"]
+def test_a_partition_is_refused_while_a_guest_has_a_virtual_function_open(lab: GuestLab) -> None:
+    disk = lab.wait_for_device(DISK, state="ready")["uuid"]
     group = lab.guest.run("basename $(readlink /sys/bus/pci/devices/0000:01:00.2/iommu_group)")
     opened = f"sh -c 'exec 3<>/dev/vfio/{group} && exec sleep 600' >/dev/null 2>&1 & echo $!"
     holder = lab.guest.run(opened)
-    refused = lab.order("partition", device=disk, layout={"vfs": "3"})
+    refused = lab.run_command("partition", device=disk, layout={"vfs": "3"})
     assert refused["state"] == "refused" and f"/dev/vfio/{group} is open" in refused["text"]
-    assert lab.functions() == vfio(2)
+    assert lab.virtual_functions() == vfs_bound_to_vfio(2)
     lab.guest.run(f"kill {holder}")
-    done = lab.order("partition", device=disk, layout={"vfs": "3"})
+    done = lab.run_command("partition", device=disk, layout={"vfs": "3"})
     assert done["state"] == "succeeded", done
-    assert lab.functions() == vfio(3) and lab.offered().keys() == parts(3)
-    assert lab.until(DISK)["state"] == "ready"
+    assert lab.virtual_functions() == vfs_bound_to_vfio(3) and lab.offered_handles().keys() == vf_addresses(3)
+    assert lab.wait_for_device(DISK)["state"] == "ready"
 
 
-def test_functions_that_a_request_holds_are_not_taken_from_it(lab: Lab) -> None:
-    disk = lab.until(DISK, state="ready", backend="disks")["uuid"]
+def test_a_partition_is_refused_while_a_request_holds_a_virtual_function(lab: GuestLab) -> None:
+    disk = lab.wait_for_device(DISK, state="ready", backend="disks")["uuid"]
     [backend] = lab.ask(f"backends/?host={HOST}")["results"]
     found = {service["name"]: (service["state"], service["limits"]) for service in backend["services"]}
     assert found["sriov"] == ("ready", {"total_vfs": "4"}) and found["passthrough"] == ("ready", {})
@@ -60,20 +60,20 @@ def test_functions_that_a_request_holds_are_not_taken_from_it(lab: Lab) -> None:
     lab.call("PATCH", "/v2/accelerator_requests", {request["uuid"]: patch})
     assert lab.call("GET", f"/v2/accelerator_requests/{request['uuid']}")["state"] == "Bound"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        lab.order("partition", device=disk, layout={"vfs": "2"})
+        lab.run_command("partition", device=disk, layout={"vfs": "2"})
     assert caught.value.code == 409 and request["uuid"] in (told := caught.value.read().decode()), told
-    assert lab.functions() == vfio(3)
+    assert lab.virtual_functions() == vfs_bound_to_vfio(3)
     lab.call("DELETE", f"/v2/accelerator_requests?instance={instance}")
-    done = lab.order("partition", device=disk, layout={"vfs": "2"})
+    done = lab.run_command("partition", device=disk, layout={"vfs": "2"})
     assert done["state"] == "succeeded", done
-    assert lab.functions() == vfio(2) and lab.offered().keys() == parts(2)
+    assert lab.virtual_functions() == vfs_bound_to_vfio(2) and lab.offered_handles().keys() == vf_addresses(2)
 
 
-def test_after_a_reboot_they_are_put_back_before_the_device_is_reported(lab: Lab) -> None:
-    before, offered = lab.until(DISK, state="ready"), lab.offered()
+def test_virtual_functions_are_restored_after_a_reboot_before_the_device_is_reported(lab: GuestLab) -> None:
+    before, offered = lab.wait_for_device(DISK, state="ready"), lab.offered_handles()
     [agent] = lab.ask(f"agents/?host={HOST}")["results"]
-    lab.guest.cycle()
-    assert lab.functions() == {}
+    lab.guest.power_cycle()
+    assert lab.virtual_functions() == {}
     lab.start_agent()
 
     def connected() -> bool:
@@ -82,18 +82,18 @@ def test_after_a_reboot_they_are_put_back_before_the_device_is_reported(lab: Lab
         return now["boot_id"] != agent["boot_id"] and now["state"] == "up"
 
     lab.product.until(connected, START_S, "the agent is not back")
-    looked = lab.order("rescan", host=before["host"]["uuid"])
+    looked = lab.run_command("rescan", host=before["host"]["uuid"])
     assert looked["state"] == "succeeded", looked
-    assert lab.functions() == vfio(2)
-    assert lab.offered() == offered, "its virtual functions were missing for a while"
-    after = lab.until(DISK)
+    assert lab.virtual_functions() == vfs_bound_to_vfio(2)
+    assert lab.offered_handles() == offered, "its virtual functions were missing for a while"
+    after = lab.wait_for_device(DISK)
     assert (after["uuid"], after["state"], after["state_since"]) == (before["uuid"], "ready", before["state_since"])
 
 
-def test_an_uninstalled_disk_is_as_it_was(lab: Lab) -> None:
-    disk = lab.until(DISK, state="ready")["uuid"]
+def test_an_uninstalled_disk_has_its_original_driver_and_no_virtual_functions(lab: GuestLab) -> None:
+    disk = lab.wait_for_device(DISK, state="ready")["uuid"]
     lab.ask(f"devices/{disk}/disable/", reason="moving house")
-    done = lab.order("uninstall", device=disk)
+    done = lab.run_command("uninstall", device=disk)
     assert done["state"] == "succeeded", done
-    assert lab.functions() == {} and lab.offered() == {}
-    assert lab.until(DISK, state="inactive")["kernel_driver"] == "nvme"
+    assert lab.virtual_functions() == {} and lab.offered_handles() == {}
+    assert lab.wait_for_device(DISK, state="inactive")["kernel_driver"] == "nvme"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from accelerators import conductor
 from accelerators.conductor_sql import INSERT_EVENTS
-from tests.support.writeguard import note
+from tests.support.writeguard import keep_violation
 
 EVENT = "accelerators_event"
 WRITES = re.compile(r'\b(INSERT\s+INTO|UPDATE|DELETE\s+FROM)\s+(?:ONLY\s+)?"?(accelerators_\w+)"?', re.IGNORECASE)
@@ -83,19 +83,19 @@ class Write(NamedTuple):
     sql: str
 
 
-class Unrecorded(AssertionError):
+class UnrecordedChangeError(AssertionError):
     """Product code changed something without recording an event."""
 
 
 @dataclass
-class _Seen:
+class _WritesAndEvents:
     """The writes since `writing()` was entered, and the subjects of the events since then, by subject type."""
 
     writes: list[Write] = field(default_factory=list)
     told: dict[str, set[Any]] = field(default_factory=dict)
 
 
-_seen: ContextVar[_Seen | None] = ContextVar("seen", default=None)
+_seen: ContextVar[_WritesAndEvents | None] = ContextVar("seen", default=None)
 
 
 def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
@@ -109,7 +109,7 @@ def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
         seen.writes += [
             Write(verb, table, rows if alone else None, sql)
             for verb, table in found
-            if table != EVENT and (verb, table) not in EXEMPT and not _kept(verb, table, sql)
+            if table != EVENT and (verb, table) not in EXEMPT and not _sets_only_exempt_columns(verb, table, sql)
         ]
     return result
 
@@ -126,7 +126,7 @@ def _remember_events(told: dict[str, set[Any]], sql: str, params: Any) -> None:
         told.setdefault(TYPE_IN_SQL.findall(sql)[0], set()).add(EACH)
 
 
-def _kept(verb: str, table: str, sql: str) -> bool:
+def _sets_only_exempt_columns(verb: str, table: str, sql: str) -> bool:
     """Return True if the statement sets only columns that need no event (COLUMNS)."""
     sets = SETS.search(sql)
     if verb != "UPDATE" or table not in COLUMNS or sets is None:
@@ -144,7 +144,7 @@ def audited() -> Iterator[None]:
 
     def writing() -> Any:
         module = sys._getframe(1).f_globals["__name__"]
-        return plain() if _seen.get() or module.startswith("tests.") else _judged(plain, module)
+        return plain() if _seen.get() or module.startswith("tests.") else _checked_writing(plain, module)
 
     conductor.writing = writing
     try:
@@ -153,7 +153,7 @@ def audited() -> Iterator[None]:
         conductor.writing = plain
 
 
-def _find_untold(seen: _Seen) -> str:
+def _find_untold(seen: _WritesAndEvents) -> str:
     """Describe the first change that no event tells about; "" when there is none."""
     for write in seen.writes:
         table = write.table.removeprefix("accelerators_")
@@ -167,12 +167,12 @@ def _find_untold(seen: _Seen) -> str:
 
 
 @contextmanager
-def _judged(plain: Callable[[], Any], module: str) -> Iterator[None]:
-    token = _seen.set(seen := _Seen())
+def _checked_writing(plain: Callable[[], Any], module: str) -> Iterator[None]:
+    token = _seen.set(seen := _WritesAndEvents())
     try:
         with plain():
             yield
             if untold := _find_untold(seen):
-                raise note(Unrecorded(f"{module} changed this without an event: {untold}"))
+                raise keep_violation(UnrecordedChangeError(f"{module} changed this without an event: {untold}"))
     finally:
         _seen.reset(token)

@@ -13,15 +13,15 @@ import psycopg
 from django.db import connection
 from django.test import TransactionTestCase
 
-KEPT = {"django_content_type", "auth_permission"}
+KEPT_TABLES = {"django_content_type", "auth_permission"}
 """Tables whose rows migrations derive from the models. They are kept: filling them again costs more than most tests."""
 PATIENCE_S = 30
 """Seconds to wait for table locks, so that a test that leaves a transaction open fails instead of blocking the run."""
-MANY = 1000
+VACUUM_ABOVE_ROWS = 1000
 """A table with more deleted rows than this is vacuumed; otherwise its dead rows would be read by every later test."""
 
 
-def allow() -> None:
+def allow_emptying() -> None:
     """Disable the triggers that keep tables from being emptied, in the current database, permanently."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT tgrelid::regclass::text FROM pg_trigger WHERE tgname = 'accelerators_kept'")
@@ -29,12 +29,12 @@ def allow() -> None:
             cursor.execute(f"ALTER TABLE ONLY {table} DISABLE TRIGGER accelerators_kept")
 
 
-def by_deleting() -> None:
+def empty_by_deleting() -> None:
     """Make TransactionTestCase delete all rows; truncating the tables takes thirty times as long (measured)."""
-    TransactionTestCase._fixture_teardown = _empty  # type: ignore[attr-defined]
+    TransactionTestCase._fixture_teardown = _empty_tables  # type: ignore[attr-defined]
 
 
-def _empty(_case: TransactionTestCase) -> None:
+def _empty_tables(_case: TransactionTestCase) -> None:
     """Delete all rows, on a separate connection that stays open.
 
     Django closes its connection between tests, and a new connection would read PostgreSQL's catalogs again.
@@ -60,7 +60,7 @@ def _delete_rows(raw: psycopg.Connection[Any]) -> None:
             deleted.append(done.rowcount)
             done.nextset()
     counts = zip(_tables(), deleted[len(prepare) :], strict=True)
-    if many := [table for table, count in counts if count > MANY]:
+    if many := [table for table, count in counts if count > VACUUM_ABOVE_ROWS]:
         raw.execute(f"VACUUM {', '.join(many)}")
 
 
@@ -74,4 +74,4 @@ def _connection() -> psycopg.Connection[Any]:
 @cache
 def _tables() -> tuple[str, ...]:
     found = connection.introspection.django_table_names(only_existing=True, include_views=False)
-    return tuple(sorted(set(found) - KEPT))
+    return tuple(sorted(set(found) - KEPT_TABLES))

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 
 @dataclass
-class Glance:
+class FakeGlance:
     """Contents and switches of the fake Glance.
 
     If `fails_with` is set, every request is answered with that status. `cut` ends a transfer after that many bytes.
@@ -41,7 +41,7 @@ class Glance:
         """The endpoint of the image API."""
         return f"http://127.0.0.1:{self.port}/v2"
 
-    def add(self, content: bytes, **more: Any) -> str:
+    def add_image(self, content: bytes, **more: Any) -> str:
         """Add an active, public image and return its id; `more` replaces or adds fields of its document."""
         uuid = str(uuid4())
         digest = hashlib.sha512(content).hexdigest()
@@ -52,9 +52,9 @@ class Glance:
 
 
 @contextmanager
-def glance() -> Iterator[Glance]:
+def glance() -> Iterator[FakeGlance]:
     """Run a fake Glance on a free port of 127.0.0.1 for the block."""
-    known = Glance()
+    known = FakeGlance()
 
     class Handler(_Handler):
         glance = known
@@ -74,7 +74,7 @@ def glance() -> Iterator[Glance]:
 
 class _Handler(BaseHTTPRequestHandler):
     wbufsize = -1
-    glance: Glance
+    glance: FakeGlance
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)

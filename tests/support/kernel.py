@@ -17,7 +17,7 @@ from tests.support.modelmachine import ModelMachine
 LIBRARY = "libumockdev.so.0"
 
 
-def why_not() -> str:
+def why_level_1_is_missing() -> str:
     """Return why level 1 cannot run on this machine, in the form that `tests.conftest` reports; '' if it can."""
     try:
         ctypes.CDLL(LIBRARY)
@@ -26,7 +26,7 @@ def why_not() -> str:
     return "" if shutil.which("umockdev-wrapper") else "SKIPPED LEVEL 1: no umockdev-wrapper (make deps-sim)"
 
 
-class Kernel(ModelMachine):
+class SimulatedKernel(ModelMachine):
     """One host on an umockdev testbed. `close` removes the testbed."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from drivers.errors import Denied, DriverError, Failed, Timeout, Unsupported, from_os
 from drivers.machine import MAX_READ, Machine
 from drivers.plan import Image
-from tests.drivers.tree import Host
+from tests.drivers.tree import FakeHost
 from tests.support import modelkinds, modelpci
 from tests.support.modelpci import KernelDriver, Rule, refuse
 
@@ -50,8 +50,8 @@ class Model(Machine):
         return path in self._host.held
 
 
-class ModelMachine(Host):
-    """A `Host` tree that reacts to writes.
+class ModelMachine(FakeHost):
+    """A `FakeHost` tree that reacts to writes.
 
     Writes fail with EACCES unless `privileged`, and with EROFS if `read_only`. `writes` lists every attempted write.
     `event(action, path)` is called for every uevent, in the kernel's order.

@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 
 @dataclass
-class Nova:
+class FakeNova:
     """Contents and switches of the fake Nova.
 
     `known` maps an instance to the code of its event entries (200 or 422); an instance not in it gets 404. `status`, if
@@ -40,7 +40,7 @@ class Nova:
     versions: list[str] = field(default_factory=list)
     url: str = ""
 
-    def told(self) -> dict[str, list[str]]:
+    def received_statuses(self) -> dict[str, list[str]]:
         """Return the event statuses received for each accelerator request, in order, except while `status` was set."""
         found: dict[str, list[str]] = {}
         for call in self.calls:
@@ -86,9 +86,9 @@ class Nova:
 
 
 @contextmanager
-def recording() -> Iterator[Nova]:
+def running_nova() -> Iterator[FakeNova]:
     """Run a fake Nova on a free port of 127.0.0.1 for the block."""
-    nova = Nova()
+    nova = FakeNova()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

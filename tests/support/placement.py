@@ -10,30 +10,30 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.placement.session import Session
+from tests.placement.session import PlacementModelSession
 
 
 @dataclass
-class Served:
+class ServedPlacement:
     """A running model of Placement. `environ` has the variables with which a host can call it.
 
     While `gate` is not set, every call is counted and processed, but its answer waits for the gate, at most 30 s.
     """
 
-    session: Session = field(default_factory=Session)
+    session: PlacementModelSession = field(default_factory=PlacementModelSession)
     gate: threading.Event = field(default_factory=threading.Event)
     environ: dict[str, str] = field(default_factory=dict)
 
     @property
     def calls(self) -> int:
         """The number of calls received."""
-        return len(self.session.seen)
+        return len(self.session.seen_calls)
 
 
 @contextmanager
-def serving() -> Iterator[Served]:
+def serving_placement() -> Iterator[ServedPlacement]:
     """Run the model on a free port of 127.0.0.1 for the block, with its gate open."""
-    served, turn = Served(), threading.Lock()
+    served, turn = ServedPlacement(), threading.Lock()
     served.gate.set()
 
     class Handler(BaseHTTPRequestHandler):

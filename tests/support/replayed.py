@@ -38,7 +38,7 @@ def told() -> ReplayedState:
     return {kind: {uuid: _said(fields) for uuid, fields in found.items()} for kind, found in state.items()}
 
 
-def stored() -> ReplayedState:
+def read_tables() -> ReplayedState:
     """Return the state of the tables, in the same form as `told`."""
     models = (Host, Device, AcceleratorRequest, DeviceProfile, AdmissionRule, Command, Image, Attachment)
     return {

@@ -12,7 +12,7 @@ from agents.models import Agent, Lease
 from drivers.inventory import AttachHandle, Attribute, Backend, Deployable, Device, DriverReport, Service
 
 
-def card(n: int = 0, handles: int = 1, **changes: object) -> Device:
+def make_card(n: int = 0, handles: int = 1, **changes: object) -> Device:
     """Return a plain FPGA at PCI bus `n` with `handles` attach handles; `changes` replace fields of the device."""
     address = f"0000:{n:02x}:00.0"
     info = '{"bus": "%02x", "device": "00", "domain": "0000", "function": "%x"}'
@@ -24,38 +24,38 @@ def card(n: int = 0, handles: int = 1, **changes: object) -> Device:
     return Device(**values)  # type: ignore[arg-type]
 
 
-def answer(
+def make_driver_report(
     *devices: Device, driver: str = "test_driver", error: str = "", backends: tuple[Backend, ...] = ()
 ) -> DriverReport:
     """Return the report of one driver, with its devices or its error."""
     return DriverReport(driver, error, tuple(devices), backends=backends)
 
 
-def report(*drivers: DriverReport, seq: int = 1, epoch: int = 1) -> HostReport:
+def make_report(*drivers: DriverReport, seq: int = 1, epoch: int = 1) -> HostReport:
     """Return a host report; its hash is made of epoch and sequence number, not of the content."""
     return HostReport(epoch, seq, f"{epoch}.{seq}".rjust(32, "0"), drivers)
 
 
-def a_host(name: str = "cmp1") -> Host:
+def get_or_create_host(name: str = "cmp1") -> Host:
     """Create a host, or return the one there is, whose node equals its name."""
     return conductor.ensure_host(name, name, "test")
 
 
-def a_heard_host(name: str, devices: int) -> Host:
+def create_heard_host(name: str, devices: int) -> Host:
     """Create a host with `devices` cards of one backend and a current lease; one of its two drivers has an error."""
-    host = a_host(name)
-    cards = [card(bus, handles=2) for bus in range(devices)]
+    host = get_or_create_host(name)
+    cards = [make_card(bus, handles=2) for bus in range(devices)]
     cards_backend = Backend("cards", "pci", services=(Service("reset", limits={"methods": "flr"}),))
-    apply(
+    apply_report(
         host,
-        answer(*cards, driver="pci_driver", backends=(cards_backend,)),
-        answer(driver="slow_driver", error="it hung for 20 s"),
+        make_driver_report(*cards, driver="pci_driver", backends=(cards_backend,)),
+        make_driver_report(driver="slow_driver", error="it hung for 20 s"),
     )
     Agent.objects.create(host=host, public_key=f"key of {host.name}", version="0.1.0", wire="v1", boot_id="b1")
     Lease.objects.create(host=host, seen_at=datetime.now(UTC))
     return host
 
 
-def apply(host: Host, *drivers: DriverReport, seq: int = 1) -> int:
+def apply_report(host: Host, *drivers: DriverReport, seq: int = 1) -> int:
     """Merge one report of `host` into the database."""
-    return merge.merge_reports({host.id: [report(*drivers, seq=seq)]})
+    return merge.merge_reports({host.id: [make_report(*drivers, seq=seq)]})

@@ -7,7 +7,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 
-def statements(client: Client, path: str) -> int:
+def count_statements(client: Client, path: str) -> int:
     """Return how many SQL statements a GET of `path` costs; fails unless it is answered with 200.
 
     The page is fetched twice and the smaller count is returned, because a cache that expires every few seconds may be

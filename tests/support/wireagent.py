@@ -74,13 +74,13 @@ class WireAgent:
         self.welcome = welcome
         return socket
 
-    def speaking(self, ops: tuple[str, ...] = ()) -> ClientConnection:
+    def connect_and_say_hello(self, ops: tuple[str, ...] = ()) -> ClientConnection:
         """Connect, send Hello, and return the socket; `ops` are the command types that the agent accepts."""
         socket = self.connect()
         socket.send(wire.encode_message(wire.Hello("9.9", self.boot_id, (), ops)))
         return socket
 
-    def refused(self, authorization: str | None = None) -> tuple[int, str]:
+    def connect_refused(self, authorization: str | None = None) -> tuple[int, str]:
         """Connect and return the HTTP status and error code of the refusal; fail if the agent is accepted."""
         try:
             self.connect(authorization).close()
@@ -112,7 +112,7 @@ OPS = (
 )
 
 
-def told(socket: ClientConnection, timeout: float = 10) -> wire.Command:
+def receive_command(socket: ClientConnection, timeout: float = 10) -> wire.Command:
     """Return the next command that arrives; other messages are dropped."""
     while True:
         message = wire.decode_from_gateway(socket.recv(timeout=timeout))
@@ -120,21 +120,21 @@ def told(socket: ClientConnection, timeout: float = 10) -> wire.Command:
             return message
 
 
-def take(socket: ClientConnection, timeout: float = 10) -> wire.Command:
+def take_command(socket: ClientConnection, timeout: float = 10) -> wire.Command:
     """Return the next command, after sending Taken for it."""
-    command = told(socket, timeout)
+    command = receive_command(socket, timeout)
     socket.send(wire.encode_message(wire.Taken((command.number,))))
     return command
 
 
-def end(
+def send_result(
     socket: ClientConnection, command: wire.Command, outcome: str = "succeeded", text: str = "", **more: Any
 ) -> None:
     """Send the Result of a command; `more` are further fields of Result."""
     socket.send(wire.encode_message(wire.Result(command.number, outcome, text, **more)))  # type: ignore[arg-type]
 
 
-def acknowledged(socket: ClientConnection, timeout: float = 10) -> int:
+def receive_result_ack(socket: ClientConnection, timeout: float = 10) -> int:
     """Return the number of the next command whose Result is acknowledged; other messages are dropped."""
     while True:
         message = wire.decode_from_gateway(socket.recv(timeout=timeout))

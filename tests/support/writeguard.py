@@ -27,7 +27,7 @@ violations: list[AssertionError] = []
 """Violations that the guards found since the last test ended, kept here in case product code catches the exception."""
 
 
-class ForbiddenWrite(AssertionError):
+class ForbiddenWriteError(AssertionError):
     """A statement wrote a table of `accelerators` outside `conductor.writing()`."""
 
 
@@ -35,11 +35,13 @@ def guard(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
     """Raise ForbiddenWrite for a write outside `conductor.writing()`; TRUNCATE by the test runner is allowed."""
     found = None if sql.startswith("SELECT") else WRITES.search(sql)
     if found and not conductor.may_write() and not sql.startswith("TRUNCATE"):
-        raise note(ForbiddenWrite(f"{found.group(1)} is written outside conductor.writing(): {sql[:200]}"))
+        raise keep_violation(
+            ForbiddenWriteError(f"{found.group(1)} is written outside conductor.writing(): {sql[:200]}")
+        )
     return execute(sql, params, many, context)
 
 
-def note(violation: AssertionError) -> AssertionError:
+def keep_violation(violation: AssertionError) -> AssertionError:
     """Keep the violation until the test ends, and return it to be raised."""
     violations.append(violation)
     return violation

@@ -56,11 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A private folder with a short path, because the path of pytest's `tmp_path` is too long for a UNIX socket."""
-    with fresh() as path:
+    with fresh_folder() as path:
         yield path
 
 
-class fresh:
+class fresh_folder:
     """A context manager that makes a folder in /tmp and removes it at the end.
 
     It also removes the socket folders that PostgreSQL servers below it have elsewhere, where the path was too long.

@@ -27,13 +27,13 @@ from cyborgweb.settings.keys import Keys
 from drivers.configuration import load_configuration
 from tests.support.webserver import until
 from tests.system import processes
-from tests.system.namespaces import Machine, Network
-from tests.system.plain import as_plain_user, owner
+from tests.system.namespaces import BridgeNetwork, NetworkMachine
+from tests.system.plain import as_plain_user, plain_user_id
 from tests.system.product import ROOT, environment
 from tests.system.simulated import NGINX, STREAM
 
 FILES = ROOT / "docs/deploy"
-PEOPLE, AGENTS, GATEWAYS = "accelerators.example.com", "agents.example.com", "gateways.example.com"
+CONSOLE_NAME, AGENTS_NAME, GATEWAYS_NAME = "accelerators.example.com", "agents.example.com", "gateways.example.com"
 ADDRESSES = {
     "db.example.com": "10.77.0.2",
     "node1.example.com": "10.77.0.11",
@@ -58,7 +58,7 @@ class Unit:
     before: tuple[str, ...]
 
 
-def unit(name: str, state: Path, filled: Mapping[str, str]) -> Unit:
+def read_unit(name: str, state: Path, filled: Mapping[str, str]) -> Unit:
     """The shipped unit `name`. `filled` are lines that the operator adds to the example of its environment file."""
     said: dict[str, list[str]] = {}
     for line in (FILES / f"systemd/{name}.service").read_text().splitlines():
@@ -81,22 +81,22 @@ class Deployment:
     """All of it. `folder` holds everybody's state and logs."""
 
     folder: Path
-    machines: dict[str, Machine] = field(default_factory=dict)
+    machines: dict[str, NetworkMachine] = field(default_factory=dict)
     running: dict[tuple[str, str], subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder.chmod(0o755)
         names = [f"{address} {name} {name.partition('.')[0]}" for name, address in ADDRESSES.items()]
-        names += [f"{ADDRESSES['db.example.com']} {PEOPLE} {AGENTS}"]
-        names += [f"{ADDRESSES[f'{node}.example.com']} {GATEWAYS}" for node in NODES]
+        names += [f"{ADDRESSES['db.example.com']} {CONSOLE_NAME} {AGENTS_NAME}"]
+        names += [f"{ADDRESSES[f'{node}.example.com']} {GATEWAYS_NAME}" for node in NODES]
         hosts = self.folder / "hosts"
         hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-        self.network = Network(hosts)
+        self.network = BridgeNetwork(hosts)
         try:
             for name, address in ADDRESSES.items():
                 short = name.partition(".")[0]
-                self.machines[short] = self.network.machine(short, address)
-            self._secrets()
+                self.machines[short] = self.network.add_machine(short, address)
+            self._share_secrets()
             self._begin_database()
         except BaseException:
             self.close()
@@ -108,13 +108,13 @@ class Deployment:
         for process in self.running.values():
             process.wait(STOP_S)
 
-    def state(self, name: str) -> Path:
+    def state_directory(self, name: str) -> Path:
         """A machine's state directory."""
         return self.folder / name
 
-    def _secrets(self) -> None:
+    def _share_secrets(self) -> None:
         """The nodes have one secret key and one certificate for agents, which here the proxy shows to people, too."""
-        first, second = (self.state(node) for node in NODES)
+        first, second = (self.state_directory(node) for node in NODES)
         for state in (first, second):
             state.mkdir(mode=0o700)
         tls.read_fingerprint(load_configuration(Keys, {"CYBORG_STATE_DIR": str(first)}))
@@ -122,12 +122,12 @@ class Deployment:
         for path in (first / "secret-key", first / tls.CERTIFICATE_FILE):
             shutil.copy(path, second)
         for path in (first, second, *first.iterdir(), *second.iterdir()):
-            os.chown(path, owner(), -1)
+            os.chown(path, plain_user_id(), -1)
 
     @property
     def certificate(self) -> Path:
         """What the proxy shows to people."""
-        return self.state("node1") / tls.CERTIFICATE_FILE
+        return self.state_directory("node1") / tls.CERTIFICATE_FILE
 
     def start(self, machine: str, name: str, *words: str | Path, env: Mapping[str, str] | None = None) -> None:
         """Run the words there as `name`; what they say goes into a log."""
@@ -138,51 +138,51 @@ class Deployment:
 
     def start_unit(self, machine: str, name: str, **filled: str) -> None:
         """As systemd does."""
-        one = unit(name, self.state(machine), self._filled(name, machine) | filled)
+        one = read_unit(name, self.state_directory(machine), self._environment_lines(name, machine) | filled)
         self.start(machine, name, *one.before, *one.words, env=environment() | one.environment)
 
     def stop(self, machine: str, name: str) -> int:
         """SIGTERM to the unit's main process; its exit code, in time."""
         process = self.running[machine, name]
-        os.kill(processes.below(process.pid)[0].pid, signal.SIGTERM)
+        os.kill(processes.list_descendants(process.pid)[0].pid, signal.SIGTERM)
         return process.wait(STOP_S)
 
-    def _filled(self, name: str, machine: str) -> dict[str, str]:
+    def _environment_lines(self, name: str, machine: str) -> dict[str, str]:
         """What the operator writes into the environment file."""
         if name != "accelerators-agent":
             password = quote(PASSWORD, safe="")
             return {"CYBORG_DATABASE_URL": f"postgresql://accelerators:{password}@db.example.com/accelerators"}
         settings = self.folder / f"{machine}.toml"
-        settings.write_text(f'[fake_driver]\ncontrol_file = "{self.control(machine)}"\n')
+        settings.write_text(f'[fake_driver]\ncontrol_file = "{self.control_file(machine)}"\n')
         return {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_DRIVER_SETTINGS": str(settings)}
 
-    def control(self, host: str) -> Path:
+    def control_file(self, host: str) -> Path:
         """What hardware a compute host has."""
         return self.folder / f"{host}.json"
 
-    def _managed(self, node: str, words: tuple[str, ...]) -> tuple[list[str | Path], dict[str, str]]:
-        one = unit("accelerators", self.state(node), self._filled("accelerators", node))
+    def _manage_command(self, node: str, words: tuple[str, ...]) -> tuple[list[str | Path], dict[str, str]]:
+        one = read_unit("accelerators", self.state_directory(node), self._environment_lines("accelerators", node))
         return [*one.before, sys.executable, ROOT / "manage.py", *words], environment() | one.environment
 
     def manage(self, node: str, *words: str) -> list[str]:
         """`manage.py …` on a node, as its units run: the lines it prints."""
-        command, env = self._managed(node, words)
-        return self.machines[node].run(*command, env=env).splitlines()
+        command, env = self._manage_command(node, words)
+        return self.machines[node].run_command(*command, env=env).splitlines()
 
     def start_managed(self, node: str, name: str, *words: str) -> None:
         """The same in the background."""
-        command, env = self._managed(node, words)
+        command, env = self._manage_command(node, words)
         self.start(node, name, *command, env=env)
 
     def _begin_database(self) -> None:
         """PostgreSQL as a distribution sets it up: by password over the network."""
         binaries, home, plain = (
             postgres.find_binaries(os.environ.get("CYBORG_PG_BIN", "")),
-            self.state("db"),
+            self.state_directory("db"),
             as_plain_user(),
         )
         home.mkdir(mode=0o700)
-        os.chown(home, owner(), -1)
+        os.chown(home, plain_user_id(), -1)
         make = ["-D", home / "data", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
         auth = ["--auth-local=trust", "--auth-host=scram-sha-256"]
         subprocess.run([*plain, binaries.folder / "initdb", *make, *auth], check=True, capture_output=True, cwd="/")
@@ -191,11 +191,11 @@ class Deployment:
         values = (f"unix_socket_directories={home}", "listen_addresses=db.example.com", "max_connections=200")
         settings = [word for value in (*values, "fsync=off", "jit=off") for word in ("-c", value)]
         self.start("db", "postgres", *plain, binaries.folder / "postgres", "-D", home / "data", *settings)
-        until(self._made_database, START_S)
+        until(self._create_database, START_S)
 
-    def _made_database(self) -> bool:
+    def _create_database(self) -> bool:
         try:
-            with psycopg.connect(host=str(self.state("db")), user="postgres", autocommit=True) as own:
+            with psycopg.connect(host=str(self.state_directory("db")), user="postgres", autocommit=True) as own:
                 own.execute(f"CREATE ROLE accelerators LOGIN PASSWORD '{PASSWORD}'")
                 own.execute("CREATE DATABASE accelerators OWNER accelerators")
         except psycopg.OperationalError:
@@ -204,16 +204,16 @@ class Deployment:
 
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         """Ask the database, past all machines."""
-        with psycopg.connect(host=str(self.state("db")), user="postgres", dbname="accelerators") as own:
+        with psycopg.connect(host=str(self.state_directory("db")), user="postgres", dbname="accelerators") as own:
             return own.execute(statement, values).fetchall()
 
-    def ids(self, statement: str) -> set[str]:
+    def first_column(self, statement: str) -> set[str]:
         """The first column, as text."""
         return {str(row[0]) for row in self.rows(statement)}
 
     def start_proxy(self) -> None:
         """nginx with the shipped files, included as Debian's nginx.conf would."""
-        folder = self.state("nginx")
+        folder = self.state_directory("nginx")
         folder.mkdir()
         for path in (FILES / "nginx").iterdir():
             text = re.sub(r"/etc/ssl/accelerators/\w+\.pem", str(self.certificate), path.read_text())
@@ -226,15 +226,15 @@ class Deployment:
         )
         self.start("db", "nginx", NGINX, "-p", folder, "-c", folder / "nginx.conf")
 
-    def served_by(self, address: str, port: int) -> int:
+    def count_served(self, address: str, port: int) -> int:
         """How many answers of this process alone the proxy has passed on."""
-        return (self.state("nginx") / "access.log").read_text().splitlines().count(f"{address}:{port}")
+        return (self.state_directory("nginx") / "access.log").read_text().splitlines().count(f"{address}:{port}")
 
-    def log(self, machine: str, name: str) -> str:
+    def read_log(self, machine: str, name: str) -> str:
         """What a process said."""
         return (self.folder / f"{machine}-{name}.log").read_text(errors="replace")
 
-    def said(self) -> str:
+    def log_ends(self) -> str:
         """The ends of all logs, for a failure."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)

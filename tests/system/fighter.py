@@ -23,7 +23,7 @@ from accelerators.requests import binding  # noqa: E402
 from accelerators.requests.binding import BindSpec  # noqa: E402
 from drivers.isolation.process import die_with_parent  # noqa: E402
 
-NOVA = Caller("nova", "u", frozenset({"member"}), "p1", service=True)
+NOVA_CALLER = Caller("nova", "u", frozenset({"member"}), "p1", service=True)
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     def fight(barrier: Barrier, uuid: str) -> str:
         barrier.wait()
         try:
-            binding.bind_requests([BindSpec(uuid, "cmp1", provider, uuid)], NOVA)
+            binding.bind_requests([BindSpec(uuid, "cmp1", provider, uuid)], NOVA_CALLER)
         except RefusedError as refused:
             assert refused.reason == RefusalReason.NONE_FREE, refused.text
             return ""

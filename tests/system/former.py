@@ -19,12 +19,12 @@ from django.contrib.postgres.fields import ArrayField  # noqa: E402  (what follo
 from django.db import connection, models, transaction  # noqa: E402
 from django.db.migrations.executor import MigrationExecutor  # noqa: E402
 
-from tests.test_migrations import FORMER, OURS  # noqa: E402
+from tests.test_migrations import LAST_MIGRATIONS_OF_FORMER_RELEASE, OWN_APPS  # noqa: E402
 
 OTHERS = [("auth", "0012_alter_user_first_name_max_length"), ("contenttypes", "0002_remove_content_type_name")]
 APPEND_ONLY = {"accelerators.event", "accelerators.seal"}
 SINGLE_ROW = {"cyborgweb.maintenance", "placement_sync.writer"}
-GIVEN = {"auth.user.username", "accelerators.device.key"}
+GIVEN_FIELDS = {"auth.user.username", "accelerators.device.key"}
 """Columns with a default that are unique all the same."""
 VALUES = {
     "accelerators.device.type": "GPU",
@@ -36,11 +36,11 @@ VALUES = {
 """What the database lets stand in no other way."""
 
 
-class Writer:
+class FormerRelease:
     """The former release: historical models. `made` has the newest row of each."""
 
     def __init__(self, apps: Any) -> None:
-        self.models = [model for label in OURS for model in apps.get_app_config(label).get_models()]
+        self.models = [model for label in OWN_APPS for model in apps.get_app_config(label).get_models()]
         self.made: dict[str, models.Model] = {}
 
     def write(self, turn: str) -> None:
@@ -48,23 +48,25 @@ class Writer:
         self.made.clear()
         for model in self.models:
             if model._meta.managed:
-                self.row(model, turn)
+                self.make_row(model, turn)
         for label, row in self.made.items():
             if label not in APPEND_ONLY:
                 row.save()
 
-    def row(self, model: Any, turn: str) -> models.Model:
+    def make_row(self, model: Any, turn: str) -> models.Model:
         """The one of this turn, with those that it names."""
         if (label := model._meta.label_lower) not in self.made:
-            values = {field.name: self.value(field, turn) for field in model._meta.concrete_fields if needed(field)}
+            values = {
+                field.name: self.make_value(field, turn) for field in model._meta.concrete_fields if is_required(field)
+            }
             first = model.objects.first() if label in SINGLE_ROW else None
             self.made[label] = first or model.objects.create(**values)
         return self.made[label]
 
-    def value(self, field: Any, turn: str) -> Any:
+    def make_value(self, field: Any, turn: str) -> Any:
         """Something that fits the column."""
         if field.is_relation:
-            return self.row(field.remote_field.model, turn)
+            return self.make_row(field.remote_field.model, turn)
         if (known := VALUES.get(str(field).lower())) is not None:
             return known
         if field.choices:
@@ -76,16 +78,16 @@ class Writer:
         return found[0] if found else f"{turn}-{field.name}"[: field.max_length]
 
 
-def needed(field: Any) -> bool:
+def is_required(field: Any) -> bool:
     """Whether the code before says it in each INSERT for want of a default."""
     automatic = field.has_default() or field.has_db_default() or isinstance(field, models.AutoField)
-    return str(field).lower() in GIVEN or not (field.null or automatic)
+    return str(field).lower() in GIVEN_FIELDS or not (field.null or automatic)
 
 
 def main() -> None:
     """Ends without a word, or with the error that the former release would have met."""
     executor = MigrationExecutor(connection)
-    writer = Writer(executor.migrate([*FORMER.items(), *OTHERS]).apps)
+    writer = FormerRelease(executor.migrate([*LAST_MIGRATIONS_OF_FORMER_RELEASE.items(), *OTHERS]).apps)
     with transaction.atomic():
         writer.write("1")
     executor = MigrationExecutor(connection)

@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 
 from agents import credentials, wire
 from drivers.inventory import Device, DriverReport
-from tests.support.reports import card
+from tests.support.reports import make_card
 from tests.support.wireagent import WireAgent, ask
 from tests.system.product import Product
 
@@ -32,7 +32,7 @@ WHERE h.name = %s AND d.state <> 'missing'
 
 def devices(seq: int) -> tuple[Device, ...]:
     """Return the devices in report `seq`: one card for each bit set in `seq`, with `seq` in its vendor_board_info."""
-    return tuple(card(n, vendor_board_info=f"seq {seq}") for n in range(CARDS) if seq >> n & 1)
+    return tuple(make_card(n, vendor_board_info=f"seq {seq}") for n in range(CARDS) if seq >> n & 1)
 
 
 @dataclass

@@ -9,23 +9,23 @@ from tests.system.product import ROOT, Product, environment
 
 HOST = "here.example"
 """The name that tests give this machine."""
-FAKE = ("0xABCD", "0000:0c:00.0")
+FAKE_CARD = ("0xABCD", "0000:0c:00.0")
 """The vendor and the address of the fake card."""
 DEVICES = "accelerators_device d JOIN accelerators_host h ON h.id = d.host_id WHERE h.name = %s"
 
 
-def fake(product: Product, *words: str) -> None:
+def run_fake_command(product: Product, *words: str) -> None:
     """`python -m drivers.fake …`, as an operator types it."""
     command = [sys.executable, "-m", "drivers.fake", *words]
     subprocess.run(command, check=True, cwd=ROOT, env=environment(CYBORG_STATE_DIR=str(product.state)))
 
 
-def states(product: Product) -> dict[tuple[str, str], str]:
+def device_states(product: Product) -> dict[tuple[str, str], str]:
     """(vendor, address) of each device of this machine → its state."""
     found = product.rows(f"SELECT vendor, address, d.state FROM {DEVICES}", HOST)
     return {(vendor, address): state for vendor, address, state in found}
 
 
-def until_fake(product: Product, state: str) -> None:
+def wait_for_fake_state(product: Product, state: str) -> None:
     """Wait until the fake FPGA is in this state."""
-    product.until(lambda: states(product).get(FAKE) == state, 30, f"the fake FPGA is {state}")
+    product.until(lambda: device_states(product).get(FAKE_CARD) == state, 30, f"the fake FPGA is {state}")

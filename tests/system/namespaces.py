@@ -22,10 +22,10 @@ ESTABLISHED = "01"
 
 
 @dataclass
-class Machine:
+class NetworkMachine:
     """One of them. `pid` is its first process, 0 while it is without power."""
 
-    network: Network
+    network: BridgeNetwork
     name: str
     address: str
     pid: int = 0
@@ -34,31 +34,31 @@ class Machine:
     def power_on(self) -> None:
         """Make it, and lead its cable to the bridge. The card is the same each time, so nobody's ARP table is wrong."""
         ready = f"hostname {self.name} && mount --bind {self.network.hosts} /etc/hosts && ip link set lo up"
-        self._holder, self.pid = _held(f"{ready} && echo ready && exec sleep infinity")
+        self._holder, self.pid = _start_holder(f"{ready} && echo ready && exec sleep infinity")
         card = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
-        self.network.bridge(f"link add {self.name} type veth peer name eth0 address {card} netns {self.pid}")
-        self.network.bridge(f"link set {self.name} master bridge up")
-        self.run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
-        self.run("ip", "link", "set", "eth0", "up")
+        self.network.run_ip(f"link add {self.name} type veth peer name eth0 address {card} netns {self.pid}")
+        self.network.run_ip(f"link set {self.name} master bridge up")
+        self.run_command("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        self.run_command("ip", "link", "set", "eth0", "up")
 
     def power_off(self) -> None:
         """All at once, and nobody hears a word: the cable goes first."""
         if self._holder is None:
             return
-        self.network.bridge(f"link delete {self.name}")
+        self.network.run_ip(f"link delete {self.name}")
         self._holder.kill()
         self._holder.wait()
         self._holder, self.pid = None, 0
 
-    def pull(self) -> None:
+    def unplug_cable(self) -> None:
         """The cable is out; the machine runs on."""
-        self.network.bridge(f"link set {self.name} down")
+        self.network.run_ip(f"link set {self.name} down")
 
     def command(self, *words: str | Path) -> list[str | Path]:
         """What runs these words on it."""
         return ["nsenter", "--target", str(self.pid), *UNSHARED, "--", "env", "-C", str(ROOT), *words]
 
-    def run(self, *words: str | Path, env: Mapping[str, str] | None = None) -> str:
+    def run_command(self, *words: str | Path, env: Mapping[str, str] | None = None) -> str:
         """What it prints; fails with what it says when it fails."""
         done = subprocess.run(self.command(*words), capture_output=True, text=True, check=False, env=env)
         assert done.returncode == 0, f"{self.name}: {words}: {done.stderr[-3000:]}"
@@ -66,11 +66,11 @@ class Machine:
 
     def connect(self, address: str, port: int, timeout: float = 10.0) -> socket.socket:
         """A connection from this machine, for this process."""
-        with self._entered():
+        with self._enter_network():
             return socket.create_connection((address, port), timeout)
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _enter_network(self) -> Iterator[None]:
         """This thread is in its network; a socket stays where it was made."""
         with open("/proc/thread-self/ns/net") as here, open(f"/proc/{self.pid}/ns/net") as there:
             _enter(there.fileno())
@@ -87,23 +87,23 @@ class Machine:
 
 
 @dataclass
-class Network:
+class BridgeNetwork:
     """The bridge, in a namespace of its own. `hosts` is every machine's /etc/hosts."""
 
     hosts: Path
-    machines: list[Machine] = field(default_factory=list)
+    machines: list[NetworkMachine] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._switch, self._pid = _held(f"{BRIDGE} && echo ready && exec sleep infinity")
+        self._switch, self._pid = _start_holder(f"{BRIDGE} && echo ready && exec sleep infinity")
 
-    def machine(self, name: str, address: str) -> Machine:
+    def add_machine(self, name: str, address: str) -> NetworkMachine:
         """A new one, with power."""
-        made = Machine(self, name, address)
+        made = NetworkMachine(self, name, address)
         self.machines.append(made)
         made.power_on()
         return made
 
-    def bridge(self, what: str) -> None:
+    def run_ip(self, what: str) -> None:
         """`ip …` where the bridge is."""
         subprocess.run(["nsenter", "--target", str(self._pid), "--net", "ip", *what.split()], check=True)
 
@@ -115,11 +115,11 @@ class Network:
         self._switch.wait()
 
 
-def _held(script: str) -> tuple[subprocess.Popen[str], int]:
+def _start_holder(script: str) -> tuple[subprocess.Popen[str], int]:
     """A process with namespaces of its own, once it has said that it is ready; its first child's id."""
     holder = subprocess.Popen([*HOLD, script], stdout=subprocess.PIPE, text=True)
     assert holder.stdout and holder.stdout.readline() == "ready\n", "no namespaces"
-    return holder, processes.below(holder.pid)[0].pid
+    return holder, processes.list_descendants(holder.pid)[0].pid
 
 
 def _enter(namespace: int) -> None:

@@ -19,7 +19,7 @@ from uuid import uuid4
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
-from tests.system.deployment import ADDRESSES, PEOPLE, Deployment
+from tests.system.deployment import ADDRESSES, CONSOLE_NAME, Deployment
 
 PROXY = (ADDRESSES["db.example.com"], 443)
 SILENCE_S = 18.0
@@ -44,9 +44,9 @@ class Person:
         self, method: str, path: str, body: Any = None, at: tuple[str, int] = PROXY, timeout: float = 30.0, **more: str
     ) -> http.client.HTTPResponse:
         """The answer, not read yet; raises OSError, HTTPException."""
-        connection = http.client.HTTPConnection(PEOPLE, timeout=timeout)
+        connection = http.client.HTTPConnection(CONSOLE_NAME, timeout=timeout)
         raw = self.deployment.machines["people"].connect(*at, timeout)
-        connection.sock = self.tls.wrap_socket(raw, server_hostname=PEOPLE) if at == PROXY else raw
+        connection.sock = self.tls.wrap_socket(raw, server_hostname=CONSOLE_NAME) if at == PROXY else raw
         headers = self.tokens | {name.replace("_", "-"): value for name, value in more.items()}
         if self.cookies:
             headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in self.cookies.items())
@@ -81,12 +81,12 @@ class Person:
         token = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', page)
         assert token
         form = f"csrfmiddlewaretoken={token[1]}&username={name}&password={password}"
-        told = {"Content_Type": "application/x-www-form-urlencoded", "Referer": f"https://{PEOPLE}/admin/login/"}
-        status, page = self.call("POST", "/admin/login/", form, Origin=f"https://{PEOPLE}", **told)
+        told = {"Content_Type": "application/x-www-form-urlencoded", "Referer": f"https://{CONSOLE_NAME}/admin/login/"}
+        status, page = self.call("POST", "/admin/login/", form, Origin=f"https://{CONSOLE_NAME}", **told)
         assert (status, "sessionid" in self.cookies) == (302, True), (status, page)
 
 
-class Steady(threading.Thread):
+class RepeatingCaller(threading.Thread):
     """Does `turn` again and again until `end`; what goes wrong on the way is noted, and tried again."""
 
     def __init__(self, person: Person) -> None:
@@ -111,7 +111,7 @@ class Steady(threading.Thread):
         self.join(60)
 
 
-class Page(Steady):
+class LivePage(RepeatingCaller):
     """The list of devices in a browser. `cells` are its rows' as they are shown, `live` what its badge says."""
 
     def __init__(self, person: Person, keys: list[str]) -> None:
@@ -122,10 +122,10 @@ class Page(Steady):
         raw = self.person.deployment.machines["people"].connect(*PROXY)
         try:
             with connect(
-                f"wss://{PEOPLE}/ws/console",
+                f"wss://{CONSOLE_NAME}/ws/console",
                 sock=raw,
                 ssl=self.person.tls,
-                origin=f"https://{PEOPLE}",  # type: ignore[arg-type]
+                origin=f"https://{CONSOLE_NAME}",  # type: ignore[arg-type]
                 additional_headers={"Cookie": f"sessionid={self.person.cookies['sessionid']}"},
                 close_timeout=1,
             ) as socket:
@@ -139,7 +139,7 @@ class Page(Steady):
             self.live = False
 
 
-class Stream(Steady):
+class UsageStream(RepeatingCaller):
     """The usage of a device as it comes."""
 
     def __init__(self, person: Person, device: str) -> None:
@@ -157,7 +157,7 @@ class Stream(Steady):
         return max((one["at"] or "" for one in self.told[-3:]), default="")
 
 
-class Reader(Steady):
+class MonitoringReader(RepeatingCaller):
     """Somebody's monitoring: asks for the same again and again. `statuses` are the answers'."""
 
     def __init__(self, person: Person) -> None:
@@ -170,7 +170,7 @@ class Reader(Steady):
         self.statuses.append(answer.status)
 
 
-class Nova(Steady):
+class NovaTraffic(RepeatingCaller):
     """Makes a request, binds it, gives up the one before; and has the host looked at anew, by a command.
 
     `made`, `bound`, `deleted`, `ordered`: what was acknowledged, id → when (monotonic). `refused`: what was not.
@@ -206,6 +206,6 @@ class Nova(Steady):
         self.refused.append((status, said))
         return None
 
-    def since(self, moment: float) -> int:
+    def count_since(self, moment: float) -> int:
         """How many binds and how many commands were acknowledged after it, the fewer of both."""
         return min(sum(at > moment for at in kind.values()) for kind in (self.bound, self.ordered))

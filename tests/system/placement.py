@@ -128,7 +128,7 @@ class Placement:
         assert answer.ok, f"{method} {path}: {answer.status_code} {answer.text}"
         return answer.json() if answer.content else {}
 
-    def compute(self, name: str) -> str:
+    def create_compute_provider(self, name: str) -> str:
         """Create a compute provider as Nova does, and return its uuid."""
         made = str(uuid.uuid4())
         self.call("POST", "/resource_providers", {"uuid": made, "name": name})
@@ -140,9 +140,9 @@ class Placement:
     def tree(self, root: str) -> dict[str, dict[str, Any]]:
         """Return the providers below `root` by name, each with its generation, inventories and traits."""
         found = self.call("GET", f"/resource_providers?in_tree={root}")["resource_providers"]
-        return {entry["name"]: entry | self.inside(entry["uuid"]) for entry in found if entry["uuid"] != root}
+        return {entry["name"]: entry | self.read_provider(entry["uuid"]) for entry in found if entry["uuid"] != root}
 
-    def inside(self, provider: str) -> dict[str, Any]:
+    def read_provider(self, provider: str) -> dict[str, Any]:
         """Return the inventories and the sorted traits of a provider."""
         path = f"/resource_providers/{provider}"
         inventories = self.call("GET", f"{path}/inventories")["inventories"]

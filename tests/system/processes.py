@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Process:
+class ObservedProcess:
     """One process of one moment; `started` tells it from a later one with the same id."""
 
     pid: int
@@ -19,10 +19,10 @@ class Process:
 
     def alive(self) -> bool:
         """Still the same one, and more than a zombie."""
-        return look(self.pid) == self
+        return find_process(self.pid) == self
 
 
-def look(pid: int) -> Process | None:
+def find_process(pid: int) -> ObservedProcess | None:
     """The process `pid`; None when there is none, or only what waits to be reaped."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -33,27 +33,29 @@ def look(pid: int) -> Process | None:
         return None
     # PostgreSQL rewrites its title as it works; what stays is enough to know it by.
     words = command.split(" ")
-    return Process(pid, int(fields[1]), int(fields[19]), words[0] if command.startswith("postgres:") else command)
+    return ObservedProcess(
+        pid, int(fields[1]), int(fields[19]), words[0] if command.startswith("postgres:") else command
+    )
 
 
-def everything() -> list[Process]:
+def list_processes() -> list[ObservedProcess]:
     """All processes, oldest first."""
-    found = [look(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found = [find_process(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return sorted((one for one in found if one), key=lambda one: (one.started, one.pid))
 
 
-def below(root: int) -> list[Process]:
+def list_descendants(root: int) -> list[ObservedProcess]:
     """The descendants of process `root`, oldest first."""
-    family, running = {root}, everything()
+    family, running = {root}, list_processes()
     while more := {one.pid for one in running if one.parent in family} - family:
         family |= more
     return [one for one in running if one.pid in family and one.pid != root]
 
 
-def touching(folder: Path) -> list[Process]:
+def list_users_of_folder(folder: Path) -> list[ObservedProcess]:
     """Processes that name `folder` in their command or environment, or work in it; never this one."""
     needle = os.fsencode(folder)
-    return [one for one in everything() if one.pid != os.getpid() and _names(one.pid, needle)]
+    return [one for one in list_processes() if one.pid != os.getpid() and _names(one.pid, needle)]
 
 
 def _names(pid: int, needle: bytes) -> bool:
@@ -70,6 +72,6 @@ def _names(pid: int, needle: bytes) -> bool:
         return False
 
 
-def alive(known: Iterable[Process]) -> list[Process]:
+def still_running(known: Iterable[ObservedProcess]) -> list[ObservedProcess]:
     """Which of them still run."""
     return [one for one in known if one.alive()]

@@ -28,7 +28,7 @@ from tests.support.environment import without_settings
 from tests.support.migrated import copy_migrated
 from tests.support.webserver import until
 from tests.system import processes
-from tests.system.processes import Process
+from tests.system.processes import ObservedProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
@@ -65,7 +65,7 @@ class Product:
     from_nothing: bool = False
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
-    seen: set[Process] = field(default_factory=set)
+    seen: set[ObservedProcess] = field(default_factory=set)
     database: Path | None = None
     """The folder of the database's socket, where the product has not started the database itself."""
     _log_from: int = 0
@@ -73,7 +73,7 @@ class Product:
     def __post_init__(self) -> None:
         self.log_file = next(path for path in self.state.parents if path.is_dir()) / "said.log"
 
-    def begin(self) -> None:
+    def start_process(self) -> None:
         """Start the supervisor in its own process group; do not wait for it."""
         self._log_from = self.log_file.stat().st_size if self.log_file.exists() else 0
         with self.log_file.open("ab") as log:
@@ -97,13 +97,13 @@ class Product:
     def start(self) -> Product:
         """Start the product, and wait until /healthz answers with 200."""
         self._prepare_database()
-        self.begin()
+        self.start_process()
         self.until_serving()
         return self
 
     def until_serving(self) -> None:
         """Wait until the log names the console's address, keep its port, then wait until /healthz answers with 200."""
-        self.port = int(self.until_said(r"console: http://[^ ]*:(\d+)/admin/", START_S)[1])
+        self.port = int(self.wait_for_log(r"console: http://[^ ]*:(\d+)/admin/", START_S)[1])
         until(lambda: self.get("/healthz")[0] == 200, START_S)
 
     @contextmanager
@@ -142,11 +142,11 @@ class Product:
             file.seek(self._log_from)
             return file.read().decode(errors="replace")
 
-    def mark(self) -> int:
-        """Return the current position in the log, for the argument `after` of `until_said`."""
+    def log_position(self) -> int:
+        """Return the current position in the log, for the argument `after` of `wait_for_log`."""
         return len(self.log())
 
-    def until_said(self, pattern: str, deadline_s: float = 30.0, after: int = 0) -> re.Match[str]:
+    def wait_for_log(self, pattern: str, deadline_s: float = 30.0, after: int = 0) -> re.Match[str]:
         """Wait until the log after `after` matches `pattern`; return the match.
 
         Fails with the end of the log if the supervisor ends first.
@@ -213,44 +213,48 @@ class Product:
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
-    def child(self, name: str) -> Process | None:
+    def child(self, name: str) -> ObservedProcess | None:
         """Return the supervisor's child process `name` (a key of SERVES); None while there is none."""
-        found = [p for p in processes.everything() if p.parent == self.pid and SERVES[name] in p.command]
+        found = [p for p in processes.list_processes() if p.parent == self.pid and SERVES[name] in p.command]
         return found[-1] if found else None
 
-    def postmaster(self) -> Process | None:
+    def postmaster(self) -> ObservedProcess | None:
         """Return PostgreSQL's main process; None while there is none."""
         data = f"{self.state}/postgres/data"
-        found = [p for p in processes.everything() if p.parent == self.pid and data in p.command]
+        found = [p for p in processes.list_processes() if p.parent == self.pid and data in p.command]
         return found[-1] if found else None
 
-    def workers(self, cluster: str, count: int) -> list[Process]:
+    def workers(self, cluster: str, count: int) -> list[ObservedProcess]:
         """Return the `count` workers of a cluster; [] until all of its processes run.
 
         django-q2's sentinel starts the workers before its monitor and its pusher, so they are its first children.
         """
         guard = self.child(cluster)
-        sentinels = [p for p in processes.below(guard.pid) if p.parent == guard.pid] if guard else []
-        forks = [p for p in processes.below(sentinels[0].pid)] if sentinels else []
+        sentinels = [p for p in processes.list_descendants(guard.pid) if p.parent == guard.pid] if guard else []
+        forks = [p for p in processes.list_descendants(sentinels[0].pid)] if sentinels else []
         return forks[:count] if len(forks) >= count + 2 else []
 
-    def descendants(self, top: Process) -> list[Process]:
+    def descendants(self, top: ObservedProcess) -> list[ObservedProcess]:
         """Return all descendants of the process `top`."""
-        return processes.below(top.pid)
+        return processes.list_descendants(top.pid)
 
-    def drivers(self) -> list[Process]:
+    def drivers(self) -> list[ObservedProcess]:
         """Return the agent's driver processes."""
         agent = self.child("agent")
-        return [p for p in processes.below(agent.pid) if "drivers.isolation.driver_main" in p.command] if agent else []
+        return (
+            [p for p in processes.list_descendants(agent.pid) if "drivers.isolation.driver_main" in p.command]
+            if agent
+            else []
+        )
 
-    def remember(self) -> set[Process]:
+    def remember_processes(self) -> set[ObservedProcess]:
         """Record all processes of the product, so that `left` also finds those not related to the state directory."""
-        self.seen |= set(processes.below(self.pid)) | set(processes.touching(self.state))
+        self.seen |= set(processes.list_descendants(self.pid)) | set(processes.list_users_of_folder(self.state))
         return self.seen
 
-    def left(self) -> list[Process]:
+    def list_left_processes(self) -> list[ObservedProcess]:
         """Return the processes of the product that still run, including the supervisor."""
-        return list(set(processes.touching(self.state)) | set(processes.alive(self.seen)))
+        return list(set(processes.list_users_of_folder(self.state)) | set(processes.still_running(self.seen)))
 
     def interrupt(self, sig: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal to the process group, as a terminal does, and return the supervisor's exit code.
@@ -259,7 +263,7 @@ class Product:
         """
         assert self.process
         if self.process.poll() is None:
-            self.remember()
+            self.remember_processes()
             os.killpg(self.process.pid, sig)
         begin = time.monotonic()
         try:
@@ -278,9 +282,11 @@ class Product:
         self.process.kill()
         self.process.wait()
 
-    def nothing_left(self, deadline_s: float = STOP_S) -> None:
+    def wait_until_nothing_is_left(self, deadline_s: float = STOP_S) -> None:
         """Wait until no process of the product runs; fail with a list of those that do."""
-        self.until(lambda: not self.left(), deadline_s, lambda: f"still running: {self.left()}")
+        self.until(
+            lambda: not self.list_left_processes(), deadline_s, lambda: f"still running: {self.list_left_processes()}"
+        )
 
 
 @contextmanager
@@ -293,15 +299,15 @@ def running(product: Product) -> Iterator[Product]:
             if product.process and product.process.poll() is None:
                 product.interrupt()
         finally:
-            sweep(product)
+            wait_and_kill_remaining(product)
 
 
-def sweep(product: Product) -> None:
+def wait_and_kill_remaining(product: Product) -> None:
     """Wait until no process of the product runs. Kill those that remain, then let the failure propagate."""
     try:
-        product.nothing_left()
+        product.wait_until_nothing_is_left()
     finally:
-        for one in product.left():
+        for one in product.list_left_processes():
             os.kill(one.pid, signal.SIGKILL)
         if product.process:
             product.process.wait()

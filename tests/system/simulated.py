@@ -26,10 +26,12 @@ PACKAGES = ("nginx", "libnginx-mod-stream")
 
 def missing() -> str:
     """Why there can be no several machines here, '' when there can."""
-    return _refused() or ("" if NGINX.exists() and STREAM.exists() else "there is no nginx in .sim (make deps-sim)")
+    return _why_namespaces_are_refused() or (
+        "" if NGINX.exists() and STREAM.exists() else "there is no nginx in .sim (make deps-sim)"
+    )
 
 
-def _refused() -> str:
+def _why_namespaces_are_refused() -> str:
     if os.geteuid():
         return "only root makes networks"
     for program in ("ip", "unshare", "nsenter", "setpriv"):
@@ -53,7 +55,7 @@ def main() -> int:
     """Exit status 0 when all of it is there."""
     if not missing():
         return 0
-    if why := _refused():
+    if why := _why_namespaces_are_refused():
         print(f"deps-sim: {why}", file=sys.stderr)
         return 1
     try:

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import requests
 
-from tests.support.nova import Nova, recording
+from tests.support.nova import FakeNova, running_nova
 from tests.support.webserver import until
 from tests.system import processes, trouble
-from tests.system.clients.cloud import Cloud
+from tests.system.clients.cloud import KeystoneCloud
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
 from tests.system.product import Product, running
-from tests.system.trouble import Trouble
+from tests.system.trouble import TroubleProxy
 
 pytestmark = pytest.mark.system
 COUNT, KILLS = 6, 2
@@ -34,29 +34,29 @@ STATES = "SELECT uuid::text, state, fault FROM accelerators_attachment ORDER BY 
 
 
 @pytest.fixture
-def nova() -> Iterator[Nova]:
-    with recording() as one:
+def nova() -> Iterator[FakeNova]:
+    with running_nova() as one:
         yield one
 
 
 @pytest.fixture
-def between(placement: Placement) -> Iterator[Trouble]:
-    with trouble.before(placement.url) as one:
+def between(placement: Placement) -> Iterator[TroubleProxy]:
+    with trouble.trouble_proxy(placement.url) as one:
         yield one
 
 
 @pytest.fixture
-def cloud(keystone: Keystone, between: Trouble, nova: Nova, folder: Path) -> Iterator[Cloud]:
+def cloud(keystone: Keystone, between: TroubleProxy, nova: FakeNova, folder: Path) -> Iterator[KeystoneCloud]:
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
     settings |= {"CYBORG_PLACEMENT_ENDPOINT": between.url}
     settings["CYBORG_TICK_STALL_S"] = "30"  # all of it dies here: nothing is left that could dead-lock
     with running(Product(folder / "state", settings)) as product:
-        yield Cloud(product, keystone).ready()
+        yield KeystoneCloud(product, keystone).enable_card()
 
 
-def asked(cloud: Cloud, path: str, body: Any) -> dict[str, Any]:
+def post_attachment(cloud: KeystoneCloud, path: str, body: Any) -> dict[str, Any]:
     """A POST below /api/attachments/, as admin."""
     where = f"{cloud.url}/api/attachments/{path}"
     answer = requests.post(where, json=body, headers={"X-Auth-Token": cloud.token("admin")}, timeout=30)
@@ -64,56 +64,56 @@ def asked(cloud: Cloud, path: str, body: Any) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def test_L2_the_worker_dies_amid_attaching_and_detaching(
-    cloud: Cloud, placement: Placement, nova: Nova, between: Trouble
+def test_L2_attachments_are_claimed_and_released_once_while_the_worker_is_killed(
+    cloud: KeystoneCloud, placement: Placement, nova: FakeNova, between: TroubleProxy
 ) -> None:
     product, host = cloud.product, cloud.host
-    root = placement.compute(host)
+    root = placement.create_compute_provider(host)
     until(lambda: placement.tree(root), 60)
-    cloud.profile("fpga")
-    nova.project = cloud.project()
+    cloud.create_profile("fpga")
+    nova.project = cloud.project_id()
     instances = [placement.allocate(root, 1, "VCPU") for _ in range(COUNT)]
     nova.shown |= {instance: ("ACTIVE", host) for instance in instances}
-    before = {instance: _consumer(placement, instance) for instance in instances}
+    before = {instance: _read_consumer(placement, instance) for instance in instances}
     between.next = lambda: time.sleep(CALL_S) or ("", True)  # type: ignore[method-assign,func-returns-value]
 
-    rows = [asked(cloud, "", {"instance": instance, "profile": "fpga"}) for instance in instances]
-    _dying(product, lambda: _at(product, "attached"), COUNT)
+    rows = [post_attachment(cloud, "", {"instance": instance, "profile": "fpga"}) for instance in instances]
+    _kill_worker_until_done(product, lambda: _count_in_state(product, "attached"), COUNT)
     for instance in instances:
-        now = _consumer(placement, instance)
+        now = _read_consumer(placement, instance)
         assert now["allocations"] == {root: {"VCPU": 1}, cloud.provider: {"FPGA": 1}}
         assert {**now, "allocations": 0} == {**before[instance], "allocations": 0}
-    assert _requests(product) == COUNT
+    assert _count_requests(product) == COUNT
 
     for row in rows[1:]:
-        asked(cloud, f"{row['uuid']}/detach/", {"reason": "enough"})
-    _dying(product, lambda: _at(product, "detached"), COUNT - 1)
-    assert _consumer(placement, instances[0])["allocations"][cloud.provider] == {"FPGA": 1}
+        post_attachment(cloud, f"{row['uuid']}/detach/", {"reason": "enough"})
+    _kill_worker_until_done(product, lambda: _count_in_state(product, "detached"), COUNT - 1)
+    assert _read_consumer(placement, instances[0])["allocations"][cloud.provider] == {"FPGA": 1}
     for instance in instances[1:]:
-        assert _consumer(placement, instance) == before[instance]
-    assert _requests(product) == 1
+        assert _read_consumer(placement, instance) == before[instance]
+    assert _count_requests(product) == 1
     bound = product.rows("SELECT uuid::text FROM accelerators_acceleratorrequest")
     product.until(lambda: not product.rows("SELECT FROM accelerators_intent WHERE kind = 'notice'"), 60, "notices")
-    assert {uuid for (uuid,) in bound} <= nova.told().keys()
+    assert {uuid for (uuid,) in bound} <= nova.received_statuses().keys()
 
 
-def _consumer(placement: Placement, instance: str) -> dict[str, Any]:
+def _read_consumer(placement: Placement, instance: str) -> dict[str, Any]:
     """What it has, and whose it is; but for its generation."""
     found = placement.call("GET", f"/allocations/{instance}")
     has = {provider: entry["resources"] for provider, entry in found["allocations"].items()}
     return {name: found[name] for name in ("project_id", "user_id", "consumer_type")} | {"allocations": has}
 
 
-def _at(product: Product, state: str) -> int:
+def _count_in_state(product: Product, state: str) -> int:
     return sum(found == state for _, found, _ in product.rows(STATES))
 
 
-def _requests(product: Product) -> int:
+def _count_requests(product: Product) -> int:
     ((count,),) = product.rows("SELECT count(*) FROM accelerators_acceleratorrequest")
     return int(count)
 
 
-def _dying(product: Product, done: Callable[[], int], wanted: int) -> None:
+def _kill_worker_until_done(product: Product, done: Callable[[], int], wanted: int) -> None:
     """The cluster `work` is killed with everything below it while this is going on, then left to finish it."""
     chance = random.Random(wanted)
     for _ in range(KILLS):
@@ -123,7 +123,7 @@ def _dying(product: Product, done: Callable[[], int], wanted: int) -> None:
         time.sleep(chance.uniform(0.0, LIFE_S))  # it dies at another moment each time
         top = product.child("work")
         assert top
-        for one in [top, *processes.below(top.pid)]:
+        for one in [top, *processes.list_descendants(top.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGKILL)
     product.until(lambda: done() == wanted, 120, lambda: f"{product.rows(STATES)}")

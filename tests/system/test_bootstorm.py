@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.fleet.scenarios import SCENARIOS
-from tests.fleet.verdict import Line, table
+from tests.fleet.verdict import PromiseLine, table
 from tests.system.product import ROOT, environment
 
 pytestmark = pytest.mark.system
@@ -21,7 +21,7 @@ AGENTS = 150
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PromiseLine]]:
     file: Path = tmp_path_factory.mktemp("fleet") / "verdicts.json"
     words = [str(AGENTS), "--scenario", "all", "--hold", "4", "--patience", "120", "--json", str(file)]
     # Fewer handshakes at a time than there are agents: without the door's 503 it would be no storm.
@@ -34,15 +34,15 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
         env=environment(),
     )
     assert file.exists(), done.stdout[-2000:] + done.stderr[-4000:]
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, list[Line]])
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, list[PromiseLine]])
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_storm_loses_nothing_and_leaves_nobody_behind(name: str, verdicts: dict[str, list[Line]]) -> None:
+def test_every_promise_holds_in_each_fleet_scenario(name: str, verdicts: dict[str, list[PromiseLine]]) -> None:
     lines = verdicts[name]
     assert all(line.holds for line in lines), f"\n{table(lines)}"
 
 
-def test_the_refused_were_told_when_to_come_back(verdicts: dict[str, list[Line]]) -> None:
+def test_agents_refused_in_a_storm_got_503(verdicts: dict[str, list[PromiseLine]]) -> None:
     found = [line.found for lines in verdicts.values() for line in lines if line.promise == "only told to come back"]
     assert any("503" in one for one in found), found

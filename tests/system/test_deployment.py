@@ -17,15 +17,15 @@ import pytest
 from accelerators.runtime import jobs
 from tests.support.webserver import until
 from tests.system import simulated
-from tests.system.deployment import ADDRESSES, AGENTS, FILES, GATEWAYS, HOSTS, NODES, Deployment
-from tests.system.people import Nova, Page, Person, Reader, Stream
+from tests.system.deployment import ADDRESSES, AGENTS_NAME, FILES, GATEWAYS_NAME, HOSTS, NODES, Deployment
+from tests.system.people import LivePage, MonitoringReader, NovaTraffic, Person, UsageStream
 
 pytestmark = pytest.mark.system
 READY_S, SOON_S = 60.0, 30.0
 GATEWAY, REST, TLS = 8000, 8001, 8443
-COME_BY = ("db.example.com", "host2.example.com")
+GATEWAY_ADDRESSES = ("db.example.com", "host2.example.com")
 """host1 by the proxy's balancer, host2 by a name that leads to both gateways."""
-MERGING = f"""
+HOLD_MERGE_LOCK = f"""
 from django.db import connection, transaction
 import time
 with transaction.atomic(), connection.cursor() as cursor:
@@ -34,7 +34,7 @@ with transaction.atomic(), connection.cursor() as cursor:
     time.sleep(3600)
 """
 """A worker amid a merge, for as long as its node lives."""
-FIRST = """
+FIRST_DEVICE = """
 SELECT p.rp_uuid::text, h.uuid::text, d.uuid::text, d.id::text FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id JOIN accelerators_host h ON h.id = d.host_id
 WHERE h.name = 'host1.example.com' ORDER BY d.key LIMIT 1
@@ -50,11 +50,11 @@ def deployment(folder: Path) -> Iterator[Deployment]:
     try:
         yield made
     finally:
-        print(made.said())
+        print(made.log_ends())
         made.close()
 
 
-class Story:
+class DeploymentStory:
     """What the test asks again and again."""
 
     def __init__(self, deployment: Deployment) -> None:
@@ -74,23 +74,23 @@ class Story:
 
     def until_ready(self, node: str) -> None:
         """The gateway and REST of this node work."""
-        for at in (place(node, GATEWAY), place(node, REST)):
+        for at in (process_address(node, GATEWAY), process_address(node, REST)):
             self.until(lambda a=at: self.person.call("GET", "/readyz", at=a)[0] == 200, f"{node} at {at}", READY_S)
 
-    def hardware(self, host: str, count: int, **more: Any) -> None:
+    def set_fake_cards(self, host: str, count: int, **more: Any) -> None:
         """So many fake cards are in it now."""
-        path = self.deployment.control(host)
+        path = self.deployment.control_file(host)
         new = path.with_suffix(".new")
         new.write_text(json.dumps({"count": count} | more))
         new.rename(path)
 
-    def join(self, host: str, name: str) -> None:
+    def join_host(self, host: str, name: str) -> None:
         """A token made on a node, an agent that is started with it."""
         address = f"https://{name}:{TLS}"
         token = self.deployment.manage("node1", "join_token", f"{host}.example.com", "--address", address)[-1]
         self.deployment.start_unit(host, "accelerators-agent", CYBORG_JOIN_TOKEN=token)
 
-    def until_devices(self, host: str, count: int, deadline_s: float = SOON_S) -> None:
+    def wait_for_devices(self, host: str, count: int, deadline_s: float = SOON_S) -> None:
         """Wait until people see that it offers so many, and their agent is heard."""
 
         def so() -> bool:
@@ -99,56 +99,56 @@ class Story:
 
         self.until(so, f"{host} has {count} devices", deadline_s)
 
-    def came(self, at: tuple[str, int]) -> int:
+    def count_census_answers(self, at: tuple[str, int]) -> int:
         """How many hosts tell one process now how busy they are."""
         status, said = self.person.call("POST", "/api/census/", {}, at=at)
         return int(said["came"]) if status == 200 else 0
 
 
-def place(node: str, port: int) -> tuple[str, int]:
+def process_address(node: str, port: int) -> tuple[str, int]:
     """A process of a node."""
     return ADDRESSES[f"{node}.example.com"], port
 
 
-def test_a_controller_vanishes_and_comes_back(deployment: Deployment) -> None:
-    story = Story(deployment)
-    begin_on_an_empty_database(story)
+def test_one_of_two_controllers_can_vanish_and_return_without_loss(deployment: Deployment) -> None:
+    story = DeploymentStory(deployment)
+    start_both_nodes(story)
     join_hosts(story)
-    everybody_asks_everybody(story)
-    work = Work(story)
+    check_census_at_every_process(story)
+    work = BackgroundWork(story)
     victim = next(node for node in NODES if ADDRESSES["db.example.com"] in deployment.machines[node].callers(TLS))
     (survivor,) = set(NODES) - {victim}
-    vanish_amid_everything(story, work, victim, survivor)
-    come_back(story, work, victim)
-    nothing_acknowledged_is_lost(story, work, survivor)
+    disconnect_node(story, work, victim, survivor)
+    reconnect_node(story, work, victim)
+    check_nothing_acknowledged_is_lost(story, work, survivor)
     for unit in ("accelerators-rest", "accelerators"):
         assert deployment.stop(survivor, unit) == 0, f"{unit} did not end by itself"
 
 
-class Work:
+class BackgroundWork:
     """What goes on meanwhile: Nova's binds, an operator's commands, monitoring, a page and a stream of somebody's."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: DeploymentStory) -> None:
         profile = [{"name": "one", "groups": [{"resources:FPGA": "1"}]}]
         assert story.person.call("POST", "/v2/device_profiles", profile)[0] == 201
-        ((provider, host, device, self.key),) = story.deployment.rows(FIRST)
-        self.nova = Nova(story.person, provider, "host1.example.com", host)
-        self.reader = Reader(story.person)
-        self.page = Page(story.person, [self.key])
-        self.stream = Stream(story.person, device)
+        ((provider, host, device, self.key),) = story.deployment.rows(FIRST_DEVICE)
+        self.nova = NovaTraffic(story.person, provider, "host1.example.com", host)
+        self.reader = MonitoringReader(story.person)
+        self.page = LivePage(story.person, [self.key])
+        self.stream = UsageStream(story.person, device)
         self.all = (self.nova, self.reader, self.page, self.stream)
         self.until_it_goes_on(story)
 
-    def until_it_goes_on(self, story: Story) -> None:
+    def until_it_goes_on(self, story: DeploymentStory) -> None:
         """Wait until each has had some more answers than it has now."""
         now, read, moment = time.monotonic(), len(self.reader.statuses), datetime.now(UTC).isoformat()
-        story.until(lambda: self.nova.since(now) > 2, f"binds and commands: {self.nova.refused[-3:]}")
+        story.until(lambda: self.nova.count_since(now) > 2, f"binds and commands: {self.nova.refused[-3:]}")
         story.until(lambda: len(self.reader.statuses) > read + 4, f"reads: {self.reader.troubles[-3:]}")
         story.until(lambda: self.page.live, f"the page is live: {self.page.troubles[-3:]}")
         story.until(lambda: self.stream.newest() > moment, f"the stream: {self.stream.troubles[-3:]}")
 
 
-def begin_on_an_empty_database(story: Story) -> None:
+def start_both_nodes(story: DeploymentStory) -> None:
     """Both nodes at once: one makes the tables and the first login, the other waits for it."""
     deployment, person = story.deployment, story.person
     for node in NODES:
@@ -156,7 +156,11 @@ def begin_on_an_empty_database(story: Story) -> None:
     for node in NODES:
         story.until_ready(node)
     deployment.start_proxy()
-    logins = [path.read_text().strip() for node in NODES if (path := deployment.state(node) / "first-login").exists()]
+    logins = [
+        path.read_text().strip()
+        for node in NODES
+        if (path := deployment.state_directory(node) / "first-login").exists()
+    ]
     assert len(logins) == 1
     for table in ("agents_jointoken", "accelerators_host", "accelerators_admissionrule"):
         assert deployment.rows(f"SELECT count(*) FROM {table}") == [(0,)], "an agent of the controller's own"
@@ -165,57 +169,57 @@ def begin_on_an_empty_database(story: Story) -> None:
     for header, role in (("X-Auth-Token", "admin"), ("X-Service-Token", "service")):
         person.tokens[header] = deployment.manage("node1", "api_token", f"t-{role}", "--role", role)[-1]
     assert person.call("GET", "/api/hosts/")[0] == 200
-    counted = "".join(scraped(story, node) for node in NODES)
+    counted = "".join(read_metrics(story, node) for node in NODES)
     assert 'route="/api/hosts"' in counted, "what REST has counted, told by a gateway"
     assert person.call("GET", "/metrics")[0] == 403
     assert person.call("GET", "/ws/agent/challenge")[0] == 404
 
 
-def scraped(story: Story, node: str) -> str:
+def read_metrics(story: DeploymentStory, node: str) -> str:
     """The metrics of a node, as somebody on it gets them."""
     with story.deployment.machines[node].connect("127.0.0.1", GATEWAY) as here, here.makefile() as answer:
         here.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         return answer.read()
 
 
-def join_hosts(story: Story) -> None:
+def join_hosts(story: DeploymentStory) -> None:
     """One by each way to the gateways; found devices are offered."""
     rule = {"name": "fake", "driver": "fake_driver", "action": "ready"}
     assert story.person.call("POST", "/api/rules/", rule)[0] == 201
-    story.hardware("host1", 2, handle_type="MDEV")
-    story.hardware("host2", 1)
-    for host, name in zip(HOSTS, (AGENTS, GATEWAYS), strict=True):
-        story.join(host, name)
-    story.until_devices("host1", 2)
-    story.until_devices("host2", 1)
+    story.set_fake_cards("host1", 2, handle_type="MDEV")
+    story.set_fake_cards("host2", 1)
+    for host, name in zip(HOSTS, (AGENTS_NAME, GATEWAYS_NAME), strict=True):
+        story.join_host(host, name)
+    story.wait_for_devices("host1", 2)
+    story.wait_for_devices("host2", 1)
 
 
-def everybody_asks_everybody(story: Story) -> None:
+def check_census_at_every_process(story: DeploymentStory) -> None:
     """Load is known to the gateway alone that an agent is connected to; each process gets it from there."""
-    for at in (place(node, port) for node in NODES for port in (GATEWAY, REST)):
-        story.until(lambda a=at: story.came(a) == len(HOSTS), f"both hosts answer what {at} asks")
+    for at in (process_address(node, port) for node in NODES for port in (GATEWAY, REST)):
+        story.until(lambda a=at: story.count_census_answers(a) == len(HOSTS), f"both hosts answer what {at} asks")
 
 
-def vanish_amid_everything(story: Story, work: Work, victim: str, survivor: str) -> None:
+def disconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str, survivor: str) -> None:
     """The cable goes while one of its workers holds the lock of the merge, and its processes run on: nobody is told."""
     deployment, machine = story.deployment, story.deployment.machines
-    deployment.start_managed(victim, "worker", "shell", "-c", MERGING)
-    story.until(lambda: "mine" in deployment.log(victim, "worker"), "the lock is held")
-    machine[victim].pull()
+    deployment.start_managed(victim, "worker", "shell", "-c", HOLD_MERGE_LOCK)
+    story.until(lambda: "mine" in deployment.read_log(victim, "worker"), "the lock is held")
+    machine[victim].unplug_cable()
     read = len(work.reader.statuses)
-    story.hardware("host1", 3, handle_type="MDEV")
-    story.hardware("host2", 2)
-    come = {ADDRESSES[name] for name in COME_BY}
+    story.set_fake_cards("host1", 3, handle_type="MDEV")
+    story.set_fake_cards("host2", 2)
+    come = {ADDRESSES[name] for name in GATEWAY_ADDRESSES}
     story.until(lambda: come <= machine[survivor].callers(TLS), "the agents come to the other")
-    story.until_devices("host1", 3, READY_S)
-    story.until_devices("host2", 2)
+    story.wait_for_devices("host1", 3, READY_S)
+    story.wait_for_devices("host2", 2)
     work.until_it_goes_on(story)
     assert set(work.reader.statuses[read:]) == {200}
-    is_shown(story, work)
+    check_page_follows_decision(story, work)
     machine[victim].power_off()
 
 
-def is_shown(story: Story, work: Work) -> None:
+def check_page_follows_decision(story: DeploymentStory, work: BackgroundWork) -> None:
     """What an operator does is seen at once by who looks at the page, at whatever gateway that is now."""
     device, before = work.stream.device, dict(work.page.cells[work.key])
     assert story.person.call("POST", f"/api/devices/{device}/disable/", {"reason": "a test"})[0] == 200
@@ -223,38 +227,40 @@ def is_shown(story: Story, work: Work) -> None:
     assert story.person.call("POST", f"/api/devices/{device}/enable/", {"reason": "a test"})[0] == 200
 
 
-def come_back(story: Story, work: Work, victim: str) -> None:
+def reconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str) -> None:
     """With power again it takes its share: the proxy sends it callers, and each process knows all load."""
     story.deployment.machines[victim].power_on()
     story.start_node(victim)
     story.until_ready(victim)
-    at = place(victim, REST)
-    seen = story.deployment.served_by(*at)
-    story.until(lambda: story.deployment.served_by(*at) > seen, "the proxy sends it callers again")
-    everybody_asks_everybody(story)
+    at = process_address(victim, REST)
+    seen = story.deployment.count_served(*at)
+    story.until(lambda: story.deployment.count_served(*at) > seen, "the proxy sends it callers again")
+    check_census_at_every_process(story)
     work.until_it_goes_on(story)
 
 
-def nothing_acknowledged_is_lost(story: Story, work: Work, node: str) -> None:
+def check_nothing_acknowledged_is_lost(story: DeploymentStory, work: BackgroundWork, node: str) -> None:
     """Each request and command that was answered is there, has ended, and is told of in a chain that holds."""
     for one in work.all:
         one.end()
     deployment, nova = story.deployment, work.nova
-    left = deployment.ids("SELECT uuid FROM accelerators_acceleratorrequest")
+    left = deployment.first_column("SELECT uuid FROM accelerators_acceleratorrequest")
     assert nova.made.keys() - nova.tried <= left
     assert not nova.deleted.keys() & left
-    assert nova.made.keys() <= deployment.ids("SELECT subject FROM accelerators_event WHERE action = 'request.created'")
+    assert nova.made.keys() <= deployment.first_column(
+        "SELECT subject FROM accelerators_event WHERE action = 'request.created'"
+    )
     ended = "SELECT uuid FROM accelerators_command WHERE ended_at IS NOT NULL"
-    story.until(lambda: nova.ordered.keys() <= deployment.ids(ended), "each command has ended")
+    story.until(lambda: nova.ordered.keys() <= deployment.first_column(ended), "each command has ended")
     begun = "SELECT uuid FROM accelerators_acceleratorrequest WHERE state = 'BindStarted'"
-    story.until(lambda: not deployment.ids(begun), "each bind has ended", READY_S)
-    story.until_devices("host1", 3)
-    story.until_devices("host2", 2)
+    story.until(lambda: not deployment.first_column(begun), "each bind has ended", READY_S)
+    story.wait_for_devices("host1", 3)
+    story.wait_for_devices("host2", 2)
     story.until(lambda: deployment.rows("SELECT count(*) FROM spool") == [(0,)], "all reports are merged")
     deployment.manage(node, "verify_events")
 
 
-def test_systemd_understands_the_units(tmp_path: Path) -> None:
+def test_systemd_accepts_the_shipped_units(tmp_path: Path) -> None:
     if not shutil.which("systemd-analyze"):
         pytest.skip("there is no systemd here")
     for path in sorted((FILES / "systemd").iterdir()):

@@ -65,19 +65,19 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lock:
     return write
 
 
-def use(monkeypatch: pytest.MonkeyPatch) -> Path:
+def get_environment(monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of the environment `sample`, asked for as by a new test process."""
     monkeypatch.setattr(environments, "_verified", set())
     return environments.python("sample").parent.parent
 
 
-def says(folder: Path) -> str:
+def run_sample_command(folder: Path) -> str:
     """Run the command of the package and return what it prints."""
     done = subprocess.run([folder / "bin" / "sample-command"], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def missing(folder: Path) -> str:
+def missing_programs(folder: Path) -> str:
     """Return what of the environment's programs is missing in `folder`; '' when it is complete or not there at all."""
     try:
         opened = os.open(folder, os.O_RDONLY)
@@ -93,63 +93,67 @@ def missing(folder: Path) -> str:
     return str({"python", "sample-command"} - found) if is_there and not found >= {"python", "sample-command"} else ""
 
 
-def test_another_lock_makes_another_environment_and_the_first_one_stays(
+def test_a_changed_lock_makes_a_second_environment_and_keeps_the_first(
     lock: Lock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = use(monkeypatch)
-    assert says(first) == "hello"
+    first = get_environment(monkeypatch)
+    assert run_sample_command(first) == "hello"
     lock("2.0")
-    second = use(monkeypatch)
+    second = get_environment(monkeypatch)
     assert second != first
-    assert says(first) == says(second) == "hello"
+    assert run_sample_command(first) == run_sample_command(second) == "hello"
     assert (first / "lib").is_dir() and not list(first.parent.glob("*.new"))
 
 
-def test_an_environment_is_complete_whenever_it_is_there(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_environment_is_replaced_without_a_partial_one_being_visible(
+    lock: Lock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A damaged one is replaced: whoever uses it meanwhile finds the damaged or the complete one, never a part."""
-    folder = use(monkeypatch)
+    folder = get_environment(monkeypatch)
     (installed,) = folder.glob("lib/python*/site-packages/sample-1.0.dist-info")
     shutil.rmtree(installed)
     partial, over = list[str](), threading.Event()
 
     def look() -> None:
         while not over.is_set():
-            if seen := missing(folder / "bin"):
+            if seen := missing_programs(folder / "bin"):
                 partial.append(seen)
             time.sleep(0.001)
 
     watcher = threading.Thread(target=look)
     watcher.start()
     try:
-        assert use(monkeypatch) == folder
+        assert get_environment(monkeypatch) == folder
     finally:
         over.set()
         watcher.join()
-    assert installed.is_dir() and says(folder) == "hello"
+    assert installed.is_dir() and run_sample_command(folder) == "hello"
     assert not partial, f"a part of an environment was there {len(partial)} times"
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
 
 
-def test_what_was_not_used_for_30_days_is_deleted_and_use_keeps_it(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
-    unused = use(monkeypatch)
+def test_an_environment_unused_for_30_days_is_deleted_and_a_used_one_is_kept(
+    lock: Lock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unused = get_environment(monkeypatch)
     others = {cache.cache_folder() / name: name for name in ("sample-data-0123456789ab", "sample-0123456789ab")}
     for entry in others:
         entry.mkdir()
     long_ago = time.time() - cache.UNUSED_S - 60
     lock("2.0")
-    used = use(monkeypatch)
+    used = get_environment(monkeypatch)
     for entry in (unused, used, *others):
         os.utime(entry, (long_ago, long_ago))
-    assert use(monkeypatch) == used
+    assert get_environment(monkeypatch) == used
     left = {path.name for path in cache.cache_folder().iterdir() if path.is_dir()}
     assert left == {used.name, "sample-data-0123456789ab"}, "entries of another kind are deleted by their own users"
     assert time.time() - used.stat().st_mtime < 3600
 
 
-def test_an_environment_that_cannot_be_made_leaves_the_former_one(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = use(monkeypatch)
+def test_an_environment_that_cannot_be_replaced_is_kept(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = get_environment(monkeypatch)
     shutil.rmtree(next(folder.glob("lib/python*/site-packages/sample-1.0.dist-info")))
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     with pytest.raises(environments.Unavailable, match="cannot be installed here"):
-        use(monkeypatch)
+        get_environment(monkeypatch)
     assert (folder / "bin" / "sample-command").exists()

@@ -20,8 +20,8 @@ from accelerators.requests.binding import BindSpec
 from drivers.inventory import Device as Card
 from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
-from tests.support.nova import Nova, recording
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.nova import FakeNova, running_nova
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
 
@@ -41,18 +41,18 @@ def host(keystone: Keystone, placement: Placement, settings: Any) -> Iterator[Ho
     _cloud.append(Session(V3Password(**keystone.credentials("admin"))))
     settings.SERVICE_SESSION = "tests.system.test_faults.cloud"
     name = f"cmp-{uuid.uuid4().hex[:8]}"
-    placement.compute(name)
-    host = a_host(name)
-    apply(host, answer(_named(card(1, handles=4), name)))
+    placement.create_compute_provider(name)
+    host = get_or_create_host(name)
+    apply_report(host, make_driver_report(_with_provider_name(make_card(1, handles=4), name)))
     lifecycle.enable_device(Device.objects.get().uuid, NOVA)
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
-    look()
+    compare_again()
     yield host
     _cloud.clear()
 
 
-def _named(one: Card, host: str) -> Card:
+def _with_provider_name(one: Card, host: str) -> Card:
     """Its provider called after the host, so that no two tests share one."""
     from msgspec.structs import replace
 
@@ -60,7 +60,7 @@ def _named(one: Card, host: str) -> Card:
     return replace(one, deployables=(replace(part, name=f"{host}_card"),))
 
 
-def look() -> None:
+def compare_again() -> None:
     """Minutes later: Placement is looked at again, and compared."""
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
@@ -72,86 +72,90 @@ def look() -> None:
     discrepancies.step()
 
 
-def provider() -> str:
+def provider_id() -> str:
     return str(Deployable.objects.get().rp_uuid)
 
 
-def generation(placement: Placement) -> int:
-    return int(placement.call("GET", f"/resource_providers/{provider()}")["generation"])
+def provider_generation(placement: Placement) -> int:
+    return int(placement.call("GET", f"/resource_providers/{provider_id()}")["generation"])
 
 
-def found() -> list[tuple[str, str]]:
+def list_discrepancies() -> list[tuple[str, str]]:
     return sorted((row.kind, str(row.instance)) for row in Discrepancy.objects.all())
 
 
-def bind(host: Host, instance: str) -> None:
+def bind_request(host: Host, instance: str) -> None:
     (request,) = binding.create_requests("one", NOVA)
-    binding.bind_requests([BindSpec(request, host.name, provider(), instance)], NOVA)
+    binding.bind_requests([BindSpec(request, host.name, provider_id(), instance)], NOVA)
 
 
-def test_a_generation_moves_when_something_is_allocated_and_not_when_it_is_deleted(
+def test_placement_raises_the_generation_for_an_allocation_but_not_for_its_deletion(
     host: Host, placement: Placement
 ) -> None:
     """What `faults` rests on; should Placement ever count deletions too, `REREAD_S` can go."""
-    before = generation(placement)
-    consumer = placement.allocate(provider(), 1)
-    assert generation(placement) > before
-    before = generation(placement)
+    before = provider_generation(placement)
+    consumer = placement.allocate(provider_id(), 1)
+    assert provider_generation(placement) > before
+    before = provider_generation(placement)
     placement.release(consumer)
-    assert generation(placement) == before
+    assert provider_generation(placement) == before
 
 
-def test_an_allocation_that_is_removed_behind_our_back(host: Host, placement: Placement) -> None:
-    instance = placement.allocate(provider(), 1)
-    bind(host, instance)
-    look()
-    assert found() == []
+def test_a_bound_request_whose_allocation_was_deleted_is_a_discrepancy_until_restored(
+    host: Host, placement: Placement
+) -> None:
+    instance = placement.allocate(provider_id(), 1)
+    bind_request(host, instance)
+    compare_again()
+    assert list_discrepancies() == []
     kept = placement.call("GET", f"/allocations/{instance}")
     placement.release(instance)
     discrepancies.invalidate_claims([host.pk])
-    look()
-    assert found() == [(DiscrepancyKind.UNCLAIMED, instance)]
+    compare_again()
+    assert list_discrepancies() == [(DiscrepancyKind.UNCLAIMED, instance)]
     (shown,) = discrepancies.list_discrepancies_of_devices([Device.objects.get().pk])
     assert instance in shown.explanation
     body = {name: kept[name] for name in ("project_id", "user_id", "consumer_type")}
     allocations = {rp: {"resources": entry["resources"]} for rp, entry in kept["allocations"].items()}
     body |= {"allocations": allocations, "consumer_generation": None}
     placement.call("PUT", f"/allocations/{instance}", body)
-    look()
-    assert found() == []
+    compare_again()
+    assert list_discrepancies() == []
 
 
-def test_an_allocation_that_nobody_asked_us_for(host: Host, placement: Placement) -> None:
-    stranger = placement.allocate(provider(), 2)
-    look()
-    assert found() == [], "its bind may be on its way"
-    look()
-    assert found() == [(DiscrepancyKind.UNATTACHED, stranger)]
+def test_an_allocation_without_a_request_becomes_a_discrepancy_until_deleted(host: Host, placement: Placement) -> None:
+    stranger = placement.allocate(provider_id(), 2)
+    compare_again()
+    assert list_discrepancies() == [], "its bind may be on its way"
+    compare_again()
+    assert list_discrepancies() == [(DiscrepancyKind.UNATTACHED, stranger)]
     assert (
-        f"allocation unset --provider {provider()} {stranger}"
+        f"allocation unset --provider {provider_id()} {stranger}"
         in discrepancies.list_discrepancies_of_host(host.pk)[0].explanation
     )
     placement.release(stranger)
-    look()
-    assert found() == []
+    compare_again()
+    assert list_discrepancies() == []
 
 
 @pytest.fixture
-def nova(settings: Any) -> Iterator[Nova]:
+def nova(settings: Any) -> Iterator[FakeNova]:
     keys = settings.KEYS
-    with recording() as one:
+    with running_nova() as one:
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
         yield one
 
 
-def test_an_instance_that_is_back_without_its_device(host: Host, placement: Placement, nova: Nova) -> None:
-    instance = placement.allocate(provider(), 1)
-    bind(host, instance)
+def test_an_active_instance_whose_device_is_missing_is_a_discrepancy(
+    host: Host, placement: Placement, nova: FakeNova
+) -> None:
+    instance = placement.allocate(provider_id(), 1)
+    bind_request(host, instance)
     nova.shown[instance] = ("ACTIVE", host.name)
-    apply(host, answer(), seq=2)
-    look()
-    assert found() == [(DiscrepancyKind.WITHOUT_DEVICE, instance)]
-    apply(host, answer(_named(card(1, handles=4), host.name)), seq=3)
-    look()
-    assert found() == []
+    apply_report(host, make_driver_report(), seq=2)
+    compare_again()
+    assert list_discrepancies() == [(DiscrepancyKind.WITHOUT_DEVICE, instance)]
+    apply_report(host, make_driver_report(_with_provider_name(make_card(1, handles=4), host.name)), seq=3)
+    compare_again()
+    assert list_discrepancies() == []

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.system.conftest import fresh
+from tests.system.conftest import fresh_folder
 from tests.system.load import Load
-from tests.system.machine import FAKE, HOST, fake, states, until_fake
-from tests.system.processes import Process
+from tests.system.machine import FAKE_CARD, HOST, device_states, run_fake_command, wait_for_fake_state
+from tests.system.processes import ObservedProcess
 from tests.system.product import Product, running
 
 pytestmark = pytest.mark.system
@@ -22,63 +22,65 @@ SETTINGS = {"CYBORG_HOST_NAME": HOST, "CYBORG_HOST_NODE": "here", "CYBORG_RESCAN
 @pytest.fixture(scope="module")
 def load() -> Iterator[Load]:
     """One product for all the kills of this file, and hosts that have joined it."""
-    with fresh() as folder, running(Product(folder / "state", SETTINGS)) as product:
+    with fresh_folder() as folder, running(Product(folder / "state", SETTINGS)) as product:
         product.until(lambda: product.drivers(), 30, "the agent's drivers run")
         yield Load(product)
 
 
-def child(name: str) -> Callable[[Product], list[Process]]:
+def find_child(name: str) -> Callable[[Product], list[ObservedProcess]]:
     """The child `name` alone."""
     return lambda product: [one for one in [product.child(name)] if one]
 
 
-def group(name: str) -> Callable[[Product], list[Process]]:
+def find_group(name: str) -> Callable[[Product], list[ObservedProcess]]:
     """The child `name` and everything below it."""
 
-    def members(product: Product) -> list[Process]:
+    def members(product: Product) -> list[ObservedProcess]:
         top = product.child(name)
-        return [top, *below(product, name)] if top else []
+        return [top, *list_cluster_members(product, name)] if top else []
 
     return members
 
 
-def below(product: Product, name: str) -> list[Process]:
+def list_cluster_members(product: Product, name: str) -> list[ObservedProcess]:
     """What a cluster consists of beside its first process, once it is complete."""
     top, count = product.child(name), {"ingest": 1, "work": 2}[name]
     workers = product.workers(name, count)
     return [one for one in product.descendants(top) if workers] if top else []
 
 
-def driver(name: str) -> Callable[[Product], list[Process]]:
+def find_driver(name: str) -> Callable[[Product], list[ObservedProcess]]:
     """The process in which the agent runs the driver `name`; started again when it is next asked."""
     return lambda product: [one for one in product.drivers() if one.command.endswith(f" {name}")]
 
 
-def postmaster(product: Product) -> list[Process]:
+def find_postmaster(product: Product) -> list[ObservedProcess]:
     """PostgreSQL's first process; its others end when they miss it."""
     return [one for one in [product.postmaster()] if one]
 
 
 VICTIMS = {
-    "web": (child("web"), r"web +\| ended with -9; starting it again"),
-    "agent": (child("agent"), r"agent +\| ended with -9; starting it again"),
-    "a driver": (driver("fake_driver"), ""),
+    "web": (find_child("web"), r"web +\| ended with -9; starting it again"),
+    "agent": (find_child("agent"), r"agent +\| ended with -9; starting it again"),
+    "a driver": (find_driver("fake_driver"), ""),
     "ingest's workers": (lambda product: product.workers("ingest", 1), ""),
-    "ingest's group": (group("ingest"), r"ingest +\| ended with -9; starting it again"),
+    "ingest's group": (find_group("ingest"), r"ingest +\| ended with -9; starting it again"),
     "work's workers": (lambda product: product.workers("work", 2), ""),
-    "work's group": (group("work"), r"work +\| ended with -9; starting it again"),
-    "postgres": (postmaster, r"postgres +\| ended with -9: starting it again"),
+    "work's group": (find_group("work"), r"work +\| ended with -9; starting it again"),
+    "postgres": (find_postmaster, r"postgres +\| ended with -9: starting it again"),
 }
 
 
 @pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "when all is acknowledged"])
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_L2_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: str, at_rest: bool) -> None:
+def test_L2_no_acknowledged_report_is_lost_when_a_part_is_killed_and_it_is_restarted(
+    load: Load, victim: str, at_rest: bool
+) -> None:
     """The hosts fall silent with the kill: a later report would hide that the last acknowledged one is lost."""
     product = load.product
     find, said = VICTIMS[victim]
     product.until(lambda: find(product), 30, f"{victim} is there")
-    product.remember()
+    product.remember_processes()
     with load.reporting():
         load.until_acknowledged(20)
         if at_rest:
@@ -86,11 +88,11 @@ def test_L2_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: s
             if victim.startswith("ingest"):
                 load.until_taken()
         # Found anew: the supervisor may just have replaced a cluster whose workers the test before killed.
-        place = product.mark()
+        place = product.log_position()
         victims = product.until(lambda: find(product), 30, f"{victim} is there")
-        kill(victims)
+        kill_processes(victims)
     if said:
-        product.until_said(said, after=place)
+        product.wait_for_log(said, after=place)
     load.until_stored()
     with load.reporting():
         load.until_acknowledged(20)
@@ -100,7 +102,7 @@ def test_L2_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: s
     product.until(lambda: not [one for one in victims if one.alive()], 10, f"{victim} is gone")
 
 
-def kill(victims: list[Process]) -> None:
+def kill_processes(victims: list[ObservedProcess]) -> None:
     """SIGKILL; who dies with the first of them is dead already when its turn comes."""
     for one in victims:
         with contextlib.suppress(ProcessLookupError):
@@ -114,55 +116,55 @@ def test_a_cluster_whose_idle_workers_were_killed_is_replaced(load: Load) -> Non
     tries = 0
     for name, count in (("ingest", 1), ("work", 2)):
         first = product.until(lambda name=name: product.child(name), 30, f"{name} runs")
-        place = product.mark()
+        place = product.log_position()
         # A worker that was not at the queue just then held no lock: its cluster goes on with another. Once more, then.
-        while not said_to_be_stuck(product, name, place):
-            kill(product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete"))
+        while not is_reported_stuck(product, name, place):
+            kill_processes(product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete"))
             if name == "ingest":
                 with load.reporting():
                     load.until_acknowledged(1)
             with contextlib.suppress(AssertionError):
-                product.until(lambda n=name, p=place: said_to_be_stuck(product, n, p), 8, "")
+                product.until(lambda n=name, p=place: is_reported_stuck(product, n, p), 8, "")
             tries += 1
             assert tries < 8, product.log()[place:][-4000:]
         product.until(lambda f=first, n=name: product.child(n) not in (None, f), 30, f"{name} is another one")
     load.until_stored()
 
 
-def said_to_be_stuck(product: Product, cluster: str, place: int) -> bool:
+def is_reported_stuck(product: Product, cluster: str, place: int) -> bool:
     """Whether the supervisor has said so after this place on the log."""
     return f"cluster {cluster} does not take up job" in product.log()[place:]
 
 
-def test_what_changed_while_the_gateway_was_away_is_told_when_it_is_back(load: Load) -> None:
+def test_changes_made_while_the_gateway_was_away_are_reported_when_it_is_back(load: Load) -> None:
     product = load.product
-    until_fake(product, "ready")
+    wait_for_fake_state(product, "ready")
     web, agent = product.child("web"), product.child("agent")
     assert web and agent
     os.kill(web.pid, signal.SIGSTOP)
     try:
-        fake(product, "unplug", "0")
-        fake(product, "count", "3")
+        run_fake_command(product, "unplug", "0")
+        run_fake_command(product, "count", "3")
     finally:
         os.kill(web.pid, signal.SIGKILL)
-    until_fake(product, "missing")
-    product.until(lambda: len([v for v, _ in states(product) if v == FAKE[0]]) == 3, 30, "three fake FPGAs")
-    fake(product, "reset")
-    until_fake(product, "ready")
+    wait_for_fake_state(product, "missing")
+    product.until(lambda: len([v for v, _ in device_states(product) if v == FAKE_CARD[0]]) == 3, 30, "three fake FPGAs")
+    run_fake_command(product, "reset")
+    wait_for_fake_state(product, "ready")
     assert product.child("agent") == agent
 
 
 @pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "when all is acknowledged"])
-def test_a_killed_supervisor_takes_everything_with_it_and_the_next_one_goes_on(load: Load, at_rest: bool) -> None:
+def test_all_processes_end_with_a_killed_supervisor_and_a_new_start_loses_nothing(load: Load, at_rest: bool) -> None:
     product = load.product
     product.until(lambda: len(product.drivers()) == 2, 30, "the agent's drivers run")
-    product.remember()
+    product.remember_processes()
     with load.reporting():
         load.until_acknowledged(20)
         if at_rest:
             load.hold()
         product.kill()
-    product.nothing_left()
+    product.wait_until_nothing_is_left()
     product.start()
     load.until_stored()
     with load.reporting():

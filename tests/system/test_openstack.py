@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import requests
 
-from tests.support.nova import Nova, recording
+from tests.support.nova import FakeNova, running_nova
 from tests.support.webserver import until
-from tests.system.clients.cloud import HANDLES, Cloud
-from tests.system.conftest import fresh
+from tests.system.clients.cloud import HANDLES, KeystoneCloud
+from tests.system.conftest import fresh_folder
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
 from tests.system.product import Product, running
@@ -26,90 +26,92 @@ SOON_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def nova() -> Iterator[Nova]:
-    with recording() as one:
+def nova() -> Iterator[FakeNova]:
+    with running_nova() as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def cloud(keystone: Keystone, placement: Placement, nova: Nova) -> Iterator[Cloud]:
+def cloud(keystone: Keystone, placement: Placement, nova: FakeNova) -> Iterator[KeystoneCloud]:
     """One product for the tests of this file that kill parts of it."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
-    with fresh() as folder, running(Product(folder / "state", settings)) as product:
-        yield Cloud(product, keystone)
+    with fresh_folder() as folder, running(Product(folder / "state", settings)) as product:
+        yield KeystoneCloud(product, keystone)
 
 
-def fake(cloud: Cloud, placement: Placement, root: str) -> dict[str, Any]:
+def fake_provider(cloud: KeystoneCloud, placement: Placement, root: str) -> dict[str, Any]:
     """The fake card's provider as Placement shows it; {} while there is none."""
     return next(iter(placement.tree(root).values()), {})
 
 
-def reserved(cloud: Cloud, placement: Placement, root: str) -> int:
-    return int(fake(cloud, placement, root).get("inventories", {}).get("FPGA", {}).get("reserved", -1))
+def reserved_units(cloud: KeystoneCloud, placement: Placement, root: str) -> int:
+    return int(fake_provider(cloud, placement, root).get("inventories", {}).get("FPGA", {}).get("reserved", -1))
 
 
-def intents(cloud: Cloud) -> list[tuple[Any, ...]]:
+def list_intents(cloud: KeystoneCloud) -> list[tuple[Any, ...]]:
     return cloud.product.rows("SELECT kind, attempts, last_error FROM accelerators_intent")
 
 
-def test_placement_and_nova_are_in_step_with_the_hardware(cloud: Cloud, placement: Placement, nova: Nova) -> None:
+def test_placement_and_nova_follow_the_hardware_through_binds_outages_and_kills(
+    cloud: KeystoneCloud, placement: Placement, nova: FakeNova
+) -> None:
     """A compute provider that comes late, offer and out of offer, a bind, an outage, a kill -9, an allocation."""
-    cloud.ready()
+    cloud.enable_card()
     host = cloud.product.settings["CYBORG_HOST_NAME"]
-    until(lambda: any(f"waiting for compute provider {host}" in row[2] for row in intents(cloud)), SOON_S)
-    root = placement.compute(host)
+    until(lambda: any(f"waiting for compute provider {host}" in row[2] for row in list_intents(cloud)), SOON_S)
+    root = placement.create_compute_provider(host)
     cloud.product.manage("placement_sync")
-    provider = fake(cloud, placement, root)
+    provider = fake_provider(cloud, placement, root)
     assert (provider["uuid"], provider["name"]) == (cloud.provider, f"{host}_FakeDevice")
     assert (provider["inventories"]["FPGA"]["total"], provider["traits"]) == (HANDLES, ["CUSTOM_FAKE_DEVICE"])
 
     (device,) = cloud.http("admin", "GET", "/devices").json()["devices"]
     cloud.http("admin", "POST", f"/devices/{device['uuid']}/disable")
-    until(lambda: reserved(cloud, placement, root) == HANDLES, SOON_S)
+    until(lambda: reserved_units(cloud, placement, root) == HANDLES, SOON_S)
     cloud.http("admin", "POST", f"/devices/{device['uuid']}/enable")
-    until(lambda: reserved(cloud, placement, root) == 0, SOON_S)
+    until(lambda: reserved_units(cloud, placement, root) == 0, SOON_S)
 
-    cloud.profile("fpga")
+    cloud.create_profile("fpga")
     instance = str(uuid.uuid4())
     nova.known[instance] = 422
     (request,) = cloud.http("member", "POST", "/accelerator_requests", {"device_profile_name": "fpga"}).json()["arqs"]
     values = {"hostname": host, "device_rp_uuid": cloud.provider, "instance_uuid": instance}
     patch = {request["uuid"]: [{"path": f"/{key}", "op": "add", "value": value} for key, value in values.items()]}
     assert cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True).status_code == 202
-    until(lambda: nova.told().get(request["uuid"]) == ["completed"], SOON_S)
+    until(lambda: nova.received_statuses().get(request["uuid"]) == ["completed"], SOON_S)
 
     placement.stop()
     cloud.http("admin", "POST", f"/devices/{device['uuid']}/disable")
-    until(lambda: any(row[0] == "provider" and row[1] for row in intents(cloud)), SOON_S)
+    until(lambda: any(row[0] == "provider" and row[1] for row in list_intents(cloud)), SOON_S)
     assert cloud.http("admin", "GET", "/devices").status_code == 200
     for worker in cloud.product.workers("work", 2):
         os.kill(worker.pid, signal.SIGKILL)
     placement.start()
-    until(lambda: reserved(cloud, placement, root) == HANDLES, 60.0)
-    until(lambda: not intents(cloud), SOON_S)
+    until(lambda: reserved_units(cloud, placement, root) == HANDLES, 60.0)
+    until(lambda: not list_intents(cloud), SOON_S)
 
 
-def status(cloud: Cloud, token: str) -> int:
+def get_status(cloud: KeystoneCloud, token: str) -> int:
     """The status of a GET with this token."""
     return requests.get(f"{cloud.url}/v2/devices", headers={"X-Auth-Token": token}, timeout=30).status_code
 
 
-def test_a_revoked_token_is_refused_at_the_next_question_to_keystone(cloud: Cloud) -> None:
+def test_a_revoked_token_is_refused_once_keystone_is_asked_again(cloud: KeystoneCloud) -> None:
     seen, unseen = cloud.keystone.token("member"), cloud.keystone.token("member")
-    assert status(cloud, seen) == 200
+    assert get_status(cloud, seen) == 200
     for token in (seen, unseen):
         cloud.keystone.revoke(token)
-    assert status(cloud, unseen) == 401
+    assert get_status(cloud, unseen) == 401
     web = cloud.product.child("web")
     assert web
     os.kill(web.pid, signal.SIGKILL)  # a new process remembers nothing
     cloud.product.until(lambda: cloud.product.get("/healthz")[0] == 200, 30, "web is back")
-    assert status(cloud, seen) == 401
+    assert get_status(cloud, seen) == 401
 
 
-def test_everything_starts_with_all_of_them_down(keystone: Keystone, folder: Path) -> None:
+def test_the_product_starts_while_keystone_placement_and_nova_are_down(keystone: Keystone, folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
     settings = keystone.environment("service") | {"OS_AUTH_URL": f"{nobody}/v3", "CYBORG_NOVA_ENDPOINT": nobody}

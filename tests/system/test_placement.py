@@ -24,31 +24,31 @@ from tests.system.placement import Placement
 pytestmark = pytest.mark.system
 
 
-class Site:
+class HostInPlacement:
     """One host of its own, its compute provider, and what was written for it."""
 
     def __init__(self, there: Placement, session: Session) -> None:
-        self.there, self.session = there, session
+        self.placement, self.session = there, session
         self.host = f"cmp-{uuid.uuid4().hex[:8]}"
-        self.root = there.compute(self.host)
+        self.root = there.create_compute_provider(self.host)
         self.written: dict[str, WrittenRecord] = {}
 
-    def part(
+    def make_part(
         self, name: str = "FakeDevice", total: int = 16, offered: bool = True, **attributes: str
     ) -> DeployableRecord:
         known = {"rc": "FPGA", "traits1": "CUSTOM_FAKE_DEVICE", "trait2": "OWNER_CYBORG"} | attributes
         return DeployableRecord(f"{self.host}_{name}", "", total, known, offered)
 
-    def sync(self, *parts: DeployableRecord, **more: Any) -> SyncOutcome:
-        self.asked = client.PlacementClient(self.session, **more)
-        outcome = synchronize_host(self.asked, self.host, compute_desired_providers(parts)[0], self.written, self.root)
+    def sync_parts(self, *parts: DeployableRecord, **more: Any) -> SyncOutcome:
+        self.client = client.PlacementClient(self.session, **more)
+        outcome = synchronize_host(self.client, self.host, compute_desired_providers(parts)[0], self.written, self.root)
         self.written = outcome.written
         return outcome
 
-    def show(self) -> dict[str, Any]:
-        return {name.removeprefix(f"{self.host}_"): one for name, one in self.there.tree(self.root).items()}
+    def read_providers(self) -> dict[str, Any]:
+        return {name.removeprefix(f"{self.host}_"): one for name, one in self.placement.tree(self.root).items()}
 
-    def uuid(self, name: str = "FakeDevice") -> str:
+    def provider_uuid(self, name: str = "FakeDevice") -> str:
         return str(compute_provider_uuid(f"{self.host}_{name}"))
 
 
@@ -58,97 +58,101 @@ def session(keystone: Keystone, placement: Placement) -> Session:
 
 
 @pytest.fixture
-def site(placement: Placement, session: Session) -> Iterator[Site]:
-    return Site(placement, session)
+def site(placement: Placement, session: Session) -> Iterator[HostInPlacement]:
+    return HostInPlacement(placement, session)
 
 
-def test_new_unchanged_changed_and_removed(site: Site) -> None:
-    site.sync(site.part())
-    assert site.asked.writes <= 5  # the trait too is new to this Placement
-    shown = site.show()["FakeDevice"]
+def test_providers_are_created_changed_and_removed_and_unchanged_ones_cost_one_read(site: HostInPlacement) -> None:
+    site.sync_parts(site.make_part())
+    assert site.client.writes <= 5  # the trait too is new to this Placement
+    shown = site.read_providers()["FakeDevice"]
     fpga = shown["inventories"]["FPGA"]
     assert (fpga["total"], fpga["max_unit"], fpga["reserved"], fpga["allocation_ratio"]) == (16, 16, 0, 1.0)
     assert shown["traits"] == ["CUSTOM_FAKE_DEVICE", "OWNER_CYBORG"]
-    assert (shown["uuid"], shown["parent_provider_uuid"]) == (site.uuid(), site.root)
+    assert (shown["uuid"], shown["parent_provider_uuid"]) == (site.provider_uuid(), site.root)
 
-    assert not site.sync(site.part()).writes
-    assert (site.asked.writes, site.asked.reads) == (0, 1)
+    assert not site.sync_parts(site.make_part()).writes
+    assert (site.client.writes, site.client.reads) == (0, 1)
 
-    site.sync(site.part(total=4, offered=False), site.part("two", rc="CUSTOM_PCI"))
-    assert site.show()["FakeDevice"]["inventories"]["FPGA"]["reserved"] == 4
-    assert site.show()["two"]["inventories"]["CUSTOM_PCI"]["total"] == 16
-    site.sync()
-    assert site.show() == {}
+    site.sync_parts(site.make_part(total=4, offered=False), site.make_part("two", rc="CUSTOM_PCI"))
+    assert site.read_providers()["FakeDevice"]["inventories"]["FPGA"]["reserved"] == 4
+    assert site.read_providers()["two"]["inventories"]["CUSTOM_PCI"]["total"] == 16
+    site.sync_parts()
+    assert site.read_providers() == {}
 
 
-def test_what_is_allocated_stays_and_goes_when_it_is_free(site: Site) -> None:
-    site.sync(site.part())
-    consumer = site.there.allocate(site.uuid(), 3)
-    (problem,) = site.sync(site.part(rc="CUSTOM_OTHER")).problems
+def test_an_allocated_provider_stays_fully_reserved_and_is_removed_when_it_is_free(site: HostInPlacement) -> None:
+    site.sync_parts(site.make_part())
+    consumer = site.placement.allocate(site.provider_uuid(), 3)
+    (problem,) = site.sync_parts(site.make_part(rc="CUSTOM_OTHER")).problems
     assert problem.endswith("keeps FPGA, fully reserved, because of its allocations")
-    inventories = site.show()["FakeDevice"]["inventories"]
+    inventories = site.read_providers()["FakeDevice"]["inventories"]
     assert (inventories["FPGA"]["reserved"], inventories["CUSTOM_OTHER"]["total"]) == (16, 16)
-    site.sync(site.part(rc="CUSTOM_OTHER"))
-    assert site.asked.writes == 0
-    (problem,) = site.sync().problems
+    site.sync_parts(site.make_part(rc="CUSTOM_OTHER"))
+    assert site.client.writes == 0
+    (problem,) = site.sync_parts().problems
     assert consumer in problem
-    assert site.there.call("GET", f"/allocations/{consumer}")["allocations"]
-    site.there.release(consumer)
-    site.sync()
-    assert site.show() == {}
+    assert site.placement.call("GET", f"/allocations/{consumer}")["allocations"]
+    site.placement.release(consumer)
+    site.sync_parts()
+    assert site.read_providers() == {}
 
 
-def test_what_others_wrote_is_kept_and_what_they_broke_is_mended(site: Site) -> None:
-    site.sync(site.part())
-    there, path = site.there, f"/resource_providers/{site.uuid()}"
+def test_values_of_others_are_kept_and_changes_to_ours_are_corrected(site: HostInPlacement) -> None:
+    site.sync_parts(site.make_part())
+    there, path = site.placement, f"/resource_providers/{site.provider_uuid()}"
     now = there.call("GET", path)["generation"]
-    fpga = site.show()["FakeDevice"]["inventories"]["FPGA"] | {"total": 99, "allocation_ratio": 3.0}
+    fpga = site.read_providers()["FakeDevice"]["inventories"]["FPGA"] | {"total": 99, "allocation_ratio": 3.0}
     body = {"resource_provider_generation": now, "inventories": {"FPGA": fpga, "VGPU": {"total": 2}}}
     now = there.call("PUT", f"{path}/inventories", body)["resource_provider_generation"]
     body = {"resource_provider_generation": now, "traits": ["HW_CPU_X86_AVX2"]}
     there.call("PUT", f"{path}/traits", body)
-    site.sync(site.part())
-    shown = site.show()["FakeDevice"]
+    site.sync_parts(site.make_part())
+    shown = site.read_providers()["FakeDevice"]
     fpga = shown["inventories"]["FPGA"]
     assert (fpga["total"], fpga["allocation_ratio"], shown["inventories"]["VGPU"]["total"]) == (16, 3.0, 2)
     assert shown["traits"] == ["CUSTOM_FAKE_DEVICE", "HW_CPU_X86_AVX2", "OWNER_CYBORG"]
-    assert not site.sync(site.part()).writes
+    assert not site.sync_parts(site.make_part()).writes
 
     there.call("DELETE", path)
-    site.sync(site.part())
-    assert site.show()["FakeDevice"]["inventories"]["FPGA"]["total"] == 16
+    site.sync_parts(site.make_part())
+    assert site.read_providers()["FakeDevice"]["inventories"]["FPGA"]["total"] == 16
 
 
-def test_a_host_that_moved_takes_its_providers_along(site: Site) -> None:
-    site.sync(site.part())
-    consumer = site.there.allocate(site.uuid(), 1)
-    other = Site(site.there, site.session)
+def test_providers_are_moved_below_the_new_compute_provider_with_their_allocations(site: HostInPlacement) -> None:
+    site.sync_parts(site.make_part())
+    consumer = site.placement.allocate(site.provider_uuid(), 1)
+    other = HostInPlacement(site.placement, site.session)
     synchronize_host(
-        client.PlacementClient(site.session), other.host, compute_desired_providers([site.part()])[0], {}, other.root
+        client.PlacementClient(site.session),
+        other.host,
+        compute_desired_providers([site.make_part()])[0],
+        {},
+        other.root,
     )
-    assert site.show() == {}
-    assert other.there.tree(other.root)[f"{site.host}_FakeDevice"]["inventories"]["FPGA"]["total"] == 16
-    assert site.there.call("GET", f"/allocations/{consumer}")["allocations"]
+    assert site.read_providers() == {}
+    assert other.placement.tree(other.root)[f"{site.host}_FakeDevice"]["inventories"]["FPGA"]["total"] == 16
+    assert site.placement.call("GET", f"/allocations/{consumer}")["allocations"]
 
 
-def test_no_compute_provider_and_no_placement(site: Site) -> None:
+def test_a_missing_compute_provider_and_an_unavailable_placement_raise_their_errors(site: HostInPlacement) -> None:
     with pytest.raises(ProviderMissingError, match="waiting for compute provider nowhere"):
         synchronize_host(
-            client.PlacementClient(site.session), "nowhere", compute_desired_providers([site.part()])[0], {}
+            client.PlacementClient(site.session), "nowhere", compute_desired_providers([site.make_part()])[0], {}
         )
     with pytest.raises(client.PlacementUnavailableError):
-        site.sync(site.part(), endpoint="http://127.0.0.1:1")
+        site.sync_parts(site.make_part(), endpoint="http://127.0.0.1:1")
     with pytest.raises(client.PlacementUnavailableError):
-        site.sync(site.part(), timeout_s=0.0001)
-    site.sync(site.part())
-    assert site.show()["FakeDevice"]["inventories"]["FPGA"]["total"] == 16
+        site.sync_parts(site.make_part(), timeout_s=0.0001)
+    site.sync_parts(site.make_part())
+    assert site.read_providers()["FakeDevice"]["inventories"]["FPGA"]["total"] == 16
 
 
-def test_osc_placement_shows_what_we_wrote(site: Site) -> None:
+def test_the_osc_placement_client_shows_our_providers(site: HostInPlacement) -> None:
     """Somebody else's client looks from outside."""
-    site.sync(site.part(), site.part("idle", total=4, offered=False))
+    site.sync_parts(site.make_part(), site.make_part("idle", total=4, offered=False))
     command = environments.python("placement").with_name("openstack")
-    kept = {"PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "ignore"} | site.there.keystone.environment("admin")
+    kept = {"PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "ignore"} | site.placement.keystone.environment("admin")
 
     def said(*words: str) -> Any:
         whole = [command, "--os-placement-api-version", "1.39", "resource", "provider", *words, "-f", "json"]
@@ -157,8 +161,11 @@ def test_osc_placement_shows_what_we_wrote(site: Site) -> None:
     listed = {one["name"]: one for one in said("list", "--in-tree", site.root)}
     assert listed.keys() == {site.host, f"{site.host}_FakeDevice", f"{site.host}_idle"}
     assert listed[f"{site.host}_FakeDevice"]["parent_provider_uuid"] == site.root
-    (fpga,) = said("inventory", "list", site.uuid())
+    (fpga,) = said("inventory", "list", site.provider_uuid())
     assert (fpga["resource_class"], fpga["total"], fpga["reserved"]) == ("FPGA", 16, 0)
-    (idle,) = said("inventory", "list", site.uuid("idle"))
+    (idle,) = said("inventory", "list", site.provider_uuid("idle"))
     assert (idle["total"], idle["reserved"]) == (4, 4)
-    assert {one["name"] for one in said("trait", "list", site.uuid())} == {"CUSTOM_FAKE_DEVICE", "OWNER_CYBORG"}
+    assert {one["name"] for one in said("trait", "list", site.provider_uuid())} == {
+        "CUSTOM_FAKE_DEVICE",
+        "OWNER_CYBORG",
+    }

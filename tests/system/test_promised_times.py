@@ -24,7 +24,7 @@ from websockets.sync.client import ClientConnection
 from agents import credentials, wire
 from tests.support.webserver import measure_until
 from tests.support.wireagent import WireAgent, ask
-from tests.system.conftest import fresh
+from tests.system.conftest import fresh_folder
 from tests.system.product import Product, running
 
 pytestmark = pytest.mark.system
@@ -46,13 +46,13 @@ FROM accelerators_host h WHERE h.id = a.host_id AND h.name = %s RETURNING a.id
 """Writes what a revocation writes, without the notification that follows it."""
 DEVICE_STATES = "SELECT uuid, state FROM accelerators_device ORDER BY id"
 STALE = "SELECT stale_since IS NOT NULL FROM accelerators_host WHERE name = %s"
-DEAF_TO_NEWS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%%'"
+CUT_LISTENERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%%'"
 
 
 @pytest.fixture(scope="module")
 def product() -> Iterator[Product]:
     """One product whose fake card has handles that its host has to make."""
-    with fresh() as folder:
+    with fresh_folder() as folder:
         (folder / "fake.json").write_text(json.dumps({"handle_type": "MDEV"}))
         (folder / "drivers.toml").write_text(f'[fake_driver]\ncontrol_file = "{folder}/fake.json"\n')
         settings = {"CYBORG_HOST_NAME": HOST, "CYBORG_HOST_NODE": "here", "CYBORG_BIND_TIMEOUT_S": str(BIND_TIMEOUT_S)}
@@ -71,7 +71,7 @@ def headers(product: Product) -> dict[str, str]:
 
 
 @contextmanager
-def stopped(pid: int) -> Iterator[float]:
+def stopped_process(pid: int) -> Iterator[float]:
     """Stop a process with SIGSTOP and yield the moment; let it go on afterwards."""
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -80,7 +80,7 @@ def stopped(pid: int) -> Iterator[float]:
         os.kill(pid, signal.SIGCONT)
 
 
-def call(product: Product, headers: dict[str, str], method: str, path: str, body: Any = None) -> Any:
+def call_api(product: Product, headers: dict[str, str], method: str, path: str, body: Any = None) -> Any:
     """Call an API of the product and return the decoded answer; AssertionError unless it is 2xx."""
     url = f"http://127.0.0.1:{product.port}{path}"
     answer = requests.request(method, url, json=body, headers=headers, timeout=30)
@@ -88,18 +88,18 @@ def call(product: Product, headers: dict[str, str], method: str, path: str, body
     return answer.json() if answer.content else None
 
 
-def agents(product: Product, headers: dict[str, str]) -> dict[str, dict[str, Any]]:
+def agents_by_host(product: Product, headers: dict[str, str]) -> dict[str, dict[str, Any]]:
     """The agents that the API shows, by the name of their host."""
-    return {one["host"]["name"]: one for one in call(product, headers, "GET", "/api/agents/")["results"]}
+    return {one["host"]["name"]: one for one in call_api(product, headers, "GET", "/api/agents/")["results"]}
 
 
-def joined(product: Product, host: str) -> WireAgent:
+def make_joined_agent(product: Product, host: str) -> WireAgent:
     """An agent with a join token of its own."""
     secret = credentials.parse_join_string(product.manage("join_token", host)[-1]).secret
     return WireAgent(product.port, host, host, token=secret)
 
 
-def closed(socket: ClientConnection) -> bool:
+def is_closed(socket: ClientConnection) -> bool:
     """Whether the gateway has closed the socket; what it says before is dropped."""
     try:
         socket.recv(timeout=0.02)
@@ -114,47 +114,52 @@ def test_L1_the_silence_of_an_agent_is_seen_within_30_s(product: Product, header
     """One agent is stopped, one keeps its socket open and says nothing, one is cut off."""
     agent = product.until(lambda: product.child("agent"), 30, "the agent runs")
     names, before = (HOST, "quiet.example", "cut.example"), product.rows(DEVICE_STATES)
-    with joined(product, names[1]).speaking() as quiet, joined(product, names[2]).speaking() as cut:
+    with (
+        make_joined_agent(product, names[1]).connect_and_say_hello() as quiet,
+        make_joined_agent(product, names[2]).connect_and_say_hello() as cut,
+    ):
         for socket in (quiet, cut):
             assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         product.until(
-            lambda: all(agents(product, headers).get(name, {}).get("state") == "up" for name in names), 30, "all are up"
+            lambda: all(agents_by_host(product, headers).get(name, {}).get("state") == "up" for name in names),
+            30,
+            "all are up",
         )
         for socket in (quiet, cut):
             assert ask(socket, wire.Beat(2)) == wire.Ack(2, "Beat")
-        with stopped(agent.pid) as since:
+        with stopped_process(agent.pid) as since:
             cut.socket.close()
 
             def seen() -> bool:
-                shown = agents(product, headers)
-                stale = call(product, headers, "GET", "/api/hosts/?stale=true")["results"]
+                shown = agents_by_host(product, headers)
+                stale = call_api(product, headers, "GET", "/api/hosts/?stale=true")["results"]
                 hosts = {host["name"] for host in stale if shown[host["name"]]["state"] == "down"}
                 return hosts == set(names)
 
             measure_until(seen, SEEN_S, "three silent agents are shown as down, and their hosts as stale", since)
             assert product.rows(DEVICE_STATES) == before
-    product.until(lambda: agents(product, headers)[HOST]["state"] == "up", 60, "the agent is up again")
+    product.until(lambda: agents_by_host(product, headers)[HOST]["state"] == "up", 60, "the agent is up again")
     product.until(lambda: product.rows(STALE, HOST) == [(False,)], 30, "its host is not stale any more")
     assert product.rows(DEVICE_STATES) == before
 
 
 def test_X1_revoking_closes_the_socket_within_5_s(product: Product, headers: dict[str, str]) -> None:
     name = "revoked.example"
-    with joined(product, name).speaking() as socket:
+    with make_joined_agent(product, name).connect_and_say_hello() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
-        path = f"/api/agents/{agents(product, headers)[name]['uuid']}/revoke/"
+        path = f"/api/agents/{agents_by_host(product, headers)[name]['uuid']}/revoke/"
         since = time.monotonic()
-        call(product, headers, "POST", path, {"reason": "stolen"})
-        measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed", since)
+        call_api(product, headers, "POST", path, {"reason": "stolen"})
+        measure_until(lambda: is_closed(socket), CLOSED_S, "the socket is closed", since)
 
 
-def test_X1_revoking_closes_the_socket_within_5_s_when_the_message_of_it_is_lost(product: Product) -> None:
+def test_X1_revoking_closes_the_socket_within_5_s_when_its_notification_is_lost(product: Product) -> None:
     """Another process revokes, and the gateway's connection on which it would hear of it is cut all the time."""
     name = "unheard.example"
     barred = (
         "SELECT 1 FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id WHERE h.name = %s AND barred <> ''"
     )
-    with joined(product, name).speaking() as socket:
+    with make_joined_agent(product, name).connect_and_say_hello() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         errors: list[AssertionError] = []
         terminated: list[tuple[Any, ...]] = []
@@ -167,50 +172,50 @@ def test_X1_revoking_closes_the_socket_within_5_s_when_the_message_of_it_is_lost
 
         def is_barred() -> bool:
             assert not errors, errors
-            assert not closed(socket)
-            terminated.extend(product.rows(DEAF_TO_NEWS))
+            assert not is_closed(socket)
+            terminated.extend(product.rows(CUT_LISTENERS))
             return bool(product.rows(barred, name))
 
         revoking = threading.Thread(target=revoke)
         revoking.start()
         try:
             product.until(is_barred, 30, "the agent is revoked")
-            measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed although the message was lost")
+            measure_until(lambda: is_closed(socket), CLOSED_S, "the socket is closed although the message was lost")
         finally:
             revoking.join()
     assert not errors, errors
     assert terminated, "no connection was cut, so the message may have been heard"
 
 
-def test_X1_revoking_closes_the_socket_within_5_s_when_no_message_of_it_was_sent(product: Product) -> None:
+def test_X1_revoking_closes_the_socket_within_5_s_when_no_notification_was_sent(product: Product) -> None:
     """The gateway stays connected and hears nothing, so it finds the revocation only when it looks by itself."""
     name = "unannounced.example"
-    with joined(product, name).speaking() as socket:
+    with make_joined_agent(product, name).connect_and_say_hello() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         assert len(product.rows(REVOKE_SILENTLY, name)) == 1
-        measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed although no message was sent")
+        measure_until(lambda: is_closed(socket), CLOSED_S, "the socket is closed although no message was sent")
 
 
 def test_a_bind_fails_within_10_s_after_its_deadline(product: Product, headers: dict[str, str]) -> None:
     agent = product.until(lambda: product.child("agent"), 30, "the agent runs")
     profile = [{"name": "mdev", "groups": [{"resources:FPGA": "1"}]}]
-    call(product, headers, "POST", "/v2/device_profiles", profile)
+    call_api(product, headers, "POST", "/v2/device_profiles", profile)
     ((provider,),) = product.rows(
         "SELECT p.rp_uuid::text FROM accelerators_deployable p JOIN accelerators_device d ON d.id = p.device_id"
         " WHERE d.vendor = '0xABCD'"
     )
     body = {"device_profile_name": "mdev"}
-    (request,) = call(product, headers, "POST", "/v2/accelerator_requests", body)["arqs"]
+    (request,) = call_api(product, headers, "POST", "/v2/accelerator_requests", body)["arqs"]
     values = {"hostname": HOST, "device_rp_uuid": provider, "instance_uuid": str(uuid.uuid4())}
     patch = {request["uuid"]: [{"op": "add", "path": f"/{key}", "value": value} for key, value in values.items()]}
 
     def state() -> str:
-        shown = call(product, headers, "GET", f"/v2/accelerator_requests/{request['uuid']}")
+        shown = call_api(product, headers, "GET", f"/v2/accelerator_requests/{request['uuid']}")
         return str(shown["state"])
 
-    with stopped(agent.pid):
+    with stopped_process(agent.pid):
         deadline = time.monotonic() + BIND_TIMEOUT_S
-        call(product, headers, "PATCH", "/v2/accelerator_requests", patch)
+        call_api(product, headers, "PATCH", "/v2/accelerator_requests", patch)
 
         def deadline_is_near() -> bool:
             assert state() == "BindStarted" or time.monotonic() > deadline
@@ -223,9 +228,9 @@ def test_a_bind_fails_within_10_s_after_its_deadline(product: Product, headers: 
 def test_an_agent_notices_within_35_s_that_its_gateway_is_gone(product: Product) -> None:
     """The gateway is stopped, so that no connection is closed and nothing refuses a new one."""
     web = product.until(lambda: product.child("web"), 30, "the gateway runs")
-    product.until_said(r"agent +\|.*connected to", 30)
-    place = product.mark()
-    with stopped(web.pid) as since:
+    product.wait_for_log(r"agent +\|.*connected to", 30)
+    place = product.log_position()
+    with stopped_process(web.pid) as since:
         pattern = "the gateway has acknowledged nothing for"
         measure_until(lambda: pattern in product.log()[place:], GATEWAY_GONE_S, "the agent lets go", since)
-    product.until_said(r"agent +\|.*connected to", 60, after=place)
+    product.wait_for_log(r"agent +\|.*connected to", 60, after=place)

@@ -20,23 +20,23 @@ from accelerators import conductor
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
 from tests.support.long import scaled
-from tests.support.reports import a_host, answer, apply, card
-from tests.system.fighter import NOVA
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.system.fighter import NOVA_CALLER
 
 pytestmark = [pytest.mark.system, pytest.mark.django_db(transaction=True)]
 
 ROUNDS, PROCESSES, THREADS = 1000, 2, 25
-FEW = 3
+FEW_THREADS = 3
 """How many threads of each process fight in a round that is not crowded."""
-CROWDED = scaled(40, 1)
-BACK = """UPDATE accelerators_acceleratorrequest SET state = 'Initial', hostname = NULL, instance_uuid = NULL,
+CROWDED_EVERY = scaled(40, 1)
+RESET_REQUESTS = """UPDATE accelerators_acceleratorrequest SET state = 'Initial', hostname = NULL, instance_uuid = NULL,
 device_rp_uuid = NULL, deployable_id = NULL, attach_handle_id = NULL, fault = '' WHERE state <> 'Initial'"""
 
 
 @pytest.fixture
 def fighters() -> Iterator[list[subprocess.Popen[str]]]:
     provider = str(uuid4())
-    apply(a_host(), answer(card(1)))
+    apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     with conductor.writing():
         Device.objects.update(state="ready")
         Deployable.objects.update(rp_uuid=provider)
@@ -45,7 +45,7 @@ def fighters() -> Iterator[list[subprocess.Popen[str]]]:
     parent = os.environ | {"CYBORG_PARENT": str(os.getpid())}
     started = [
         subprocess.Popen(
-            [*command, *binding.create_requests("p", NOVA)],
+            [*command, *binding.create_requests("p", NOVA_CALLER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -58,10 +58,12 @@ def fighters() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate(timeout=30)
 
 
-def test_S2_the_last_handle_has_one_winner_each_time(fighters: list[subprocess.Popen[str]]) -> None:
+def test_S2_of_many_concurrent_binds_of_the_last_handle_exactly_one_succeeds(
+    fighters: list[subprocess.Popen[str]],
+) -> None:
     begin, binds = time.monotonic(), 0
     for number in range(ROUNDS):
-        rivals = FEW if number % CROWDED else THREADS
+        rivals = FEW_THREADS if number % CROWDED_EVERY else THREADS
         for process in fighters:
             assert process.stdin
             process.stdin.write(f"{rivals}\n")
@@ -72,7 +74,7 @@ def test_S2_the_last_handle_has_one_winner_each_time(fighters: list[subprocess.P
         assert len(won) == 1
         binds += PROCESSES * rivals
         with conductor.writing(), connection.cursor() as cursor:
-            cursor.execute(BACK)
+            cursor.execute(RESET_REQUESTS)
     print(f"{ROUNDS} rounds of {binds} binds, {ROUNDS / (time.monotonic() - begin):.1f} rounds/s")
     assert Event.objects.filter(action="request.bound").count() == ROUNDS
     assert Event.objects.filter(action="request.bind_failed").count() == binds - ROUNDS

@@ -17,45 +17,45 @@ import pytest
 
 from tests.system.load import Load
 from tests.system.product import Product, running
-from tests.system.test_acts import SETTINGS, Site
+from tests.system.test_acts import SETTINGS, ProductWithCard
 
 pytestmark = pytest.mark.system
 USERS = "SELECT username, password FROM auth_user ORDER BY username"
 ROLES = {f"role:{name}" for name in ("administrator", "operator", "auditor", "viewer")}
 
 
-class Installation(Site):
+class RestorableProduct(ProductWithCard):
     """What belongs to the host, its agent's state and its hardware, lies beside the state directory."""
 
     def __init__(self, product: Product, host: Path) -> None:
         self.host, self.card, self.acknowledged = host, "", list[str]()
         super().__init__(product)
 
-    def provider(self) -> str:
-        self.card = self.card or super().provider()
+    def provider_uuid(self) -> str:
+        self.card = self.card or super().provider_uuid()
         return self.card
 
-    def cards(self) -> int:
+    def count_cards(self) -> int:
         """As many as the machine's own agent shows."""
         there = "SELECT count(*) FROM accelerators_device WHERE driver = 'fake_driver' AND state <> 'missing'"
         return int(self.product.rows(there)[0][0])
 
-    def hardware(self, name: str = "*") -> list[Path]:
+    def list_hardware_files(self, name: str = "*") -> list[Path]:
         return sorted((self.host / "agent" / "drivers" / "fake_driver").glob(f"*/0/{name}"))
 
-    def instances(self) -> dict[str, str]:
+    def instances_by_handle(self) -> dict[str, str]:
         """Handle → the instance that has it, as the hardware says."""
-        return {path.name.removeprefix("mdev-"): path.read_text() for path in self.hardware("mdev-*")}
+        return {path.name.removeprefix("mdev-"): path.read_text() for path in self.list_hardware_files("mdev-*")}
 
-    def script(self, **words: object) -> None:
+    def write_control_file(self, **words: object) -> None:
         (self.host / "new.json").write_text(json.dumps({"handle_type": "MDEV"} | words))
         (self.host / "new.json").replace(self.host / "fake.json")
 
-    def profiles(self) -> set[str]:
+    def profile_names(self) -> set[str]:
         return {one["name"] for one in self.call("GET", "/v2/device_profiles").json()["device_profiles"]}
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def create_profiles_meanwhile(self) -> Iterator[None]:
         """One profile after the other meanwhile; `acknowledged` are those that were answered."""
         over = threading.Event()
 
@@ -76,31 +76,31 @@ class Installation(Site):
 
 
 @pytest.fixture
-def site(folder: Path) -> Iterator[Installation]:
+def site(folder: Path) -> Iterator[RestorableProduct]:
     """One fake card that is ready; behind a proxy, past which its agent comes by http."""
     (folder / "drivers.toml").write_text(f'[fake_driver]\ncontrol_file = "{folder}/fake.json"\n')
     (folder / "fake.json").write_text('{"handle_type": "MDEV"}')
     host = {"CYBORG_AGENT_STATE_DIR": f"{folder}/agent", "CYBORG_DRIVER_SETTINGS": f"{folder}/drivers.toml"}
     proxy = {"CYBORG_PUBLIC_URL": "https://accelerators.example"}
     with running(Product(folder / "state", SETTINGS | host | proxy)) as product:
-        site = Installation(product, folder)
-        site.act("enable")
+        site = RestorableProduct(product, folder)
+        site.post_action("enable")
         yield site
 
 
-def test_L2_a_backup_taken_amid_writes_brings_back_all_that_was_acknowledged_before(site: Installation) -> None:
+def test_L2_a_backup_taken_during_writes_restores_everything_acknowledged_before(site: RestorableProduct) -> None:
     product, load = site.product, Load(site.product, 2)
     assert {name for (name,) in product.rows("SELECT name FROM auth_group")} == ROLES
     assert [product.get(path)[0] for path in ("/admin/login/", "/healthz", "/readyz")] == [301, 200, 200]
     assert product.get("/admin/login/", X_Forwarded_Proto="https")[0] == 200
     users = product.rows(USERS)
-    before, kept = site.bind()
+    before, kept = site.bind_new_request()
     site.until_state(before, "Bound")
     agent = product.child("agent")
     assert agent
     os.kill(agent.pid, signal.SIGSTOP)
-    meanwhile, waiting = site.bind()
-    with load.reporting(), site.writing():
+    meanwhile, waiting = site.bind_new_request()
+    with load.reporting(), site.create_profiles_meanwhile():
         load.until_acknowledged(10)
         site.until(lambda: len(site.acknowledged) > 5, "profiles are made")
         profiles, reports = set(site.acknowledged), {host.name: host.acked for host in load.hosts}
@@ -108,11 +108,11 @@ def test_L2_a_backup_taken_amid_writes_brings_back_all_that_was_acknowledged_bef
         load.until_acknowledged(5)
     os.kill(agent.pid, signal.SIGCONT)
     site.until_state(meanwhile, "Bound")
-    site.script(count=2)
-    site.until(lambda: site.cards() == 2, "a card that came after the backup")
-    after, later = site.bind()
+    site.write_control_file(count=2)
+    site.until(lambda: site.count_cards() == 2, "a card that came after the backup")
+    after, later = site.bind_new_request()
     site.until_state(after, "Bound")
-    made = site.instances()
+    made = site.instances_by_handle()
     assert set(made.values()) == {kept, waiting, later}
 
     product.interrupt()
@@ -120,27 +120,27 @@ def test_L2_a_backup_taken_amid_writes_brings_back_all_that_was_acknowledged_bef
     product.manage("restore", str(site.host / "backup"))
     product.start()
 
-    assert profiles <= site.profiles()
+    assert profiles <= site.profile_names()
     applied = "SELECT name, applied_seq FROM accelerators_host WHERE name LIKE 'load%%'"
     site.until(lambda: all(seq >= reports[name] for name, seq in product.rows(applied)), "the reports of before")
     assert len(product.rows(applied)) == len(reports)
     assert product.rows(USERS) == users
-    assert site.request(before)["state"] == "Bound"
+    assert site.read_request(before)["state"] == "Bound"
     site.until_state(meanwhile, "Bound")  # its agent says once more how it ended
     assert site.call("GET", f"/v2/accelerator_requests/{after}").status_code == 404
-    site.until(lambda: site.cards() == 2, "its agent shows again what it found since")
+    site.until(lambda: site.count_cards() == 2, "its agent shows again what it found since")
     assert "they match" in " ".join(product.manage("verify_events"))
 
     refused = site.call("POST", "/v2/accelerator_requests", {"device_profile_name": min(profiles)})
     assert refused.status_code == 503 and "restored from the backup" in refused.text
     product.manage("read_only", "off")
-    other, _ = site.bind()
+    other, _ = site.bind_new_request()
     site.until_state(other, "BindFailed")
     assert f"attached to {later}" in str(site.commands("attach")[0]["text"])
-    assert site.instances() == made, "what an instance got after the backup was taken from it"
-    known, _ = site.bind(later)
+    assert site.instances_by_handle() == made, "what an instance got after the backup was taken from it"
+    known, _ = site.bind_new_request(later)
     assert site.until_state(known, "Bound")["attach_handle_uuid"] in made
-    assert site.instances() == made
+    assert site.instances_by_handle() == made
     site.call("DELETE", f"/v2/accelerator_requests?instance={later}")
-    site.until(lambda: set(site.instances().values()) == {kept, waiting}, "what is known is given back")
+    site.until(lambda: set(site.instances_by_handle().values()) == {kept, waiting}, "what is known is given back")
     assert json.loads(product.manage("verify_events", "--json")[0])["ok"]

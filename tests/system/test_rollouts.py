@@ -17,36 +17,36 @@ pytestmark = pytest.mark.system
 SETTINGS = {"CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here", "CYBORG_ENABLED_DRIVERS": "fake_driver"}
 SETTINGS |= {"CYBORG_BEAT_S": "1", "CYBORG_RESCAN_S": "5"}
 SOON_S = 60.0
-THERE = "SELECT count(*) FROM accelerators_device WHERE state <> 'missing'"
-STANDS = "SELECT state, drifts FROM accelerators_hostdriver WHERE driver = 'fake_driver'"
+COUNT_DEVICES = "SELECT count(*) FROM accelerators_device WHERE state <> 'missing'"
+DRIVER_STATE = "SELECT state, drifts FROM accelerators_hostdriver WHERE driver = 'fake_driver'"
 
 
-def test_L2_a_driver_is_changed_while_everything_is_killed_and_stays_as_it_was_wanted(folder: Path) -> None:
+def test_L2_driver_changes_take_effect_and_last_while_processes_are_killed(folder: Path) -> None:
     with running(Product(folder / "state", SETTINGS)) as product:
         token = product.manage("api_token", "olga")[-1]
-        product.until(lambda: product.rows(STANDS) == [("ok", False)], SOON_S, "the driver answers")
+        product.until(lambda: product.rows(DRIVER_STATE) == [("ok", False)], SOON_S, "the driver answers")
         for count, victim in enumerate(("agent", "work's group", "web"), start=2):
-            changed(product, token, folder, count, victim)
+            change_driver_while_killing(product, token, folder, count, victim)
         assert "1 host" in product.manage("driver", "update", "fake_driver", "--all", "--disable", "--wait")[-1]
-        assert product.rows(THERE) == [(0,)]
-        assert product.rows(STANDS) == [("disabled", False)]
-        product.remember()
+        assert product.rows(COUNT_DEVICES) == [(0,)]
+        assert product.rows(DRIVER_STATE) == [("disabled", False)]
+        product.remember_processes()
         product.kill()
-        product.nothing_left()
+        product.wait_until_nothing_is_left()
         product.start()
-        (row,) = product.until(lambda: seen(product, token), SOON_S, "it answers again")
+        (row,) = product.until(lambda: read_driver_row(product, token), SOON_S, "it answers again")
         assert (row["seen"]["state"], row["drifts"]) == ("disabled", False)
         product.until(lambda: product.child("agent"), SOON_S, "the agent is there")
         product.manage("driver", "update", "fake_driver", "--host", "here.example", "--enable", "--wait")
-        assert product.rows(THERE) == [(4,)], "with the settings it had"
+        assert product.rows(COUNT_DEVICES) == [(4,)], "with the settings it had"
         (folder / "six.json").write_text('{"count": 6}')
         (folder / "fake.toml").write_text(f'control_file = "{folder}/six.json"\n')
         file = str(folder / "fake.toml")
         product.manage("driver", "update", "fake_driver", "--all", "--settings-file", file, "--wait")
-        assert product.rows(THERE) == [(6,)]
+        assert product.rows(COUNT_DEVICES) == [(6,)]
 
 
-def changed(product: Product, token: str, folder: Path, count: int, victim: str) -> None:
+def change_driver_while_killing(product: Product, token: str, folder: Path, count: int, victim: str) -> None:
     """So many cards are wanted, by settings; something is killed at once; asked again if need be, it is so."""
     script = folder / f"{count}.json"
     script.write_text(json.dumps({"count": count}))
@@ -69,10 +69,10 @@ def changed(product: Product, token: str, folder: Path, count: int, victim: str)
                 os.kill(one.pid, signal.SIGKILL)
         if product.until(ended, 2 * SOON_S, "the rollout ends") in ("done", "skipped"):
             break
-    assert product.rows(THERE) == [(count,)], victim
-    assert product.rows(STANDS) == [("ok", False)]
+    assert product.rows(COUNT_DEVICES) == [(count,)], victim
+    assert product.rows(DRIVER_STATE) == [("ok", False)]
 
 
-def seen(product: Product, token: str) -> list[dict[str, object]]:
+def read_driver_row(product: Product, token: str) -> list[dict[str, object]]:
     """The row of the fake driver."""
     return list(product.json("/api/drivers/?driver=fake_driver", token).get("results", ()))

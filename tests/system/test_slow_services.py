@@ -23,13 +23,13 @@ import requests
 from cyborgweb.database.postgres import Postgres
 from cyborgweb.settings.keys import Keys
 from tests.support.long import scaled
-from tests.support.nova import Nova, recording
-from tests.system.clients.cloud import HANDLES, Cloud
-from tests.system.conftest import fresh
+from tests.support.nova import FakeNova, running_nova
+from tests.system.clients.cloud import HANDLES, KeystoneCloud
+from tests.system.conftest import fresh_folder
 from tests.system.idle_transactions import watch_for_idle_transactions
 from tests.system.keystone import Keystone
 from tests.system.load import Load
-from tests.system.machine import fake
+from tests.system.machine import run_fake_command
 from tests.system.placement import Placement
 from tests.system.product import Product, running
 from tests.system.slow_proxy import SlowProxy, http_proxy, postgres_proxy
@@ -58,13 +58,13 @@ STRANGERS = 2 * Keys().request_threads
 READ_BEHIND_STRANGERS_S = 3 * SERVICE_DELAY_S
 """How long a read by a known caller may take while Keystone is slow: strangers occupy all request threads until
 Keystone has answered, twice in turn."""
-FAKE = "SELECT d.state FROM accelerators_device d WHERE d.vendor = '0xABCD'"
-CREATED = "SELECT subject FROM accelerators_event WHERE action = 'request.created'"
+FAKE_CARD_STATE = "SELECT d.state FROM accelerators_device d WHERE d.vendor = '0xABCD'"
+CREATED_REQUESTS = "SELECT subject FROM accelerators_event WHERE action = 'request.created'"
 SETTINGS = {"CYBORG_RESCAN_S": "2", "CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here"}
 
 
 @dataclass
-class Database:
+class SlowDatabase:
     """A product with a PostgreSQL of its own behind a proxy; the test's own queries go past the proxy."""
 
     product: Product
@@ -73,7 +73,7 @@ class Database:
 
 
 @pytest.fixture
-def database(folder: Path) -> Iterator[Database]:
+def database(folder: Path) -> Iterator[SlowDatabase]:
     """One with the fake card ready."""
     postgres = Postgres(folder / "database", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
     try:
@@ -83,22 +83,22 @@ def database(folder: Path) -> Iterator[Database]:
             url = f"postgresql://postgres@/cyborg?host={folder}/slow"
             settings = SETTINGS | {"CYBORG_DATABASE_URL": url}
             with running(Product(folder / "state", settings, database=postgres.socket)) as product:
-                product.until(lambda: ("ready",) in product.rows(FAKE), 30, "the fake card is ready")
-                yield Database(product, postgres, proxy)
+                product.until(lambda: ("ready",) in product.rows(FAKE_CARD_STATE), 30, "the fake card is ready")
+                yield SlowDatabase(product, postgres, proxy)
     finally:
         postgres.stop()
 
 
-def test_L3_a_slow_database_delays_reads_reports_and_binds_and_loses_none(database: Database) -> None:
+def test_L3_reads_reports_and_binds_are_delayed_and_not_lost_while_the_database_is_slow(database: SlowDatabase) -> None:
     product, proxy = database.product, database.proxy
-    load, user = Load(product), Tenant(product)
+    load, user = Load(product), TenantClient(product)
     with load.reporting():
         load.until_acknowledged(5)
         begin = time.monotonic()
         proxy.delay_s, user.longest_s = DATABASE_DELAY_S, 0.0
         while time.monotonic() < begin + SLOW_DATABASE_S:
             user.read()
-            user.bind_and_give_up_the_former()
+            user.bind_and_delete_the_former()
         waits = {host.name: host.longest_wait(begin, time.monotonic()) for host in load.hosts}
         states = product.rows("SELECT name FROM accelerators_host WHERE stale_since IS NOT NULL")
         proxy.delay_s = 0.0
@@ -111,14 +111,16 @@ def test_L3_a_slow_database_delays_reads_reports_and_binds_and_loses_none(databa
     load.until_stored()
     kept = {str(uuid) for (uuid,) in product.rows("SELECT uuid FROM accelerators_acceleratorrequest")}
     assert kept == {user.bound[-1]}
-    assert set(user.bound) <= {str(subject) for (subject,) in product.rows(CREATED)}
+    assert set(user.bound) <= {str(subject) for (subject,) in product.rows(CREATED_REQUESTS)}
     assert product.rows("SELECT state FROM accelerators_acceleratorrequest") == [("Bound",)]
 
 
-def test_L3_a_database_that_is_restarted_loses_nothing_and_is_found_again(database: Database) -> None:
+def test_L3_nothing_is_lost_when_the_database_is_restarted_and_requests_get_503_meanwhile(
+    database: SlowDatabase,
+) -> None:
     """A bind that was answered before is kept; a question meanwhile gets an answer, and not a wait."""
-    product, load, user = database.product, Load(database.product), Tenant(database.product)
-    user.bind_and_give_up_the_former()
+    product, load, user = database.product, Load(database.product), TenantClient(database.product)
+    user.bind_and_delete_the_former()
     with load.reporting():
         load.until_acknowledged(5)
         database.postgres.stop()
@@ -129,7 +131,7 @@ def test_L3_a_database_that_is_restarted_loses_nothing_and_is_found_again(databa
         product.until(lambda: time.monotonic() > begin + AWAY_S, AWAY_S, "the time of the outage is over")
         database.postgres.start()
         product.until(lambda: product.json("/v2/devices", user.headers["X-Auth-Token"]), 30, "reads are answered")
-        user.bind_and_give_up_the_former()
+        user.bind_and_delete_the_former()
         load.until_acknowledged(5)
         load.hold()
     load.until_stored()
@@ -137,7 +139,7 @@ def test_L3_a_database_that_is_restarted_loses_nothing_and_is_found_again(databa
 
 
 @dataclass
-class Tenant:
+class TenantClient:
     """An administrator with Nova's service token, who reads, and who makes, binds and deletes requests."""
 
     product: Product
@@ -165,7 +167,7 @@ class Tenant:
         self.ask(200, "GET", "/devices")
         self.ask(200, "GET", "/accelerator_requests")
 
-    def bind_and_give_up_the_former(self) -> None:
+    def bind_and_delete_the_former(self) -> None:
         """Bind a new request to a new instance and delete the one before."""
         ((provider,),) = self.product.rows(self.deployable)
         (request,) = self.ask(201, "POST", "/accelerator_requests", {"device_profile_name": "one"})["arqs"]
@@ -185,12 +187,12 @@ INTENTS = {"placement": "provider", "nova": "notice"}
 
 
 @dataclass
-class Site:
+class ProxiedSite:
     """A product whose neighbours are all behind proxies, one for each."""
 
-    cloud: Cloud
+    cloud: KeystoneCloud
     placement: Placement
-    nova: Nova
+    nova: FakeNova
     proxies: dict[str, SlowProxy]
     root: str
     device: str
@@ -207,7 +209,7 @@ class Site:
                 assert answer.status_code == 200, answer.text
                 self.longest_s = max(self.longest_s, time.monotonic() - begin)
 
-    def knock(self) -> int:
+    def read_with_new_token(self) -> int:
         """Read with a token that Keystone has to be asked about; the status."""
         headers = {"X-Auth-Token": self.cloud.keystone.token("reader")}
         return requests.get(f"{self.cloud.endpoint}/devices", headers=headers, timeout=2 * READ_S).status_code
@@ -216,23 +218,23 @@ class Site:
         """Bind a new request as Nova does; returns the request."""
         instance = str(uuid.uuid4())
         self.nova.known[instance] = 200
-        (request,) = self.cloud.request("fpga")
-        patch = {request["uuid"]: self.cloud.binding(instance)}
+        (request,) = self.cloud.create_requests("fpga")
+        patch = {request["uuid"]: self.cloud.bind_operations(instance)}
         answer = self.cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True)
         assert answer.status_code == 202, answer.text
         return str(request["uuid"])
 
-    def offer(self, word: str) -> None:
+    def set_card(self, word: str) -> None:
         """`enable` or `disable` the card."""
         answer = self.cloud.http("admin", "POST", f"/devices/{self.device}/{word}")
         assert answer.status_code == 204, answer.text
 
-    def reserved(self) -> int:
+    def reserved_units(self) -> int:
         """How many units Placement keeps from being allocated."""
         (provider,) = self.placement.tree(self.root).values()
         return int(provider["inventories"]["FPGA"]["reserved"])
 
-    def waiting(self) -> list[tuple[Any, ...]]:
+    def waiting_intents(self) -> list[tuple[Any, ...]]:
         """What is still to be told to Placement and Nova."""
         kinds = ", ".join(f"'{kind}'" for kind in INTENTS.values())
         return self.cloud.product.rows(
@@ -241,13 +243,13 @@ class Site:
 
     def has_given_up_once(self, service: str) -> bool:
         """Whether what is to be told to `service` waits because a call failed."""
-        return any(error for kind, _, error in self.waiting() if kind == INTENTS[service])
+        return any(error for kind, _, error in self.waiting_intents() if kind == INTENTS[service])
 
-    def plug(self, word: str, state: str) -> None:
+    def plug_card(self, word: str, state: str) -> None:
         """`plug` or `unplug` the card, and wait until the agent's report is stored."""
         product, begin = self.cloud.product, time.monotonic()
-        fake(product, word, "0")
-        product.until(lambda: product.rows(FAKE) == [(state,)], 20, f"a report that the card is {state}")
+        run_fake_command(product, word, "0")
+        product.until(lambda: product.rows(FAKE_CARD_STATE) == [(state,)], 20, f"a report that the card is {state}")
         self.longest_report_s = max(self.longest_report_s, time.monotonic() - begin)
 
     def make_services_fast(self) -> None:
@@ -259,20 +261,28 @@ class Site:
         """Whatever has happened: services answer, the card is plugged and enabled, and nothing is left to be told."""
         self.make_services_fast()
         product = self.cloud.product
-        fake(product, "plug", "0")
+        run_fake_command(product, "plug", "0")
         there = [("ready",)], [("maintenance",)]
-        product.until(lambda: product.rows(FAKE) in there, 30, lambda: f"the card is back: {product.rows(FAKE)}")
-        if product.rows(FAKE) == [("maintenance",)]:
-            self.offer("enable")
-        product.until(lambda: not self.waiting() and self.reserved() == 0, 90, lambda: f"left: {self.waiting()}")
+        product.until(
+            lambda: product.rows(FAKE_CARD_STATE) in there,
+            30,
+            lambda: f"the card is back: {product.rows(FAKE_CARD_STATE)}",
+        )
+        if product.rows(FAKE_CARD_STATE) == [("maintenance",)]:
+            self.set_card("enable")
+        product.until(
+            lambda: not self.waiting_intents() and self.reserved_units() == 0,
+            90,
+            lambda: f"left: {self.waiting_intents()}",
+        )
 
 
 @pytest.fixture(scope="module")
-def whole_site(keystone: Keystone, placement: Placement) -> Iterator[Site]:
+def whole_site(keystone: Keystone, placement: Placement) -> Iterator[ProxiedSite]:
     """One product for all services, with its card in use and Placement in step."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
-        folder, nova = stack.enter_context(fresh()), stack.enter_context(recording())
+        folder, nova = stack.enter_context(fresh_folder()), stack.enter_context(running_nova())
         targets = {"keystone": keystone.url, "placement": placement.url, "nova": nova.url}
         proxies = {name: stack.enter_context(http_proxy(url)) for name, url in targets.items()}
         settings = keystone.environment("service") | {"OS_AUTH_URL": proxies["keystone"].url, "CYBORG_AUTH": "keystone"}
@@ -280,19 +290,21 @@ def whole_site(keystone: Keystone, placement: Placement) -> Iterator[Site]:
         settings |= {"CYBORG_NOVA_ENDPOINT": proxies["nova"].url, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
         settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host}
         product = stack.enter_context(running(Product(folder / "state", settings)))
-        root, cloud = placement.compute(host), Cloud(product, keystone).ready()
-        cloud.profile("fpga")
+        root, cloud = placement.create_compute_provider(host), KeystoneCloud(product, keystone).enable_card()
+        cloud.create_profile("fpga")
         ((device,),) = product.rows("SELECT uuid::text FROM accelerators_device")
-        one = Site(cloud, placement, nova, proxies, root, device)
+        one = ProxiedSite(cloud, placement, nova, proxies, root, device)
         for user in ("admin", "member", "service"):
             cloud.token(user)
         one.bind()  # every token has been seen once
-        product.until(lambda: not one.waiting() and one.reserved() == 0, 60, "Placement and Nova know all")
+        product.until(
+            lambda: not one.waiting_intents() and one.reserved_units() == 0, 60, "Placement and Nova know all"
+        )
         yield one
 
 
 @pytest.fixture
-def site(whole_site: Site) -> Iterator[Site]:
+def site(whole_site: ProxiedSite) -> Iterator[ProxiedSite]:
     """The site, which is restored afterwards, so that one failure is not followed by others."""
     whole_site.longest_s = whole_site.longest_report_s = 0.0
     try:
@@ -302,7 +314,7 @@ def site(whole_site: Site) -> Iterator[Site]:
 
 
 @contextmanager
-def strangers(site: Site) -> Iterator[list[int | str]]:
+def call_with_new_tokens(site: ProxiedSite) -> Iterator[list[int | str]]:
     """Callers whose tokens Keystone has to be asked about, all at once; yields the statuses they have got so far, or
     the error of those who got no answer."""
     statuses: list[int | str] = []
@@ -327,38 +339,44 @@ def strangers(site: Site) -> Iterator[list[int | str]]:
 
 @pytest.mark.parametrize("service", ["keystone", "placement", "nova"])
 @pytest.mark.parametrize("how", ["slow", "silent"])
-def test_L3_with_a_service_that_is_slow_or_silent_reads_and_reports_go_on_and_writes_are_applied_later(
-    site: Site, service: str, how: str
+def test_L3_reads_and_reports_go_on_and_writes_wait_while_a_service_is_slow_or_silent(
+    site: ProxiedSite, service: str, how: str
 ) -> None:
     product, proxy, end = site.cloud.product, site.proxies[service], time.monotonic() + PHASE_S
     seen = proxy.delayed
     proxy.delay_s, proxy.silent = (SERVICE_DELAY_S, False) if how == "slow" else (0.0, True)
-    with watch_for_idle_transactions(product) as idle, strangers(site) as statuses:
+    with watch_for_idle_transactions(product) as idle, call_with_new_tokens(site) as statuses:
         site.read()
         request = site.bind()
-        site.offer("disable")
+        site.set_card("disable")
         while True:
             site.read()
-            site.plug("unplug", "missing")
+            site.plug_card("unplug", "missing")
             site.read()
-            site.plug("plug", "maintenance")
+            site.plug_card("plug", "maintenance")
             if time.monotonic() > end:
                 break
             time.sleep(ROUND_PAUSE_S)
         if how == "silent" and service in INTENTS:
             product.until(lambda: site.has_given_up_once(service), 40, "a call has come to its time-out")
         elif service in INTENTS:
-            product.until(lambda: not site.waiting(), 60, "the slow service has been told everything")
-        waiting = site.waiting()
+            product.until(lambda: not site.waiting_intents(), 60, "the slow service has been told everything")
+        waiting = site.waiting_intents()
     site.make_services_fast()
     print(f"{service} {how}: reads took {site.longest_s:.1f} s at most, reports {site.longest_report_s:.1f} s,")
     print(f"waiting at the end: {waiting}, answers to callers with new tokens: {statuses}")
     if how == "silent" and service in INTENTS:
         assert INTENTS[service] in {kind for kind, *_ in waiting}, f"what {service} was not told does not wait"
-    product.until(lambda: site.reserved() == HANDLES, 60, lambda: f"Placement is not told: {site.waiting()}")
-    product.until(lambda: "completed" in site.nova.told().get(request, []), 60, lambda: f"Nova: {site.waiting()}")
-    product.until(lambda: site.knock() == 200, 60, "Keystone is asked again")
-    product.until(lambda: not site.waiting(), 90, lambda: f"{site.waiting()}")
+    product.until(
+        lambda: site.reserved_units() == HANDLES, 60, lambda: f"Placement is not told: {site.waiting_intents()}"
+    )
+    product.until(
+        lambda: "completed" in site.nova.received_statuses().get(request, []),
+        60,
+        lambda: f"Nova: {site.waiting_intents()}",
+    )
+    product.until(lambda: site.read_with_new_token() == 200, 60, "Keystone is asked again")
+    product.until(lambda: not site.waiting_intents(), 90, lambda: f"{site.waiting_intents()}")
     assert proxy.delayed > seen, f"nobody asked {service}"
     assert not idle, f"transactions were open while a service was asked: {idle}"
     assert site.longest_s < (READ_BEHIND_STRANGERS_S if service == "keystone" else SERVICE_DELAY_S)

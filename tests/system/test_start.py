@@ -12,29 +12,29 @@ from pathlib import Path
 import pytest
 
 from cyborgweb.database.postgres import Postgres
-from tests.system.product import Product, running, sweep
+from tests.system.product import Product, running, wait_and_kill_remaining
 
 pytestmark = pytest.mark.system
 
 
-def test_a_first_start_makes_a_login_and_a_second_one_keeps_it(folder: Path) -> None:
+def test_a_first_start_creates_a_login_and_secrets_and_a_second_start_keeps_them(folder: Path) -> None:
     product = Product(folder / "state", from_nothing=True)
     login = product.state / "first-login"
     with running(product):
         assert stat.S_IMODE(login.stat().st_mode) == 0o600
-        said = product.until_said(r"first login: (\S+ / \S+) \(kept in (\S+)\)")
+        said = product.wait_for_log(r"first login: (\S+ / \S+) \(kept in (\S+)\)")
         assert (said[1], said[2]) == (login.read_text().strip(), str(login))
         made = {path: path.read_bytes() for path in (login, product.state / "secret-key")}
         database = (product.state / "postgres" / "data" / "PG_VERSION").stat()
     with running(product):
         assert made == {path: path.read_bytes() for path in made}
         assert (product.state / "postgres" / "data" / "PG_VERSION").stat() == database
-        assert product.until_said(r"first login: (\S+ / \S+)")[1] == said[1]
+        assert product.wait_for_log(r"first login: (\S+ / \S+)")[1] == said[1]
         assert product.rows("SELECT count(*) FROM auth_user") == [(1,)]
         assert product.get("/readyz")[0] == 200
 
 
-def test_a_controller_has_no_agent_of_its_own(folder: Path) -> None:
+def test_a_product_started_without_agent_has_no_agent_join_token_or_admission_rule(folder: Path) -> None:
     with running(Product(folder / "state", options=("--no-agent",))) as product:
         for cluster in ("ingest", "work"):
             product.until(lambda c=cluster: product.child(c), 30, f"{cluster} runs")
@@ -45,23 +45,23 @@ def test_a_controller_has_no_agent_of_its_own(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_group_ends_everything_in_order(folder: Path, sig: signal.Signals) -> None:
+def test_a_signal_to_the_process_group_stops_everything_in_order(folder: Path, sig: signal.Signals) -> None:
     product = Product(folder / "state")
     with running(product):
         product.until(lambda: len(product.drivers()) == 2, 30, "both drivers run")
         for name, count in (("ingest", 1), ("work", 2)):
             product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete")
         assert product.interrupt(sig) in (0, 128 + sig)
-        assert not product.left()
+        assert not product.list_left_processes()
         assert re.search(rf"{sig.name}: stopping\n(.*\n)*.*serve    \| stopped\n$", product.log())
         assert "Traceback" not in product.log()
         with pytest.raises(pytest.fail.Exception, match="The shared product died just now: its supervisor ended"):
             product.require_running("just now")
     assert not (product.state / "postgres" / "data" / "postmaster.pid").exists(), "PostgreSQL was not shut down"
-    assert "was not properly shut down" not in database_log_of_another_start(product)
+    assert "was not properly shut down" not in restart_database_and_read_log(product)
 
 
-def database_log_of_another_start(product: Product) -> str:
+def restart_database_and_read_log(product: Product) -> str:
     """What PostgreSQL said when it was started again over the same data; it tells of a shutdown that was none."""
     server = Postgres(product.state / "postgres", os.environ.get("CYBORG_PG_BIN", ""))
     try:
@@ -71,34 +71,34 @@ def database_log_of_another_start(product: Product) -> str:
         server.stop()
 
 
-def test_a_signal_during_the_start_ends_it_too(folder: Path) -> None:
+def test_a_signal_during_the_start_stops_the_product(folder: Path) -> None:
     product = Product(folder / "state")
-    product.begin()
+    product.start_process()
     try:
-        product.until_said("accepting connections")
+        product.wait_for_log("accepting connections")
         product.interrupt(signal.SIGINT)
     finally:
-        sweep(product)
+        wait_and_kill_remaining(product)
 
 
-def test_a_signal_while_the_database_does_not_come_back_ends_it_too(folder: Path) -> None:
+def test_a_signal_stops_the_product_while_the_database_cannot_be_restarted(folder: Path) -> None:
     product = Product(folder / "state")
     with running(product):
         shutil.rmtree(product.state / "postgres" / "data" / "global")
         postmaster = product.postmaster()
         assert postmaster
         os.kill(postmaster.pid, signal.SIGKILL)
-        product.until_said(r"postgres +\| ended with -9: starting it again")
+        product.wait_for_log(r"postgres +\| ended with -9: starting it again")
         assert product.interrupt(signal.SIGTERM) in (0, 128 + signal.SIGTERM)
         assert product.log().endswith("serve    | stopped\n")
 
 
-def test_it_ends_with_whoever_started_it(folder: Path) -> None:
+def test_the_product_ends_with_the_process_that_started_it(folder: Path) -> None:
     """`make up` in a terminal that is closed, or killed with SIGKILL."""
     product = Product(folder / "state", before=("sh", "-c", '"$@"; exit $?', "shell"))
     with running(product):
-        product.remember()
+        product.remember_processes()
         assert product.process
         product.process.kill()
         product.process.wait()
-        product.nothing_left()
+        product.wait_until_nothing_is_left()

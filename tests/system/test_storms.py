@@ -19,60 +19,60 @@ from placement_sync import client
 from placement_sync.mapping import DeployableRecord, compute_desired_providers
 from tests.support.webserver import until
 from tests.system import trouble
-from tests.system.test_placement import Site, session, site
+from tests.system.test_placement import HostInPlacement, session, site
 
 __all__ = ["session", "site"]
 pytestmark = pytest.mark.system
 CARDS = [f"card{n}" for n in range(4)]
 ROUNDS, SHARE = 10, 0.08
-TRIES = 60
+MAX_TRIES = 60
 TIMEOUT_S = 0.6
 """Shorter than the proxy is slow, longer than Placement is."""
 
 
-def brought(site: Site, parts: list[DeployableRecord], **more: Any) -> int:
+def sync_until_done(site: HostInPlacement, parts: list[DeployableRecord], **more: Any) -> int:
     """Try until it is done, as the job does; how often it took."""
-    for tried in range(1, TRIES):
+    for tried in range(1, MAX_TRIES):
         try:
-            site.sync(*parts, **more)
+            site.sync_parts(*parts, **more)
             return tried
         except (client.PlacementUnavailableError, client.PlacementConflictError):
             continue
     raise AssertionError("never done")
 
 
-def in_step(site: Site, parts: list[DeployableRecord]) -> None:
+def check_in_step(site: HostInPlacement, parts: list[DeployableRecord]) -> None:
     """The tree is right, and there is nothing more to write."""
-    shown = {one["uuid"]: one for one in site.there.tree(site.root).values()}
+    shown = {one["uuid"]: one for one in site.placement.tree(site.root).values()}
     for wanted in compute_desired_providers(parts)[0].values():
         now = shown[wanted.uuid]
         entry = now["inventories"][wanted.resource_class]
         assert (now["name"], now["parent_provider_uuid"]) == (wanted.name, site.root)
         assert (entry["total"], entry["reserved"]) == (wanted.total, wanted.reserved)
         assert wanted.traits <= set(now["traits"])
-    site.sync(*parts)
-    assert site.asked.writes == 0
+    site.sync_parts(*parts)
+    assert site.client.writes == 0
 
 
 @dataclass
-class Rivals:
+class RivalWriters:
     """Others who write to the same providers without pause, one thread each; what they did is told to them apart."""
 
-    site: Site
+    site: HostInPlacement
     session: Session
-    wrote: dict[str, int] = field(default_factory=dict)
+    write_counts: dict[str, int] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
-    def hammering(self, name: str) -> Iterator[None]:
+    def writing_meanwhile(self, name: str) -> Iterator[None]:
         """Meanwhile; everybody has got through at least once before it begins."""
         todo: list[Callable[[client.PlacementClient, str, int], None]] = [self.ratio, self.trait, self.allocation]
-        threads = [threading.Thread(target=self._run, args=(one, self.site.uuid(name))) for one in todo]
+        threads = [threading.Thread(target=self._run, args=(one, self.site.provider_uuid(name))) for one in todo]
         for thread in threads:
             thread.start()
         try:
-            until(lambda: len(self.wrote) == len(todo), 30)
+            until(lambda: len(self.write_counts) == len(todo), 30)
             yield
         finally:
             self.stop.set()
@@ -84,7 +84,7 @@ class Rivals:
         while not self.stop.is_set():
             try:
                 write(mine, provider, number := number + 1)
-                self.wrote[write.__name__] = number
+                self.write_counts[write.__name__] = number
             except (client.PlacementConflictError, AssertionError):
                 continue
 
@@ -104,53 +104,55 @@ class Rivals:
 
     def allocation(self, _: client.PlacementClient, provider: str, number: int) -> None:
         """Instances come and go; every third one stays."""
-        consumer = self.site.there.allocate(provider, 1)
+        consumer = self.site.placement.allocate(provider, 1)
         if number % 3 or len(self.held) == 4:
-            self.site.there.release(consumer)
+            self.site.placement.release(consumer)
         else:
             self.held[consumer] = provider
 
 
-def test_three_rivals_hammer_the_same_provider(site: Site, session: Session) -> None:
-    site.sync(site.part(total=64))
-    rivals = Rivals(site, session)
-    with rivals.hammering("FakeDevice"):
+def test_our_values_and_those_of_three_rival_writers_are_all_kept(site: HostInPlacement, session: Session) -> None:
+    site.sync_parts(site.make_part(total=64))
+    rivals = RivalWriters(site, session)
+    with rivals.writing_meanwhile("FakeDevice"):
         for total in (32, 48, 24, 40):
-            brought(site, [site.part(total=total, traits1=f"CUSTOM_OURS{total}")])
-    parts = [site.part(total=40, traits1="CUSTOM_OURS40")]
-    brought(site, parts)
-    in_step(site, parts)
-    shown = site.show()["FakeDevice"]
-    assert shown["inventories"]["VGPU"]["total"] == rivals.wrote["ratio"]
+            sync_until_done(site, [site.make_part(total=total, traits1=f"CUSTOM_OURS{total}")])
+    parts = [site.make_part(total=40, traits1="CUSTOM_OURS40")]
+    sync_until_done(site, parts)
+    check_in_step(site, parts)
+    shown = site.read_providers()["FakeDevice"]
+    assert shown["inventories"]["VGPU"]["total"] == rivals.write_counts["ratio"]
     assert [name for name in shown["traits"] if name.startswith("CUSTOM_OURS")] == ["CUSTOM_OURS40"]
     assert [name for name in shown["traits"] if name.startswith("CUSTOM_RIVAL")]
-    holders = site.there.call("GET", f"/resource_providers/{site.uuid()}/allocations")["allocations"]
+    holders = site.placement.call("GET", f"/resource_providers/{site.provider_uuid()}/allocations")["allocations"]
     assert rivals.held.keys() <= holders.keys()
 
 
-def test_whatever_is_on_the_line_it_ends_right(site: Site) -> None:
+def test_placement_converges_over_a_line_that_fails_at_random(site: HostInPlacement) -> None:
     """503, connections cut, silence and rubbish, before and after the call took effect; cards come, change and go."""
     chance, held = random.Random(11), dict[str, str]()
-    with trouble.before(site.there.url) as line:
+    with trouble.trouble_proxy(site.placement.url) as line:
         for _ in range(ROUNDS):
-            parts = [_some(site, name, chance) for name in CARDS if chance.random() < 0.8]
+            parts = [_make_random_part(site, name, chance) for name in CARDS if chance.random() < 0.8]
             line.share = SHARE
-            brought(site, parts, endpoint=line.url, timeout_s=TIMEOUT_S)
+            sync_until_done(site, parts, endpoint=line.url, timeout_s=TIMEOUT_S)
             line.share = 0.0
-            in_step(site, parts)
+            check_in_step(site, parts)
             for part in parts:
                 if part.is_offered and part.attributes["rc"] == "FPGA" and len(held) < 3:
-                    held[site.there.allocate(site.uuid(part.name.removeprefix(f"{site.host}_")), 1)] = part.name
+                    held[site.placement.allocate(site.provider_uuid(part.name.removeprefix(f"{site.host}_")), 1)] = (
+                        part.name
+                    )
             for consumer in held:
-                assert site.there.call("GET", f"/allocations/{consumer}")["allocations"], held[consumer]
-    assert set(line.made) == set(trouble.KINDS)
+                assert site.placement.call("GET", f"/allocations/{consumer}")["allocations"], held[consumer]
+    assert set(line.made) == set(trouble.TROUBLE_KINDS)
     for consumer in held:
-        site.there.release(consumer)
-    site.sync()
-    assert site.show() == {}
+        site.placement.release(consumer)
+    site.sync_parts()
+    assert site.read_providers() == {}
 
 
-def _some(site: Site, name: str, chance: random.Random) -> DeployableRecord:
+def _make_random_part(site: HostInPlacement, name: str, chance: random.Random) -> DeployableRecord:
     total, offered = chance.randrange(4, 16), chance.random() < 0.7
     attributes = {"rc": chance.choice(["FPGA", "PGPU"]), "traits1": f"CUSTOM_SOME{chance.randrange(4)}"}
-    return site.part(name, total, offered, **attributes)
+    return site.make_part(name, total, offered, **attributes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.product import Product, running
-from tests.system.test_refusals import refusal
+from tests.system.test_refusals import start_and_get_refusal
 
 pytestmark = pytest.mark.system
 
@@ -16,11 +16,11 @@ CLOSED_S = 5.0
 """Promise X1: so soon a revoked agent's socket is closed."""
 
 
-def test_this_machines_agent_gets_a_new_key_and_a_revoked_one_stays_out_after_a_restart(folder: Path) -> None:
+def test_the_local_agent_rotates_its_key_and_stays_revoked_after_a_restart(folder: Path) -> None:
     product = Product(folder / "state")
     with running(product):
-        product.until(lambda: "up" in states(product).values(), 30, "the local agent is not up")
-        (host,) = states(product)
+        product.until(lambda: "up" in agent_states(product).values(), 30, "the local agent is not up")
+        (host,) = agent_states(product)
         before = (product.state / "agent" / "identity.key").read_text()
         product.manage("agents", "--rotate", host)
         product.until(lambda: (product.state / "agent" / "identity.key").read_text() != before, 20, "no new key")
@@ -28,11 +28,11 @@ def test_this_machines_agent_gets_a_new_key_and_a_revoked_one_stays_out_after_a_
             lambda: product.rows("SELECT 1 FROM accelerators_event WHERE action = 'agent.rotated'"), 10, "no event"
         )
         product.manage("revoke_agent", host)
-        product.until_said("revoked", 20)
+        product.wait_for_log("revoked", 20)
         product.interrupt()
         product.start()
-        product.until_said(r"refused \(403\).*was revoked", 30)
-        assert states(product) == {host: "revoked"}
+        product.wait_for_log(r"refused \(403\).*was revoked", 30)
+        assert agent_states(product) == {host: "revoked"}
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_this_machines_agent_gets_a_new_key_and_a_revoked_one_stays_out_after_a_
         ("CYBORG_AGENT_LISTEN", "x"),
     ],
 )
-def test_a_listener_that_cannot_be_is_refused_at_the_start(folder: Path, setting: str, value: str) -> None:
-    said = refusal(Product(folder / "state", {"CYBORG_AGENT_LISTEN": "127.0.0.1:0"} | {setting: value}))
+def test_an_unusable_agent_listener_is_refused_at_the_start(folder: Path, setting: str, value: str) -> None:
+    said = start_and_get_refusal(Product(folder / "state", {"CYBORG_AGENT_LISTEN": "127.0.0.1:0"} | {setting: value}))
     assert setting in said or value in said
 
 
-def states(product: Product) -> dict[str, str]:
+def agent_states(product: Product) -> dict[str, str]:
     """Host → state, as `manage.py agents` tells it."""
     return {one["host"]: one["state"] for one in json.loads("\n".join(product.manage("agents", "--json")))}

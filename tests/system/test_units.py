@@ -9,58 +9,60 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.system.conftest import fresh
-from tests.system.machine import fake
+from tests.system.conftest import fresh_folder
+from tests.system.machine import run_fake_command
 from tests.system.product import Product, running
-from tests.system.test_acts import SETTINGS, Site, again
+from tests.system.test_acts import SETTINGS, ProductWithCard, reset_card
 
 pytestmark = pytest.mark.system
 
 
-ONE = ("handles", 1)
+ONE_HANDLE = ("handles", 1)
 """What the card has until it is divided."""
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with fresh() as folder, running(Product(folder / "state", SETTINGS)) as product:
-        yield Site(product)
+def site() -> Iterator[ProductWithCard]:
+    with fresh_folder() as folder, running(Product(folder / "state", SETTINGS)) as product:
+        yield ProductWithCard(product)
 
 
-def on_the_host(site: Site) -> int:
+def count_parts_on_host(site: ProductWithCard) -> int:
     """So many parts the card has, as the hardware itself says."""
-    return int(next((path.read_text() for path in site.hardware("parts")), "1"))
+    return int(next((path.read_text() for path in site.list_hardware_files("parts")), "1"))
 
 
-def listed(site: Site) -> int:
+def count_listed_units(site: ProductWithCard) -> int:
     """So many units a reader sees."""
     return len(site.product.json("/api/accelerators/?attached=false", site.admin)["results"])
 
 
-def test_units_are_made_and_taken_away_at_a_shell_and_over_the_api(site: Site) -> None:
-    again(site, ONE)
-    site.until(lambda: listed(site) == 1, "one unit")
+def test_units_can_be_created_over_the_api_and_deleted_by_command(site: ProductWithCard) -> None:
+    reset_card(site, ONE_HANDLE)
+    site.until(lambda: count_listed_units(site) == 1, "one unit")
     answer = site.call("POST", "/api/accelerators/", {"targets": [{"device": site.device}], "count": 3, "reason": "x"})
     (made,) = answer.json()["results"]
     assert (answer.status_code, made["refused"]) == (202, "")
     done = site.call("GET", f"/api/commands/{made['command']}/?wait=30").json()
-    assert (done["state"], listed(site), on_the_host(site)) == ("succeeded", 4, 4)
+    assert (done["state"], count_listed_units(site), count_parts_on_host(site)) == ("succeeded", 4, 4)
     (result,) = json.loads(
         site.product.manage("accelerator", "delete", site.device, "--count", "2", "--wait", "--json")[-1]
     )
-    assert (result["command"]["state"], listed(site), on_the_host(site)) == ("succeeded", 2, 2)
+    assert (result["command"]["state"], count_listed_units(site), count_parts_on_host(site)) == ("succeeded", 2, 2)
     refused = site.call("PATCH", f"/api/devices/{site.device}/", {"layout": {"speed": "9"}})
     assert refused.status_code == 400 and "takes parts" in refused.text
     last = site.call("POST", "/api/accelerators/delete/", {"targets": [{"device": site.device}]}).json()["results"][0]
     ended = site.call("GET", f"/api/commands/{last['command']}/?wait=30").json()
     assert ended["state"] in ("failed", "refused") and "with 1 to" in ended["text"]
-    assert (listed(site), on_the_host(site)) == (2, 2)
+    assert (count_listed_units(site), count_parts_on_host(site)) == (2, 2)
 
 
 @pytest.mark.parametrize("victim", ["agent", "web", "work"])
-def test_whoever_is_killed_amid_it_ends_and_the_rows_are_what_the_host_has(site: Site, victim: str) -> None:
-    again(site, ONE, ("slow_s", {"partition": 1.5}))
-    before = on_the_host(site)
+def test_creating_units_ends_consistently_when_a_process_is_killed_during_it(
+    site: ProductWithCard, victim: str
+) -> None:
+    reset_card(site, ONE_HANDLE, ("slow_s", {"partition": 1.5}))
+    before = count_parts_on_host(site)
     seen = site.call("GET", f"/api/devices/{site.device}/").json()["generation"]
     wanted = {"targets": [{"device": site.device}], "count": 1, "generation": seen}
     (made,) = site.call("POST", "/api/accelerators/", wanted).json()["results"]
@@ -73,9 +75,9 @@ def test_whoever_is_killed_amid_it_ends_and_the_rows_are_what_the_host_has(site:
     assert child
     os.kill(child.pid, signal.SIGKILL)
     site.until(lambda: site.product.get("/healthz")[0] == 200, "the web is there")
-    fake(site.product, "set", "slow_s", "{}")
+    run_fake_command(site.product, "set", "slow_s", "{}")
     site.until(lambda: command()["ended_at"], "it has ended")
-    assert listed(site) == on_the_host(site) == before + (command()["state"] == "succeeded")
+    assert count_listed_units(site) == count_parts_on_host(site) == before + (command()["state"] == "succeeded")
     device = site.call("GET", f"/api/devices/{site.device}/").json()
     assert device["busy_with"] is None and device["generation"] > seen
     assert site.call("POST", "/api/accelerators/", wanted).status_code == 409

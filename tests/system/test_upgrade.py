@@ -14,7 +14,7 @@ from tests.system.product import ROOT, environment
 pytestmark = pytest.mark.system
 
 
-def test_the_former_release_writes_all_its_tables_after_the_migration_as_before(folder: Path) -> None:
+def test_the_former_release_can_write_all_its_tables_after_the_migration(folder: Path) -> None:
     postgres = Postgres(folder / "postgres", durable=False)
     postgres.start()
     try:

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.nova import Nova, recording
+from tests.support.nova import FakeNova, running_nova
 from tests.support.webserver import until
 from tests.system import processes
-from tests.system.clients.cloud import Cloud
+from tests.system.clients.cloud import KeystoneCloud
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
 from tests.system.product import Product, running
@@ -28,20 +28,20 @@ pytestmark = pytest.mark.system
 CARDS, KILLS = 8, 6
 LIFE_S = 2.0
 """The longest that a cluster lives once it is complete."""
-FOUND = """
+PROVIDERS_OF_DEVICES = """
 SELECT d.uuid::text, d.state, p.rp_uuid::text, p.name, p.num_accelerators FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id ORDER BY p.id
 """
 
 
 @pytest.fixture
-def nova() -> Iterator[Nova]:
-    with recording() as one:
+def nova() -> Iterator[FakeNova]:
+    with running_nova() as one:
         yield one
 
 
 @pytest.fixture
-def cloud(keystone: Keystone, placement: Placement, nova: Nova, folder: Path) -> Iterator[Cloud]:
+def cloud(keystone: Keystone, placement: Placement, nova: FakeNova, folder: Path) -> Iterator[KeystoneCloud]:
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     script = folder / "fake.json"
     script.write_text(json.dumps({"count": CARDS}))
@@ -51,21 +51,21 @@ def cloud(keystone: Keystone, placement: Placement, nova: Nova, folder: Path) ->
     settings["CYBORG_TICK_STALL_S"] = "30"  # all of it dies here: nothing is left that could dead-lock
     settings |= {"CYBORG_DRIVER_SETTINGS": str(folder / "drivers.toml")}
     with running(Product(folder / "state", settings)) as product:
-        yield Cloud(product, keystone)
+        yield KeystoneCloud(product, keystone)
 
 
-class Changes:
+class RandomChanges:
     """What an operator and Nova do without pause: cards in and out of offer, requests bound and deleted."""
 
-    def __init__(self, cloud: Cloud, nova: Nova) -> None:
+    def __init__(self, cloud: KeystoneCloud, nova: FakeNova) -> None:
         self.cloud, self.nova, self.chance = cloud, nova, random.Random(3)
         self.host = cloud.host
         self.bound: list[str] = []
         self.made = 0
 
-    def make(self) -> None:
+    def make_one(self) -> None:
         """One."""
-        device, state, provider, *_ = self.chance.choice(self.cloud.product.rows(FOUND))
+        device, state, provider, *_ = self.chance.choice(self.cloud.product.rows(PROVIDERS_OF_DEVICES))
         if self.chance.random() < 0.5:
             act = "disable" if state == "ready" else "enable"
             assert self.cloud.http("admin", "POST", f"/devices/{device}/{act}").status_code == 204
@@ -76,7 +76,7 @@ class Changes:
     def _bind(self, provider: str) -> None:
         instance = str(uuid.uuid4())
         self.nova.known[instance] = 200
-        (request,) = self.cloud.request("fpga")
+        (request,) = self.cloud.create_requests("fpga")
         values = {"hostname": self.host, "device_rp_uuid": provider, "instance_uuid": instance}
         patch = {request["uuid"]: [{"path": f"/{key}", "op": "add", "value": value} for key, value in values.items()]}
         answer = self.cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True)
@@ -84,14 +84,14 @@ class Changes:
             self.bound.append(request["uuid"])
 
     @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
+    def make_changes_meanwhile(self) -> Iterator[None]:
         """Meanwhile; what went wrong is raised at the end."""
         stop, wrong = threading.Event(), list[BaseException]()
 
         def run() -> None:
             while not stop.is_set() and not wrong:
                 try:
-                    self.make()
+                    self.make_one()
                 except BaseException as error:  # noqa: BLE001  (told by the other thread)
                     wrong.append(error)
 
@@ -105,39 +105,45 @@ class Changes:
         assert not wrong, wrong
 
 
-def test_L2_the_worker_dies_amid_many_changes(cloud: Cloud, placement: Placement, nova: Nova) -> None:
+def test_L2_placement_and_nova_are_correct_after_the_worker_was_killed_during_changes(
+    cloud: KeystoneCloud, placement: Placement, nova: FakeNova
+) -> None:
     product, chance = cloud.product, random.Random(5)
-    devices = product.until(lambda: len(found := product.rows(FOUND)) == CARDS and found, 30, "the cards")
-    root = placement.compute(cloud.host)
+    devices = product.until(
+        lambda: len(found := product.rows(PROVIDERS_OF_DEVICES)) == CARDS and found, 30, "the cards"
+    )
+    root = placement.create_compute_provider(cloud.host)
     for device, *_ in devices:
         assert cloud.http("admin", "POST", f"/devices/{device}/enable").status_code == 204
     until(lambda: len(placement.tree(root)) == CARDS, 60)
-    held = {placement.allocate(provider, 1) for _, _, provider, *_ in product.rows(FOUND)}
-    cloud.profile("fpga")
-    changes = Changes(cloud, nova)
-    with changes.going_on():
+    held = {placement.allocate(provider, 1) for _, _, provider, *_ in product.rows(PROVIDERS_OF_DEVICES)}
+    cloud.create_profile("fpga")
+    changes = RandomChanges(cloud, nova)
+    with changes.make_changes_meanwhile():
         for _ in range(KILLS):
             product.until(lambda: product.workers("work", 2), 60, "the cluster is complete")
             time.sleep(chance.uniform(0.0, LIFE_S))  # it dies at another moment each time
             _kill_group(product)
-    product.until(lambda: not _left(product), 120, lambda: f"{_left(product)}")
+    product.until(lambda: not _list_left_intents(product), 120, lambda: f"{_list_left_intents(product)}")
     shown = placement.tree(root)
-    wanted = {name: (rp, n, 0 if state == "ready" else n) for _, state, rp, name, n in product.rows(FOUND)}
-    assert {name: _numbers(one) for name, one in shown.items()} == wanted
+    wanted = {
+        name: (rp, n, 0 if state == "ready" else n) for _, state, rp, name, n in product.rows(PROVIDERS_OF_DEVICES)
+    }
+    assert {name: _provider_numbers(one) for name, one in shown.items()} == wanted
     for consumer in held:
         assert placement.call("GET", f"/allocations/{consumer}")["allocations"]
     assert changes.bound
-    assert set(changes.bound) <= nova.told().keys()
-    assert {status for request in changes.bound for status in nova.told()[request]} == {"completed"}
+    assert set(changes.bound) <= nova.received_statuses().keys()
+    assert {status for request in changes.bound for status in nova.received_statuses()[request]} == {"completed"}
     assert product.manage("placement_sync", "--dry-run") == ["1 host, 0 to be written"]
 
 
-def _numbers(one: dict[str, Any]) -> tuple[str, int, int]:
+def _provider_numbers(one: dict[str, Any]) -> tuple[str, int, int]:
     entry = one["inventories"]["FPGA"]
     return one["uuid"], entry["total"], entry["reserved"]
 
 
-def _left(product: Product) -> list[tuple[Any, ...]]:
+def _list_left_intents(product: Product) -> list[tuple[Any, ...]]:
     kinds = "'provider', 'notice'"
     return product.rows(f"SELECT kind, attempts, last_error FROM accelerators_intent WHERE kind IN ({kinds})")
 
@@ -146,6 +152,6 @@ def _kill_group(product: Product) -> None:
     """The cluster `work` with everything below it."""
     top = product.child("work")
     assert top
-    for one in [top, *processes.below(top.pid)]:
+    for one in [top, *processes.list_descendants(top.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one.pid, signal.SIGKILL)

@@ -14,11 +14,11 @@ import pytest
 
 from tests.support.webserver import until
 from tests.system import trouble
-from tests.system.clients.cloud import HANDLES, Cloud
+from tests.system.clients.cloud import HANDLES, KeystoneCloud
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
 from tests.system.product import Product, running
-from tests.system.trouble import Trouble
+from tests.system.trouble import TroubleProxy
 
 pytestmark = pytest.mark.system
 SOON_S = 30.0
@@ -26,46 +26,46 @@ COMMANDS = "SELECT state, text FROM accelerators_command WHERE op = 'placement' 
 
 
 @pytest.fixture
-def between(placement: Placement) -> Iterator[Trouble]:
-    with trouble.before(placement.url) as one:
+def between(placement: Placement) -> Iterator[TroubleProxy]:
+    with trouble.trouble_proxy(placement.url) as one:
         yield one
 
 
 @pytest.fixture
-def cloud(keystone: Keystone, between: Trouble, folder: Path) -> Iterator[Cloud]:
+def cloud(keystone: Keystone, between: TroubleProxy, folder: Path) -> Iterator[KeystoneCloud]:
     """The agent of the one-command product has the same `OS_…` variables as the conductor."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": "off"}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
     settings |= {"CYBORG_PLACEMENT_ENDPOINT": between.url, "CYBORG_BEAT_S": "1", "CYBORG_LEASE_FLUSH_S": "0.5"}
     with running(Product(folder / "state", settings)) as product:
-        yield Cloud(product, keystone)
+        yield KeystoneCloud(product, keystone)
 
 
-def told(cloud: Cloud) -> list[tuple[Any, ...]]:
+def list_placement_commands(cloud: KeystoneCloud) -> list[tuple[Any, ...]]:
     return cloud.product.rows(COMMANDS)
 
 
-def quiet(cloud: Cloud) -> bool:
+def has_no_intents(cloud: KeystoneCloud) -> bool:
     return not cloud.product.rows("SELECT 1 FROM accelerators_intent WHERE kind = 'provider'")
 
 
-def reserved(placement: Placement, root: str) -> int:
+def reserved_units(placement: Placement, root: str) -> int:
     (card,) = placement.tree(root).values()
     return int(card["inventories"]["FPGA"]["reserved"])
 
 
-def in_step(cloud: Cloud, placement: Placement, root: str, wanted: int) -> None:
+def check_in_step(cloud: KeystoneCloud, placement: Placement, root: str, wanted: int) -> None:
     """One provider, as it is to be, nothing left to be told; and a second run would write nothing."""
-    until(lambda: quiet(cloud) and reserved(placement, root) == wanted, SOON_S)
+    until(lambda: has_no_intents(cloud) and reserved_units(placement, root) == wanted, SOON_S)
     assert cloud.product.manage("placement_sync", "--dry-run")[-1] == "1 host, 0 to be written"
 
 
-def test_writers_are_switched_live_and_killed_and_placement_is_right(
-    cloud: Cloud, placement: Placement, between: Trouble
+def test_placement_is_correct_while_writers_are_switched_and_an_agent_is_killed(
+    cloud: KeystoneCloud, placement: Placement, between: TroubleProxy
 ) -> None:
-    cloud.ready()
-    root = placement.compute(cloud.product.settings["CYBORG_HOST_NAME"])
+    cloud.enable_card()
+    root = placement.create_compute_provider(cloud.product.settings["CYBORG_HOST_NAME"])
     until(lambda: placement.tree(root), 40.0)
     (device,) = cloud.http("admin", "GET", "/devices").json()["devices"]
 
@@ -76,14 +76,14 @@ def test_writers_are_switched_live_and_killed_and_placement_is_right(
     assert said[0].startswith("agents, epoch 1, since ")
     assert said[1:] == ["the agent of every host can write"]
     offer("disable")
-    in_step(cloud, placement, root, HANDLES)
-    assert told(cloud) == [("succeeded", "writes: 1, reads: 1")]
+    check_in_step(cloud, placement, root, HANDLES)
+    assert list_placement_commands(cloud) == [("succeeded", "writes: 1, reads: 1")]
 
     for n in range(6):
         offer("enable" if n % 2 == 0 else "disable")
         cloud.product.manage("placement_writer", "agents" if n % 2 else "conductor")
-    in_step(cloud, placement, root, HANDLES)
-    before = len(told(cloud))
+    check_in_step(cloud, placement, root, HANDLES)
+    before = len(list_placement_commands(cloud))
 
     gate, calls, waiting = threading.Event(), iter(range(1000)), list[int]()
 
@@ -97,13 +97,20 @@ def test_writers_are_switched_live_and_killed_and_placement_is_right(
     between.next = held  # type: ignore[method-assign]
     try:
         offer("enable")
-        until(lambda: len(told(cloud)) > before and told(cloud)[-1][0] == "started" and len(waiting) == 1, SOON_S)
+        until(
+            lambda: (
+                len(list_placement_commands(cloud)) > before
+                and list_placement_commands(cloud)[-1][0] == "started"
+                and len(waiting) == 1
+            ),
+            SOON_S,
+        )
         agent = cloud.product.child("agent")
         assert agent
         os.kill(agent.pid, signal.SIGKILL)
-        until(lambda: told(cloud)[-1][0] == "unknown", SOON_S)
+        until(lambda: list_placement_commands(cloud)[-1][0] == "unknown", SOON_S)
     finally:
         gate.set()
-    in_step(cloud, placement, root, 0)
-    assert told(cloud)[-1][1].startswith("interrupted, because the agent stopped while it ran")
+    check_in_step(cloud, placement, root, 0)
+    assert list_placement_commands(cloud)[-1][1].startswith("interrupted, because the agent stopped while it ran")
     assert len(placement.tree(root)) == 1

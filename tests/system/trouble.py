@@ -15,14 +15,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import requests
 
-KINDS = ("503", "cut", "slow", "rubbish", "list")
+TROUBLE_KINDS = ("503", "cut", "slow", "rubbish", "list")
 RUBBISH = {"503": (503, b"busy"), "rubbish": (200, b'{"resource_providers": <'), "list": (200, b"[1, 2]")}
 SLOW_S = 1.0
-PASSED = ("X-Auth-Token", "OpenStack-API-Version", "Accept", "Content-Type")
+PASSED_HEADERS = ("X-Auth-Token", "OpenStack-API-Version", "Accept", "Content-Type")
 
 
 @dataclass
-class Trouble:
+class TroubleProxy:
     """So often, at random: `share` of the calls, half of them after the service did its work. `made` counts by kind."""
 
     target: str
@@ -37,15 +37,15 @@ class Trouble:
         with self._lock:
             if self.chance.random() >= self.share:
                 return "", True
-            kind = self.chance.choice(KINDS)
+            kind = self.chance.choice(TROUBLE_KINDS)
             self.made[kind] = self.made.get(kind, 0) + 1
             return kind, self.chance.random() < 0.5
 
 
 @contextmanager
-def before(target: str) -> Iterator[Trouble]:
+def trouble_proxy(target: str) -> Iterator[TroubleProxy]:
     """A proxy at a free port, gone at the end."""
-    trouble = Trouble(target)
+    trouble = TroubleProxy(target)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -56,7 +56,7 @@ def before(target: str) -> Iterator[Trouble]:
             kind, after = trouble.next()
             status, answer = 503, b""
             if after:
-                headers = {name: self.headers[name] for name in PASSED if name in self.headers}
+                headers = {name: self.headers[name] for name in PASSED_HEADERS if name in self.headers}
                 told = requests.request(
                     self.command, trouble.target + self.path, data=body, headers=headers, timeout=30
                 )

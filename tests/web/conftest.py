@@ -25,10 +25,10 @@ def url() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def run(*words: str, **environment: str) -> Result:
+def run_cyborg(*arguments: str, **environment: str) -> Result:
     """`cyborg` with these words, in this environment alone."""
-    said = {name: "" for name in os.environ if name.startswith(("OS_", "CYBORG_"))}
-    return CliRunner().invoke(cli, words, env=said | environment, prog_name="cyborg")
+    cleared = {name: "" for name in os.environ if name.startswith(("OS_", "CYBORG_"))}
+    return CliRunner().invoke(cli, arguments, env=cleared | environment, prog_name="cyborg")
 
 
 @pytest.fixture
@@ -39,13 +39,13 @@ def cyborg(url: str, transactional_db: None) -> Cyborg:
     def call(*words: str, role: str = "admin", **environment: str) -> Result:
         roles = {"admin": ["admin", "manager", "member", "reader"]}.get(role, [role])
         token = ApiToken.create_with_secret(role, person, roles, "p1")
-        return run(*words, CYBORG_URL=url, CYBORG_TOKEN=token, **environment)
+        return run_cyborg(*words, CYBORG_URL=url, CYBORG_TOKEN=token, **environment)
 
     return call
 
 
-def refused(result: Result, code: int, *sentences: str) -> None:
+def assert_refused(result: Result, code: int, *sentences: str) -> None:
     """It ended with this code, and one line that says these."""
     assert result.exit_code == code, result.output
-    said = result.stderr.splitlines()[-1]
-    assert all(sentence in said for sentence in sentences), said
+    last_line = result.stderr.splitlines()[-1]
+    assert all(sentence in last_line for sentence in sentences), last_line

@@ -25,35 +25,35 @@ from tests.support.webserver import serving, until
         ("0.0.0.0", "postgresql://db.example.invalid/x", "127.0.0.1"),
     ],
 )
-def test_a_gateway_is_reached_where_it_listens_or_where_it_faces_the_database(
+def test_the_address_of_a_gateway_is_its_listen_address_or_the_one_facing_the_database(
     listen: str, database: str, reached: str
 ) -> None:
     with socket.create_server((listen, 0)) as listener:
         assert find_own_url(listener, database) == f"http://{reached}:{listener.getsockname()[1]}"
 
 
-class Slow:
+class SlowApplication:
     """A WSGI application that answers when it is told to."""
 
     def __init__(self) -> None:
-        self.go = threading.Event()
-        self.inside = 0
+        self.released = threading.Event()
+        self.running_requests = 0
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> list[bytes]:
-        self.inside += 1
-        self.go.wait(20)
+        self.running_requests += 1
+        self.released.wait(20)
         start_response("200 OK", [("Content-Type", "text/plain")])
         return [b"done"]
 
 
 @pytest.fixture
-def slow() -> Iterator[Slow]:
-    made = Slow()
+def slow() -> Iterator[SlowApplication]:
+    made = SlowApplication()
     yield made
-    made.go.set()
+    made.released.set()
 
 
-def get(port: int) -> tuple[int, str | None]:
+def get_status_and_retry_after(port: int) -> tuple[int, str | None]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.request("GET", "/")
     answer = connection.getresponse()
@@ -62,16 +62,18 @@ def get(port: int) -> tuple[int, str | None]:
     return answer.status, answer.headers["Retry-After"]
 
 
-def test_beyond_threads_and_queue_the_answer_is_503_at_once_and_nobody_inside_is_lost(slow: Slow) -> None:
+def test_requests_beyond_threads_and_queue_are_answered_503_and_accepted_ones_complete(slow: SlowApplication) -> None:
     statuses: list[int] = []
     bounded = BoundedThreads(slow, threads=2, queue=1)
     with serving(bounded) as port:
-        clients = [threading.Thread(target=lambda: statuses.append(get(port)[0])) for _ in range(3)]
+        clients = [
+            threading.Thread(target=lambda: statuses.append(get_status_and_retry_after(port)[0])) for _ in range(3)
+        ]
         for client in clients:
             client.start()
-        until(lambda: slow.inside == 2 and bounded.active_requests == 3)
-        assert get(port) == (503, "1")
-        slow.go.set()
+        until(lambda: slow.running_requests == 2 and bounded.active_requests == 3)
+        assert get_status_and_retry_after(port) == (503, "1")
+        slow.released.set()
         for client in clients:
             client.join(20)
-        assert statuses == [200, 200, 200] and get(port) == (200, None)
+        assert statuses == [200, 200, 200] and get_status_and_retry_after(port) == (200, None)

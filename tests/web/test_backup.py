@@ -25,15 +25,21 @@ from accelerators.workflows import command_results
 from cyborgweb.database.postgres import PostgresError, find_client_program
 from cyborgweb.models import Maintenance
 from cyborgweb.server import after_restore, backup
-from tests.accelerators.test_bind_commands import bound, ends, handle, one_open, state
+from tests.accelerators.test_bind_commands import (
+    answer_command,
+    create_and_bind,
+    get_open_command,
+    get_state_and_fault,
+    handle,
+)
 
 __all__ = ["handle"]
 pytestmark = pytest.mark.django_db
 OLGA = Caller("olga", "", frozenset(), "")
-PAST = datetime.now(UTC) - timedelta(hours=1)
+PAST_TIME = datetime.now(UTC) - timedelta(hours=1)
 
 
-def settle() -> None:
+def settle_restored_database() -> None:
     after_restore.prepare_restored_database(OLGA, "restored from the backup of noon")
 
 
@@ -52,7 +58,7 @@ def test_a_backup_is_a_private_folder_with_the_database_and_the_secret_key(tmp_p
         backup.create_backup(made, told.append)
 
 
-def test_what_is_no_backup_or_of_a_later_release_is_refused(tmp_path: Path) -> None:
+def test_restoring_a_folder_that_is_no_backup_or_of_a_later_release_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="is not a backup"):
         call_command("restore", str(tmp_path))
     later = {"taken_at": "2026-11-22T00:00:00Z", "postgresql": 17, "migrations": ["accelerators.9999_x"], "files": []}
@@ -64,48 +70,48 @@ def test_what_is_no_backup_or_of_a_later_release_is_refused(tmp_path: Path) -> N
         call_command("restore", str(tmp_path))
 
 
-def test_nothing_is_restored_over_another_database() -> None:
+def test_restoring_over_a_database_with_tables_is_refused() -> None:
     backup.require_tables(expected=True)
     with pytest.raises(backup.BackupError, match="a backup is never restored over another database"):
         backup.require_tables(expected=False)
 
 
-def test_a_program_that_is_too_old_is_named_with_what_to_install() -> None:
+def test_a_missing_postgresql_program_is_named_with_what_to_install() -> None:
     with pytest.raises(PostgresError, match="no pg_dump of PostgreSQL 99 or later found: apt install"):
         find_client_program("pg_dump", 99)
 
 
-def test_L2_a_bind_that_was_under_way_waits_for_its_agent_however_old_the_backup_is(handle: AttachHandle) -> None:
-    (request,) = bound()
-    attach = one_open("attach")
+def test_L2_after_a_restore_a_started_bind_waits_for_its_agent_despite_passed_deadlines(handle: AttachHandle) -> None:
+    (request,) = create_and_bind()
+    attach = get_open_command("attach")
     with conductor.writing():
-        Command.objects.update(start_by=PAST, end_by=PAST)
-        AcceleratorRequest.objects.update(deadline=PAST)
+        Command.objects.update(start_by=PAST_TIME, end_by=PAST_TIME)
+        AcceleratorRequest.objects.update(deadline=PAST_TIME)
         conductor.record_event("test.aged", "system", "a test")
-    settle()
+    settle_restored_database()
     command_results.end_late_commands()
     binding.fail_overdue_binds()
-    assert state(request) == ("BindStarted", "")
+    assert get_state_and_fault(request) == ("BindStarted", "")
     assert not Command.objects.filter(op="detach").exists(), "what the instance has by now would be taken away"
-    ends(attach)
-    assert state(request) == ("Bound", "")
-    told = Event.objects.get(action="database.restored")
-    assert (told.actor, told.changes) == ("olga", {"binds waiting for their agents": [None, 1]})
+    answer_command(attach)
+    assert get_state_and_fault(request) == ("Bound", "")
+    restore_event = Event.objects.get(action="database.restored")
+    assert (restore_event.actor, restore_event.changes) == ("olga", {"binds waiting for their agents": [None, 1]})
 
 
-def test_no_number_is_given_out_twice_nobody_is_logged_in_and_all_is_read_only(
+def test_after_a_restore_numbers_are_not_reused_sessions_end_and_all_is_read_only(
     handle: AttachHandle, client: Client, django_user_model: Any
 ) -> None:
     client.force_login(django_user_model.objects.create_superuser("olga"))
-    bound()
-    number = one_open("attach").id
+    create_and_bind()
+    number = get_open_command("attach").id
     seen = client.get("/api/devices/").headers["ETag"]
-    settle()
+    settle_restored_database()
     assert not Session.objects.exists()
     assert "restored from the backup of noon" in Maintenance.objects.get().reason
-    bound()
+    create_and_bind()
     assert Command.objects.latest("id").id > number + after_restore.SEQUENCE_SKIP
     client.force_login(django_user_model.objects.get())
     assert client.get("/api/devices/", headers={"if-none-match": seen}).status_code == 200
-    settle()
+    settle_restored_database()
     assert Maintenance.objects.count() == 1

@@ -31,40 +31,40 @@ from cyborgweb.models import ApiToken
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys, get_keys
 from tests.support.keystone import Keystone, User, vouching
-from tests.support.reports import a_heard_host
-from tests.web.conftest import Cyborg, refused, run
+from tests.support.reports import create_heard_host
+from tests.web.conftest import Cyborg, assert_refused, run_cyborg
 
 ROOT = Path(__file__).resolve().parents[2]
-NOWHERE = "http://127.0.0.1:1"
-stored = pytest.mark.django_db(transaction=True)
+UNREACHABLE_URL = "http://127.0.0.1:1"
+uses_database = pytest.mark.django_db(transaction=True)
 
 
-def test_help_costs_nothing_and_every_verb_teaches_by_an_example() -> None:
+def test_help_loads_no_heavy_modules_and_every_verb_has_an_example() -> None:
     heavy = "[m for m in ('django', 'requests', 'keystoneauth1', 'yaml', 'openstack') if m in sys.modules]"
     code = f"import sys; from cyborgweb.cli.main import cli; cli(['--help'], standalone_mode=False); print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.endswith("[]\n") and all(verb.name in done.stdout for verb in VERB_COMMANDS)
     for verb in VERB_COMMANDS:
-        told = run(verb.name or "", "--help")
+        told = run_cyborg(verb.name or "", "--help")
         assert told.exit_code == 0 and f"Example:\n    cyborg {verb.name} " in told.output, told.output
 
 
-def test_the_manual_has_every_verb_and_every_exit_code() -> None:
+def test_the_manual_describes_every_verb_and_every_exit_code() -> None:
     manual = (ROOT / "docs" / "cli.md").read_text()
     assert [verb.name for verb in VERB_COMMANDS if f"$ cyborg {verb.name} " not in manual.replace("\n", " ")] == []
     assert [code for code in ExitCode if f"| {code.value} |" not in manual] == []
 
 
-def test_a_shell_completes_verbs_and_words() -> None:
-    assert "_CYBORG_COMPLETE=zsh_complete" in run("completion", "zsh").output
+def test_shell_completion_offers_verbs_and_option_values() -> None:
+    assert "_CYBORG_COMPLETE=zsh_complete" in run_cyborg("completion", "zsh").output
     for words, offered in (("cyborg dri", "driver-list"), ("cyborg device-list --state mis", "missing")):
         complete = {"_CYBORG_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-        assert f"plain,{offered}\n" in run(**complete).output
+        assert f"plain,{offered}\n" in run_cyborg(**complete).output
 
 
-@stored
-def test_a_list_as_table_json_yaml_and_csv(cyborg: Cyborg) -> None:
-    a_heard_host("cmp1", 3)
+@uses_database
+def test_a_list_can_be_printed_as_table_json_yaml_and_csv(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 3)
     table = cyborg("device-list", "--host", "cmp1").stdout.splitlines()
     assert table[0].split()[:3] == ["uuid", "state", "status"] and len(table) == 4
     assert "inactive" in table[1] and "cmp1" in table[1] and "0000:00:00.0" in table[1]
@@ -77,16 +77,16 @@ def test_a_list_as_table_json_yaml_and_csv(cyborg: Cyborg) -> None:
     assert rows[0] == {"uuid": whole[0]["uuid"], "host": "cmp1", "held": "0"}
     nothing = cyborg("device-list", "--host", "cmp9")
     assert (nothing.exit_code, nothing.stdout, nothing.stderr) == (0, "", "No devices.\n")
-    refused(cyborg("device-list", "-c", "colour"), 2, "There is no column colour. The columns are uuid, state")
+    assert_refused(cyborg("device-list", "-c", "colour"), 2, "There is no column colour. The columns are uuid, state")
     assert (
         cyborg("agent-list", "--state", "up", "-c", "host,version", "-f", "csv").stdout == "host,version\ncmp1,0.1.0\n"
     )
 
 
-@stored
+@uses_database
 def test_pages_are_followed_to_the_end_or_the_limit(cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PAGE_SIZE", 2)
-    a_heard_host("cmp1", 5)
+    create_heard_host("cmp1", 5)
     words = ("device-list", "--state", "inactive", "--state", "ready", "-f", "json", "-c", "address")
     assert len(json.loads(cyborg(*words).stdout)) == 5
     some = cyborg(*words, "--limit", "3")
@@ -95,9 +95,9 @@ def test_pages_are_followed_to_the_end_or_the_limit(cyborg: Cyborg, monkeypatch:
     )
 
 
-@stored
-def test_a_device_goes_by_its_uuid_its_beginning_or_its_address(cyborg: Cyborg) -> None:
-    a_heard_host("cmp1", 2)
+@uses_database
+def test_a_device_can_be_named_by_uuid_beginning_of_uuid_or_host_and_address(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 2)
     device = Device.objects.get(address="0000:01:00.0")
     for name in (str(device.uuid), str(device.uuid)[:13].upper(), "cmp1/0000:01:00.0"):
         assert json.loads(cyborg("device-show", name, "-f", "json").stdout)["uuid"] == str(device.uuid)
@@ -108,41 +108,50 @@ def test_a_device_goes_by_its_uuid_its_beginning_or_its_address(cyborg: Cyborg) 
         "quarantine,",
         "retire",
     ] in shown
-    refused(cyborg("device-show", "cmp1/0000:07:00.0"), 3, "no device 'cmp1/0000:07:00.0'", "device-list")
-    refused(cyborg("device-show", "the fast one"), 2, "give its uuid")
+    assert_refused(cyborg("device-show", "cmp1/0000:07:00.0"), 3, "no device 'cmp1/0000:07:00.0'", "device-list")
+    assert_refused(cyborg("device-show", "the fast one"), 2, "give its uuid")
     with conductor.writing():
         for n, one in enumerate(Device.objects.all()):
             Device.objects.filter(pk=one.pk).update(uuid=f"abcd{n:04}-0000-4000-8000-000000000000")
-    refused(cyborg("device-show", "abcd"), 3, "'abcd' is not one device but 2", "give more of its uuid")
+    assert_refused(cyborg("device-show", "abcd"), 3, "'abcd' is not one device but 2", "give more of its uuid")
     assert "abcd0001" in cyborg("device-show", "abcd0001").stdout
 
 
-@stored
-def test_refusals_have_their_codes_and_say_what_to_do(cyborg: Cyborg, url: str, tmp_path: Path) -> None:
-    a_heard_host("cmp1", 1)
-    refused(run("device-list"), 4, "CYBORG_URL", "OS_…")
-    refused(run("device-list", CYBORG_TOKEN="abc"), 2, "--url")
-    refused(run("device-list", "--url", url, "--token", "a\nb"), 2, "This is no token")
-    refused(run("device-list", "--url", url, "--token", "nope"), 4, "token is not known")
-    refused(run("device-list", "--url", "ftp://x", "--token", "abc"), 2, "no address")
-    refused(run("device-list", "--url", NOWHERE, "--token", "abc"), 5, NOWHERE, "(Connection refused)")
-    refused(run("device-list", "--url", url, "--token-file", str(tmp_path / "none")), 2, "cannot be read: No such file")
-    refused(cyborg("device-list", role="member"), 4, "cyborg:inventory:get_all")
-    refused(cyborg("device-show", "00000000-0000-4000-8000-000000000000"), 3, "nothing here")
-    refused(cyborg("device-ready", "cmp1/0000:00:00.0", "--reason", "x" * 501), 2, "at most 500")
-    refused(cyborg("device-retire", "cmp1/0000:00:00.0"), 2, "give --yes")
+@uses_database
+def test_refusals_have_their_exit_codes_and_say_what_to_do(cyborg: Cyborg, url: str, tmp_path: Path) -> None:
+    create_heard_host("cmp1", 1)
+    assert_refused(run_cyborg("device-list"), 4, "CYBORG_URL", "OS_…")
+    assert_refused(run_cyborg("device-list", CYBORG_TOKEN="abc"), 2, "--url")
+    assert_refused(run_cyborg("device-list", "--url", url, "--token", "a\nb"), 2, "This is no token")
+    assert_refused(run_cyborg("device-list", "--url", url, "--token", "nope"), 4, "token is not known")
+    assert_refused(run_cyborg("device-list", "--url", "ftp://x", "--token", "abc"), 2, "no address")
+    assert_refused(
+        run_cyborg("device-list", "--url", UNREACHABLE_URL, "--token", "abc"),
+        5,
+        UNREACHABLE_URL,
+        "(Connection refused)",
+    )
+    assert_refused(
+        run_cyborg("device-list", "--url", url, "--token-file", str(tmp_path / "none")),
+        2,
+        "cannot be read: No such file",
+    )
+    assert_refused(cyborg("device-list", role="member"), 4, "cyborg:inventory:get_all")
+    assert_refused(cyborg("device-show", "00000000-0000-4000-8000-000000000000"), 3, "nothing here")
+    assert_refused(cyborg("device-ready", "cmp1/0000:00:00.0", "--reason", "x" * 501), 2, "at most 500")
+    assert_refused(cyborg("device-retire", "cmp1/0000:00:00.0"), 2, "give --yes")
     assert cyborg("device-ready", "cmp1/0000:00:00.0").exit_code == 0
-    refused(cyborg("device-retire", "cmp1/0000:00:00.0", "--yes"), 1, "drain or disable it first")
+    assert_refused(cyborg("device-retire", "cmp1/0000:00:00.0", "--yes"), 1, "drain or disable it first")
 
 
-@stored
-def test_where_there_is_nothing_nothing_failed(cyborg: Cyborg) -> None:
+@uses_database
+def test_discover_services_without_hosts_succeeds(cyborg: Cyborg) -> None:
     assert cyborg("discover-services", "--all-hosts").exit_code == 0
 
 
-@stored
-def test_of_several_some_may_be_refused(cyborg: Cyborg) -> None:
-    a_heard_host("cmp1", 2)
+@uses_database
+def test_an_action_on_several_devices_reports_each_outcome_and_exits_with_6(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 2)
     done = cyborg("device-maintain", "cmp1/0000:00:00.0", "cmp1/0000:09:00.0", "-f", "json")
     assert done.exit_code == 6
     assert [(row["outcome"], row["text"][:18]) for row in json.loads(done.stdout)] == [
@@ -153,16 +162,18 @@ def test_of_several_some_may_be_refused(cyborg: Cyborg) -> None:
     assert barred.exit_code == 4 and ",Not tried: " in barred.stdout.splitlines()[2]
 
 
-@stored
-def test_a_token_file_may_be_what_manage_py_printed(cyborg: Cyborg, url: str, tmp_path: Path) -> None:
+@uses_database
+def test_a_token_file_may_contain_the_output_of_manage_py_api_token(cyborg: Cyborg, url: str, tmp_path: Path) -> None:
     file = tmp_path / "token"
     token = ApiToken.create_with_secret("me", Person.objects.get(), ["admin"], "p1")
     file.write_text(f"Token 'me' with the role admin:\n{token}\n")
-    assert run("device-list", CYBORG_URL=f"{url}/api/", CYBORG_TOKEN_FILE=str(file)).exit_code == 0
-    assert run("device-list", "--url", url, "--token-file", str(file), CYBORG_TOKEN="x").stderr == "No devices.\n"
+    assert run_cyborg("device-list", CYBORG_URL=f"{url}/api/", CYBORG_TOKEN_FILE=str(file)).exit_code == 0
+    assert (
+        run_cyborg("device-list", "--url", url, "--token-file", str(file), CYBORG_TOKEN="x").stderr == "No devices.\n"
+    )
 
 
-CLOUDS = """
+CLOUDS_YAML = """
 clouds:
   ours:
     auth: {{auth_url: "{url}", username: alice, password: "{password}", project_name: p1,
@@ -171,15 +182,15 @@ clouds:
 """
 
 
-@stored
-def test_a_cloud_of_clouds_yaml_or_of_the_environment(url: str, tmp_path: Path) -> None:
+@uses_database
+def test_the_cloud_is_taken_from_clouds_yaml_or_from_the_environment(url: str, tmp_path: Path) -> None:
     with vouching() as keystone:
         keystone.users.append(User("alice", "secret", {"p1": ["admin"]}))
         service_session(), get_keys()  # the service reads its own variables before the command is given others
-        told = keystone.log_in
+        original_log_in = keystone.log_in
 
         def with_catalogue(wanted: dict[str, Any]) -> str | None:
-            secret = told(wanted)
+            secret = original_log_in(wanted)
             endpoint = {"interface": "public", "region_id": "north", "region": "north", "id": "e"}
             if secret:
                 there = [endpoint | {"url": f"{url}/accelerator/v2"}]
@@ -188,38 +199,58 @@ def test_a_cloud_of_clouds_yaml_or_of_the_environment(url: str, tmp_path: Path) 
                 ]
             return secret
 
-        said = {"OS_AUTH_URL": keystone.url, "OS_USERNAME": "alice", "OS_PASSWORD": "secret", "OS_PROJECT_NAME": "p1"}
-        said |= {"OS_USER_DOMAIN_NAME": "Default", "OS_PROJECT_DOMAIN_NAME": "Default"}
-        assert run("device-list", "--url", url, **said).stderr == "No devices.\n"
-        refused(run("device-list", **said), 2, "no service of type accelerator", "--url")
+        credentials = {
+            "OS_AUTH_URL": keystone.url,
+            "OS_USERNAME": "alice",
+            "OS_PASSWORD": "secret",
+            "OS_PROJECT_NAME": "p1",
+        }
+        credentials |= {"OS_USER_DOMAIN_NAME": "Default", "OS_PROJECT_DOMAIN_NAME": "Default"}
+        assert run_cyborg("device-list", "--url", url, **credentials).stderr == "No devices.\n"
+        assert_refused(run_cyborg("device-list", **credentials), 2, "no service of type accelerator", "--url")
         keystone.log_in = with_catalogue  # type: ignore[method-assign]
-        assert run("device-list", **said).stderr == "No devices.\n"
-        refused(run("device-list", **said | {"OS_PASSWORD": "wrong"}), 4, "not logged in")
-        refused(run("device-list", OS_AUTH_TYPE="magic", OS_AUTH_URL=keystone.url), 2, "OS_… variables", "magic")
-        refused(run("device-list", **said | {"OS_AUTH_URL": NOWHERE}), 5, "Keystone cannot be reached")
+        assert run_cyborg("device-list", **credentials).stderr == "No devices.\n"
+        assert_refused(run_cyborg("device-list", **credentials | {"OS_PASSWORD": "wrong"}), 4, "not logged in")
+        assert_refused(
+            run_cyborg("device-list", OS_AUTH_TYPE="magic", OS_AUTH_URL=keystone.url), 2, "OS_… variables", "magic"
+        )
+        assert_refused(
+            run_cyborg("device-list", **credentials | {"OS_AUTH_URL": UNREACHABLE_URL}), 5, "Keystone cannot be reached"
+        )
         clouds = tmp_path / "clouds.yaml"
-        clouds.write_text(CLOUDS.format(url=keystone.url, password="secret"))
-        where = {"OS_CLIENT_CONFIG_FILE": str(clouds)}
-        assert run("--os-cloud", "ours", "device-list", **where).stderr == "No devices.\n"
-        refused(run("device-list", OS_CLOUD="theirs", **where), 2, "The cloud 'theirs' cannot be used")
-        stale = where | {"CYBORG_URL": url, "CYBORG_TOKEN": "stale"}
-        refused(run("device-list", OS_CLOUD="ours", **stale), 4, "token is not known")
-        assert run("device-list", "--os-cloud", "ours", **stale).stderr == "No devices.\n", "what is typed goes first"
-        assert run("--os-cloud", "ours", "device-list", **stale).stderr == "No devices.\n"
-        refused(run("--os-cloud", "ours", "device-list", "--token", "abc", **where), 2, "Give only one of --token")
-        assert isinstance(keystone, Keystone) and "secret" not in run("device-list", OS_CLOUD="theirs", **where).output
+        clouds.write_text(CLOUDS_YAML.format(url=keystone.url, password="secret"))
+        clouds_file = {"OS_CLIENT_CONFIG_FILE": str(clouds)}
+        assert run_cyborg("--os-cloud", "ours", "device-list", **clouds_file).stderr == "No devices.\n"
+        assert_refused(
+            run_cyborg("device-list", OS_CLOUD="theirs", **clouds_file), 2, "The cloud 'theirs' cannot be used"
+        )
+        stale = clouds_file | {"CYBORG_URL": url, "CYBORG_TOKEN": "stale"}
+        assert_refused(run_cyborg("device-list", OS_CLOUD="ours", **stale), 4, "token is not known")
+        assert run_cyborg("device-list", "--os-cloud", "ours", **stale).stderr == "No devices.\n", (
+            "what is typed goes first"
+        )
+        assert run_cyborg("--os-cloud", "ours", "device-list", **stale).stderr == "No devices.\n"
+        assert_refused(
+            run_cyborg("--os-cloud", "ours", "device-list", "--token", "abc", **clouds_file),
+            2,
+            "Give only one of --token",
+        )
+        assert (
+            isinstance(keystone, Keystone)
+            and "secret" not in run_cyborg("device-list", OS_CLOUD="theirs", **clouds_file).output
+        )
 
 
-class Strange(BaseHTTPRequestHandler):
-    """Something else that answers HTTP; `answer` says how, `seen` who was asked."""
+class ForeignServer(BaseHTTPRequestHandler):
+    """Something else that answers HTTP; `response` says how, `requested_paths` what was asked for."""
 
-    answer = (200, "text/html", "<html>", "")
-    seen: list[str] = []
+    response = (200, "text/html", "<html>", "")
+    requested_paths: list[str] = []
 
     def do_GET(self) -> None:
         """As told."""
-        status, kind, body, location = self.answer
-        self.seen.append(self.path)
+        status, kind, body, location = self.response
+        self.requested_paths.append(self.path)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Location", location) if location else None
@@ -234,13 +265,13 @@ class Strange(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def strangers(context: ssl.SSLContext | None = None) -> Iterator[int]:
+def run_foreign_server(context: ssl.SSLContext | None = None) -> Iterator[int]:
     """It, on a free port."""
-    server = HTTPServer(("127.0.0.1", 0), Strange)
+    server = HTTPServer(("127.0.0.1", 0), ForeignServer)
     if context:
         server.socket = context.wrap_socket(server.socket, server_side=True)
     Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    Strange.seen = []
+    ForeignServer.requested_paths = []
     try:
         yield server.server_address[1]
     finally:
@@ -250,7 +281,7 @@ def strangers(context: ssl.SSLContext | None = None) -> Iterator[int]:
 
 @pytest.fixture
 def strange() -> Iterator[str]:
-    with strangers() as port:
+    with run_foreign_server() as port:
         yield f"http://127.0.0.1:{port}"
 
 
@@ -259,7 +290,11 @@ def strange() -> Iterator[str]:
     [
         ((200, "text/html", "<html>", ""), 5, "answered 200, but not as this API does"),
         ((404, "text/html", "<html>", ""), 3, "answered 404, but not as this API does"),
-        ((302, "text/html", "", f"{NOWHERE}/login"), 5, f"redirects to {NOWHERE}/login: give the right"),
+        (
+            (302, "text/html", "", f"{UNREACHABLE_URL}/login"),
+            5,
+            f"redirects to {UNREACHABLE_URL}/login: give the right",
+        ),
         ((503, "application/json", '{"error_message": "The service is busy: try again in a second."}', ""), 5, "busy"),
         (
             (500, "application/json", '{"error": {"message": "It failed.", "request_id": "req-1"}}', ""),
@@ -269,36 +304,42 @@ def strange() -> Iterator[str]:
         ((200, "application/json", '{"rows": []}', ""), 5, "/api/devices/ answered no list"),
     ],
 )
-def test_what_is_not_this_service_is_not_believed(
+def test_answers_of_a_foreign_server_are_reported_as_errors(
     strange: str, answer: tuple[int, str, str, str], code: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Strange, "answer", answer)
-    refused(run("device-list", "--url", strange, "--token", "abc"), code, says)
-    assert len(Strange.seen) == 1
+    monkeypatch.setattr(ForeignServer, "response", answer)
+    assert_refused(run_cyborg("device-list", "--url", strange, "--token", "abc"), code, says)
+    assert len(ForeignServer.requested_paths) == 1
 
 
-def test_who_is_silent_is_waited_for_only_so_long() -> None:
+def test_a_silent_server_is_given_up_after_the_timeout() -> None:
     import socket
 
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        refused(run("device-list", "--url", url, "--token", "a", "--timeout", "0.1"), 5, "did not answer within 0.1 s")
+        assert_refused(
+            run_cyborg("device-list", "--url", url, "--token", "a", "--timeout", "0.1"),
+            5,
+            "did not answer within 0.1 s",
+        )
         uuid = "00000000-0000-4000-8000-000000000000"
-        refused(run("device-ready", uuid, "--url", url, "--token", "a", "--timeout", "0.1"), 5, "may have been made")
+        assert_refused(
+            run_cyborg("device-ready", uuid, "--url", url, "--token", "a", "--timeout", "0.1"), 5, "may have been made"
+        )
 
 
-def test_every_row_of_several_has_an_outcome_and_a_text() -> None:
+def test_each_row_of_several_targets_has_an_outcome_and_a_text() -> None:
     rows = outcomes.run_for_each(["a", "b"], lambda target: {"target": target})
     assert rows == [{"outcome": "done", "text": "", "target": target} for target in "ab"]
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+random_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
-@given(st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=8), st.integers(40, 120))
-def test_a_table_fits_its_width_and_steers_no_terminal(rows: list[tuple[str, ...]], width: int) -> None:
+@given(st.lists(st.tuples(random_texts, random_texts, random_texts), min_size=1, max_size=8), st.integers(40, 120))
+def test_a_table_fits_its_width_and_contains_no_control_characters(rows: list[tuple[str, ...]], width: int) -> None:
     lines = list(
         output.format_table_lines(
             [("a", "b", "c"), *([to_printable_line(text) for text in row] for row in rows)], width
@@ -308,7 +349,7 @@ def test_a_table_fits_its_width_and_steers_no_terminal(rows: list[tuple[str, ...
     assert all(len(line) <= width and line.isprintable() for line in lines)
 
 
-def test_what_is_said_goes_on_below_instead_of_being_cut() -> None:
+def test_long_texts_in_a_table_are_wrapped_instead_of_cut() -> None:
     sentence = "the driver says that there is no memory for as many functions as that"
     rows = [("host", "text"), ("cmp1.example", sentence), ("cmp2", "done")]
     lines = list(output.format_table_lines(rows, 40))
@@ -319,19 +360,21 @@ def test_what_is_said_goes_on_below_instead_of_being_cut() -> None:
     assert list(output.format_table_lines([("uuid", "host"), (uuid, "cmp1")], 30))[1] == "6a0c1d0e-0a53  cmp1"
 
 
-@given(texts)
-def test_a_cell_of_csv_is_never_a_formula(text: str) -> None:
+@given(random_texts)
+def test_csv_cells_cannot_be_spreadsheet_formulas(text: str) -> None:
     assert not str(output._format_csv_cell(text)).startswith(output.FORMULA_SIGNS)
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Strange, "answer", (503, "application/json", '{"error_message": "It is busy."}', ""))
+def test_an_untrusted_certificate_is_refused_unless_insecure_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForeignServer, "response", (503, "application/json", '{"error_message": "It is busy."}', ""))
     tls.read_fingerprint(Keys(state_dir=str(tmp_path)))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / tls.CERTIFICATE_FILE)
-    with strangers(context) as port:
-        there = ("device-list", "--url", f"https://localhost:{port}", "--token", "nope")
-        refused(run(*there), 5, "cannot be trusted (self-signed certificate)", "--cacert")
+    with run_foreign_server(context) as port:
+        arguments = ("device-list", "--url", f"https://localhost:{port}", "--token", "nope")
+        assert_refused(run_cyborg(*arguments), 5, "cannot be trusted (self-signed certificate)", "--cacert")
         with warnings.catch_warnings(record=True) as caught:
-            refused(run(*there, "--insecure"), 5, "It is busy.")
+            assert_refused(run_cyborg(*arguments, "--insecure"), 5, "It is busy.")
         assert not caught

@@ -12,29 +12,29 @@ from accelerators import conductor
 from accelerators.models import Deployable, Device, DeviceProfile
 from agents import telemetry
 from agents.telemetry import HostLoad, LoadSnapshot
-from tests.support.reports import a_heard_host, a_host
-from tests.web.conftest import Cyborg, refused
+from tests.support.reports import create_heard_host, get_or_create_host
+from tests.web.conftest import Cyborg, assert_refused
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-def test_usage_as_table_and_json(cyborg: Cyborg) -> None:
-    a_heard_host("cmp1", 2)
-    a_heard_host("cmp2", 3)
+def test_usage_is_printed_as_table_and_json(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 2)
+    create_heard_host("cmp2", 3)
     table = [line.split() for line in cyborg("usage", "--by", "host,type").stdout.splitlines()]
     assert table[0][:5] == ["host", "type", "total", "held", "free"]
     assert [line[:3] for line in table[1:]] == [["cmp1", "FPGA", "4"], ["cmp2", "FPGA", "6"]]
     (whole,) = json.loads(cyborg("usage", "--host", "cmp2", "-f", "json").stdout)
     assert (whole["group"], whole["reserved"]) == ({"resource_class": "FPGA"}, 6)
-    refused(cyborg("usage", "--by", "host", role="reader"), 4, "cyborg:usage:elevated")
+    assert_refused(cyborg("usage", "--by", "host", role="reader"), 4, "cyborg:usage:elevated")
     assert cyborg("usage", role="member").stderr == "No units.\n"
 
 
-def test_a_census_says_who_fits_who_is_silent_and_ends_accordingly(
+def test_load_census_lists_fitting_and_silent_hosts_and_exits_with_1_if_none_fits(
     cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = a_heard_host("cmp1", 2)
-    a_host("cmp2")
+    host = create_heard_host("cmp1", 2)
+    get_or_create_host("cmp2")
     with conductor.writing():
         Device.objects.update(state="ready")
         for part in Deployable.objects.all():
@@ -57,10 +57,10 @@ def test_a_census_says_who_fits_who_is_silent_and_ends_accordingly(
     del said[min(said)]
     table = cyborg("load-census", "--hosts", "cmp1", "-c", "host,heard,busy").stdout
     assert table.splitlines()[1].split() == ["cmp1", "1", "of", "2", "12.0"]
-    refused(cyborg("load-census", "--hosts", "nope"), 3, "There is no host nope.")
-    refused(cyborg("load-census", role="member"), 4, "cyborg:census:create")
+    assert_refused(cyborg("load-census", "--hosts", "nope"), 3, "There is no host nope.")
+    assert_refused(cyborg("load-census", role="member"), 4, "cyborg:census:create")
 
 
 @pytest.mark.parametrize("hosts", ["", ",", ",,"])
-def test_a_census_of_no_host_is_no_census_of_all(cyborg: Cyborg, hosts: str) -> None:
-    refused(cyborg("load-census", "--hosts", hosts), 2, "Name at least one host, or leave the option out.")
+def test_load_census_with_an_empty_list_of_hosts_is_refused(cyborg: Cyborg, hosts: str) -> None:
+    assert_refused(cyborg("load-census", "--hosts", hosts), 2, "Name at least one host, or leave the option out.")

@@ -28,39 +28,39 @@ from drivers.configuration import ConfigurationError, load_configuration
 pytestmark = pytest.mark.django_db
 
 
-def said(*args: str, **options: object) -> list[str]:
+def run_manage_command(*arguments: str, **options: object) -> list[str]:
     out = StringIO()
-    call_command(*args, stdout=out, **options)
+    call_command(*arguments, stdout=out, **options)
     return out.getvalue().splitlines()
 
 
-def test_api_token_prints_the_token_last_and_stores_its_hash_alone() -> None:
-    secret = said("api_token", "ci")[-1]
+def test_api_token_prints_the_token_last_and_stores_only_its_hash() -> None:
+    secret = run_manage_command("api_token", "ci")[-1]
     token = ApiToken.objects.get()
     assert token.token_hash == hash_token(secret) and secret not in repr(token.__dict__)
     assert token.roles == ["admin", "manager", "member", "reader"]
 
 
-def test_a_service_token_has_the_role_service_alone() -> None:
-    said("api_token", "nova", "--role", "service")
+def test_a_service_token_has_only_the_role_service() -> None:
+    run_manage_command("api_token", "nova", "--role", "service")
     assert ApiToken.objects.get().roles == ["service"]
 
 
-def test_join_token_is_one_pasteable_line() -> None:
+def test_join_token_prints_one_line_with_host_address_and_secret() -> None:
     join = credentials.parse_join_string(
-        said("join_token", "cmp1.example", "--address", "https://acc.example:8443")[-1]
+        run_manage_command("join_token", "cmp1.example", "--address", "https://acc.example:8443")[-1]
     )
     assert (join.host, join.address) == ("cmp1.example", "https://acc.example:8443")
     assert join.secret not in JoinToken.objects.get().secret_hash
 
 
 @pytest.mark.parametrize("args", [("api_token", ""), ("join_token", ""), ("join_token", "h", "--address", "ftp://x")])
-def test_bad_words_are_refused_with_a_sentence(args: tuple[str, ...]) -> None:
+def test_invalid_arguments_are_refused(args: tuple[str, ...]) -> None:
     with pytest.raises(CommandError):
-        said(*args)
+        run_manage_command(*args)
 
 
-def test_a_setting_that_cannot_be_used_is_one_sentence_on_the_shell() -> None:
+def test_an_unusable_setting_is_reported_in_one_line_without_a_traceback() -> None:
     done = subprocess.run(
         [sys.executable, "manage.py", "check"],
         capture_output=True,
@@ -73,22 +73,22 @@ def test_a_setting_that_cannot_be_used_is_one_sentence_on_the_shell() -> None:
     assert done.stderr == "manage.py: CYBORG_AUTH='ldap' is not usable: write local or keystone\n"
 
 
-def test_prepare_makes_the_first_login_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_creates_the_first_login_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "get_keys", lambda: Keys(state_dir=str(tmp_path)))
-    facts = json.loads(said("prepare", "--address", "http://127.0.0.1:1")[-1])
+    facts = json.loads(run_manage_command("prepare", "--address", "http://127.0.0.1:1")[-1])
     login = tmp_path / "first-login"
     assert stat.S_IMODE(login.stat().st_mode) == 0o600
     assert facts["login"] == login.read_text().strip()
-    again = json.loads(said("prepare", "--address", "http://127.0.0.1:1")[-1])
+    again = json.loads(run_manage_command("prepare", "--address", "http://127.0.0.1:1")[-1])
     assert again["login"] == facts["login"] and not AdmissionRule.objects.exists()
     named = "merge leases sweep seals deadlines drains commands images bulks rollouts attachments messages deliveries"
     assert sorted(facts["jobs"]) == sorted([*named.split(), "mails"])
 
 
-def test_prepare_lets_fake_devices_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_creates_the_sample_rule_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "get_keys", lambda: Keys(state_dir=str(tmp_path)))
     words = ("prepare", "--address", "http://127.0.0.1:1")
-    said(*words, "--sample-rules")
+    run_manage_command(*words, "--sample-rules")
     rule = AdmissionRule.objects.get()
     assert (rule.driver, rule.action) == ("fake_driver", "ready")
     admission_rules.delete_rule(rule.uuid, Caller("olga", "", frozenset(), ""))
@@ -96,7 +96,7 @@ def test_prepare_lets_fake_devices_in_once(tmp_path: Path, monkeypatch: pytest.M
     assert not AdmissionRule.objects.exists()
 
 
-def test_configuration_comes_from_environment_then_file(tmp_path: Path) -> None:
+def test_the_environment_takes_precedence_over_the_configuration_file(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('CYBORG_LISTEN = "0.0.0.0:80"\nCYBORG_BEAT_S = 3\n')
     keys = load_configuration(Keys, {"CYBORG_CONFIG": str(file), "CYBORG_LISTEN": "[::1]:0"})
@@ -113,13 +113,13 @@ def test_unusable_configuration_names_the_key(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("listen", ["8000", "host:port", ":1", "1.2.3.4:70000"])
-def test_an_unusable_address_is_explained(listen: str) -> None:
+def test_an_unusable_listen_address_is_refused_with_the_expected_form(listen: str) -> None:
     with pytest.raises(ConfigurationError, match="ADDRESS:PORT"):
         parse_listen_address(listen)
 
 
 @override_settings(DEBUG=False)
-def test_health_is_open_and_answers_bear_a_request_id(client) -> None:  # type: ignore[no-untyped-def]
+def test_health_endpoints_need_no_token_and_answer_with_a_request_id(client) -> None:  # type: ignore[no-untyped-def]
     for path in ("/healthz", "/readyz"):
         answer = client.get(path)
         assert answer.status_code == 200 and answer["x-openstack-request-id"].startswith("req-")

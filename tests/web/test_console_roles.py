@@ -16,15 +16,15 @@ from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Event
 from cyborgweb.auth import read_only, roles
 from cyborgweb.models import ApiToken
-from tests.support.reports import a_heard_host
+from tests.support.reports import create_heard_host
 
 pytestmark = pytest.mark.django_db
 ADMIN = Caller("ada", "1", frozenset(), "")
-Enter = Callable[[str], Client]
+LogInAs = Callable[[str], Client]
 
 
 @pytest.fixture
-def enter() -> Enter:
+def enter() -> LogInAs:
     """A person in the group of this name, at the console."""
 
     def come(group: str) -> Client:
@@ -39,16 +39,16 @@ def enter() -> Enter:
 
 @pytest.fixture
 def device() -> Device:
-    a_heard_host("cmp1", 1)
+    create_heard_host("cmp1", 1)
     return Device.objects.get()
 
 
-def page_of(device: Device) -> str:
+def device_page(device: Device) -> str:
     return f"/admin/accelerators/device/{device.pk}/change/"
 
 
-def test_each_role_is_offered_what_it_may_do_and_told_why_not_the_rest(enter: Enter, device: Device) -> None:
-    shown = {role.group: enter(role.group).get(page_of(device)).content.decode() for role in roles.ROLES}
+def test_each_role_sees_only_its_actions_and_why_others_are_missing(enter: LogInAs, device: Device) -> None:
+    shown = {role.group: enter(role.group).get(device_page(device)).content.decode() for role in roles.ROLES}
     assert ['value="disable"' in page or 'value="enable"' in page for page in shown.values()] == [
         True,
         False,
@@ -61,7 +61,7 @@ def test_each_role_is_offered_what_it_may_do_and_told_why_not_the_rest(enter: En
     assert "Why can’t I do anything else?" in shown["role:administrator"]
 
 
-def test_operators_have_hosts_looked_at_again_and_nothing_that_takes_more(enter: Enter, device: Device) -> None:
+def test_operators_may_rescan_hosts_but_not_read_logs_and_viewers_neither(enter: LogInAs, device: Device) -> None:
     host = f"/admin/accelerators/host/{device.host_id}/"
     operator, viewer = enter("role:operator"), enter("role:viewer")
     assert ['value="rescan"' in one.get(f"{host}change/").content.decode() for one in (operator, viewer)] == [
@@ -77,14 +77,14 @@ def test_operators_have_hosts_looked_at_again_and_nothing_that_takes_more(enter:
     assert operator.get("/admin/accelerators/attachment/attach/").status_code == 200
 
 
-def test_auditors_see_who_has_access_and_viewers_do_not(enter: Enter) -> None:
+def test_auditors_see_users_and_tokens_and_viewers_do_not(enter: LogInAs) -> None:
     pages = "/admin/auth/user/", "/admin/cyborgweb/apitoken/", "/admin/accelerators/event/"
     auditor, viewer = enter("role:auditor"), enter("role:viewer")
     assert [auditor.get(page).status_code for page in pages] == [200, 200, 200]
     assert [viewer.get(page).status_code for page in pages] == [403, 403, 200]
 
 
-def test_a_tenant_sees_its_own_project_s_requests_wherever_it_looks(enter: Enter, device: Device) -> None:
+def test_a_tenant_sees_only_requests_of_its_own_project_on_every_page(enter: LogInAs, device: Device) -> None:
     with conductor.writing():
         profile = DeviceProfile.objects.create(name="small", groups=[{"resources:FPGA": "1"}])
         mine, theirs = (
@@ -105,7 +105,7 @@ def test_a_tenant_sees_its_own_project_s_requests_wherever_it_looks(enter: Enter
     assert [row["uuid"] for row in rows] == [str(mine.uuid)]
 
 
-def test_a_group_of_one_s_own_means_nothing_and_one_of_a_project_is_given_what_it_takes(enter: Enter) -> None:
+def test_a_new_project_group_gets_its_permissions_and_other_groups_give_no_role(enter: LogInAs) -> None:
     Group.objects.create(name="operators")
     User.objects.create(username="max").groups.add(Group.objects.get(name="operators"))
     assert roles.get_keystone_roles(User.objects.get(username="max")) == {"reader"}
@@ -119,7 +119,7 @@ def test_a_group_of_one_s_own_means_nothing_and_one_of_a_project_is_given_what_i
     assert not User.objects.get(username="max").has_perm("accelerators.view_acceleratorrequest")
 
 
-def test_django_s_own_permission_does_as_well(device: Device, client: Client) -> None:
+def test_a_django_permission_suffices_to_perform_device_actions(device: Device, client: Client) -> None:
     rudi = User.objects.create(username="rudi", is_staff=True)
     rudi.user_permissions.set(Permission.objects.filter(codename__in=["view_device", "change_device"]))
     client.force_login(rudi)
@@ -130,7 +130,7 @@ def test_django_s_own_permission_does_as_well(device: Device, client: Client) ->
 
 
 @pytest.mark.django_db(transaction=True)
-def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device: Device) -> None:
+def test_read_only_mode_refuses_changes_in_console_and_apis_with_the_reason(enter: LogInAs, device: Device) -> None:
     ada = enter("role:administrator")
     token = {
         "X-Auth-Token": ApiToken.create_with_secret(
@@ -156,22 +156,22 @@ def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device
     assert Client().post("/api/census/", "{}", content_type="application/json", headers=token).status_code == 200
     ada.post("/admin/cyborgweb/maintenance/1/change/", {"off": "yes"})
     assert ada.post(f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"}).status_code == 302
-    said = (
+    maintenance_events = (
         Event.objects.filter(action__startswith="maintenance.").order_by("id").values_list("action", "actor", "reason")
     )
-    assert list(said) == [
+    assert list(maintenance_events) == [
         ("maintenance.begun", "role:administrator", "the database moves"),
         ("maintenance.ended", "role:administrator", ""),
     ]
 
 
-def test_who_may_not_switch_it_does_not(enter: Enter) -> None:
+def test_operators_cannot_switch_read_only_mode(enter: LogInAs) -> None:
     enter("role:operator").post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes"})
     assert read_only.get_maintenance() is None
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_switch_at_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_read_only_command_shows_and_switches_the_mode(capsys: pytest.CaptureFixture[str]) -> None:
     def said(*arguments: str) -> str:
         call_command("read_only", *arguments)
         return capsys.readouterr().out
@@ -184,7 +184,9 @@ def test_the_switch_at_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
         said("on", "--reason", "x" * 5000)
 
 
-def test_a_process_that_heard_nothing_learns_of_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_notification_learns_of_read_only_mode_after_the_cache_expires(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(read_only, "_cached", None)  # what this test remembers no other one shall
     assert read_only.get_maintenance() is None
     monkeypatch.setattr(read_only, "_notify_processes", lambda: None)

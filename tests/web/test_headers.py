@@ -14,7 +14,7 @@ from cyborgweb.middleware.headers import PERMISSIONS_POLICY, build_content_polic
 pytestmark = pytest.mark.django_db
 
 UUID = "00000000-0000-0000-0000-000000000001"
-STOCK = build_content_policy((("script-src", "'unsafe-eval'"), ("style-src", "'unsafe-inline'")))
+STOCK_PAGE_POLICY = build_content_policy((("script-src", "'unsafe-eval'"), ("style-src", "'unsafe-inline'")))
 
 
 @pytest.fixture
@@ -24,17 +24,17 @@ def operator(client: Client, django_user_model: type) -> Client:
     return client
 
 
-def routes(resolver: URLResolver, before: str = "/") -> Iterator[str]:
+def list_route_addresses(resolver: URLResolver, before: str = "/") -> Iterator[str]:
     """An address that each route of the urlconf takes, with a uuid for what varies."""
     for one in resolver.url_patterns:
-        here = before + filled(str(one.pattern))
+        here = before + fill_route_pattern(str(one.pattern))
         if isinstance(one, URLPattern):
             yield here
         else:
-            yield from routes(one, here)
+            yield from list_route_addresses(one, here)
 
 
-def filled(pattern: str) -> str:
+def fill_route_pattern(pattern: str) -> str:
     """A route or regular expression with a uuid for what varies; of alternatives the first, of options the plain."""
     text = re.sub(r"<[a-z]+:\w+>|\(\?P<\w+>(?:[^()]|\([^()]*\))*\)", UUID, pattern)
     text = re.sub(r"\(\?!.*\)", "", text)
@@ -42,9 +42,11 @@ def filled(pattern: str) -> str:
     return re.sub(r"\\[AZ]|[\^$?]", "", text)
 
 
-def test_every_route_bears_them(client: Client) -> None:
+def test_every_route_answers_with_the_security_headers(client: Client) -> None:
     """Also of who is refused or sent to the login, which makes it fast: what a view answers makes no difference."""
-    addresses = sorted({*routes(get_resolver()), "/v2/nowhere", "/static/console/page.css", "/static/nowhere.css"})
+    addresses = sorted(
+        {*list_route_addresses(get_resolver()), "/v2/nowhere", "/static/console/page.css", "/static/nowhere.css"}
+    )
     assert len(addresses) > 150
     for address in addresses:
         answered = client.get(address)
@@ -57,12 +59,12 @@ def test_every_route_bears_them(client: Client) -> None:
         assert "frame-ancestors 'none'" in said, address
 
 
-def test_our_own_pages_are_strict_and_stock_ones_get_what_they_need(operator: Client) -> None:
+def test_own_pages_have_the_strict_policy_and_stock_pages_a_wider_one(operator: Client) -> None:
     ours = ["/admin/", "/admin/nowhere/", "/api/", "/api/devices/", "/v2", "/healthz", "/static/console/page.css"]
     for path in ours:
         assert operator.get(path).headers["Content-Security-Policy"] == build_content_policy(), path
     for path in (reverse("admin:accelerators_device_changelist"), reverse("admin:auth_user_add")):
-        assert operator.get(path).headers["Content-Security-Policy"] == STOCK, path
+        assert operator.get(path).headers["Content-Security-Policy"] == STOCK_PAGE_POLICY, path
     swagger = operator.get("/api/docs/", headers={"accept": "text/html"}).headers["Content-Security-Policy"]
     assert swagger == build_content_policy((("style-src", "'unsafe-inline'"),))
     assert Client().get("/admin/login/").headers["Content-Security-Policy"] == build_content_policy()

@@ -17,7 +17,7 @@ from django.urls import reverse
 from cyborgweb.manual import contents, fields, pages, places, sequence, site
 from cyborgweb.middleware.headers import build_content_policy
 
-NAMES = [entry.name for entry in contents.load_entries()]
+PAGE_NAMES = [entry.name for entry in contents.load_entries()]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def reader(client: Client, db: None) -> Client:
     return client
 
 
-class Found(HTMLParser):
+class LinkCollector(HTMLParser):
     """What a page leads to, and what can be led to."""
 
     def __init__(self, text: str) -> None:
@@ -42,15 +42,15 @@ class Found(HTMLParser):
         self.anchors |= {str(said["id"])} if said.get("id") else set()
 
 
-def test_strangers_are_sent_to_the_login(client: Client, db: None) -> None:
+def test_anonymous_readers_are_redirected_to_the_login(client: Client, db: None) -> None:
     for address in ("/help/", "/help/words/", "/help/search/?q=drain", "/help/images/console.png"):
         answered = client.get(address)
         assert answered.status_code == 302
         assert answered.headers["Location"].startswith(reverse("admin:login"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_is_shown_strictly_and_says_where_it_is(reader: Client, name: str) -> None:
+@pytest.mark.parametrize("name", PAGE_NAMES)
+def test_a_page_has_the_strict_policy_and_is_marked_in_the_contents(reader: Client, name: str) -> None:
     answered = reader.get(site.SERVED_EDITION.page_url(name))
     text = answered.content.decode()
     assert answered.status_code == 200
@@ -59,8 +59,8 @@ def test_a_page_is_shown_strictly_and_says_where_it_is(reader: Client, name: str
     assert not re.search(r"<script(?![^>]*src=)|\son\w+=|\sstyle=", text)
 
 
-def test_every_link_of_every_page_leads_somewhere(reader: Client) -> None:
-    found = {site.SERVED_EDITION.page_url(name): Found(site.complete_page(name)) for name in NAMES}
+def test_every_link_of_every_page_has_an_existing_target_and_anchor(reader: Client) -> None:
+    found = {site.SERVED_EDITION.page_url(name): LinkCollector(site.complete_page(name)) for name in PAGE_NAMES}
     checked: set[str] = set()
     for url, here in found.items():
         for link in here.links:
@@ -74,11 +74,11 @@ def test_every_link_of_every_page_leads_somewhere(reader: Client) -> None:
             assert not parts.fragment or parts.fragment in found[path].anchors, f"{url} → {link}"
 
 
-def test_as_files_it_leads_nowhere_else(tmp_path: Path) -> None:
+def test_the_manual_written_as_files_links_only_to_its_own_files(tmp_path: Path) -> None:
     call_command("manual", tmp_path / "manual", verbosity=0)
     written = sorted((tmp_path / "manual").rglob("*.html"))
-    assert len(written) == len(NAMES) + 1
-    found = {path.resolve(): Found(path.read_text()) for path in written}
+    assert len(written) == len(PAGE_NAMES) + 1
+    found = {path.resolve(): LinkCollector(path.read_text()) for path in written}
     for path, here in found.items():
         for link in here.links:
             parts = urlsplit(link)
@@ -92,7 +92,7 @@ def test_as_files_it_leads_nowhere_else(tmp_path: Path) -> None:
     assert "quarantine" in index
 
 
-def test_it_is_found_by_its_words_headings_first(reader: Client) -> None:
+def test_search_finds_sections_with_all_words_and_ranks_headings_first(reader: Client) -> None:
     hits = site.search_sections("join TOKEN")
     assert [hit.url for hit in hits[:3]].count("/help/first-day/#join-a-host") == 1
     shown = reader.get("/help/search/", {"q": "join TOKEN"}).content.decode()
@@ -104,11 +104,11 @@ def test_it_is_found_by_its_words_headings_first(reader: Client) -> None:
 @pytest.mark.parametrize(
     "address", ["/help/nowhere/", "/help/../settings/", "/help/contents.toml", "/help/images/x.png"]
 )
-def test_what_is_not_of_the_manual_is_not_there(reader: Client, address: str) -> None:
+def test_addresses_outside_the_manual_are_answered_404(reader: Client, address: str) -> None:
     assert reader.get(address).status_code == 404
 
 
-def test_html_in_a_page_is_shown_and_not_obeyed() -> None:
+def test_html_and_script_links_in_a_page_are_neutralised() -> None:
     page = pages.render_page(
         "x", "# A\n\n<script>alert(1)</script> a<br>b [l](javascript:alert(1))", site.SERVED_EDITION.docs_url
     )
@@ -117,12 +117,12 @@ def test_html_in_a_page_is_shown_and_not_obeyed() -> None:
     assert 'href="javascript' not in page.html
 
 
-def test_a_drawing_that_is_not_understood_is_refused() -> None:
+def test_an_unsupported_diagram_is_refused() -> None:
     with pytest.raises(ValueError, match="loop"):
         sequence.render_svg("sequenceDiagram\nloop for ever\nend", "x")
 
 
-def test_the_question_mark_leads_from_each_page_to_its_part(client: Client, db: None) -> None:
+def test_the_help_link_of_each_list_leads_to_its_section(client: Client, db: None) -> None:
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
     for _, one in fields.iterate_lists():
         name = f"{one.opts.app_label}_{one.opts.model_name}"
@@ -138,7 +138,7 @@ def test_the_question_mark_leads_from_each_page_to_its_part(client: Client, db: 
         assert not anchor or anchor in [section.anchor for section in sections], place
 
 
-def test_every_field_of_the_console_has_its_sentence() -> None:
+def test_every_field_of_the_console_is_described() -> None:
     silent = [
         f"{one.opts.model_name}.{name}"
         for _, one in fields.iterate_lists()
@@ -149,13 +149,13 @@ def test_every_field_of_the_console_has_its_sentence() -> None:
     assert "| Freshness | Whether its agent is heard" in fields.render_fields_page()
 
 
-def test_a_form_says_the_manuals_sentence(client: Client, db: None) -> None:
+def test_a_form_shows_the_description_of_the_manual(client: Client, db: None) -> None:
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
     form = client.get(reverse("admin:accelerators_admissionrule_add")).content.decode()
     assert fields.field_sentence("admissionrule", "type") in html.unescape(form)
 
 
-def test_every_field_of_the_api_has_its_sentence() -> None:
+def test_every_field_of_the_api_is_described() -> None:
     from cyborgweb.api import openapi
 
     silent = [

@@ -23,39 +23,39 @@ def owner() -> User:
     return User.objects.create_user("owner")
 
 
-def authenticated(request: object) -> Caller:
+def authenticate_request(request: object) -> Caller:
     return CallerAuthentication().authenticate(Request(request))[0]  # type: ignore[arg-type]
 
 
-def caller(token: str, service: str = "") -> Caller:
+def get_caller(token: str, service: str = "") -> Caller:
     headers = {"X-Auth-Token": token} | ({"X-Service-Token": service} if service else {})
-    return authenticated(RequestFactory().get("/", headers=headers))
+    return authenticate_request(RequestFactory().get("/", headers=headers))
 
 
-def test_a_second_token_with_the_service_role_makes_a_service(
+def test_a_second_token_with_the_service_role_makes_the_caller_a_service(
     owner: User, django_assert_num_queries: DjangoAssertNumQueries
 ) -> None:
     member = ApiToken.create_with_secret("ci", owner, ["member"], "p1")
     nova = ApiToken.create_with_secret("nova", owner, ["service"], "service")
-    assert caller(member) == Caller("ci", str(owner.pk), frozenset({"member"}), "p1")
+    assert get_caller(member) == Caller("ci", str(owner.pk), frozenset({"member"}), "p1")
     with django_assert_num_queries(1):
-        assert caller(member, nova) == Caller("ci", str(owner.pk), frozenset({"member"}), "p1", service=True)
-    assert caller(nova, nova).service and not caller(nova).service
+        assert get_caller(member, nova) == Caller("ci", str(owner.pk), frozenset({"member"}), "p1", service=True)
+    assert get_caller(nova, nova).service and not get_caller(nova).service
 
 
-def test_a_bad_service_token_is_a_401_as_keystonemiddleware_has_it(owner: User) -> None:
+def test_an_invalid_service_token_is_refused(owner: User) -> None:
     member, admin = (ApiToken.create_with_secret(role, owner, [role], "p1") for role in ("member", "admin"))
     nova = ApiToken.create_with_secret("nova", owner, ["service"], "service")
     for pair in ((member, "nope"), (member, admin), (member, "x" * 9000), ("nope", nova), ("", nova)):
         with pytest.raises(AuthenticationFailed):
-            caller(*pair)
+            get_caller(*pair)
 
 
-def test_tokens_of_a_user_who_is_switched_off_are_no_good(owner: User) -> None:
+def test_tokens_of_an_inactive_user_are_refused(owner: User) -> None:
     token = ApiToken.create_with_secret("ci", owner, ["member"], "p1")
     User.objects.update(is_active=False)
     with pytest.raises(AuthenticationFailed):
-        caller(token)
+        get_caller(token)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +66,19 @@ def test_tokens_of_a_user_who_is_switched_off_are_no_good(owner: User) -> None:
         ({}, None),
     ],
 )
-def test_a_person_in_the_console_may_use_the_apis(client: Client, flags: dict[str, bool], roles: set[str]) -> None:
+def test_a_session_of_staff_may_use_the_apis_with_the_roles_of_the_user(
+    client: Client, flags: dict[str, bool], roles: set[str]
+) -> None:
     client.force_login(User.objects.create_user("ann", **flags))
     response = client.get("/v2/devices")
     assert response.status_code == (401 if roles is None else 200)
     if roles:
         request = RequestFactory().get("/")
         request.user, request.session, request.COOKIES["sessionid"] = User.objects.get(), client.session, "its"
-        assert (authenticated(request).roles, authenticated(request).project_id) == (roles, "local")
+        assert (authenticate_request(request).roles, authenticate_request(request).project_id) == (roles, "local")
 
 
-def test_a_session_never_counts_beside_a_token(client: Client) -> None:
+def test_a_session_is_ignored_if_a_token_is_sent(client: Client) -> None:
     client.force_login(User.objects.create_superuser("root"))
     for token in ("", "nope"):
         response = client.get("/v2/devices", headers={"X-Auth-Token": token})
@@ -84,11 +86,11 @@ def test_a_session_never_counts_beside_a_token(client: Client) -> None:
         assert json.loads(response.content)["error"]["code"] == 401
 
 
-def test_unsafe_methods_of_a_session_need_the_csrf_token() -> None:
+def test_unsafe_methods_with_a_session_need_the_csrf_token() -> None:
     client = Client(enforce_csrf_checks=True)
     client.force_login(User.objects.create_superuser("root"))
     assert client.get("/v2/devices").status_code == 200
     request = RequestFactory(enforce_csrf_checks=True).post("/v2/devices")
     request.user, request.session, request.COOKIES["sessionid"] = User.objects.get(), client.session, "its"
     with pytest.raises(PermissionDenied, match="CSRF"):
-        authenticated(request)
+        authenticate_request(request)

@@ -25,7 +25,7 @@ from tests.support.keystone import User as Person
 pytestmark = pytest.mark.django_db
 
 PASSWORD = "correct horse battery"
-ROLES = {"admin": ["admin", "manager", "member", "reader"], "manager": ["manager", "member", "reader"]}
+ROLES_BY_USER = {"admin": ["admin", "manager", "member", "reader"], "manager": ["manager", "member", "reader"]}
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def console(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def keystone(console: None) -> Iterator[Keystone]:
     with vouching() as known:
         for name in ("admin", "manager", "member", "reader"):
-            known.users.append(Person(name, PASSWORD, {"p1": ROLES.get(name, [name])}))
+            known.users.append(Person(name, PASSWORD, {"p1": ROLES_BY_USER.get(name, [name])}))
         yield known
 
 
@@ -47,19 +47,21 @@ def log_in(client: Client, name: str, password: str = PASSWORD, project: str = "
     """What is wrong; '' once inside."""
     fields = {"username": name, "password": password, "domain": domain, "project": project, "next": "/admin/"}
     response = client.post("/admin/login/", fields)
-    return "" if response.status_code == 302 else sentence(response)
+    return "" if response.status_code == 302 else get_error_message(response)
 
 
-def sentence(response: HttpResponse) -> str:
+def get_error_message(response: HttpResponse) -> str:
     (text,) = re.findall(r'<div class="message bad" role="alert"><p>(.*?)</p></div>', response.content.decode(), re.S)
     return str(text)
 
 
-def user_of(keystone: Keystone, name: str) -> User:
+def get_user(keystone: Keystone, name: str) -> User:
     return KeystoneUser.objects.get(keystone_id=next(u.id for u in keystone.users if u.name == name)).user
 
 
-def test_the_page_asks_for_name_password_domain_and_project(client: Client, keystone: Keystone) -> None:
+def test_the_login_page_with_keystone_asks_for_name_password_domain_and_project(
+    client: Client, keystone: Keystone
+) -> None:
     page = client.get("/admin/login/").content.decode()
     assert re.findall(r'<input type="(?:text|password)" name="(\w+)"', page) == [
         *("username", "password", "domain", "project")
@@ -72,11 +74,11 @@ def _cheap_hashes(settings: Any) -> None:
     settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 
 
-def test_the_page_without_keystone_asks_for_name_and_password(client: Client) -> None:
+def test_the_login_page_without_keystone_asks_for_name_and_password(client: Client) -> None:
     User.objects.create_superuser("root", password="a long enough secret")
     page = client.get("/admin/login/").content.decode()
     assert re.findall(r'<input type="(?:text|password)" name="(\w+)"', page) == ["username", "password"]
-    assert "Please enter the correct username and password" in sentence(
+    assert "Please enter the correct username and password" in get_error_message(
         client.post("/admin/login/", {"username": "root", "password": "wrong"})
     )
     response = client.post("/admin/login/?next=/admin/accelerators/host/", {"username": "root", "password": "wrong"})
@@ -85,17 +87,17 @@ def test_the_page_without_keystone_asks_for_name_and_password(client: Client) ->
     assert inside["Location"] == "/admin/"
 
 
-def test_an_administrator_may_do_everything(client: Client, keystone: Keystone) -> None:
+def test_a_keystone_admin_becomes_a_superuser_of_the_console(client: Client, keystone: Keystone) -> None:
     assert log_in(client, "admin") == ""
-    user = user_of(keystone, "admin")
+    user = get_user(keystone, "admin")
     assert (user.username, user.is_superuser, user.has_usable_password()) == ("admin@Default", True, False)
     assert [group.name for group in user.groups.all()] == [roles.ADMINISTRATORS.group]
     assert client.get("/admin/").status_code == 200
 
 
-def test_a_viewer_may_look_and_nothing_else(client: Client, keystone: Keystone) -> None:
+def test_a_keystone_manager_becomes_a_viewer_of_the_console(client: Client, keystone: Keystone) -> None:
     assert log_in(client, "manager") == ""
-    user = user_of(keystone, "manager")
+    user = get_user(keystone, "manager")
     assert user.is_staff and not user.is_superuser
     assert {permission.split(".")[1].split("_")[0] for permission in user.get_all_permissions()} == {"view"}
     assert user.has_perm("accelerators.view_device") and not user.has_perm("auth.view_user")
@@ -104,20 +106,22 @@ def test_a_viewer_may_look_and_nothing_else(client: Client, keystone: Keystone) 
 
 
 @pytest.mark.parametrize("name", ["member", "reader"])
-def test_other_roles_are_told_what_is_wanted_and_leave_no_trace(client: Client, keystone: Keystone, name: str) -> None:
+def test_other_keystone_roles_are_refused_naming_the_needed_roles_and_create_no_user(
+    client: Client, keystone: Keystone, name: str
+) -> None:
     told = "The console needs the role admin or manager in the project; you do not have it."
     assert log_in(client, name) == told
     assert not KeystoneUser.objects.exists() and not User.objects.exists()
 
 
-def test_which_roles_may_look_is_configured(client: Client, console: None) -> None:
+def test_the_keystone_roles_of_viewers_can_be_configured(client: Client, console: None) -> None:
     with vouching(CYBORG_CONSOLE_VIEWER_ROLES="manager,reader") as keystone:
         keystone.users.append(Person("rita", PASSWORD, {"p1": ["reader"]}))
         assert log_in(client, "rita") == ""
-        assert [group.name for group in user_of(keystone, "rita").groups.all()] == [roles.VIEWERS.group]
+        assert [group.name for group in get_user(keystone, "rita").groups.all()] == [roles.VIEWERS.group]
 
 
-def test_each_of_keystone_s_roles_has_its_place(client: Client, console: None) -> None:
+def test_each_keystone_role_is_mapped_to_its_console_group(client: Client, console: None) -> None:
     places = {
         "accelerator_operator": "role:operator",
         "auditor": "role:auditor",
@@ -128,22 +132,26 @@ def test_each_of_keystone_s_roles_has_its_place(client: Client, console: None) -
         for role, place in places.items():
             keystone.users.append(Person(f"one {role}", PASSWORD, {"p1": [role, "reader"]}))
             assert log_in(client, f"one {role}") == ""
-            assert [group.name for group in user_of(keystone, f"one {role}").groups.all()] == [place]
+            assert [group.name for group in get_user(keystone, f"one {role}").groups.all()] == [place]
             seen = client.get("/admin/accelerators/device/").status_code
             assert seen == (403 if role == "member" else 200)
 
 
-def test_roles_are_mapped_afresh_at_every_login(client: Client, keystone: Keystone) -> None:
+def test_keystone_roles_are_mapped_again_at_every_login(client: Client, keystone: Keystone) -> None:
     person = next(user for user in keystone.users if user.name == "admin")
-    for words, superuser, groups in ((ROLES["admin"], True, 1), (ROLES["manager"], False, 1), (["member"], False, 0)):
+    for words, superuser, groups in (
+        (ROLES_BY_USER["admin"], True, 1),
+        (ROLES_BY_USER["manager"], False, 1),
+        (["member"], False, 0),
+    ):
         person.roles = {"p1": words}
         assert (log_in(client, "admin") == "") is bool(groups)
-        user = user_of(keystone, "admin")
+        user = get_user(keystone, "admin")
         assert (user.is_superuser, user.is_staff, user.groups.count()) == (superuser, bool(groups), groups)
     assert client.get("/admin/").status_code == 302  # the session from before has lost its access too
 
 
-WRONG = {
+WRONG_FIELDS = {
     "password": {"password": "wrong"},
     "name": {"name": "nobody"},
     "project": {"project": "p2"},
@@ -151,14 +159,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
-def test_whatever_is_wrong_the_sentence_is_the_same(client: Client, keystone: Keystone, wrong: dict[str, str]) -> None:
+@pytest.mark.parametrize("wrong", WRONG_FIELDS.values(), ids=WRONG_FIELDS.keys())
+def test_a_wrong_name_password_project_or_domain_gives_the_same_message(
+    client: Client, keystone: Keystone, wrong: dict[str, str]
+) -> None:
     assert log_in(client, **({"name": "admin"} | wrong)) == REFUSED_TEXT
     assert not User.objects.exists()
 
 
 @pytest.mark.parametrize("field", ["name", "password", "domain", "project"])
-def test_overlong_fields_never_reach_keystone(client: Client, keystone: Keystone, field: str) -> None:
+def test_overlong_login_fields_are_refused_without_asking_keystone(
+    client: Client, keystone: Keystone, field: str
+) -> None:
     client.post("/admin/login/", {"username": "admin", "password": PASSWORD, "domain": "Default", "project": "p1"})
     before = keystone.calls["log in"]
     fields = {"name": "admin", "password": PASSWORD, "domain": "Default", "project": "p1"} | {field: "x" * 300}
@@ -169,16 +181,16 @@ def test_overlong_fields_never_reach_keystone(client: Client, keystone: Keystone
 
 
 @pytest.mark.parametrize("status", [500, 403])
-def test_with_keystone_away_the_sentence_says_so(client: Client, keystone: Keystone, status: int) -> None:
+def test_the_login_page_says_that_keystone_is_unavailable(client: Client, keystone: Keystone, status: int) -> None:
     keystone.fails_with = status
     assert log_in(client, "admin") == UNAVAILABLE_TEXT
 
 
-def test_people_are_told_apart_by_keystones_id_not_by_name(client: Client, keystone: Keystone) -> None:
+def test_users_are_identified_by_their_keystone_id_and_not_by_name(client: Client, keystone: Keystone) -> None:
     elsewhere = Person("admin", PASSWORD, {"p1": ["manager"]}, domain="other")
     keystone.users.append(elsewhere)
     assert log_in(client, "admin") == "" and log_in(Client(), "admin", domain="other") == ""
-    first = user_of(keystone, "admin")
+    first = get_user(keystone, "admin")
     assert KeystoneUser.objects.get(keystone_id=elsewhere.id).user.username == "admin@other" and first.is_superuser
     # Deleted and made anew under the same name: somebody else, without the first one's rights.
     keystone.users = [Person("admin", PASSWORD, {"p1": ["manager"]}, id="f" * 32)]
@@ -188,13 +200,13 @@ def test_people_are_told_apart_by_keystones_id_not_by_name(client: Client, keyst
     assert first.is_superuser and KeystoneUser.objects.count() == 3
 
 
-def test_a_user_switched_off_in_the_console_stays_out(client: Client, keystone: Keystone) -> None:
+def test_a_user_deactivated_in_the_console_cannot_log_in(client: Client, keystone: Keystone) -> None:
     assert log_in(client, "admin") == ""
     User.objects.update(is_active=False)
     assert log_in(client, "admin") != "" and client.get("/admin/").status_code == 302
 
 
-def test_who_has_no_roles_in_the_session_is_nobody_to_the_apis(client: Client, keystone: Keystone) -> None:
+def test_a_session_without_roles_or_without_staff_status_gives_no_caller(client: Client, keystone: Keystone) -> None:
     assert log_in(client, "admin") == ""
     user, session = User.objects.get(), dict(client.session)
     assert roles.get_session_caller(user, session)
@@ -203,7 +215,7 @@ def test_who_has_no_roles_in_the_session_is_nobody_to_the_apis(client: Client, k
     assert roles.get_session_caller(user, session) is None
 
 
-def test_a_session_ends_at_a_fixed_time_and_holds_no_secret(client: Client, console: None) -> None:
+def test_a_session_expires_after_the_configured_hours_and_contains_no_secret(client: Client, console: None) -> None:
     with vouching(CYBORG_CONSOLE_SESSION_H="2") as keystone:
         keystone.users.append(Person("admin", PASSWORD, {"p1": ["admin"]}))
         before = datetime.now(UTC)
@@ -222,7 +234,7 @@ def test_a_session_ends_at_a_fixed_time_and_holds_no_secret(client: Client, cons
         assert client.get("/admin/").status_code == 302
 
 
-def test_neither_password_nor_token_is_logged_or_remembered(
+def test_neither_passwords_nor_tokens_are_logged_or_stored(
     client: Client, keystone: Keystone, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -232,13 +244,13 @@ def test_neither_password_nor_token_is_logged_or_remembered(
     assert PASSWORD not in str(list(User.objects.values()))
 
 
-def test_a_local_password_opens_nothing_here(client: Client, keystone: Keystone) -> None:
+def test_a_local_password_cannot_be_used_when_keystone_is_configured(client: Client, keystone: Keystone) -> None:
     User.objects.create_superuser("root", password="a long enough secret")
     assert log_in(client, "root", "a long enough secret") == REFUSED_TEXT
     assert not client.login(username="root", password="a long enough secret")
 
 
-def test_the_person_may_use_the_apis_with_the_roles_of_the_login(client: Client, keystone: Keystone) -> None:
+def test_a_keystone_session_may_use_the_apis_with_the_roles_of_the_login(client: Client, keystone: Keystone) -> None:
     assert client.get("/v2/devices").status_code == 401
     assert log_in(client, "manager") == ""
     assert client.get("/v2/devices").status_code == 200

@@ -21,16 +21,16 @@ from agents import telemetry
 from agents.models import Gateway
 from cyborgweb.monitoring import calls
 from tests.support.webserver import PATIENCE
-from tests.web.test_metrics import moved, scrape, value
+from tests.web.test_metrics import compute_increase, get_value, scrape
 
 pytestmark = pytest.mark.django_db(transaction=True)
-AWAY = "http://127.0.0.1:1"
-PERSON = {"username": "u", "password": "p", "user_domain_id": "default"}
-NOVA = {"service_type": "compute"}
+UNREACHABLE_URL = "http://127.0.0.1:1"
+CREDENTIALS = {"username": "u", "password": "p", "user_domain_id": "default"}
+NOVA_ENDPOINT_FILTER = {"service_type": "compute"}
 
 
 @contextmanager
-def locked(table: str) -> Iterator[None]:
+def lock_table(table: str) -> Iterator[None]:
     """Nobody else can read it."""
     with psycopg.connect(**connection.get_connection_params()) as other:
         other.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
@@ -40,61 +40,66 @@ def locked(table: str) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("auth", "raised"),
-    [(v3.Password(f"{AWAY}/v3", **PERSON), ConnectFailure), (generic.Password(AWAY, **PERSON), DiscoveryFailure)],
+    [
+        (v3.Password(f"{UNREACHABLE_URL}/v3", **CREDENTIALS), ConnectFailure),
+        (generic.Password(UNREACHABLE_URL, **CREDENTIALS), DiscoveryFailure),
+    ],
     ids=["login", "discovery"],
 )
-def test_a_failed_login_is_keystone_s_and_not_of_whom_the_call_was_for(auth: Any, raised: type[Exception]) -> None:
+def test_a_failed_login_is_counted_as_a_call_to_keystone_only(auth: Any, raised: type[Exception]) -> None:
     before, session = scrape(), calls.count_calls(Session(auth=auth))
     with pytest.raises(raised):
-        session.get("http://127.0.0.1:1/servers", endpoint_filter=NOVA, connect_retries=0)
-    after = moved(before, scrape())
-    told = {
+        session.get("http://127.0.0.1:1/servers", endpoint_filter=NOVA_ENDPOINT_FILTER, connect_retries=0)
+    after = compute_increase(before, scrape())
+    increases = {
         dict(labels)["service"]: after(name, **dict(labels))
         for name, labels in scrape()
         if name == "cyborg_cloud_calls_total" and after(name, **dict(labels))
     }
-    assert told == {"keystone": 1}
+    assert increases == {"keystone": 1}
 
 
-def test_who_asks_again_after_a_failure_is_counted_again() -> None:
+def test_a_call_after_a_failed_one_is_counted_as_well() -> None:
     before, session = scrape(), calls.count_calls(Session(auth=NoAuth()))
     try:
-        session.get(f"{AWAY}/auth", connect_retries=0)
+        session.get(f"{UNREACHABLE_URL}/auth", connect_retries=0)
     except ConnectFailure:
         with pytest.raises(ConnectFailure):
-            session.get(f"{AWAY}/servers", endpoint_filter=NOVA, connect_retries=0)
-    after = moved(before, scrape())
+            session.get(f"{UNREACHABLE_URL}/servers", endpoint_filter=NOVA_ENDPOINT_FILTER, connect_retries=0)
+    after = compute_increase(before, scrape())
     for service in ("keystone", "nova"):
         assert after("cyborg_cloud_calls_total", service=service, method="GET", status="unreachable") == 1
 
 
-def test_a_locked_registry_of_gateways_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_locked_table_of_gateways_times_out_and_the_scrape_shows_the_database_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(telemetry, "STATEMENT_TIMEOUT_MS", 100)
     monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
-    with locked("agents_gateway"):
+    with lock_table("agents_gateway"):
         telemetry.forget_gateways()
         began = time.monotonic()
         with pytest.raises(OperationalError, match="statement timeout"):
             telemetry.get_last_loads()
-        assert value(scrape(), "cyborg_database_up") == 0
+        assert get_value(scrape(), "cyborg_database_up") == 0
         assert time.monotonic() - began < 5 * PATIENCE
-    assert value(scrape(), "cyborg_database_up") == 1
+    assert get_value(scrape(), "cyborg_database_up") == 1
 
 
-def test_whose_transaction_it_is_waits_as_before_and_what_is_repeated_is_read_each_time() -> None:
+def test_reading_the_gateways_leaves_the_statement_timeout_of_the_connection_unchanged() -> None:
     def patience() -> str:
         with connection.cursor() as cursor:
             cursor.execute("SHOW statement_timeout")
             return str(cursor.fetchone()[0])
 
-    Gateway.objects.create(name="far", url=AWAY)
+    Gateway.objects.create(name="far", url=UNREACHABLE_URL)
     before = patience()
     for _ in range(8):
         telemetry.forget_gateways()
-        assert telemetry._gateway_pool._read_live_gateways() == {"far": AWAY}
+        assert telemetry._gateway_pool._read_live_gateways() == {"far": UNREACHABLE_URL}
         assert patience() == before
         with transaction.atomic():
             telemetry.forget_gateways()
-            assert telemetry._gateway_pool._read_live_gateways() == {"far": AWAY}
+            assert telemetry._gateway_pool._read_live_gateways() == {"far": UNREACHABLE_URL}
             assert patience() == before
     telemetry.forget_gateways()

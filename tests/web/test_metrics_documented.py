@@ -19,11 +19,11 @@ from cyborgweb.live import feed  # noqa: F401
 from cyborgweb.monitoring import calls, served, snapshot  # noqa: F401
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-BOARD = json.loads((DOCS / "monitoring/grafana-dashboard.json").read_text())
-RULES = [
+DASHBOARD = json.loads((DOCS / "monitoring/grafana-dashboard.json").read_text())
+ALERT_RULES = [
     rule for group in yaml.safe_load((DOCS / "monitoring/alerts.yaml").read_text())["groups"] for rule in group["rules"]
 ]
-SELECTED = re.compile(r"(cyborg_\w+)(?:\{([^}]*)\})?")
+METRIC_SELECTOR = re.compile(r"(cyborg_\w+)(?:\{([^}]*)\})?")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def told(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def samples(told: dict[str, Any]) -> dict[str, set[str]]:
+def list_sample_labels(told: dict[str, Any]) -> dict[str, set[str]]:
     """What a query may name, with the labels it may choose by."""
     found: dict[str, set[str]] = {}
     for name, (kind, labels, _) in told.items():
@@ -47,19 +47,19 @@ def samples(told: dict[str, Any]) -> dict[str, set[str]]:
     return found
 
 
-def queries() -> Iterator[tuple[str, str]]:
+def list_queries() -> Iterator[tuple[str, str]]:
     """Every query of the dashboard and of the rules, with where it stands."""
-    for panel in BOARD["panels"]:
+    for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
-    for variable in BOARD["templating"]["list"]:
+    for variable in DASHBOARD["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["name"], variable["query"]["query"]
-    for rule in RULES:
+    for rule in ALERT_RULES:
         yield rule["alert"], rule["expr"]
 
 
-def test_every_metric_stands_in_the_manual_as_the_code_says_it(told: dict[str, Any]) -> None:
+def test_the_manual_lists_every_metric_with_its_type_labels_and_description(told: dict[str, Any]) -> None:
     rows = [
         f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |"
         for name, (kind, labels, text) in told.items()
@@ -68,30 +68,30 @@ def test_every_metric_stands_in_the_manual_as_the_code_says_it(told: dict[str, A
     assert sorted(written) == sorted(rows), "\n".join(sorted(rows))
 
 
-def test_dashboard_and_rules_ask_for_what_there_is(told: dict[str, Any]) -> None:
-    known = samples(told)
-    for where, query in queries():
-        found = SELECTED.findall(query)
+def test_dashboard_and_alert_rules_query_only_existing_metrics_and_labels(told: dict[str, Any]) -> None:
+    known = list_sample_labels(told)
+    for where, query in list_queries():
+        found = METRIC_SELECTOR.findall(query)
         assert found, where
         for name, matchers in found:
             assert name in known, f"{where}: {name}"
             assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)) <= known[name], f"{where}: {query}"
 
 
-def test_every_metric_is_on_the_dashboard_or_in_a_rule(told: dict[str, Any]) -> None:
-    asked = " ".join(query for _, query in queries())
+def test_every_metric_is_used_by_the_dashboard_or_an_alert_rule(told: dict[str, Any]) -> None:
+    asked = " ".join(query for _, query in list_queries())
     assert not [name for name in told if not re.search(rf"{name}\b|{name}_(?:bucket|count|sum)\b", asked)]
 
 
-def test_every_rule_says_what_is_wrong_and_what_to_do() -> None:
-    assert len({rule["alert"] for rule in RULES}) == len(RULES)
-    for rule in RULES:
+def test_every_alert_rule_has_a_severity_a_summary_and_an_action() -> None:
+    assert len({rule["alert"] for rule in ALERT_RULES}) == len(ALERT_RULES)
+    for rule in ALERT_RULES:
         assert rule["labels"]["severity"] in ("warning", "critical"), rule["alert"]
         assert all(rule["annotations"][said].rstrip().endswith(".") for said in ("summary", "action")), rule["alert"]
 
 
-def test_every_panel_is_drawn_from_the_chosen_source() -> None:
-    panels = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
-    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+def test_every_dashboard_panel_uses_the_chosen_data_source() -> None:
+    panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in panels:
         assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}, panel["title"]

@@ -18,20 +18,20 @@ from accelerators.models import AcceleratorRequest, AttachHandle, Command, Devic
 from cyborgweb.auth.policy import IMPLIED_ROLES, Policy
 from cyborgweb.auth.policy_rules import ELEVATED, OPERATOR, OWN_RULES
 from cyborgweb.models import ApiToken
-from tests.support.reports import a_heard_host
+from tests.support.reports import create_heard_host
 
 pytestmark = pytest.mark.django_db
 Ask = Callable[..., HttpResponse]
-WHO = ("admin", OPERATOR, "manager", "member")
-NOBODY = "00000000-0000-4000-8000-000000000000"
-TARGETS = {"targets": [{"device": NOBODY}], "count": 1}
+ROLES_ASKED = ("admin", OPERATOR, "manager", "member")
+UNKNOWN_UUID = "00000000-0000-4000-8000-000000000000"
+TARGETS = {"targets": [{"device": UNKNOWN_UUID}], "count": 1}
 
 
 @pytest.fixture
 def ask(client: Client) -> Ask:
     """`ask(by, method, path, body)`, with a token of our own table in project p1."""
     user = User.objects.create(username="rita")
-    tokens = {role: ApiToken.create_with_secret(role, user, sorted(IMPLIED_ROLES[role]), "p1") for role in WHO}
+    tokens = {role: ApiToken.create_with_secret(role, user, sorted(IMPLIED_ROLES[role]), "p1") for role in ROLES_ASKED}
 
     def call(by: str, method: str, path: str, body: Any = None) -> HttpResponse:
         sent = b"" if body is None else json.dumps(body).encode()
@@ -44,50 +44,50 @@ def ask(client: Client) -> Ask:
 READS = ["backends", "services", "drivers", "rollouts", "devices", "commands", "attach_handles"]
 ROUTES = [
     *[("GET", f"/api/{name}/", None, (200, 200, 200, 403)) for name in READS],
-    ("GET", f"/api/backends/{NOBODY}:pci_driver:a/", None, (404, 404, 404, 403)),
-    ("GET", f"/api/rollouts/{NOBODY}/", None, (404, 404, 404, 403)),
-    ("GET", f"/api/attachments/{NOBODY}/", None, (404, 404, 403, 403)),
-    ("POST", "/api/commands/", {"op": "rescan", "host": NOBODY}, (400, 400, 403, 403)),
+    ("GET", f"/api/backends/{UNKNOWN_UUID}:pci_driver:a/", None, (404, 404, 404, 403)),
+    ("GET", f"/api/rollouts/{UNKNOWN_UUID}/", None, (404, 404, 404, 403)),
+    ("GET", f"/api/attachments/{UNKNOWN_UUID}/", None, (404, 404, 403, 403)),
+    ("POST", "/api/commands/", {"op": "rescan", "host": UNKNOWN_UUID}, (400, 400, 403, 403)),
     ("POST", "/api/rollouts/", {}, (400, 400, 403, 403)),
-    ("POST", f"/api/rollouts/{NOBODY}/cancel/", {}, (404, 404, 403, 403)),
+    ("POST", f"/api/rollouts/{UNKNOWN_UUID}/cancel/", {}, (404, 404, 403, 403)),
     ("POST", "/api/attachments/", {}, (400, 400, 403, 403)),
-    ("POST", f"/api/attachments/{NOBODY}/detach/", {}, (404, 404, 403, 403)),
-    ("POST", "/api/commands/", {"op": "logs", "host": NOBODY}, (400, 403, 403, 403)),
-    ("POST", "/api/commands/", {"op": "reset", "device": NOBODY}, (400, 403, 403, 403)),
-    ("POST", f"/api/devices/{NOBODY}/enable/", {}, (404, 403, 403, 403)),
-    ("PATCH", f"/api/devices/{NOBODY}/", {"layout": {"vfs": "4"}}, (404, 403, 403, 403)),
+    ("POST", f"/api/attachments/{UNKNOWN_UUID}/detach/", {}, (404, 404, 403, 403)),
+    ("POST", "/api/commands/", {"op": "logs", "host": UNKNOWN_UUID}, (400, 403, 403, 403)),
+    ("POST", "/api/commands/", {"op": "reset", "device": UNKNOWN_UUID}, (400, 403, 403, 403)),
+    ("POST", f"/api/devices/{UNKNOWN_UUID}/enable/", {}, (404, 403, 403, 403)),
+    ("PATCH", f"/api/devices/{UNKNOWN_UUID}/", {"layout": {"vfs": "4"}}, (404, 403, 403, 403)),
     ("POST", "/api/accelerators/", TARGETS, (202, 403, 403, 403)),
     ("POST", "/api/accelerators/delete/", TARGETS, (202, 403, 403, 403)),
     ("GET", "/api/accelerators/", None, (200, 200, 200, 200)),
     ("GET", "/api/accelerators/?attached=false", None, (200, 200, 200, 200)),
-    ("GET", f"/api/accelerators/{NOBODY}/", None, (404, 404, 404, 404)),
-    ("PATCH", f"/api/accelerators/{NOBODY}/", {"label": "x"}, (404, 404, 404, 404)),
+    ("GET", f"/api/accelerators/{UNKNOWN_UUID}/", None, (404, 404, 404, 404)),
+    ("PATCH", f"/api/accelerators/{UNKNOWN_UUID}/", {"label": "x"}, (404, 404, 404, 404)),
     ("GET", "/api/attachments/", None, (200, 200, 403, 403)),
 ]
 
 
-def test_who_may_do_what_and_a_refusal_says_who_may(ask: Ask) -> None:
+def test_each_route_allows_exactly_its_roles_and_a_refusal_names_a_sufficient_role(ask: Ask) -> None:
     for method, path, body, answers in ROUTES:
-        said = [ask(by, method, path, body) for by in WHO]
-        assert tuple(response.status_code for response in said) == answers, (method, path, body)
-        would_do = "admin" if answers[1] == 403 else OPERATOR if answers[2] == 403 else "manager"
-        for response in said:
+        responses = [ask(by, method, path, body) for by in ROLES_ASKED]
+        assert tuple(response.status_code for response in responses) == answers, (method, path, body)
+        sufficient_role = "admin" if answers[1] == 403 else OPERATOR if answers[2] == 403 else "manager"
+        for response in responses:
             if response.status_code == 403:
                 text = json.loads(response.content)["error"]["message"]
                 assert text.startswith("Access was denied to the following resource: cyborg:")
-                assert text.endswith(f". The role {would_do} would be sufficient."), (method, path)
+                assert text.endswith(f". The role {sufficient_role} would be sufficient."), (method, path)
     assert not Command.objects.exists() and not Event.objects.filter(source="api").exists()
 
 
-def test_the_elevated_have_a_host_looked_at_again(ask: Ask) -> None:
-    host = a_heard_host("cmp1", 1)
-    said = {"op": "rescan", "host": str(host.uuid), "driver": "pci_driver"}
-    assert [ask(by, "POST", "/api/commands/", said).status_code for by in ("manager", OPERATOR)] == [403, 201]
+def test_operators_may_order_a_rescan_and_managers_may_not(ask: Ask) -> None:
+    host = create_heard_host("cmp1", 1)
+    order_data = {"op": "rescan", "host": str(host.uuid), "driver": "pci_driver"}
+    assert [ask(by, "POST", "/api/commands/", order_data).status_code for by in ("manager", OPERATOR)] == [403, 201]
     assert Command.objects.get().actor == OPERATOR
 
 
-def test_a_member_lists_and_labels_what_its_project_has_attached_and_nothing_else(ask: Ask) -> None:
-    a_heard_host("cmp1", 2)
+def test_a_member_lists_and_labels_only_accelerators_attached_to_its_project(ask: Ask) -> None:
+    create_heard_host("cmp1", 2)
     with conductor.writing():
         profile = DeviceProfile.objects.create(name="small", groups=[{"resources:FPGA": "1"}])
         mine, theirs = (
@@ -115,7 +115,7 @@ def test_a_member_lists_and_labels_what_its_project_has_attached_and_nothing_els
     assert [row["label"] for row in rows] == ["for the press", "seen", "", ""]
 
 
-def test_who_is_elevated_is_one_line_of_the_policy_file(tmp_path: Path) -> None:
+def test_the_elevated_role_can_be_changed_by_one_line_of_the_policy_file(tmp_path: Path) -> None:
     written = tmp_path / "policy.yaml"
     written.write_text('"elevated": "role:cards"\n')
     policy = Policy(written, False)

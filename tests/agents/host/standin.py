@@ -35,21 +35,21 @@ QUICK = ConnectionTiming(
 )
 
 
-async def until(true: Callable[[], object], seconds: float = 15.0) -> None:
+async def wait_until(condition: Callable[[], object], seconds: float = 15.0) -> None:
     """Wait for a condition, with a deadline."""
     async with asyncio.timeout(PATIENCE * seconds):
-        while not true():
+        while not condition():
             await asyncio.sleep(0.005)
 
 
-def found(driver: str = "fake_driver", keys: Iterable[str] = ("a",), **more: str) -> DriverReport:
+def driver_report(driver: str = "fake_driver", keys: Iterable[str] = ("a",), **more: str) -> DriverReport:
     """An answer with these devices."""
     devices = tuple(Device(key=key, type="FPGA", vendor="0xABCD", model=more.get("model", "m")) for key in keys)
     return DriverReport(driver=driver, devices=devices, error=more.get("error", ""))
 
 
 @dataclass
-class StandIn:
+class FakeGateway:
     """Accepts whoever proves a key. `refuse` holds answers (status, JSON text, headers), one per upgrade request."""
 
     applied_hash: str = ""
@@ -59,7 +59,7 @@ class StandIn:
     acknowledge: bool = True
     acknowledge_beats: bool = True
     fingerprint: str = ""
-    refuse: list[tuple[int, str, Mapping[str, str]]] = field(default_factory=list)
+    refusals: list[tuple[int, str, Mapping[str, str]]] = field(default_factory=list)
     after_welcome: list[str] = field(default_factory=list)
     credentials: list[credentials.Credential] = field(default_factory=list)
     hellos: list[wire.Hello] = field(default_factory=list)
@@ -73,7 +73,7 @@ class StandIn:
     jitter_s: float = 0.0
     samples: list[wire.Samples] = field(default_factory=list)
     images: dict[str, bytes] = field(default_factory=dict)
-    busy: int = 0
+    busy_answers: int = 0
     """So many challenges are refused with 503."""
     reports: list[wire.Report] = field(default_factory=list)
     beats: list[wire.Beat] = field(default_factory=list)
@@ -82,17 +82,17 @@ class StandIn:
     errors: list[Exception] = field(default_factory=list)
     """What failed in sessions. `open` raises the first one at its end: websockets itself only logs it."""
     address: str = ""
-    at: str = "127.0.0.1"
+    listen_address: str = "127.0.0.1"
     port: int = 0
     _nonces: set[str] = field(default_factory=set)
 
     @asynccontextmanager
-    async def open(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[StandIn]:
+    async def open(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeGateway]:
         """Listen on a free port (the same one after a restart). At its end, raise the first error of a session."""
         server: Server
         async with serve(
             self._run_session,
-            self.at,
+            self.listen_address,
             self.port,
             subprotocols=list(wire.VERSIONS),  # type: ignore[arg-type]
             process_request=self._request,
@@ -100,7 +100,7 @@ class StandIn:
             ssl=tls,
         ) as server:
             self.port = next(iter(server.sockets)).getsockname()[1]
-            self.address = f"{'https' if tls else 'http'}://{self.at}:{self.port}"
+            self.address = f"{'https' if tls else 'http'}://{self.listen_address}:{self.port}"
             yield self
         if self.errors:
             raise self.errors[0]
@@ -112,47 +112,51 @@ class StandIn:
     def _request(self, connection: ServerConnection, request: Request) -> Response | None:
         self.requests.append(request.path)
         if request.path == wire.CHALLENGE_PATH:
-            if self.busy:
-                self.busy -= 1
+            if self.busy_answers:
+                self.busy_answers -= 1
                 return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "{}")
             nonce = secrets.token_urlsafe(18)
             self._nonces.add(nonce)
             body = msgspec.json.encode(credentials.Challenge(nonce=nonce, seconds=30, versions=wire.VERSIONS))
             return connection.respond(http.HTTPStatus.OK, body.decode())
         if request.path.startswith(wire.IMAGE_PATH):
-            self._note(request)
+            self._verify_credential(request)
             response = connection.respond(http.HTTPStatus.OK, "")
             response.body = self.images[request.path.removeprefix(wire.IMAGE_PATH)]
             del response.headers["Content-Length"]
             response.headers["Content-Length"] = str(len(response.body))
             return response
-        if self.refuse:
-            status, text, headers = self.refuse.pop(0)
+        if self.refusals:
+            status, text, headers = self.refusals.pop(0)
             response = connection.respond(http.HTTPStatus(status), text)
             response.headers.update(headers)
-            self._note(request)
+            self._verify_credential(request)
             return response
-        self._note(request)
+        self._verify_credential(request)
         return None
 
-    def _note(self, request: Request) -> None:
-        one = credentials.parse_authorization(request.headers["Authorization"])
-        self._nonces.remove(one.nonce)
-        signed = credentials.build_connect_bytes(one.host, one.node, one.epoch, one.nonce, self.fingerprint)
-        key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(one.public_key))
-        key.verify(base64.urlsafe_b64decode(one.signature), signed)
-        self.credentials.append(one)
+    def _verify_credential(self, request: Request) -> None:
+        credential = credentials.parse_authorization(request.headers["Authorization"])
+        self._nonces.remove(credential.nonce)
+        signed = credentials.build_connect_bytes(
+            credential.host, credential.node, credential.epoch, credential.nonce, self.fingerprint
+        )
+        key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(credential.public_key))
+        key.verify(base64.urlsafe_b64decode(credential.signature), signed)
+        self.credentials.append(credential)
 
-    async def order(self, *commands: wire.Command | wire.Watch) -> None:
+    async def send_to_agent(self, *commands: wire.Command | wire.Watch) -> None:
         """Send commands, or a wish, to the agent that is connected."""
         for command in commands:
             await self.sockets[-1].send(wire.encode_message(command))
 
-    def _check(self, told: wire.NewKey) -> None:
-        by = self.credentials[-1]
-        data = credentials.build_rotation_bytes(by.host, by.public_key, told.public_key, self.fingerprint)
-        assert credentials.is_valid_signature(by.public_key, told.signature, data)
-        assert credentials.is_valid_signature(told.public_key, told.proof, data)
+    def _verify_new_key(self, new_key: wire.NewKey) -> None:
+        credential = self.credentials[-1]
+        data = credentials.build_rotation_bytes(
+            credential.host, credential.public_key, new_key.public_key, self.fingerprint
+        )
+        assert credentials.is_valid_signature(credential.public_key, new_key.signature, data)
+        assert credentials.is_valid_signature(new_key.public_key, new_key.proof, data)
 
     async def _run_session(self, socket: ServerConnection) -> None:
         """Run one session and keep its error, also that of a failed assertion."""
@@ -177,9 +181,9 @@ class StandIn:
         for text in self.after_welcome:
             await socket.send(text)
         async for data in socket:
-            await self._take(socket, data)
+            await self._handle_message(socket, data)
 
-    async def _take(self, socket: ServerConnection, data: str | bytes) -> None:
+    async def _handle_message(self, socket: ServerConnection, data: str | bytes) -> None:
         message = wire.decode_from_agent(data)
         if isinstance(message, wire.Report):
             assert message.hash == wire.hash_report_content(message.all_drivers)
@@ -193,7 +197,7 @@ class StandIn:
             if self.acknowledge_beats:
                 await socket.send(wire.encode_message(wire.Ack(seq=message.seq, of="Beat")))
         elif isinstance(message, wire.NewKey):
-            self._check(message)
+            self._verify_new_key(message)
             self.new_keys.append(message)
             if self.acknowledge_keys:
                 await socket.send(wire.encode_message(wire.Ack(seq=0, of="NewKey")))
@@ -206,9 +210,9 @@ class StandIn:
             if self.acknowledge_results:
                 await socket.send(wire.encode_message(wire.Ack(seq=message.number, of="Result")))
         else:
-            self._keep(message)
+            self._store_message(message)
 
-    def _keep(self, message: wire.Message | wire.UnknownMessage) -> None:
+    def _store_message(self, message: wire.Message | wire.UnknownMessage) -> None:
         """What is not answered."""
         if isinstance(message, wire.Hello):
             self.hellos.append(message)

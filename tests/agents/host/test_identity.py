@@ -14,7 +14,7 @@ from agents.host.connection.identity import KEY_FILE, NEXT_KEY_FILE, load_or_cre
 from drivers.configuration import ConfigurationError
 
 
-def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
+def test_the_key_is_created_once_and_readable_by_its_owner_only(tmp_path: Path) -> None:
     first = load_or_create_keys(tmp_path, "cmp1.example", "cmp1")
     assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
     assert (
@@ -24,7 +24,7 @@ def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
 
 
-def test_a_half_written_key_of_a_killed_agent_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_half_written_key_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / KEY_FILE).with_suffix(".new").write_bytes(b"half")
     load_or_create_keys(tmp_path, "h", "h")
     assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
@@ -38,7 +38,7 @@ def test_a_key_that_others_can_read_is_refused_with_the_remedy(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", [b"", b"not a key", b"AAAA\n"])
-def test_what_is_not_a_key_is_said_so(tmp_path: Path, content: bytes) -> None:
+def test_a_key_file_with_other_content_is_refused_with_the_remedy(tmp_path: Path, content: bytes) -> None:
     (tmp_path / KEY_FILE).write_bytes(content)
     (tmp_path / KEY_FILE).chmod(0o600)
     with pytest.raises(ConfigurationError, match="is not an agent's key: move it away"):
@@ -57,7 +57,7 @@ def test_the_credential_proves_the_key_for_this_host_epoch_nonce_and_server(tmp_
     assert (credential.token, credential.epoch) == ("secret", 7)
 
 
-def test_the_key_to_come_is_on_disk_beside_the_present_one_until_it_is_adopted(tmp_path: Path) -> None:
+def test_the_next_key_is_stored_beside_the_current_one_until_it_is_adopted(tmp_path: Path) -> None:
     keys = load_or_create_keys(tmp_path, "h", "h")
     coming = keys.prepare_next_key()
     assert keys.prepare_next_key() is coming
@@ -73,7 +73,9 @@ def test_the_key_to_come_is_on_disk_beside_the_present_one_until_it_is_adopted(t
     assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
 
 
-def test_while_the_disk_refuses_no_key_in_use_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_in_use_is_not_overwritten_when_the_adopted_one_could_not_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

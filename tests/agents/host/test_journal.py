@@ -18,15 +18,15 @@ import pytest
 
 from agents.host.journal.journal import JOURNAL_FILE, WrongHostError, open_journal, read_known_host
 from drivers.inventory import DriverReport
-from tests.agents.host.standin import found
+from tests.agents.host.standin import driver_report
 
 
-def content(number: int) -> tuple[DriverReport, ...]:
-    return (found(keys=[f"card{number}"], model="m" * 40),)
+def make_content(number: int) -> tuple[DriverReport, ...]:
+    return (driver_report(keys=[f"card{number}"], model="m" * 40),)
 
 
 @contextmanager
-def disk_full() -> Iterator[None]:
+def full_disk() -> Iterator[None]:
     """Files cannot grow: the nearest thing to a full disk that needs no privilege."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
@@ -36,11 +36,11 @@ def disk_full() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_restart_keeps_the_report_and_moves_the_epoch_up(tmp_path: Path) -> None:
+def test_a_restart_keeps_the_report_and_raises_the_epoch(tmp_path: Path) -> None:
     first = open_journal(tmp_path, "h", clock=lambda: 1000.0)
     assert first.epoch == 1000
-    assert first.record_report(content(1))
-    assert not first.record_report(content(1))
+    assert first.record_report(make_content(1))
+    assert not first.record_report(make_content(1))
     assert first.report is not None
     digest = first.report.hash
     first.close()
@@ -48,32 +48,32 @@ def test_a_restart_keeps_the_report_and_moves_the_epoch_up(tmp_path: Path) -> No
     assert second.epoch == 1001
     assert second.report is not None
     assert (second.report.hash, second.report.epoch, second.acknowledged) == (digest, 1001, False)
-    assert second.report.drivers == content(1)
+    assert second.report.drivers == make_content(1)
     second.acknowledge_report(second.report.seq)
     second.close()
     assert open_journal(tmp_path, "h", clock=lambda: 5.0).acknowledged
 
 
-def test_the_files_are_private(tmp_path: Path) -> None:
+def test_the_journal_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h")
-    journal.record_report(content(1))
+    journal.record_report(make_content(1))
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert set(modes) == {JOURNAL_FILE, f"{JOURNAL_FILE}-wal", f"{JOURNAL_FILE}-shm"}
     assert set(modes.values()) == {0o600}
 
 
-def test_an_acknowledgement_of_an_older_report_is_not_the_newer_ones(tmp_path: Path) -> None:
+def test_acknowledging_an_older_report_does_not_acknowledge_the_newer_one(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h")
-    journal.record_report(content(1))
-    journal.record_report(content(2))
+    journal.record_report(make_content(1))
+    journal.record_report(make_content(2))
     assert journal.report is not None
     journal.acknowledge_report(journal.report.seq - 1)
     assert not journal.acknowledged
 
 
-def test_what_is_offered_again_has_the_next_number_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_report_offered_again_gets_the_next_number_and_keeps_it_after_a_restart(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h")
-    journal.record_report(content(1))
+    journal.record_report(make_content(1))
     assert journal.report is not None
     journal.acknowledge_report(1)
     assert journal.renumber_report(journal.report).seq == 2
@@ -82,16 +82,16 @@ def test_what_is_offered_again_has_the_next_number_also_after_a_restart(tmp_path
     assert (again.seq, again.acknowledged) == (2, False), "nobody has acknowledged it under this number"
 
 
-def test_a_lost_journal_does_not_go_back(tmp_path: Path) -> None:
+def test_the_epoch_rises_even_when_the_journal_was_deleted(tmp_path: Path) -> None:
     first = open_journal(tmp_path, "h", clock=lambda: 1000.0)
     first.close()
     (tmp_path / JOURNAL_FILE).unlink()
     assert open_journal(tmp_path, "h", clock=lambda: 1002.0).epoch > first.epoch
 
 
-def test_raising_the_epoch_moves_the_report_along(tmp_path: Path) -> None:
+def test_raising_the_epoch_also_raises_that_of_the_report(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h", clock=lambda: 10.0)
-    journal.record_report(content(1))
+    journal.record_report(make_content(1))
     journal.raise_epoch(5000)
     assert journal.report is not None
     assert (journal.epoch, journal.report.epoch) == (5001, 5001)
@@ -101,7 +101,7 @@ def test_raising_the_epoch_moves_the_report_along(tmp_path: Path) -> None:
     assert open_journal(tmp_path, "h", clock=lambda: 10.0).epoch == 5002
 
 
-def test_the_way_to_the_gateway_is_remembered_without_the_secret(tmp_path: Path) -> None:
+def test_the_address_of_the_gateway_is_stored_and_the_secret_of_the_token_is_not(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, "h")
     journal.store_gateway("https://gw:1", "ab", "the-secret")
     journal.store_gateway("https://gw:1", "ab", "")
@@ -113,7 +113,7 @@ def test_the_way_to_the_gateway_is_remembered_without_the_secret(tmp_path: Path)
     assert b"the-secret" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
 
 
-def test_a_joined_directory_belongs_to_its_host(tmp_path: Path) -> None:
+def test_a_joined_state_directory_is_refused_for_another_host(tmp_path: Path) -> None:
     open_journal(tmp_path, "early").close()
     journal = open_journal(tmp_path, "h1")  # nobody has joined as `early`
     journal.store_gateway("http://gw:1", "", "s")
@@ -123,13 +123,13 @@ def test_a_joined_directory_belongs_to_its_host(tmp_path: Path) -> None:
         open_journal(tmp_path, "h2")
 
 
-def test_a_power_cut_at_any_byte_of_the_log_leaves_some_committed_state(tmp_path: Path) -> None:
+def test_a_write_ahead_log_cut_at_any_byte_opens_at_a_committed_state(tmp_path: Path) -> None:
     live = tmp_path / "live"
     live.mkdir()
     journal = open_journal(live, "h", clock=lambda: 1.0)
     seen = {(0, "", False)}
     for number in range(1, 6):
-        journal.record_report(content(number))
+        journal.record_report(make_content(number))
         assert journal.report is not None
         seen.add((journal.seq, journal.report.hash, False))
         journal.acknowledge_report(journal.seq)
@@ -142,7 +142,7 @@ def test_a_power_cut_at_any_byte_of_the_log_leaves_some_committed_state(tmp_path
         cut.mkdir()
         (cut / JOURNAL_FILE).write_bytes(database)
         (cut / f"{JOURNAL_FILE}-wal").write_bytes(log[:length])
-        with open_and_close(cut) as (state, names):
+        with open_cut_journal(cut) as (state, names):
             assert state in seen
             assert not [name for name in names if "corrupt" in name]
         reached.append(state[0])
@@ -152,18 +152,18 @@ def test_a_power_cut_at_any_byte_of_the_log_leaves_some_committed_state(tmp_path
     journal.close()
 
 
-def test_a_file_cut_anywhere_opens_and_what_was_there_is_kept(tmp_path: Path) -> None:
+def test_a_journal_file_cut_anywhere_opens_and_a_corrupt_one_is_kept_aside(tmp_path: Path) -> None:
     live = tmp_path / "live"
     live.mkdir()
     journal = open_journal(live, "h", clock=lambda: 1.0)
-    journal.record_report(content(1))
+    journal.record_report(make_content(1))
     journal.close()
     whole = (live / JOURNAL_FILE).read_bytes()
     for length in range(0, len(whole), max(257, len(whole) // 50)):
         cut = tmp_path / "cut"
         cut.mkdir()
         (cut / JOURNAL_FILE).write_bytes(whole[:length])
-        with open_and_close(cut) as (state, names):
+        with open_cut_journal(cut) as (state, names):
             assert state[0] in (0, 1)
             kept = [name for name in names if "corrupt" in name]
             assert state[0] == 1 or kept or length == 0
@@ -171,18 +171,18 @@ def test_a_file_cut_anywhere_opens_and_what_was_there_is_kept(tmp_path: Path) ->
 
 
 @contextmanager
-def open_and_close(directory: Path) -> Iterator[tuple[tuple[int, str, bool], list[str]]]:
+def open_cut_journal(directory: Path) -> Iterator[tuple[tuple[int, str, bool], list[str]]]:
     journal = open_journal(directory, "h", clock=lambda: 1.0)
     try:
         digest = journal.report.hash if journal.report else ""
         yield (journal.seq, digest, journal.acknowledged), [path.name for path in directory.iterdir()]
-        assert journal.record_report(content(99)), "and it can be written"
+        assert journal.record_report(make_content(99)), "and it can be written"
     finally:
         journal.close()
 
 
 @pytest.mark.parametrize("rubbish", [b"rubbish" * 1000, b"SQLite format 3\0" + b"\xff" * 8000])
-def test_a_corrupt_journal_is_kept_and_a_new_one_begun(
+def test_a_corrupt_journal_is_kept_aside_and_a_new_one_is_created(
     tmp_path: Path, rubbish: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_a_corrupt_journal_is_kept_and_a_new_one_begun(
     assert "a new one is created" in caplog.text
 
 
-def test_another_programs_database_is_moved_aside_too(tmp_path: Path) -> None:
+def test_a_database_of_another_program_is_moved_aside(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
         connection.execute("CREATE TABLE notes (id)")
     connection.close()
@@ -203,32 +203,32 @@ def test_another_programs_database_is_moved_aside_too(tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if "corrupt" in path.name]
 
 
-def test_a_full_disk_is_an_error_to_repeat_and_nothing_is_half_done(tmp_path: Path) -> None:
-    with disk_full(), pytest.raises(sqlite3.OperationalError):
+def test_a_journal_write_on_a_full_disk_raises_and_can_be_repeated(tmp_path: Path) -> None:
+    with full_disk(), pytest.raises(sqlite3.OperationalError):
         open_journal(tmp_path, "h")
     journal = open_journal(tmp_path, "h")
-    journal.record_report(content(1))
-    with disk_full():
+    journal.record_report(make_content(1))
+    with full_disk():
         with pytest.raises(sqlite3.OperationalError):
-            journal.record_report(content(2))
+            journal.record_report(make_content(2))
         with pytest.raises(sqlite3.OperationalError):
             journal.acknowledge_report(1)
         assert journal.acknowledged, "known until the process ends"
-    assert journal.record_report(content(2))
+    assert journal.record_report(make_content(2))
     assert journal.report is not None
     assert (journal.seq, journal.report.seq) == (2, 2)
 
 
-WRITER = """
+WRITER_SCRIPT = """
 import sys
 from pathlib import Path
 from agents.host.journal.journal import open_journal
-from tests.agents.host.standin import found
+from tests.agents.host.standin import driver_report
 journal = open_journal(Path(sys.argv[1]), "h")
 number = 0
 while True:
     number += 1
-    journal.record((found(keys=[f"{sys.argv[2]}-{number}"]),))
+    journal.record((driver_report(keys=[f"{sys.argv[2]}-{number}"]),))
     print(journal.epoch, journal.seq, journal.report.hash, flush=True)
     if number % 3 == 0:
         journal.acknowledge(journal.seq)
@@ -236,10 +236,10 @@ while True:
 
 
 @pytest.mark.system
-def test_killed_while_it_writes_it_never_gives_one_number_to_two_contents(tmp_path: Path) -> None:
+def test_a_killed_writer_never_gives_one_report_number_to_two_contents(tmp_path: Path) -> None:
     told: dict[tuple[int, int], str] = {}
     for turn in range(6):
-        command = [sys.executable, "-c", WRITER, str(tmp_path), str(turn)]
+        command = [sys.executable, "-c", WRITER_SCRIPT, str(tmp_path), str(turn)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             lines = [process.stdout.readline() for _ in range(3 + 5 * turn)]

@@ -27,40 +27,40 @@ from agents.host.connection.link import GatewayLink
 from agents.host.execution.images import ImageCache
 from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import DriverError
-from tests.agents.host.standin import QUICK, StandIn, found, until
+from tests.agents.host.standin import QUICK, FakeGateway, driver_report, wait_until
 
-ONE = (found(keys=["a"]),)
-TWO = (found(keys=["a", "b"]),)
-THREE = (found(keys=["a", "b", "c"]),)
+ONE_DEVICE = (driver_report(keys=["a"]),)
+TWO_DEVICES = (driver_report(keys=["a", "b"]),)
+THREE_DEVICES = (driver_report(keys=["a", "b", "c"]),)
 
 
 @dataclass
-class Agent:
+class LinkedAgent:
     """A link over a journal, as `main` wires them, without drivers."""
 
     journal: Journal
     link: GatewayLink
 
-    def sees(self, *drivers: object) -> None:
+    def record_report(self, *drivers: object) -> None:
         self.journal.record_report(drivers)  # type: ignore[arg-type]
         self.link.offer_report()
 
 
 @asynccontextmanager
-async def agent(
+async def run_agent_link(
     directory: Path,
     gateway: GatewayEndpoint,
     *,
     pace: ConnectionTiming = QUICK,
     limit: Callable[[int], None] = lambda _: None,
-) -> AsyncIterator[Agent]:
+) -> AsyncIterator[LinkedAgent]:
     journal = open_journal(directory, "cmp1.example")
     keys = load_or_create_keys(directory, "cmp1.example", "cmp1")
     hello = wire.Hello(agent_version="1", boot_id="b", drivers=("fake_driver",))
     link = GatewayLink(journal, keys, gateway, hello, limit, pace)
     task = asyncio.ensure_future(link.run())
     try:
-        yield Agent(journal, link)
+        yield LinkedAgent(journal, link)
         assert not task.done(), task
     finally:
         task.cancel()
@@ -68,33 +68,33 @@ async def agent(
         journal.close()
 
 
-def test_it_joins_says_what_it_is_reports_and_beats(tmp_path: Path) -> None:
+def test_an_agent_joins_and_sends_its_hello_its_reports_and_heartbeats(tmp_path: Path) -> None:
     async def story() -> None:
-        async with StandIn().open() as server, agent(tmp_path, server.gateway("s3cret")) as host:
-            host.sees(*ONE)
-            await until(lambda: host.journal.acknowledged and len(server.beats) >= 3)
+        async with FakeGateway().open() as server, run_agent_link(tmp_path, server.gateway("s3cret")) as host:
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: host.journal.acknowledged and len(server.beats) >= 3)
             assert server.hellos == [wire.Hello(agent_version="1", boot_id="b", drivers=("fake_driver",))]
             assert server.credentials[0].token == "s3cret"
             assert [beat.seq for beat in server.beats][:3] == [1, 2, 3]
-            assert [report.drivers for report in server.reports] == [ONE]
+            assert [report.drivers for report in server.reports] == [ONE_DEVICE]
             assert server.reports[0].epoch == server.credentials[0].epoch == host.journal.epoch
-            host.sees(*TWO)
-            await until(lambda: len(server.reports) == 2)
+            host.record_report(*TWO_DEVICES)
+            await wait_until(lambda: len(server.reports) == 2)
             assert server.reports[1].seq == server.reports[0].seq + 1
             assert len(server.sockets) == 1
 
     asyncio.run(story())
 
 
-def test_the_token_is_sent_until_it_has_done_its_work(tmp_path: Path) -> None:
+def test_the_join_token_is_sent_only_until_the_agent_has_joined(tmp_path: Path) -> None:
     async def story() -> None:
-        async with StandIn().open() as server:
+        async with FakeGateway().open() as server:
             for _ in range(2):
-                async with agent(tmp_path, server.gateway("s3cret")):
+                async with run_agent_link(tmp_path, server.gateway("s3cret")):
                     count = len(server.hellos)
-                    await until(lambda count=count: len(server.hellos) > count)
-            async with agent(tmp_path, GatewayEndpoint(server.address, "")) as host:
-                await until(lambda: len(server.hellos) == 3)
+                    await wait_until(lambda count=count: len(server.hellos) > count)
+            async with run_agent_link(tmp_path, GatewayEndpoint(server.address, "")) as host:
+                await wait_until(lambda: len(server.hellos) == 3)
                 assert host.journal.address == server.address
             assert [credential.token for credential in server.credentials] == ["s3cret", "", ""]
             assert len({credential.public_key for credential in server.credentials}) == 1
@@ -102,66 +102,66 @@ def test_the_token_is_sent_until_it_has_done_its_work(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_what_was_not_acknowledged_is_sent_again_after_a_lost_connection(tmp_path: Path) -> None:
+def test_an_unacknowledged_report_is_resent_under_its_number_after_a_lost_connection(tmp_path: Path) -> None:
     async def story() -> None:
-        server = StandIn(acknowledge=False)
-        async with server.open(), agent(tmp_path, server.gateway()) as host:
-            host.sees(*ONE)
-            await until(lambda: server.reports)
+        server = FakeGateway(acknowledge=False)
+        async with server.open(), run_agent_link(tmp_path, server.gateway()) as host:
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: server.reports)
             server.acknowledge = True
             await server.sockets[-1].close()
-            await until(lambda: host.journal.acknowledged)
+            await wait_until(lambda: host.journal.acknowledged)
             first, second = server.reports
             assert first == second, "same content, same number"
 
     asyncio.run(story())
 
 
-def test_what_was_not_acknowledged_is_sent_again_after_a_restart(tmp_path: Path) -> None:
+def test_an_unacknowledged_report_is_resent_under_a_higher_epoch_after_a_restart(tmp_path: Path) -> None:
     async def story() -> None:
-        server = StandIn(acknowledge=False)
+        server = FakeGateway(acknowledge=False)
         async with server.open():
-            async with agent(tmp_path, server.gateway()) as host:
-                host.sees(*ONE)
-                await until(lambda: server.reports)
+            async with run_agent_link(tmp_path, server.gateway()) as host:
+                host.record_report(*ONE_DEVICE)
+                await wait_until(lambda: server.reports)
             server.acknowledge = True
-            async with agent(tmp_path, server.gateway()) as host:
-                await until(lambda: host.journal.acknowledged)
+            async with run_agent_link(tmp_path, server.gateway()) as host:
+                await wait_until(lambda: host.journal.acknowledged)
                 assert server.reports[1].hash == server.reports[0].hash
                 assert server.reports[1].epoch > server.reports[0].epoch
 
     asyncio.run(story())
 
 
-def test_a_gateway_that_has_it_applied_is_not_told_again(tmp_path: Path) -> None:
+def test_a_report_that_the_gateway_has_applied_is_not_resent_after_a_restart(tmp_path: Path) -> None:
     async def story() -> None:
-        async with StandIn().open() as server:
-            async with agent(tmp_path, server.gateway()) as host:
-                host.sees(*ONE)
-                await until(lambda: host.journal.acknowledged)
-            async with agent(tmp_path, server.gateway()) as host:
-                host.sees(*ONE)
+        async with FakeGateway().open() as server:
+            async with run_agent_link(tmp_path, server.gateway()) as host:
+                host.record_report(*ONE_DEVICE)
+                await wait_until(lambda: host.journal.acknowledged)
+            async with run_agent_link(tmp_path, server.gateway()) as host:
+                host.record_report(*ONE_DEVICE)
                 server.beats.clear()
-                await until(lambda: len(server.beats) >= 3)
+                await wait_until(lambda: len(server.beats) >= 3)
             assert len(server.reports) == 1
 
     asyncio.run(story())
 
 
-def test_a_gateway_that_lost_it_is_told_again_under_a_new_number_once_the_host_was_looked_at(tmp_path: Path) -> None:
+def test_a_report_that_the_gateway_lost_is_resent_with_a_new_number_after_the_next_rescan(tmp_path: Path) -> None:
     async def story() -> None:
-        async with StandIn().open() as server:
-            async with agent(tmp_path, server.gateway()) as host:
-                host.sees(*ONE)
-                await until(lambda: host.journal.acknowledged)
+        async with FakeGateway().open() as server:
+            async with run_agent_link(tmp_path, server.gateway()) as host:
+                host.record_report(*ONE_DEVICE)
+                await wait_until(lambda: host.journal.acknowledged)
             server.applied_hash = ""
-            async with agent(tmp_path, server.gateway()) as host:
+            async with run_agent_link(tmp_path, server.gateway()) as host:
                 server.beats.clear()
-                await until(lambda: len(server.beats) >= 3)
+                await wait_until(lambda: len(server.beats) >= 3)
                 assert len(server.reports) == 1, "an old look is no news"
-                host.sees(*ONE)
-                await until(lambda: len(server.reports) == 2)
-                assert server.reports[1].drivers == ONE
+                host.record_report(*ONE_DEVICE)
+                await wait_until(lambda: len(server.reports) == 2)
+                assert server.reports[1].drivers == ONE_DEVICE
                 assert (server.reports[1].epoch, server.reports[1].seq) > (
                     server.reports[0].epoch,
                     server.reports[0].seq,
@@ -170,31 +170,31 @@ def test_a_gateway_that_lost_it_is_told_again_under_a_new_number_once_the_host_w
     asyncio.run(story())
 
 
-def test_a_newer_report_supersedes_what_was_not_sent(tmp_path: Path) -> None:
+def test_only_the_newest_report_is_sent_after_the_pending_one_is_acknowledged(tmp_path: Path) -> None:
     async def story() -> None:
-        server = StandIn(acknowledge=False)
-        async with server.open(), agent(tmp_path, server.gateway()) as host:
-            host.sees(*ONE)
-            await until(lambda: server.reports)
-            host.sees(*TWO)
-            host.sees(*THREE)
+        server = FakeGateway(acknowledge=False)
+        async with server.open(), run_agent_link(tmp_path, server.gateway()) as host:
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: server.reports)
+            host.record_report(*TWO_DEVICES)
+            host.record_report(*THREE_DEVICES)
             beats = len(server.beats)
-            await until(lambda: len(server.beats) > beats + 2)
+            await wait_until(lambda: len(server.beats) > beats + 2)
             assert len(server.reports) == 1, "one at a time"
             server.acknowledge = True
             await server.sockets[-1].send(wire.encode_message(wire.Ack(seq=server.reports[0].seq)))
-            await until(lambda: host.journal.acknowledged)
-            assert [report.drivers for report in server.reports] == [ONE, THREE]
+            await wait_until(lambda: host.journal.acknowledged)
+            assert [report.drivers for report in server.reports] == [ONE_DEVICE, THREE_DEVICES]
 
     asyncio.run(story())
 
 
-def test_it_moves_above_an_epoch_the_gateway_knows(tmp_path: Path) -> None:
+def test_an_agent_raises_its_epoch_above_the_one_that_the_gateway_knows(tmp_path: Path) -> None:
     async def story() -> None:
         epoch = 2**40
-        async with StandIn(epoch=epoch).open() as server, agent(tmp_path, server.gateway()) as host:
-            host.sees(*ONE)
-            await until(lambda: host.journal.acknowledged)
+        async with FakeGateway(epoch=epoch).open() as server, run_agent_link(tmp_path, server.gateway()) as host:
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: host.journal.acknowledged)
             assert [credential.epoch > epoch for credential in server.credentials] == [False, True]
             assert [report.epoch for report in server.reports] == [epoch + 1]
 
@@ -202,15 +202,15 @@ def test_it_moves_above_an_epoch_the_gateway_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refusal_is_logged_in_the_servers_words_and_tried_again(
+def test_a_refusal_is_logged_with_the_servers_message_and_the_agent_tries_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     async def story() -> None:
         answer = (status, json.dumps({"error": "this key is not enrolled"}), {})
-        server = StandIn(refuse=[answer] * 3)
-        async with server.open(), agent(tmp_path, server.gateway("tok")) as host:
-            host.sees(*ONE)
-            await until(lambda: host.journal.acknowledged)
+        server = FakeGateway(refusals=[answer] * 3)
+        async with server.open(), run_agent_link(tmp_path, server.gateway("tok")) as host:
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: host.journal.acknowledged)
             assert [credential.token for credential in server.credentials] == ["tok", "", "tok", ""]
 
     caplog.set_level(logging.INFO, "cyborg.link")
@@ -220,89 +220,99 @@ def test_a_refusal_is_logged_in_the_servers_words_and_tried_again(
     assert len(said) == 2, "the 1st and the 2nd time"
 
 
-def test_a_busy_gateway_names_the_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_agent_waits_as_long_as_a_busy_gateways_retry_after_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
-        server = StandIn(refuse=[(503, "", {"Retry-After": "0.3"})])
-        async with server.open(), agent(tmp_path, server.gateway()):
+        server = FakeGateway(refusals=[(503, "", {"Retry-After": "0.3"})])
+        async with server.open(), run_agent_link(tmp_path, server.gateway()):
             began = asyncio.get_running_loop().time()
-            await until(lambda: server.hellos)
+            await wait_until(lambda: server.hellos)
             assert asyncio.get_running_loop().time() - began >= 0.3
 
     asyncio.run(story())
     assert "the gateway refused (503): Service Unavailable" in caplog.text
 
 
-def test_a_refuse_on_the_socket_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refuse_message_is_logged_with_its_reason_and_the_agent_reconnects(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
-        async with StandIn().open() as server, agent(tmp_path, server.gateway()):
-            await until(lambda: server.hellos)
+        async with FakeGateway().open() as server, run_agent_link(tmp_path, server.gateway()):
+            await wait_until(lambda: server.hellos)
             await server.sockets[0].send(
                 wire.encode_message(wire.Refuse(code="revoked", reason="somebody revoked this agent"))
             )
             await server.sockets[0].close()
-            await until(lambda: len(server.hellos) == 2)
+            await wait_until(lambda: len(server.hellos) == 2)
 
     asyncio.run(story())
     assert "the gateway closed the connection: somebody revoked this agent [revoked]" in caplog.text
 
 
-def test_silence_ends_the_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_agent_reconnects_when_its_heartbeats_are_not_acknowledged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
-        server = StandIn(acknowledge_beats=False)
-        async with server.open(), agent(tmp_path, server.gateway(), pace=replace(QUICK, ack_timeout_s=0.3)):
-            await until(lambda: len(server.sockets) >= 2)
+        server = FakeGateway(acknowledge_beats=False)
+        async with server.open(), run_agent_link(tmp_path, server.gateway(), pace=replace(QUICK, ack_timeout_s=0.3)):
+            await wait_until(lambda: len(server.sockets) >= 2)
 
     asyncio.run(story())
     assert "the gateway has acknowledged nothing for" in caplog.text
 
 
-def test_it_comes_back_when_the_gateway_does(tmp_path: Path) -> None:
+def test_an_agent_reconnects_and_reports_each_time_the_gateway_is_back(tmp_path: Path) -> None:
     async def story() -> None:
-        server = StandIn()
+        server = FakeGateway()
         async with server.open():
             pass
-        async with agent(tmp_path, server.gateway()) as host:
-            host.sees(*ONE)
+        async with run_agent_link(tmp_path, server.gateway()) as host:
+            host.record_report(*ONE_DEVICE)
             async with server.open():
-                await until(lambda: host.journal.acknowledged)
-            host.sees(*TWO)
+                await wait_until(lambda: host.journal.acknowledged)
+            host.record_report(*TWO_DEVICES)
             async with server.open():
-                await until(lambda: host.journal.acknowledged)
+                await wait_until(lambda: host.journal.acknowledged)
 
     asyncio.run(story())
 
 
-def test_unknown_messages_are_counted_and_a_newer_gateways_fields_ignored(tmp_path: Path) -> None:
+def test_unknown_messages_are_counted_and_unknown_fields_are_ignored(tmp_path: Path) -> None:
     async def story() -> None:
-        server = StandIn(after_welcome=['{"type":"Weather","sky":"blue"}', '{"type":"Ack","seq":99,"of":"Moon","x":1}'])
-        async with server.open(), agent(tmp_path, server.gateway()) as host:
-            host.sees(*ONE)
-            await until(lambda: host.journal.acknowledged)
+        server = FakeGateway(
+            after_welcome=['{"type":"Weather","sky":"blue"}', '{"type":"Ack","seq":99,"of":"Moon","x":1}']
+        )
+        async with server.open(), run_agent_link(tmp_path, server.gateway()) as host:
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: host.journal.acknowledged)
             assert host.link.dropped_count == 1
             assert len(server.sockets) == 1
 
     asyncio.run(story())
 
 
-def test_a_report_over_the_limit_is_not_sent_and_the_host_stays_live(
+def test_a_report_over_the_size_limit_is_not_sent_and_heartbeats_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story() -> None:
-        server = StandIn(max_bytes=1000)
+        server = FakeGateway(max_bytes=1000)
         limits: list[int] = []
-        async with server.open(), agent(tmp_path, server.gateway(), limit=limits.append) as host:
-            host.sees(found(keys=map(str, range(100))))
-            await until(lambda: len(server.beats) > 3)
+        async with server.open(), run_agent_link(tmp_path, server.gateway(), limit=limits.append) as host:
+            host.record_report(driver_report(keys=map(str, range(100))))
+            await wait_until(lambda: len(server.beats) > 3)
             assert limits == [1000]
             assert server.reports == []
-            host.sees(*ONE)
-            await until(lambda: host.journal.acknowledged)
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: host.journal.acknowledged)
 
     asyncio.run(story())
     assert caplog.text.count("the gateway accepts at most 1000") == 1
 
 
-def test_something_else_at_the_address_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_does_not_speak_http_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
         async def ssh(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
@@ -311,8 +321,8 @@ def test_something_else_at_the_address_is_said(tmp_path: Path, caplog: pytest.Lo
 
         server = await asyncio.start_server(ssh, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        async with server, agent(tmp_path, GatewayEndpoint(f"http://127.0.0.1:{port}", "")):
-            await until(lambda: "answers, but not with HTTP" in caplog.text)
+        async with server, run_agent_link(tmp_path, GatewayEndpoint(f"http://127.0.0.1:{port}", "")):
+            await wait_until(lambda: "answers, but not with HTTP" in caplog.text)
 
     asyncio.run(story())
 
@@ -341,23 +351,25 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContex
     return context, hashlib.sha256(built.public_bytes(serialization.Encoding.DER)).hexdigest()
 
 
-def test_the_pinned_server_is_spoken_to(tmp_path: Path, certificate: tuple[ssl.SSLContext, str]) -> None:
+def test_an_agent_reports_to_the_server_whose_certificate_is_pinned(
+    tmp_path: Path, certificate: tuple[ssl.SSLContext, str]
+) -> None:
     async def story() -> None:
         context, fingerprint = certificate
-        server = StandIn(fingerprint=fingerprint)
-        async with server.open(context), agent(tmp_path, server.gateway("s")) as host:
-            host.sees(*ONE)
-            await until(lambda: host.journal.acknowledged)
+        server = FakeGateway(fingerprint=fingerprint)
+        async with server.open(context), run_agent_link(tmp_path, server.gateway("s")) as host:
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: host.journal.acknowledged)
 
     asyncio.run(story())
 
 
-def test_the_pinned_server_hands_out_images(
+def test_an_image_is_downloaded_once_from_the_pinned_server_and_deleted_after_use(
     tmp_path: Path, certificate: tuple[ssl.SSLContext, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
         context, fingerprint = certificate
-        server = StandIn(fingerprint=fingerprint, images={"i": b"bits"})
+        server = FakeGateway(fingerprint=fingerprint, images={"i": b"bits"})
         async with server.open(context):
             keys = load_or_create_keys(tmp_path, "cmp1.example", "cmp1")
             ref = wire.ImageRef("i", 4, hashlib.sha256(b"bits").hexdigest())
@@ -370,11 +382,11 @@ def test_the_pinned_server_hands_out_images(
             assert not Path(image.path).exists()
             assert [one.epoch for one in server.credentials] == [7]
             monkeypatch.setattr("agents.host.execution.images.MIN_RETRY_PAUSE_S", 0.01)
-            server.busy = 3
+            server.busy_answers = 3
             async with images.provide_image(ref, lambda _: None) as image:
-                assert server.busy == 0 and Path(image.path).exists(), "it is asked again until it has time"
+                assert server.busy_answers == 0 and Path(image.path).exists(), "it is asked again until it has time"
             monkeypatch.setattr("agents.host.execution.images.BUSY_RETRY_S", 0.0)
-            server.busy = 1
+            server.busy_answers = 1
             with pytest.raises(DriverError, match="503"):
                 async with images.provide_image(ref, lambda _: None):
                     raise AssertionError("never")
@@ -387,7 +399,7 @@ def test_the_pinned_server_hands_out_images(
 
 
 @pytest.mark.parametrize(("pin", "words"), [("ab" * 32, "the join token pins sha256:abab"), ("", "self-signed")])
-def test_another_server_is_told_nothing(
+def test_a_server_with_another_certificate_gets_no_request(
     tmp_path: Path,
     certificate: tuple[ssl.SSLContext, str],
     caplog: pytest.LogCaptureFixture,
@@ -395,9 +407,9 @@ def test_another_server_is_told_nothing(
     words: str,
 ) -> None:
     async def story() -> None:
-        server = StandIn(fingerprint=pin)
-        async with server.open(certificate[0]), agent(tmp_path, server.gateway("s")):
-            await until(lambda: words in caplog.text)
+        server = FakeGateway(fingerprint=pin)
+        async with server.open(certificate[0]), run_agent_link(tmp_path, server.gateway("s")):
+            await wait_until(lambda: words in caplog.text)
             assert server.requests == []
 
     asyncio.run(story())

@@ -18,7 +18,7 @@ from agents import credentials, wire
 from agents.host.connection.identity import KEY_FILE as KEY
 from agents.host.main import lock_state_dir
 from drivers.configuration import ConfigurationError
-from tests.agents.host.standin import StandIn, until
+from tests.agents.host.standin import FakeGateway, wait_until
 from tests.support.environment import without_settings
 from tests.support.webserver import PATIENCE
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.system
 STOP_S = 2.0
 
 
-def environment(directory: Path, **more: str) -> dict[str, str]:
+def agent_environment(directory: Path, **more: str) -> dict[str, str]:
     keys = {
         "CYBORG_AGENT_STATE_DIR": str(directory / "state"),
         "CYBORG_HOST_NODE": "cmp1",
@@ -37,10 +37,10 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
     return without_settings() | keys | more
 
 
-def run(directory: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+def run_to_end(directory: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *arguments],
-        env=environment(directory, **more),
+        env=agent_environment(directory, **more),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -49,11 +49,11 @@ def run(directory: Path, *arguments: str, **more: str) -> subprocess.CompletedPr
     )
 
 
-def token(server: StandIn) -> str:
+def join_token(server: FakeGateway) -> str:
     return credentials.encode_join_string(server.address, server.fingerprint, "cmp1.example", "s3cret")
 
 
-def lines_of(process: asyncio.subprocess.Process) -> list[str]:
+def collect_log_lines(process: asyncio.subprocess.Process) -> list[str]:
     """The log so far, filled as it is written."""
     lines: list[str] = []
 
@@ -67,11 +67,11 @@ def lines_of(process: asyncio.subprocess.Process) -> list[str]:
 
 
 @asynccontextmanager
-async def daemon(directory: Path, **more: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running_agent(directory: Path, **more: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
         "--die-with-parent",
-        env=environment(directory, **more),
+        env=agent_environment(directory, **more),
         cwd=ROOT,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -83,37 +83,37 @@ async def daemon(directory: Path, **more: str) -> AsyncIterator[asyncio.subproce
         await process.wait()
 
 
-def children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def megabytes(pid: int) -> float:
+def resident_megabytes(pid: int) -> float:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
     raise AssertionError("no RSS")
 
 
-def wakes(pid: int) -> int:
+def count_wakeups(pid: int) -> int:
     """How often its threads had nothing to do and were woken again."""
     texts = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status"))
     return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in texts)
 
 
-def test_the_agent_is_free_of_django() -> None:
+def test_the_agent_does_not_import_django() -> None:
     code = "import sys, agents.host.main; assert 'django' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_help_teaches_and_names_every_key(tmp_path: Path) -> None:
-    done = run(tmp_path, "--help")
+def test_help_names_the_join_command_and_settings_keys(tmp_path: Path) -> None:
+    done = run_to_end(tmp_path, "--help")
     assert done.returncode == 0
     for words in ("cyborg-agent --once", "manage.py join_token HOST", "CYBORG_JOIN_TOKEN_FILE", "CYBORG_RESCAN_S"):
         assert words in done.stdout
 
 
-def test_once_prints_what_is_found_and_touches_nothing(tmp_path: Path) -> None:
-    done = run(tmp_path, "--once", CYBORG_HOST_NAME="cmp1.example")
+def test_once_prints_the_devices_and_writes_no_file(tmp_path: Path) -> None:
+    done = run_to_end(tmp_path, "--once", CYBORG_HOST_NAME="cmp1.example")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("cmp1.example: 1 device\n")
     assert "DRIVER" in done.stdout
@@ -121,8 +121,8 @@ def test_once_prints_what_is_found_and_touches_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_once_as_json_is_what_would_be_sent(tmp_path: Path) -> None:
-    done = run(tmp_path, "--once", "--json")
+def test_once_with_json_prints_the_driver_reports(tmp_path: Path) -> None:
+    done = run_to_end(tmp_path, "--once", "--json")
     (report,) = json.loads(done.stdout)
     assert report["driver"] == "fake_driver"
     assert report["devices"][0]["type"] == "FPGA"
@@ -139,21 +139,23 @@ def test_once_as_json_is_what_would_be_sent(tmp_path: Path) -> None:
         ({"CYBORG_AGENT_STATE_DIR": "/proc/nowhere"}, "CYBORG_AGENT_STATE_DIR=/proc/nowhere cannot be used"),
     ],
 )
-def test_unusable_configuration_is_one_sentence(tmp_path: Path, keys: dict[str, str], sentence: str) -> None:
+def test_unusable_configuration_ends_the_agent_with_one_sentence_and_status_2(
+    tmp_path: Path, keys: dict[str, str], sentence: str
+) -> None:
     if "CYBORG_ENABLED_DRIVERS" in keys:
         keys = keys | {"CYBORG_JOIN_TOKEN": credentials.encode_join_string("http://127.0.0.1:1", "", "h", "s")}
-    done = run(tmp_path, **keys)
+    done = run_to_end(tmp_path, **keys)
     assert done.returncode == 2
     assert done.stderr.startswith("cyborg-agent: ")
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_two_agents_cannot_share_a_state_directory(tmp_path: Path) -> None:
+def test_a_second_agent_over_the_same_state_directory_is_refused(tmp_path: Path) -> None:
     handle = lock_state_dir(tmp_path / "state")
     with pytest.raises(ConfigurationError, match="another agent already uses"):
         lock_state_dir(tmp_path / "state")
-    done = run(tmp_path, CYBORG_JOIN_TOKEN=credentials.encode_join_string("http://127.0.0.1:1", "", "h", "s"))
+    done = run_to_end(tmp_path, CYBORG_JOIN_TOKEN=credentials.encode_join_string("http://127.0.0.1:1", "", "h", "s"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "stop it, or give this one its own CYBORG_AGENT_STATE_DIR" in done.stderr
     os.close(handle)
@@ -161,40 +163,46 @@ def test_two_agents_cannot_share_a_state_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_it_and_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_the_agent_and_all_driver_processes(tmp_path: Path, number: signal.Signals) -> None:
     async def story() -> None:
-        async with StandIn().open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:
-            log = lines_of(agent)
-            await until(lambda: server.reports)
-            drivers = children(agent.pid)
+        async with (
+            FakeGateway().open() as server,
+            running_agent(tmp_path, CYBORG_JOIN_TOKEN=join_token(server)) as agent,
+        ):
+            log = collect_log_lines(agent)
+            await wait_until(lambda: server.reports)
+            drivers = child_pids(agent.pid)
             assert drivers
             agent.send_signal(number)
             assert await asyncio.wait_for(agent.wait(), PATIENCE * STOP_S) == 0
-            await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in drivers))
-            await until(lambda: any("stopped" in line for line in log))
+            await wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in drivers))
+            await wait_until(lambda: any("stopped" in line for line in log))
             assert not [line for line in log if "Traceback" in line]
 
     asyncio.run(story())
 
 
-def test_it_says_the_load_of_its_devices_when_somebody_looks(tmp_path: Path) -> None:
+def test_a_watched_agent_sends_samples_of_its_devices(tmp_path: Path) -> None:
     async def story() -> None:
-        async with StandIn().open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:
-            lines_of(agent)
-            await until(lambda: server.reports)
-            drivers = children(agent.pid)
-            await server.order(wire.Watch(1.0, 60.0))
-            await until(lambda: len(server.samples) >= 2)
+        async with (
+            FakeGateway().open() as server,
+            running_agent(tmp_path, CYBORG_JOIN_TOKEN=join_token(server)) as agent,
+        ):
+            collect_log_lines(agent)
+            await wait_until(lambda: server.reports)
+            drivers = child_pids(agent.pid)
+            await server.send_to_agent(wire.Watch(1.0, 60.0))
+            await wait_until(lambda: len(server.samples) >= 2)
             (load,) = server.samples[0].loads
             (device,) = server.reports[0].drivers[0].devices
             assert load.key == device.key and 0 <= load.values["utilization_percent"] <= 100
-            assert children(agent.pid) == drivers
+            assert child_pids(agent.pid) == drivers
 
     asyncio.run(story())
 
 
-def test_the_key_is_on_disk_before_the_first_connection(tmp_path: Path) -> None:
-    class Looking(StandIn):
+def test_the_key_is_stored_before_the_first_request(tmp_path: Path) -> None:
+    class Looking(FakeGateway):
         def _request(self, connection: object, request: object) -> object:  # type: ignore[override]
             seen.append((tmp_path / "state" / KEY).exists())
             return super()._request(connection, request)  # type: ignore[arg-type]
@@ -202,16 +210,16 @@ def test_the_key_is_on_disk_before_the_first_connection(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     async def story() -> None:
-        async with Looking().open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:
-            lines_of(agent)
-            await until(lambda: server.hellos)
+        async with Looking().open() as server, running_agent(tmp_path, CYBORG_JOIN_TOKEN=join_token(server)) as agent:
+            collect_log_lines(agent)
+            await wait_until(lambda: server.hellos)
         assert all(seen)
 
     asyncio.run(story())
 
 
 @pytest.mark.system
-def test_killed_at_any_moment_no_number_names_two_contents_and_the_last_state_arrives(tmp_path: Path) -> None:
+def test_a_killed_agent_reuses_no_report_number_and_reports_the_last_state(tmp_path: Path) -> None:
     control = tmp_path / "fake.json"
     settings = tmp_path / "drivers.toml"
     settings.write_text(f'[fake_driver]\ncontrol_file = "{control}"\n')
@@ -222,20 +230,20 @@ def test_killed_at_any_moment_no_number_names_two_contents_and_the_last_state_ar
         new.replace(control)
 
     async def story() -> None:
-        async with StandIn().open() as server:
-            keys = {"CYBORG_JOIN_TOKEN": token(server), "CYBORG_DRIVER_SETTINGS": str(settings)}
+        async with FakeGateway().open() as server:
+            keys = {"CYBORG_JOIN_TOKEN": join_token(server), "CYBORG_DRIVER_SETTINGS": str(settings)}
             for turn in range(4):
                 devices(1 + turn)
-                async with daemon(tmp_path, **keys) as agent:
-                    lines_of(agent)
+                async with running_agent(tmp_path, **keys) as agent:
+                    collect_log_lines(agent)
                     before = len(server.hellos)
-                    await until(lambda before=before: len(server.hellos) > before)
+                    await wait_until(lambda before=before: len(server.hellos) > before)
                     devices(10 + turn)
                     agent.kill()
             devices(3)
-            async with daemon(tmp_path, **keys) as agent:
-                lines_of(agent)
-                await until(lambda: server.reports and len(server.reports[-1].drivers[0].devices) == 3)
+            async with running_agent(tmp_path, **keys) as agent:
+                collect_log_lines(agent)
+                await wait_until(lambda: server.reports and len(server.reports[-1].drivers[0].devices) == 3)
             named: dict[tuple[int, int], str] = {}
             for report in server.reports:
                 assert named.setdefault((report.epoch, report.seq), report.hash) == report.hash
@@ -246,17 +254,20 @@ def test_killed_at_any_moment_no_number_names_two_contents_and_the_last_state_ar
 
 
 @pytest.mark.system
-def test_it_is_small_and_idles(tmp_path: Path) -> None:
+def test_an_idle_agent_needs_at_most_50_mb_and_few_wakeups(tmp_path: Path) -> None:
     async def story() -> None:
-        async with StandIn(beat_s=2.0).open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:
-            lines_of(agent)
-            await until(lambda: server.reports and server.beats)
-            everyone = [agent.pid, *children(agent.pid)]
-            before, beats = sum(map(wakes, everyone)), len(server.beats)
-            await until(lambda: len(server.beats) >= beats + 2)
-            woken = sum(map(wakes, everyone)) - before
-            print(f"agent {megabytes(agent.pid):.1f} MB; with its driver woken {woken} times in two beats")
-            assert megabytes(agent.pid) <= 50
+        async with (
+            FakeGateway(beat_s=2.0).open() as server,
+            running_agent(tmp_path, CYBORG_JOIN_TOKEN=join_token(server)) as agent,
+        ):
+            collect_log_lines(agent)
+            await wait_until(lambda: server.reports and server.beats)
+            everyone = [agent.pid, *child_pids(agent.pid)]
+            before, beats = sum(map(count_wakeups, everyone)), len(server.beats)
+            await wait_until(lambda: len(server.beats) >= beats + 2)
+            woken = sum(map(count_wakeups, everyone)) - before
+            print(f"agent {resident_megabytes(agent.pid):.1f} MB; with its driver woken {woken} times in two beats")
+            assert resident_megabytes(agent.pid) <= 50
             assert woken <= 50
 
     asyncio.run(story())

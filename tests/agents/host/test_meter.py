@@ -27,12 +27,12 @@ from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import Failed
 from drivers.inventory import DriverReport, Health, Sample
 from drivers.plan import Ask
-from tests.agents.host.standin import QUICK, StandIn, found, until
+from tests.agents.host.standin import QUICK, FakeGateway, driver_report, wait_until
 
-OFTEN, ONCE = wire.Watch(0.5, 300.0), wire.Watch(0.0, 0.0)
+WATCH_OFTEN, WATCH_ONCE = wire.Watch(0.5, 300.0), wire.Watch(0.0, 0.0)
 
 
-def rounds(table: SamplingSchedule, until_s: float, takes_s: float = 0.0) -> list[float]:
+def list_round_starts(table: SamplingSchedule, until_s: float, takes_s: float = 0.0) -> list[float]:
     """When rounds begin up to a time, each taking so long."""
     began = []
     while table.due <= until_s:
@@ -42,45 +42,45 @@ def rounds(table: SamplingSchedule, until_s: float, takes_s: float = 0.0) -> lis
     return began
 
 
-def test_at_rest_a_host_has_its_own_place_in_the_minute_and_keeps_it_after_a_look_by_all() -> None:
+def test_an_unwatched_host_samples_once_a_minute_at_its_own_second_also_after_a_census() -> None:
     table = SamplingSchedule()
     assert table.due == math.inf
     table.on_connect(1000.0, 0.25)
-    assert rounds(table, 1150.0) == [1015.0, 1075.0, 1135.0]
-    table.on_watch(1160.0, ONCE)
-    assert rounds(table, 1260.0) == [1160.0, 1195.0, 1255.0]
+    assert list_round_starts(table, 1150.0) == [1015.0, 1075.0, 1135.0]
+    table.on_watch(1160.0, WATCH_ONCE)
+    assert list_round_starts(table, 1260.0) == [1160.0, 1195.0, 1255.0]
     table.on_disconnect()
     assert table.due == math.inf
 
 
-def test_while_somebody_looks_rounds_are_as_often_as_wished_and_then_rest_again() -> None:
+def test_a_watched_host_samples_at_the_requested_interval_until_the_watch_ends() -> None:
     table = SamplingSchedule()
     table.on_connect(0.0, 0.5)
     table.on_watch(100.0, wire.Watch(2.0, 5.0))
-    assert rounds(table, 200.0) == [100.0, 102.0, 104.0, 150.0]
+    assert list_round_starts(table, 200.0) == [100.0, 102.0, 104.0, 150.0]
     table.on_watch(200.0, wire.Watch(10.0, 15.0))
     table.on_watch(201.0, wire.Watch(1.0, 2.0))
-    assert rounds(table, 209.0) == [201.0, 202.0, 203.0], "the later wish takes the place of the first"
+    assert list_round_starts(table, 209.0) == [201.0, 202.0, 203.0], "the later wish takes the place of the first"
 
 
-def test_who_looks_on_gets_no_more_rounds_than_wished_and_a_census_meanwhile_one_at_once() -> None:
+def test_renewing_a_watch_adds_no_round_and_a_census_gets_one_at_once() -> None:
     table, often = SamplingSchedule(), wire.Watch(2.0, 10.0)
     table.on_connect(0.0, 0.5)
     table.on_watch(100.0, often)
-    assert rounds(table, 105.0) == [100.0, 102.0, 104.0]
+    assert list_round_starts(table, 105.0) == [100.0, 102.0, 104.0]
     table.on_watch(105.0, often)
     table.on_round_start(table.due)
     table.on_watch(106.1, often)  # while a round is under way
     table.on_round_end(106.2)
-    assert rounds(table, 150.0) == [108.0, 110.0, 112.0, 114.0, 116.0, 150.0]
+    assert list_round_starts(table, 150.0) == [108.0, 110.0, 112.0, 114.0, 116.0, 150.0]
     table.on_watch(200.0, often)
-    assert rounds(table, 210.0) == [200.0, 202.0, 204.0, 206.0, 208.0, 210.0]
+    assert list_round_starts(table, 210.0) == [200.0, 202.0, 204.0, 206.0, 208.0, 210.0]
     table.on_watch(210.0, often)  # in the last moment: what was due next was a minute away
-    assert rounds(table, 213.0) == [212.0]
+    assert list_round_starts(table, 213.0) == [212.0]
     table.on_watch(213.0, wire.Watch(2.0, 7.0))  # what a census says: nothing lasts longer by it
-    assert rounds(table, 214.0) == [213.0]
+    assert list_round_starts(table, 214.0) == [213.0]
     table.on_watch(214.0, wire.Watch(1.0, 20.0))
-    assert rounds(table, 214.0) == [214.0], "more often is at once"
+    assert list_round_starts(table, 214.0) == [214.0], "more often is at once"
     table.on_watch(214.1, wire.Watch(1.0, 19.9))
     table.on_watch(214.2, wire.Watch(1.0, 30.0))
     assert table.due == 214.5, "a census is not put off by who looks on"
@@ -94,29 +94,29 @@ def test_who_looks_on_gets_no_more_rounds_than_wished_and_a_census_meanwhile_one
         (wire.Watch(1.0, -5.0), [0.0]),
     ],
 )
-def test_a_wish_is_bounded(wish: wire.Watch, began: list[float]) -> None:
+def test_a_watch_with_extreme_values_is_limited(wish: wire.Watch, began: list[float]) -> None:
     table = SamplingSchedule()
     table.on_connect(-1.0, 0.9)
     table.on_watch(0.0, wish)
-    told = rounds(table, 400.0)
+    told = list_round_starts(table, 400.0)
     assert told[: len(began)] == began
     assert all(later - sooner > 1.0 for sooner, later in zip(told[len(began) - 1 :], told[len(began) :], strict=False))
 
 
-def test_a_round_that_takes_long_leaves_out_those_that_fell_into_its_time() -> None:
+def test_rounds_that_fall_into_a_slow_round_are_skipped() -> None:
     table = SamplingSchedule()
     table.on_connect(0.0, 0.0)
     table.on_watch(10.0, wire.Watch(1.0, 10.0))
-    assert rounds(table, 15.0, takes_s=2.5) == [10.0, 13.0]
+    assert list_round_starts(table, 15.0, takes_s=2.5) == [10.0, 13.0]
     for moment in (20.0, 20.1, 20.2):  # however many wishes come, the next round keeps its distance
-        table.on_watch(moment, ONCE)
+        table.on_watch(moment, WATCH_ONCE)
         if moment == 20.0:
             table.on_round_start(20.0)
     table.on_round_end(20.3)
     assert table.due == 20.5
 
 
-def test_a_round_whose_gateway_is_lost_is_the_last() -> None:
+def test_no_round_follows_one_during_which_the_gateway_was_lost() -> None:
     table = SamplingSchedule()
     table.on_connect(0.0, 0.0)
     table.on_round_start(0.0)
@@ -125,7 +125,7 @@ def test_a_round_whose_gateway_is_lost_is_the_last() -> None:
     assert table.due == math.inf
 
 
-def test_a_driver_is_spared_as_long_as_it_was_slow_and_longer_with_every_failure() -> None:
+def test_a_slow_driver_is_paused_in_proportion_and_a_failing_one_ever_longer() -> None:
     manners = SamplingBackoff()
     manners.record_answer(started_at=10.0, now=11.5)
     assert manners.not_before == 11.5 + PAUSE_FACTOR * 1.5
@@ -139,19 +139,19 @@ def test_a_driver_is_spared_as_long_as_it_was_slow_and_longer_with_every_failure
     assert manners.record_failure(100.0) == FIRST_BACKOFF_S
 
 
-def test_what_a_driver_was_not_asked_for_and_what_no_message_holds_is_left_out() -> None:
+def test_samples_of_unasked_devices_and_infinite_values_are_dropped() -> None:
     class Liar:
         async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
             many = tuple(Sample("a", f"metric_{n}", 1.0) for n in range(100))
             return (Sample("b", "power_watts", 1.0), Sample("a", "power_watts", math.inf), *many)
 
-    report = wire.Report(1, 1, "x" * 40, (found(keys=["a"]),))
+    report = wire.Report(1, 1, "x" * 40, (driver_report(keys=["a"]),))
     told = asyncio.run(HostLoadSampler({"fake_driver": Liar()}, lambda: report)._sample_all())
     assert [one.key for one in told.loads] == ["a"] and "power_watts" not in told.loads[0].values
     assert wire.decode_from_agent(wire.encode_message(told)) == told, "the gateway takes it"
 
 
-def test_what_the_gateway_does_not_take_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_over_the_message_limit_are_dropped_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     loads = tuple(wire.DeviceLoad(f"pci:é{n}", {"power_watts": float(n)}) for n in range(5000))
     meter = HostLoadSampler({}, lambda: None)
     for _ in range(2):
@@ -164,38 +164,40 @@ def test_what_the_gateway_does_not_take_is_left_out_and_said_once(caplog: pytest
 
 
 @dataclass(eq=False)
-class Gauge:
+class FakeSampler:
     """A driver as far as load goes; `asked` are the devices of each round."""
 
-    answers: Callable[[Ask], float] = lambda ask: 1.0
-    asked: list[list[str]] = field(default_factory=list)
+    sample_value: Callable[[Ask], float] = lambda ask: 1.0
+    asked_keys: list[list[str]] = field(default_factory=list)
 
     async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
         """As the runner's."""
-        self.asked.append([ask.key for ask in asks])
-        return tuple(Sample(ask.key, "power_watts", self.answers(ask)) for ask in asks)
+        self.asked_keys.append([ask.key for ask in asks])
+        return tuple(Sample(ask.key, "power_watts", self.sample_value(ask)) for ask in asks)
 
 
 @dataclass
-class Host:
+class SampledHost:
     """A link over a journal with a meter, as `main` wires them."""
 
     journal: Journal
     link: GatewayLink
-    gauge: Gauge
+    gauge: FakeSampler
 
-    def sees(self, *drivers: DriverReport) -> None:
+    def record_report(self, *drivers: DriverReport) -> None:
         """The host was looked at."""
         self.journal.record_report(drivers)
         self.link.offer_report()
 
 
 @asynccontextmanager
-async def host(directory: Path, server: StandIn, gauge: Gauge | None = None) -> AsyncIterator[Host]:
+async def run_sampled_host(
+    directory: Path, server: FakeGateway, gauge: FakeSampler | None = None
+) -> AsyncIterator[SampledHost]:
     """It rests for a minute unless it is asked."""
     journal = open_journal(directory, "cmp1.example")
     keys = load_or_create_keys(directory, "cmp1.example", "cmp1")
-    gauge = gauge or Gauge()
+    gauge = gauge or FakeSampler()
     meter = HostLoadSampler({"fake_driver": gauge}, lambda: journal.report, draw_fraction=lambda: 0.99)
     hello = wire.Hello(agent_version="1", boot_id="b", drivers=("fake_driver",))
     link = GatewayLink(
@@ -204,7 +206,7 @@ async def host(directory: Path, server: StandIn, gauge: Gauge | None = None) -> 
     meter.notify_sender = link.wake.set
     tasks = [asyncio.ensure_future(link.run()), asyncio.ensure_future(meter.run())]
     try:
-        yield Host(journal, link, gauge)
+        yield SampledHost(journal, link, gauge)
         assert not any(task.done() for task in tasks), tasks
     finally:
         for task in tasks:
@@ -213,109 +215,114 @@ async def host(directory: Path, server: StandIn, gauge: Gauge | None = None) -> 
         journal.close()
 
 
-def tell(story: Callable[[], Awaitable[None]]) -> None:
+def run_story(story: Callable[[], Awaitable[None]]) -> None:
     """In an event loop."""
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
-def sick(status: Health) -> DriverReport:
+def report_with_health(status: Health) -> DriverReport:
     """The one device, as it is."""
-    report = found(keys=["a"])
+    report = driver_report(keys=["a"])
     return msgspec.structs.replace(report, devices=(msgspec.structs.replace(report.devices[0], status=status),))
 
 
-def test_a_look_is_answered_at_once_and_goes_on_as_wished(tmp_path: Path) -> None:
+def test_a_watch_gets_samples_at_once_and_then_at_its_interval(tmp_path: Path) -> None:
     async def story() -> None:
-        async with StandIn().open() as server, host(tmp_path, server) as agent:
-            agent.sees(found(keys=["a", "b"]), found("another_driver", keys=["c"]))
-            await until(lambda: agent.journal.acknowledged and server.beats)
-            assert agent.gauge.asked == [] and server.samples == []
-            await server.order(ONCE)
-            await until(lambda: server.samples)
+        async with FakeGateway().open() as server, run_sampled_host(tmp_path, server) as agent:
+            agent.record_report(driver_report(keys=["a", "b"]), driver_report("another_driver", keys=["c"]))
+            await wait_until(lambda: agent.journal.acknowledged and server.beats)
+            assert agent.gauge.asked_keys == [] and server.samples == []
+            await server.send_to_agent(WATCH_ONCE)
+            await wait_until(lambda: server.samples)
             assert server.samples[0].loads == tuple(wire.DeviceLoad(key, {"power_watts": 1.0}) for key in "ab")
-            await server.order(OFTEN)
-            await until(lambda: len(server.samples) >= 3)
-            agent.sees(found(keys=["b"]))
-            await until(lambda: agent.gauge.asked[-1] == ["b"])
+            await server.send_to_agent(WATCH_OFTEN)
+            await wait_until(lambda: len(server.samples) >= 3)
+            agent.record_report(driver_report(keys=["b"]))
+            await wait_until(lambda: agent.gauge.asked_keys[-1] == ["b"])
 
-    tell(story)
+    run_story(story)
 
 
-def test_a_wish_ends_with_its_connection(tmp_path: Path) -> None:
+def test_a_watch_ends_when_its_connection_is_lost(tmp_path: Path) -> None:
     async def story() -> None:
-        async with StandIn().open() as server, host(tmp_path, server) as agent:
-            agent.sees(found(keys=["a"]))
-            await until(lambda: agent.journal.acknowledged)
-            await server.order(OFTEN)
-            await until(lambda: server.samples)
+        async with FakeGateway().open() as server, run_sampled_host(tmp_path, server) as agent:
+            agent.record_report(driver_report(keys=["a"]))
+            await wait_until(lambda: agent.journal.acknowledged)
+            await server.send_to_agent(WATCH_OFTEN)
+            await wait_until(lambda: server.samples)
             await server.sockets[-1].close()
-            await until(lambda: len(server.hellos) == 2)
+            await wait_until(lambda: len(server.hellos) == 2)
             count = len(server.samples)
             server.beats.clear()
-            await until(lambda: len(server.beats) >= 24)  # long enough for two rounds of the old wish
+            await wait_until(lambda: len(server.beats) >= 24)  # long enough for two rounds of the old wish
             assert len(server.samples) == count
 
-    tell(story)
+    run_story(story)
 
 
-def test_load_that_meets_a_report_that_is_owed_is_dropped(tmp_path: Path) -> None:
+def test_samples_are_dropped_while_a_report_is_unacknowledged(tmp_path: Path) -> None:
     async def story() -> None:
-        server = StandIn(acknowledge=False)
+        server = FakeGateway(acknowledge=False)
         async with (
             server.open(),
-            host(tmp_path, server, Gauge(answers=lambda ask: float(len(agent.gauge.asked)))) as agent,
+            run_sampled_host(
+                tmp_path, server, FakeSampler(sample_value=lambda ask: float(len(agent.gauge.asked_keys)))
+            ) as agent,
         ):
-            agent.sees(found(keys=["a"]))
-            await until(lambda: server.reports)
-            await server.order(ONCE)
-            await until(lambda: len(agent.gauge.asked) == 1)
+            agent.record_report(driver_report(keys=["a"]))
+            await wait_until(lambda: server.reports)
+            await server.send_to_agent(WATCH_ONCE)
+            await wait_until(lambda: len(agent.gauge.asked_keys) == 1)
             server.beats.clear()
-            await until(lambda: len(server.beats) >= 2)
+            await wait_until(lambda: len(server.beats) >= 2)
             assert server.samples == []
             await server.sockets[-1].send(wire.encode_message(wire.Ack(seq=server.reports[-1].seq)))
-            await until(lambda: agent.journal.acknowledged)
-            await server.order(ONCE)
-            await until(lambda: server.samples)
+            await wait_until(lambda: agent.journal.acknowledged)
+            await server.send_to_agent(WATCH_ONCE)
+            await wait_until(lambda: server.samples)
             assert [one.loads[0].values["power_watts"] for one in server.samples] == [2.0], "the first is not sent late"
 
-    tell(story)
+    run_story(story)
 
 
-def test_a_driver_that_fails_is_left_alone_and_the_round_is_told_all_the_same(
+def test_a_round_is_sent_without_a_failing_driver_which_is_then_paused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(ask: Ask) -> float:
         raise Failed("fake_driver: it did not return its load within 2 s")
 
     async def story() -> None:
-        async with StandIn().open() as server, host(tmp_path, server, Gauge(answers=fails)) as agent:
-            agent.sees(found(keys=["a"]))
-            await until(lambda: agent.journal.acknowledged)
+        async with (
+            FakeGateway().open() as server,
+            run_sampled_host(tmp_path, server, FakeSampler(sample_value=fails)) as agent,
+        ):
+            agent.record_report(driver_report(keys=["a"]))
+            await wait_until(lambda: agent.journal.acknowledged)
             for count in (1, 2):
-                await server.order(ONCE)
-                await until(lambda count=count: len(server.samples) == count)  # type: ignore[misc]
-            assert {one.loads for one in server.samples} == {()} and len(agent.gauge.asked) == 1
+                await server.send_to_agent(WATCH_ONCE)
+                await wait_until(lambda count=count: len(server.samples) == count)  # type: ignore[misc]
+            assert {one.loads for one in server.samples} == {()} and len(agent.gauge.asked_keys) == 1
 
-    tell(story)
+    run_story(story)
     assert "within 2 s; its load is not sampled for the next 60 s" in caplog.text
 
 
-def test_a_fault_is_reported_without_the_delay_that_spreads_other_reports(tmp_path: Path) -> None:
+def test_a_report_with_a_new_fault_is_sent_without_jitter(tmp_path: Path) -> None:
     async def story() -> None:
-        server = StandIn()
-        async with server.open(), host(tmp_path, server) as agent:
-            agent.sees(sick("degraded"))
-            await until(lambda: agent.journal.acknowledged)
+        server = FakeGateway()
+        async with server.open(), run_sampled_host(tmp_path, server) as agent:
+            agent.record_report(report_with_health("degraded"))
+            await wait_until(lambda: agent.journal.acknowledged)
             server.jitter_s, server.applied_hash = 300.0, ""
             await server.sockets[-1].close()
-            await until(lambda: len(server.hellos) == 2)
+            await wait_until(lambda: len(server.hellos) == 2)
             for status in ("ok", "degraded"):  # what was known before is no news, and a recovery has time
-                agent.sees(sick(status))  # type: ignore[arg-type]
+                agent.record_report(report_with_health(status))  # type: ignore[arg-type]
                 server.beats.clear()
-                await until(lambda: len(server.beats) >= 2)
+                await wait_until(lambda: len(server.beats) >= 2)
                 assert len(server.reports) == 1
-            agent.sees(sick("failed"))
-            await until(lambda: len(server.reports) == 2)
+            agent.record_report(report_with_health("failed"))
+            await wait_until(lambda: len(server.reports) == 2)
             assert server.reports[-1].drivers[0].devices[0].status == "failed"
 
-    tell(story)
+    run_story(story)

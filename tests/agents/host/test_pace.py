@@ -15,7 +15,7 @@ def test_back_off_is_full_jitter_between_zero_and_a_doubling_cap(draw: float, fa
     assert delays == [draw * min(30.0, 0.5 * 2.0**n) for n in range(failures)]
 
 
-def test_back_off_starts_anew_after_a_good_connection() -> None:
+def test_back_off_starts_again_at_its_minimum_after_a_reset() -> None:
     backoff = Backoff(ConnectionTiming(draw_fraction=lambda: 1.0))
     assert [backoff.next_delay() for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
     backoff.reset()
@@ -33,7 +33,7 @@ def test_a_beat_without_ack_is_overdue_after_three_intervals_but_not_before_15_s
     assert slow.next_deadline() == 130.0
 
 
-def test_a_report_may_wait_longer_while_beats_are_acknowledged() -> None:
+def test_a_report_is_overdue_only_after_a_minute_while_heartbeats_are_acknowledged() -> None:
     owed = PendingAcks(beat_s=2.0, timing=ConnectionTiming())
     owed.record_sent("Report", 7, now=0.0)
     for second in range(2, 60, 2):
@@ -46,7 +46,7 @@ def test_a_report_may_wait_longer_while_beats_are_acknowledged() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["sent", "acknowledged"]), st.integers(0, 5)), max_size=40))
-def test_whoever_is_owed_nothing_waits_for_nothing(steps: list[tuple[str, int]]) -> None:
+def test_there_is_no_deadline_when_every_message_is_acknowledged(steps: list[tuple[str, int]]) -> None:
     owed, last, acknowledged = PendingAcks(beat_s=1.0, timing=ConnectionTiming()), 0, 0
     for now, (step, seq) in enumerate(steps):
         if step == "sent":
@@ -58,5 +58,5 @@ def test_whoever_is_owed_nothing_waits_for_nothing(steps: list[tuple[str, int]])
     assert (owed.next_deadline() == float("inf")) == (acknowledged == last)
 
 
-def test_a_long_outage_is_said_ever_more_rarely() -> None:
+def test_attempts_of_a_long_outage_are_logged_at_powers_of_two() -> None:
     assert [n for n in range(1, 40) if should_log_repetition(n)] == [1, 2, 4, 8, 16, 32]

@@ -22,14 +22,25 @@ from drivers.errors import Busy
 from drivers.inventory import DriverReport
 from drivers.isolation.host_writer import HostWriter
 from drivers.plan import Ask, Check, Plan, Step, Write
-from tests.agents.host.standin import StandIn, until
-from tests.agents.host.workshop import HANDLE, HOME, Scripted, always, command, errors, once, status, step, workshop
+from tests.agents.host.standin import FakeGateway, wait_until
+from tests.agents.host.workshop import (
+    CARD_PATH,
+    HANDLE,
+    ScriptedDriver,
+    make_command,
+    plan_always,
+    plan_error,
+    plan_once,
+    reported_health,
+    run_host,
+    write_step,
+)
 from tests.support.modelmachine import ModelMachine
 
 ATTACH = {"uuid": "u1", "handle": HANDLE, "consumer": "vm1"}
 
 
-def real(root: Path) -> Scripted:
+def make_file_driver(root: Path) -> ScriptedDriver:
     """A driver that looks at the files: `attach` makes one, `install` writes another."""
 
     def has(path: str, value: str) -> bool:
@@ -41,25 +52,25 @@ def real(root: Path) -> Scripted:
         return Plan() if has(path, ask.consumer) else Plan((Step("make it", Write(path, ask.consumer)),))
 
     def install(_: Ask) -> Plan:
-        return Plan() if has(f"{HOME}/numvfs", "4") else Plan((step("numvfs", "4"),))
+        return Plan() if has(f"{CARD_PATH}/numvfs", "4") else Plan((write_step("numvfs", "4"),))
 
-    return Scripted({"attach": attach, "install": install})
+    return ScriptedDriver({"attach": attach, "install": install})
 
 
-def killing(number: int) -> None:
+def kill_at_point(number: int) -> None:
     """SIGKILL this process right before, or right after, the `number`th thing it journals or writes to the host."""
-    left = [number]
+    remaining = [number]
 
-    def passed() -> None:
-        left[0] -= 1
-        if left[0] == 0:
+    def count_down() -> None:
+        remaining[0] -= 1
+        if remaining[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any) -> Any:
-            passed()
+            count_down()
             answer = function(*arguments)
-            passed()
+            count_down()
             return answer
 
         return wrapped
@@ -69,37 +80,37 @@ def killing(number: int) -> None:
     write = HostWriter.write
 
     async def written(self: HostWriter, path: str, value: str, timeout_s: float) -> None:
-        passed()
+        count_down()
         await write(self, path, value, timeout_s)
-        passed()
+        count_down()
 
     HostWriter.write = written  # type: ignore[method-assign]
 
 
-async def attached(root: Path, gateway: Any, until_true: Callable[[], object]) -> None:
-    async with workshop(root, real(root), gateway=gateway, connect=True):
-        await until(until_true)
+async def run_connected_host(root: Path, gateway: Any, until_true: Callable[[], object]) -> None:
+    async with run_host(root, make_file_driver(root), gateway=gateway, connect=True):
+        await wait_until(until_true)
 
 
-POINTS = 14
+KILL_POINTS = 14
 """Two for each of: heard, begun, first attachment, write, applied, ended, acknowledged."""
 
 
 @pytest.mark.system
-def test_killed_between_any_two_of_its_steps_a_command_is_done_once_and_answered(tmp_path: Path) -> None:
+def test_a_command_runs_once_and_gets_a_result_when_the_agent_is_killed_at_any_point(tmp_path: Path) -> None:
     outcomes: list[str] = []
 
     async def story(point: int) -> None:
         root = tmp_path / str(point)
         root.mkdir()
-        server = StandIn()
+        server = FakeGateway()
         async with server.open():
-            server.after_welcome = [wire.encode_message(command(1, "attach", **ATTACH))]
+            server.after_welcome = [wire.encode_message(make_command(1, "attach", **ATTACH))]
             child = os.fork()
             if child == 0:
                 os.close(2)
-                killing(point)
-                asyncio.run(attached(root, server.gateway(), lambda: False))
+                kill_at_point(point)
+                asyncio.run(run_connected_host(root, server.gateway(), lambda: False))
                 os._exit(1)
             code = await asyncio.get_running_loop().run_in_executor(None, os.waitpid, child, 0)
             assert os.WIFSIGNALED(code[1])
@@ -108,9 +119,9 @@ def test_killed_between_any_two_of_its_steps_a_command_is_done_once_and_answered
             before = list(server.results)
             server.results.clear()
             made = (root / "state/u1").exists()
-            driver = real(root)
-            async with workshop(root, driver, gateway=server.gateway(), connect=True) as host:
-                await until(lambda: server.results)
+            driver = make_file_driver(root)
+            async with run_host(root, driver, gateway=server.gateway(), connect=True) as host:
+                await wait_until(lambda: server.results)
                 (result,) = server.results
                 outcomes.append(result.outcome)
                 assert not before or before[0].outcome == result.outcome
@@ -118,23 +129,23 @@ def test_killed_between_any_two_of_its_steps_a_command_is_done_once_and_answered
                     assert result.outcome == "succeeded"
                 assert (result.outcome == "succeeded") == (root / "state/u1").exists()
                 assert [one.op for one, _ in host.journal.command_log.list_interrupted()] == []
-                await until(lambda: not host.journal.command_log.unacknowledged)
+                await wait_until(lambda: not host.journal.command_log.unacknowledged)
                 claimed = host.journal.command_log.list_attachments("drv", "card")
                 assert claimed == {"u1": "vm1"} or not made
 
-    for point in range(1, POINTS + 1):
+    for point in range(1, KILL_POINTS + 1):
         asyncio.run(story(point))
     assert set(outcomes) == {"succeeded", "unknown"}
 
 
-def test_a_command_that_was_taken_and_not_begun_waits_to_be_sent_again(tmp_path: Path) -> None:
+def test_a_command_received_but_not_started_before_a_restart_runs_when_it_is_sent_again(tmp_path: Path) -> None:
     async def story() -> None:
-        driver = real(tmp_path)
-        async with workshop(tmp_path, driver) as host:
-            host.journal.command_log.store_command(command(1, "install"))
-        async with workshop(tmp_path, driver) as host:
-            assert (host.journal.command_log.unacknowledged, driver.asked) == ({}, [])
-            assert (await host.do(command(1, "install"))).outcome == "succeeded"
+        driver = make_file_driver(tmp_path)
+        async with run_host(tmp_path, driver) as host:
+            host.journal.command_log.store_command(make_command(1, "install"))
+        async with run_host(tmp_path, driver) as host:
+            assert (host.journal.command_log.unacknowledged, driver.plan_calls) == ({}, [])
+            assert (await host.run_commands(make_command(1, "install"))).outcome == "succeeded"
 
     asyncio.run(story())
 
@@ -157,33 +168,33 @@ def test_a_command_that_was_taken_and_not_begun_waits_to_be_sent_again(tmp_path:
         ("boot2", "0", "unknown", "interrupted, because the host was rebooted while it ran; its outcome is unknown"),
     ],
 )
-def test_an_interrupted_command_is_looked_at_and_not_run_again(
+def test_an_interrupted_command_is_checked_by_its_driver_and_not_run_again(
     tmp_path: Path, boot: str, there: str, outcome: str, words: str
 ) -> None:
     async def story() -> None:
-        driver = real(tmp_path)
-        async with workshop(tmp_path, driver) as host:
-            host.journal.command_log.store_command(command(1, "install"))
-            host.journal.command_log.mark_started(command(1, "install"), "boot1")
-            host.file("numvfs", there)
-        async with workshop(tmp_path, driver, boot=boot) as host:
-            result = await host.result(1)
+        driver = make_file_driver(tmp_path)
+        async with run_host(tmp_path, driver) as host:
+            host.journal.command_log.store_command(make_command(1, "install"))
+            host.journal.command_log.mark_started(make_command(1, "install"), "boot1")
+            host.file_content("numvfs", there)
+        async with run_host(tmp_path, driver, boot=boot) as host:
+            result = await host.wait_for_result(1)
             assert result.outcome == outcome
             assert result.text.startswith(words)
-            assert (host.file("numvfs"), result.hash != "") == (there, True)
+            assert (host.file_content("numvfs"), result.hash != "") == (there, True)
 
     asyncio.run(story())
 
 
 @pytest.mark.parametrize("op", ["rescan", "install"])
-def test_an_interrupted_command_that_nobody_can_look_into_is_answered_too(tmp_path: Path, op: str) -> None:
+def test_an_interrupted_command_that_no_driver_can_check_ends_as_unknown(tmp_path: Path, op: str) -> None:
     async def story() -> None:
-        one = command(1, op, driver="uninstalled")
-        async with workshop(tmp_path, Scripted()) as host:
+        one = make_command(1, op, driver="uninstalled")
+        async with run_host(tmp_path, ScriptedDriver()) as host:
             host.journal.command_log.store_command(one)
             host.journal.command_log.mark_started(one, "boot1")
-        async with workshop(tmp_path, Scripted()) as host:
-            result = await host.result(1)
+        async with run_host(tmp_path, ScriptedDriver()) as host:
+            result = await host.wait_for_result(1)
             text = "interrupted, because the agent stopped while it ran; its outcome is unknown"
             assert (result.outcome, result.text) == ("unknown", text)
 
@@ -191,104 +202,108 @@ def test_an_interrupted_command_that_nobody_can_look_into_is_answered_too(tmp_pa
 
 
 @pytest.mark.parametrize("boot", ["boot1", "boot2"])
-def test_an_interrupted_attachment_counts_as_made_and_is_not_made_by_the_next_start(tmp_path: Path, boot: str) -> None:
+def test_an_interrupted_attachment_counts_as_attached_and_is_not_repeated_at_the_next_start(
+    tmp_path: Path, boot: str
+) -> None:
     async def story() -> None:
-        driver = Scripted({"attach": always(step("mode", "1", seen=(Check(f"{HOME}/numvfs", "9"),), timeout_s=60))})
-        async with workshop(tmp_path, driver) as host:
-            host.executor.accept_command(command(1, "attach", **ATTACH))
-            await until(lambda: host.file("mode") == "1")
-        host.file("mode", "0")
-        driver.plans["attach"] = always(step("mode", "1"))
-        async with workshop(tmp_path, driver, boot=boot) as host:
-            assert (await host.result(1)).outcome == "unknown"
-            assert host.file("mode") == "0"
+        driver = ScriptedDriver(
+            {"attach": plan_always(write_step("mode", "1", seen=(Check(f"{CARD_PATH}/numvfs", "9"),), timeout_s=60))}
+        )
+        async with run_host(tmp_path, driver) as host:
+            host.executor.accept_command(make_command(1, "attach", **ATTACH))
+            await wait_until(lambda: host.file_content("mode") == "1")
+        host.file_content("mode", "0")
+        driver.plans["attach"] = plan_always(write_step("mode", "1"))
+        async with run_host(tmp_path, driver, boot=boot) as host:
+            assert (await host.wait_for_result(1)).outcome == "unknown"
+            assert host.file_content("mode") == "0"
             assert host.journal.command_log.list_attachments("drv", "card") == {"u1": "vm1"}
 
     asyncio.run(story())
 
 
-def test_after_a_reboot_what_was_made_is_there_again_before_the_first_report(tmp_path: Path) -> None:
+def test_installation_and_attachments_are_restored_after_a_reboot_before_the_first_report(tmp_path: Path) -> None:
     async def story() -> None:
-        driver = real(tmp_path)
-        async with workshop(tmp_path, driver) as host:
-            await host.do(command(1, "install"), command(2, "attach", **ATTACH))
-        await_looks = driver.looks
+        driver = make_file_driver(tmp_path)
+        async with run_host(tmp_path, driver) as host:
+            await host.run_commands(make_command(1, "install"), make_command(2, "attach", **ATTACH))
+        await_looks = driver.discover_count
         (tmp_path / "state/u1").unlink()
-        (tmp_path / HOME.lstrip("/") / "numvfs").write_text("0")
-        driver.asked.clear()
-        async with workshop(tmp_path, driver, boot="boot2") as host:
-            assert (host.file("numvfs"), host.file("/state/u1")) == ("4", "vm1")
-            assert [act for act, _ in driver.asked] == ["install", "install", "attach"]
-            assert {ask.backend for _, ask in driver.asked} == {"cards"}
-            assert driver.looks == await_looks + 1
+        (tmp_path / CARD_PATH.lstrip("/") / "numvfs").write_text("0")
+        driver.plan_calls.clear()
+        async with run_host(tmp_path, driver, boot="boot2") as host:
+            assert (host.file_content("numvfs"), host.file_content("/state/u1")) == ("4", "vm1")
+            assert [act for act, _ in driver.plan_calls] == ["install", "install", "attach"]
+            assert {ask.backend for _, ask in driver.plan_calls} == {"cards"}
+            assert driver.discover_count == await_looks + 1
             assert {one.boot_id for one in host.journal.command_log.list_effects()} == {"boot2"}
-            assert status(host) == ("ok", "")
+            assert reported_health(host) == ("ok", "")
 
     asyncio.run(story())
 
 
-def test_after_a_reboot_a_device_is_divided_again_as_it_was(tmp_path: Path) -> None:
+def test_the_partitions_of_a_device_are_restored_after_a_reboot(tmp_path: Path) -> None:
     async def story() -> None:
         def divide(ask: Ask) -> Plan:
             wanted = ask.layout["vfs"]
-            return Plan() if (tmp_path / numbers).read_text() == wanted else Plan((step("numvfs", wanted),))
+            return Plan() if (tmp_path / numbers).read_text() == wanted else Plan((write_step("numvfs", wanted),))
 
-        numbers, driver = f"{HOME}/numvfs".lstrip("/"), Scripted({"partition": divide})
-        async with workshop(tmp_path, driver) as host:
-            assert (await host.do(command(1, "partition", layout={"vfs": "2"}))).outcome == "succeeded"
-            host.file("numvfs", "0")
-        async with workshop(tmp_path, driver, boot="boot2") as host:
-            assert (host.file("numvfs"), status(host)) == ("2", ("ok", ""))
+        numbers, driver = f"{CARD_PATH}/numvfs".lstrip("/"), ScriptedDriver({"partition": divide})
+        async with run_host(tmp_path, driver) as host:
+            assert (await host.run_commands(make_command(1, "partition", layout={"vfs": "2"}))).outcome == "succeeded"
+            host.file_content("numvfs", "0")
+        async with run_host(tmp_path, driver, boot="boot2") as host:
+            assert (host.file_content("numvfs"), reported_health(host)) == ("2", ("ok", ""))
 
     asyncio.run(story())
 
 
-def test_what_cannot_be_put_back_makes_its_device_failed_until_it_can(tmp_path: Path) -> None:
+def test_a_device_is_failed_while_its_attachment_cannot_be_restored_after_a_reboot(tmp_path: Path) -> None:
     async def story() -> None:
-        driver = real(tmp_path)
-        async with workshop(tmp_path, driver) as host:
-            await host.do(command(1, "install"), command(2, "attach", **ATTACH))
+        driver = make_file_driver(tmp_path)
+        async with run_host(tmp_path, driver) as host:
+            await host.run_commands(make_command(1, "install"), make_command(2, "attach", **ATTACH))
         (tmp_path / "state/u1").unlink()
-        attach, driver.plans["attach"] = driver.plans["attach"], errors(Busy("no room"))
+        attach, driver.plans["attach"] = driver.plans["attach"], plan_error(Busy("no room"))
         words = "after the reboot the handle u1 of vm1 could not be restored: no room"
-        async with workshop(tmp_path, driver, boot="boot2") as host:
-            assert status(host) == ("failed", words)
-            assert status(host, "other") == ("ok", "")
-        async with workshop(tmp_path, driver, boot="boot2") as host:
-            assert status(host) == ("failed", words), "also after the next restart"
+        async with run_host(tmp_path, driver, boot="boot2") as host:
+            assert reported_health(host) == ("failed", words)
+            assert reported_health(host, "other") == ("ok", "")
+        async with run_host(tmp_path, driver, boot="boot2") as host:
+            assert reported_health(host) == ("failed", words), "also after the next restart"
             driver.plans["attach"] = attach
-            assert (await host.do(command(3, "install"))).outcome == "succeeded"
-            assert host.file("/state/u1") == "vm1"
-            assert status(host) == ("ok", "")
+            assert (await host.run_commands(make_command(3, "install"))).outcome == "succeeded"
+            assert host.file_content("/state/u1") == "vm1"
+            assert reported_health(host) == ("ok", "")
 
     asyncio.run(story())
 
 
-def changeable(driver: Scripted) -> Callable[[Journal], DriverSet]:
+def roster_with(driver: ScriptedDriver) -> Callable[[Journal], DriverSet]:
     return lambda journal: DriverSet(["drv"], {}, journal.desired_drivers, lambda *_: driver, lambda: ("drv",))  # type: ignore[arg-type,return-value]
 
 
-def test_what_a_driver_had_made_that_was_off_at_a_reboot_is_there_again_when_it_is_on(tmp_path: Path) -> None:
+def test_a_driver_disabled_during_a_reboot_restores_its_device_when_it_is_enabled(tmp_path: Path) -> None:
     async def story() -> None:
-        driver = real(tmp_path)
-        off, on = (command(n, "configure", key="", wish=wire.Wish(n, enabled=n == 3)) for n in (2, 3))
-        async with workshop(tmp_path, driver, roster=changeable(driver)) as host:
-            assert (await host.do(command(1, "install"))).outcome == "succeeded"
-            assert (await host.do(off)).text == "drv is disabled"
-        (tmp_path / HOME.lstrip("/") / "numvfs").write_text("0")
-        async with workshop(tmp_path, driver, boot="boot2", roster=changeable(driver)) as host:
-            assert host.file("numvfs") == "0"
-            assert (await host.do(on)).outcome == "succeeded"
-            assert (host.file("numvfs"), status(host)) == ("4", ("ok", ""))
+        driver = make_file_driver(tmp_path)
+        off, on = (make_command(n, "configure", key="", wish=wire.Wish(n, enabled=n == 3)) for n in (2, 3))
+        async with run_host(tmp_path, driver, roster=roster_with(driver)) as host:
+            assert (await host.run_commands(make_command(1, "install"))).outcome == "succeeded"
+            assert (await host.run_commands(off)).text == "drv is disabled"
+        (tmp_path / CARD_PATH.lstrip("/") / "numvfs").write_text("0")
+        async with run_host(tmp_path, driver, boot="boot2", roster=roster_with(driver)) as host:
+            assert host.file_content("numvfs") == "0"
+            assert (await host.run_commands(on)).outcome == "succeeded"
+            assert (host.file_content("numvfs"), reported_health(host)) == ("4", ("ok", ""))
             assert {one.boot_id for one in host.journal.command_log.list_effects()} == {"boot2"}
 
     asyncio.run(story())
 
 
-def test_a_driver_that_is_taken_away_while_it_looks_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+def test_a_rescan_succeeds_when_its_driver_is_disabled_meanwhile(tmp_path: Path) -> None:
     async def story() -> None:
-        driver = real(tmp_path)
-        async with workshop(tmp_path, driver, roster=changeable(driver)) as host:
+        driver = make_file_driver(tmp_path)
+        async with run_host(tmp_path, driver, roster=roster_with(driver)) as host:
             free, discover = asyncio.Event(), driver.discover
 
             async def slow() -> DriverReport:
@@ -296,31 +311,31 @@ def test_a_driver_that_is_taken_away_while_it_looks_is_no_fault_of_the_agent(tmp
                 return await discover()
 
             driver.discover = slow  # type: ignore[method-assign]
-            looks = driver.looks
-            host.executor.accept_command(command(1, "rescan", key=""))
-            await until(lambda: driver.released)
-            host.executor.accept_command(command(2, "configure", key="", wish=wire.Wish(1, enabled=False)))
-            await until(lambda: host.journal.desired_drivers.get_wish("drv"))
+            looks = driver.discover_count
+            host.executor.accept_command(make_command(1, "rescan", key=""))
+            await wait_until(lambda: driver.release_count)
+            host.executor.accept_command(make_command(2, "configure", key="", wish=wire.Wish(1, enabled=False)))
+            await wait_until(lambda: host.journal.desired_drivers.get_wish("drv"))
             free.set()
-            assert ((await host.result(1)).outcome, driver.looks > looks) == ("succeeded", True)
+            assert ((await host.wait_for_result(1)).outcome, driver.discover_count > looks) == ("succeeded", True)
 
     asyncio.run(story())
 
 
-def test_what_takes_too_long_after_a_reboot_does_not_hold_the_first_report(tmp_path: Path) -> None:
+def test_a_slow_restoration_after_a_reboot_fails_the_device_and_does_not_delay_the_report(tmp_path: Path) -> None:
     async def story() -> None:
-        driver = Scripted({"install": once(step("mode", "1"))})
-        async with workshop(tmp_path, driver) as host:
-            await host.do(command(1, "install"))
-        endless = step("mode", "2", seen=(Check(f"{HOME}/numvfs", "never"),), timeout_s=60)
-        driver.plans["install"] = once(endless)
-        async with workshop(tmp_path, driver, boot="boot2", prepare_s=0.1) as host:
-            assert status(host) == ("failed", "it could not be restored within 0.1 s after the reboot")
+        driver = ScriptedDriver({"install": plan_once(write_step("mode", "1"))})
+        async with run_host(tmp_path, driver) as host:
+            await host.run_commands(make_command(1, "install"))
+        endless = write_step("mode", "2", seen=(Check(f"{CARD_PATH}/numvfs", "never"),), timeout_s=60)
+        driver.plans["install"] = plan_once(endless)
+        async with run_host(tmp_path, driver, boot="boot2", prepare_s=0.1) as host:
+            assert reported_health(host) == ("failed", "it could not be restored within 0.1 s after the reboot")
 
     asyncio.run(story())
 
 
-def test_a_cancellation_that_meets_the_answer_of_a_look_is_not_forgotten() -> None:
+def test_a_cancellation_that_arrives_with_the_result_of_a_thread_is_raised() -> None:
     async def story() -> None:
         threads: list[threading.Thread] = []
         task = asyncio.ensure_future(run_in_thread(lambda: threads.append(threading.current_thread())))
@@ -335,7 +350,7 @@ def test_a_cancellation_that_meets_the_answer_of_a_look_is_not_forgotten() -> No
     asyncio.run(story())
 
 
-def test_a_device_whose_write_hangs_in_the_kernel_is_left_alone_until_it_ends(
+def test_a_device_is_failed_and_takes_no_command_while_a_write_hangs_in_the_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agents.host.execution.executor.STUCK_POLL_S", 0.02)
@@ -344,35 +359,35 @@ def test_a_device_whose_write_hangs_in_the_kernel_is_left_alone_until_it_ends(
         model = ModelMachine(tmp_path)
         model.load("nvme", "1b36:0010")
         model.pci("0000:01:00.0", "1b36", "0010", "010802", vfs=4)
-        file = f"{HOME}/sriov_numvfs"
-        driver = Scripted({"install": once(Step("make VFs", Write(file, "2"), timeout_s=0.1))})
-        async with workshop(tmp_path, driver, hand=lambda _: model.hand()) as host:
+        file = f"{CARD_PATH}/sriov_numvfs"
+        driver = ScriptedDriver({"install": plan_once(Step("make VFs", Write(file, "2"), timeout_s=0.1))})
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand()) as host:
             with model.slow(file):
-                result = await host.do(command(1, "install"))
+                result = await host.run_commands(make_command(1, "install"))
                 assert result.outcome == "unknown"
                 assert "the write hangs in the kernel, so nothing more is done" in result.text
-                assert status(host)[1].startswith(
+                assert reported_health(host)[1].startswith(
                     "a write to it hangs in the kernel, and the agent does nothing to it until that ends: "
                 )
-                result = await host.do(command(2, "reset"))
+                result = await host.run_commands(make_command(2, "reset"))
                 assert result.text == "an earlier write to this device still hangs in the kernel"
-            await until(lambda: status(host) == ("ok", ""))
-            assert (await host.do(command(3, "reset"))).outcome == "succeeded"
+            await wait_until(lambda: reported_health(host) == ("ok", ""))
+            assert (await host.run_commands(make_command(3, "reset"))).outcome == "succeeded"
 
     asyncio.run(story())
 
 
-def test_a_read_only_sys_and_a_missing_privilege_are_said(tmp_path: Path) -> None:
+def test_a_read_only_sys_and_a_missing_privilege_are_named_in_the_result(tmp_path: Path) -> None:
     async def story() -> None:
         model = ModelMachine(tmp_path)
         model.load("nvme", "1b36:0010")
         model.pci("0000:01:00.0", "1b36", "0010", "010802", vfs=4)
-        driver = Scripted()
-        async with workshop(tmp_path, driver, hand=lambda _: model.hand()) as host:
+        driver = ScriptedDriver()
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand()) as host:
             for number, (name, words) in enumerate((("read_only", "Read-only"), ("privileged", "denied")), 1):
                 setattr(model, name, name == "read_only")
-                driver.plans["install"] = once(Step("make VFs", Write(f"{HOME}/sriov_numvfs", "2")))
-                result = await host.do(command(number, "install"))
+                driver.plans["install"] = plan_once(Step("make VFs", Write(f"{CARD_PATH}/sriov_numvfs", "2")))
+                result = await host.run_commands(make_command(number, "install"))
                 assert result.outcome == "failed"
                 assert words in result.text
                 model.read_only = False

@@ -17,11 +17,11 @@ from drivers.inventory import Device
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Step, Write
 
-CARD, OTHER = "0000:01:00.0", "0000:02:00.0"
-HOME = f"/sys/bus/pci/devices/{CARD}"
+CARD, OTHER_CARD = "0000:01:00.0", "0000:02:00.0"
+CARD_PATH = f"/sys/bus/pci/devices/{CARD}"
 
 
-class Painter(Driver):
+class PaintingDriver(Driver):
     """Writes `red` into the files that its settings name; each may be taken back."""
 
     name: ClassVar[str] = "painter"
@@ -40,7 +40,7 @@ class Painter(Driver):
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    for address in (CARD, OTHER):
+    for address in (CARD, OTHER_CARD):
         home = tmp_path / f"sys/bus/pci/devices/{address}"
         home.mkdir(parents=True)
         for name in ("door", "roof"):
@@ -48,41 +48,43 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def painted(root: Path, *paths: str, kernel: object = keep) -> str:
-    host = Rehearsal(Painter(), root, {"paths": paths}, kernel=kernel)  # type: ignore[arg-type]
+def rehearse_failure(root: Path, *paths: str, kernel: object = keep) -> str:
+    host = Rehearsal(PaintingDriver(), root, {"paths": paths}, kernel=kernel)  # type: ignore[arg-type]
     with pytest.raises(PlanFailedError) as ended:
         host.do("reset", Ask("card"))
     return f"{ended.value.outcome}: {ended.value.text}"
 
 
-def test_the_agents_fence_is_around_it(root: Path) -> None:
-    assert "which is not among the paths that it declares" in painted(root, "/sys/class/net/eth0/mtu")
-    assert "may affect more than this device" in painted(root, f"/sys/bus/pci/devices/{OTHER}/door")
+def test_a_rehearsal_refuses_undeclared_paths_and_other_devices(root: Path) -> None:
+    assert "which is not among the paths that it declares" in rehearse_failure(root, "/sys/class/net/eth0/mtu")
+    assert "may affect more than this device" in rehearse_failure(root, f"/sys/bus/pci/devices/{OTHER_CARD}/door")
     assert {file.read_text() for file in root.rglob("*") if file.is_file()} == {"blue"}
 
 
-def test_what_was_done_is_taken_back_when_the_kernel_refuses(root: Path) -> None:
+def test_a_rehearsal_undoes_earlier_steps_when_the_kernel_refuses_one(root: Path) -> None:
     def kernel(file: Path, value: str) -> None:
         if file.name == "roof":
             raise OSError(16, "Device or resource busy")
         keep(file, value)
 
-    said = painted(root, f"{HOME}/door", f"{HOME}/roof", kernel=kernel)
-    assert said == (f"failed: paint {HOME}/roof: {HOME}/roof: Device or resource busy. Undone: paint {HOME}/door")
-    assert (root / HOME[1:] / "door").read_text() == "blue"
+    said = rehearse_failure(root, f"{CARD_PATH}/door", f"{CARD_PATH}/roof", kernel=kernel)
+    assert said == (
+        f"failed: paint {CARD_PATH}/roof: {CARD_PATH}/roof: Device or resource busy. Undone: paint {CARD_PATH}/door"
+    )
+    assert (root / CARD_PATH[1:] / "door").read_text() == "blue"
 
 
-def test_a_file_of_sys_must_be_there(root: Path) -> None:
-    assert "No such file or directory" in painted(root, f"{HOME}/window")
-    assert not (root / HOME[1:] / "window").exists()
+def test_a_rehearsal_creates_no_missing_file_in_sys(root: Path) -> None:
+    assert "No such file or directory" in rehearse_failure(root, f"{CARD_PATH}/window")
+    assert not (root / CARD_PATH[1:] / "window").exists()
 
 
-def test_what_cannot_be_sent_is_said_with_its_place(root: Path) -> None:
+def test_a_report_that_cannot_be_sent_is_refused_with_the_path_of_the_field(root: Path) -> None:
     with pytest.raises(msgspec.ValidationError, match=r"\$\.devices\[0\].model"):
-        Rehearsal(Painter(), root, {"model": ""}).report()
+        Rehearsal(PaintingDriver(), root, {"model": ""}).report()
 
 
-def test_a_drivers_own_files_are_written_and_removed(tmp_path: Path) -> None:
+def test_a_rehearsal_writes_and_removes_the_state_files_of_the_driver(tmp_path: Path) -> None:
     control = tmp_path / "control.json"
     control.write_text(json.dumps({"install": ["clock"]}))
     host = Rehearsal(FakeDriver(), tmp_path, {"control_file": str(control)})

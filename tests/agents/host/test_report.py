@@ -18,22 +18,22 @@ from agents import wire
 from agents.host.discovery.reporter import InventoryReporter, canonicalize_report, fit_reports
 from agents.host.journal.journal import Journal, open_journal
 from drivers.inventory import AttachHandle, Backend, Deployable, Device, DriverReport
-from tests.agents.host.standin import found, until
-from tests.agents.host.test_journal import disk_full
+from tests.agents.host.standin import driver_report, wait_until
+from tests.agents.host.test_journal import full_disk
 
 
-class Scripted:
+class ControlledDriver:
     """A driver that answers what it is told to, when it is let."""
 
     def __init__(self, answer: DriverReport) -> None:
         self.answer = answer
-        self.free = asyncio.Event()
-        self.free.set()
-        self.looks = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.discover_count = 0
 
     async def discover(self) -> DriverReport:
-        self.looks += 1
-        await self.free.wait()
+        self.discover_count += 1
+        await self.may_answer.wait()
         return self.answer
 
     async def close(self) -> None:
@@ -41,8 +41,8 @@ class Scripted:
 
 
 @asynccontextmanager
-async def reporting(
-    journal: Journal, drivers: dict[str, Scripted], max_bytes: int = wire.MAX_MESSAGE_BYTES
+async def run_reporter(
+    journal: Journal, drivers: dict[str, ControlledDriver], max_bytes: int = wire.MAX_MESSAGE_BYTES
 ) -> AsyncIterator[tuple[InventoryReporter, list[int]]]:
     reporter = InventoryReporter(
         drivers, journal, max_bytes=max_bytes, gather_s=0.2, retry_s=0.02, first_backoff_s=0.05
@@ -57,40 +57,42 @@ async def reporting(
         journal.close()
 
 
-def known(journal: Journal) -> dict[str, DriverReport]:
+def reported_drivers(journal: Journal) -> dict[str, DriverReport]:
     return {driver.driver: driver for driver in journal.report.drivers} if journal.report else {}
 
 
-def test_nothing_new_is_no_new_report(tmp_path: Path) -> None:
+def test_a_rescan_without_changes_makes_no_new_report(tmp_path: Path) -> None:
     async def story() -> None:
-        journal, fake = open_journal(tmp_path, "h"), Scripted(found("fake", ["b", "a"]))
-        async with reporting(journal, {"fake": fake}) as (reporter, offers):
-            await until(lambda: offers)
-            fake.answer = found("fake", ["a", "b"])
+        journal, fake = open_journal(tmp_path, "h"), ControlledDriver(driver_report("fake", ["b", "a"]))
+        async with run_reporter(journal, {"fake": fake}) as (reporter, offers):
+            await wait_until(lambda: offers)
+            fake.answer = driver_report("fake", ["a", "b"])
             reporter.request_discovery(["fake"])
-            await until(lambda: len(offers) == 2)
+            await wait_until(lambda: len(offers) == 2)
             assert offers == [1, 1]
-            fake.answer = found("fake", ["a"])
+            fake.answer = driver_report("fake", ["a"])
             reporter.request_discovery(["fake"])
-            await until(lambda: offers[-1] == 2)
+            await wait_until(lambda: offers[-1] == 2)
 
     asyncio.run(story())
 
 
-def test_a_driver_that_fails_costs_only_its_own_devices(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_driver_affects_only_its_own_devices_and_is_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
-        good, bad = Scripted(found("good")), Scripted(found("bad"))
-        async with reporting(journal, {"good": good, "bad": bad}) as (reporter, offers):
-            await until(lambda: offers)
+        good, bad = ControlledDriver(driver_report("good")), ControlledDriver(driver_report("bad"))
+        async with run_reporter(journal, {"good": good, "bad": bad}) as (reporter, offers):
+            await wait_until(lambda: offers)
             bad.answer = DriverReport("bad", error="it broke")
-            good.answer = found("good", ["a", "new"])
+            good.answer = driver_report("good", ["a", "new"])
             reporter.request_discovery(["good", "bad"])
-            await until(lambda: journal.seq == 2)
-            assert known(journal)["bad"] == bad.answer
-            assert len(known(journal)["good"].devices) == 2
-            bad.answer = found("bad")
-            await until(lambda: journal.seq == 3)  # asked again without a reason
+            await wait_until(lambda: journal.seq == 2)
+            assert reported_drivers(journal)["bad"] == bad.answer
+            assert len(reported_drivers(journal)["good"].devices) == 2
+            bad.answer = driver_report("bad")
+            await wait_until(lambda: journal.seq == 3)  # asked again without a reason
 
     caplog.set_level(logging.INFO)
     asyncio.run(story())
@@ -98,7 +100,7 @@ def test_a_driver_that_fails_costs_only_its_own_devices(tmp_path: Path, caplog: 
     assert "driver bad answers again" in caplog.text
 
 
-def test_a_backend_that_fails_costs_only_its_own_devices_and_nobody_gets_them(
+def test_a_failing_backend_keeps_its_devices_and_no_other_driver_gets_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def said(error: str, *devices: Device) -> DriverReport:
@@ -108,42 +110,51 @@ def test_a_backend_that_fails_costs_only_its_own_devices_and_nobody_gets_them(
 
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
-        many, rival = Scripted(said("", mine, other)), Scripted(found("rival"))
-        async with reporting(journal, {"many": many, "rival": rival}) as (reporter, offers):
-            await until(lambda: offers)
+        many, rival = ControlledDriver(said("", mine, other)), ControlledDriver(driver_report("rival"))
+        async with run_reporter(journal, {"many": many, "rival": rival}) as (reporter, offers):
+            await wait_until(lambda: offers)
             many.answer = said("it hung", other)
             rival.answer = DriverReport("rival", devices=(Device("x", "GPU", "v", "m"),))
             reporter.request_discovery(["many", "rival"])
-            await until(lambda: known(journal)["many"].backends[0].error and known(journal)["rival"].faults)
-            assert known(journal)["many"].devices == (mine, other), "as it was last known"
-            assert not known(journal)["rival"].devices
+            await wait_until(
+                lambda: (
+                    reported_drivers(journal)["many"].backends[0].error and reported_drivers(journal)["rival"].faults
+                )
+            )
+            assert reported_drivers(journal)["many"].devices == (mine, other), "as it was last known"
+            assert not reported_drivers(journal)["rival"].devices
         journal = open_journal(tmp_path, "h")
-        async with reporting(journal, {"rival": rival, "many": many}) as (reporter, offers):
+        async with run_reporter(journal, {"rival": rival, "many": many}) as (reporter, offers):
             assert reporter.find_device("many", "x") == mine, "also after a restart"
-            await until(lambda: offers)
-            assert known(journal)["many"].devices == (mine, other) and not known(journal)["rival"].devices
+            await wait_until(lambda: offers)
+            assert (
+                reported_drivers(journal)["many"].devices == (mine, other)
+                and not reported_drivers(journal)["rival"].devices
+            )
             many.answer = said("", mine, other)
-            await until(lambda: not known(journal)["many"].backends[0].error)  # asked again without a reason
+            await wait_until(
+                lambda: not reported_drivers(journal)["many"].backends[0].error
+            )  # asked again without a reason
 
     asyncio.run(story())
     assert caplog.text.count("driver many, backend a: it hung") == 2, "once each time it runs"
 
 
-def test_a_driver_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
+def test_a_hanging_driver_does_not_delay_the_reports_of_others(tmp_path: Path) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
-        quick, hung = Scripted(found("quick")), Scripted(found("hung"))
-        async with reporting(journal, {"quick": quick, "hung": hung}) as (reporter, offers):
-            await until(lambda: offers)
-            hung.free.clear()
-            quick.answer = found("quick", ["new"])
+        quick, hung = ControlledDriver(driver_report("quick")), ControlledDriver(driver_report("hung"))
+        async with run_reporter(journal, {"quick": quick, "hung": hung}) as (reporter, offers):
+            await wait_until(lambda: offers)
+            hung.may_answer.clear()
+            quick.answer = driver_report("quick", ["new"])
             reporter.request_discovery(["quick", "hung"])
-            await until(lambda: journal.seq == 2)
-            assert known(journal)["hung"] == found("hung"), "as it was"
+            await wait_until(lambda: journal.seq == 2)
+            assert reported_drivers(journal)["hung"] == driver_report("hung"), "as it was"
             reporter.request_discovery(["hung"])
-            hung.answer = found("hung", ["late"])
-            hung.free.set()
-            await until(lambda: journal.seq == 3 and hung.looks == 3)
+            hung.answer = driver_report("hung", ["late"])
+            hung.may_answer.set()
+            await wait_until(lambda: journal.seq == 3 and hung.discover_count == 3)
 
     asyncio.run(story())
 
@@ -151,58 +162,64 @@ def test_a_driver_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None
 def test_the_first_report_waits_for_every_driver(tmp_path: Path) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
-        quick, slow = Scripted(found("quick")), Scripted(found("slow"))
-        slow.free.clear()
-        async with reporting(journal, {"quick": quick, "slow": slow}) as (reporter, offers):
-            await until(lambda: quick.looks == 1)
+        quick, slow = ControlledDriver(driver_report("quick")), ControlledDriver(driver_report("slow"))
+        slow.may_answer.clear()
+        async with run_reporter(journal, {"quick": quick, "slow": slow}) as (reporter, offers):
+            await wait_until(lambda: quick.discover_count == 1)
             reporter.request_discovery(["quick"])
-            await until(lambda: quick.looks == 2)
+            await wait_until(lambda: quick.discover_count == 2)
             assert journal.report is None
-            slow.free.set()
-            await until(lambda: offers)
-            assert set(known(journal)) == {"quick", "slow"}
+            slow.may_answer.set()
+            await wait_until(lambda: offers)
+            assert set(reported_drivers(journal)) == {"quick", "slow"}
 
     asyncio.run(story())
 
 
-def test_claims_are_settled_over_all_drivers_in_enabled_order(tmp_path: Path) -> None:
+def test_a_device_found_by_two_drivers_belongs_to_the_one_enabled_first(tmp_path: Path) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
-        drivers = {name: Scripted(found(name)) for name in ("zebra", "ant")}
-        async with reporting(journal, drivers) as (_, offers):
-            await until(lambda: offers)
-            assert [device.key for device in known(journal)["zebra"].devices] == ["a"]
-            assert known(journal)["ant"].devices == ()
-            assert [fault.subject for fault in known(journal)["ant"].faults] == ["a"]
+        drivers = {name: ControlledDriver(driver_report(name)) for name in ("zebra", "ant")}
+        async with run_reporter(journal, drivers) as (_, offers):
+            await wait_until(lambda: offers)
+            assert [device.key for device in reported_drivers(journal)["zebra"].devices] == ["a"]
+            assert reported_drivers(journal)["ant"].devices == ()
+            assert [fault.subject for fault in reported_drivers(journal)["ant"].faults] == ["a"]
 
     asyncio.run(story())
 
 
-def test_what_a_failing_driver_held_stays_its_own_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_failing_driver_keeps_its_devices_from_others_also_after_a_restart(tmp_path: Path) -> None:
     async def story() -> None:
-        drivers = {"failing": Scripted(found("failing", ["a"])), "greedy": Scripted(found("greedy", ["b"]))}
+        drivers = {
+            "failing": ControlledDriver(driver_report("failing", ["a"])),
+            "greedy": ControlledDriver(driver_report("greedy", ["b"])),
+        }
         journal = open_journal(tmp_path, "h")
-        async with reporting(journal, drivers) as (reporter, offers):
-            await until(lambda: offers)
-        drivers = {"failing": Scripted(DriverReport("failing", error="no")), "greedy": Scripted(found("greedy", "ab"))}
+        async with run_reporter(journal, drivers) as (reporter, offers):
+            await wait_until(lambda: offers)
+        drivers = {
+            "failing": ControlledDriver(DriverReport("failing", error="no")),
+            "greedy": ControlledDriver(driver_report("greedy", "ab")),
+        }
         journal = open_journal(tmp_path, "h")
-        async with reporting(journal, drivers) as (reporter, offers):
-            await until(lambda: offers)
-            assert [device.key for device in known(journal)["greedy"].devices] == ["b"]
-            assert [fault.subject for fault in known(journal)["greedy"].faults] == ["a"]
+        async with run_reporter(journal, drivers) as (reporter, offers):
+            await wait_until(lambda: offers)
+            assert [device.key for device in reported_drivers(journal)["greedy"].devices] == ["b"]
+            assert [fault.subject for fault in reported_drivers(journal)["greedy"].faults] == ["a"]
             reporter.request_discovery(["greedy"])
-            await until(lambda: len(offers) > 1)
+            await wait_until(lambda: len(offers) > 1)
             assert journal.seq == offers[0]
         journal = open_journal(tmp_path, "h")
-        async with reporting(journal, drivers) as (reporter, offers):
+        async with run_reporter(journal, drivers) as (reporter, offers):
             assert reporter.find_device("failing", "a"), "and after one more"
-            await until(lambda: offers)
-            assert [device.key for device in known(journal)["greedy"].devices] == ["b"]
+            await wait_until(lambda: offers)
+            assert [device.key for device in reported_drivers(journal)["greedy"].devices] == ["b"]
 
     asyncio.run(story())
 
 
-def test_a_driver_that_fails_is_asked_again_once_however_often_it_was_looked_for(
+def test_a_failing_driver_has_one_retry_timer_however_often_it_was_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
@@ -217,7 +234,7 @@ def test_a_driver_that_fails_is_asked_again_once_however_often_it_was_looked_for
             return timer
 
         monkeypatch.setattr(loop, "call_later", noted)
-        bad = Scripted(DriverReport("bad", error="it broke"))
+        bad = ControlledDriver(DriverReport("bad", error="it broke"))
         journal = open_journal(tmp_path, "h")
         reporter = InventoryReporter({"bad": bad}, journal, gather_s=0.2, first_backoff_s=60)
         task = asyncio.ensure_future(reporter.run(lambda: None))
@@ -233,15 +250,17 @@ def test_a_driver_that_fails_is_asked_again_once_however_often_it_was_looked_for
     asyncio.run(story())
 
 
-def test_a_full_disk_is_said_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_that_the_full_disk_could_not_store_is_logged_and_retried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
-        journal, fake = open_journal(tmp_path, "h"), Scripted(found("fake"))
-        with disk_full():
-            async with asyncio.timeout(10), reporting(journal, {"fake": fake}) as (_, offers):
-                await until(lambda: "the journal cannot store a report" in caplog.text)
+        journal, fake = open_journal(tmp_path, "h"), ControlledDriver(driver_report("fake"))
+        with full_disk():
+            async with asyncio.timeout(10), run_reporter(journal, {"fake": fake}) as (_, offers):
+                await wait_until(lambda: "the journal cannot store a report" in caplog.text)
                 assert not offers
                 disk_has_room()
-                await until(lambda: offers == [1])
+                await wait_until(lambda: offers == [1])
 
     def disk_has_room() -> None:
         import resource
@@ -252,27 +271,30 @@ def test_a_full_disk_is_said_and_tried_again(tmp_path: Path, caplog: pytest.LogC
     asyncio.run(story())
 
 
-def test_a_gateway_that_takes_less_gets_a_report_that_fits_and_says_why(tmp_path: Path) -> None:
+def test_a_report_is_reduced_to_the_limit_of_the_gateway_and_names_the_omitted_driver(tmp_path: Path) -> None:
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
-        drivers = {"big": Scripted(found("big", map(str, range(200)))), "small": Scripted(found("small"))}
-        async with reporting(journal, drivers) as (reporter, offers):
-            await until(lambda: offers)
-            assert known(journal)["big"].error == ""
+        drivers = {
+            "big": ControlledDriver(driver_report("big", map(str, range(200)))),
+            "small": ControlledDriver(driver_report("small")),
+        }
+        async with run_reporter(journal, drivers) as (reporter, offers):
+            await wait_until(lambda: offers)
+            assert reported_drivers(journal)["big"].error == ""
             reporter.set_message_limit(4000)
             assert journal.seq == 2
-            assert known(journal)["big"].error.startswith("the report is too large: ")
-            assert "and 4000 are allowed. This driver's part is left out" in known(journal)["big"].error
-            assert known(journal)["small"] == found("small")
+            assert reported_drivers(journal)["big"].error.startswith("the report is too large: ")
+            assert "and 4000 are allowed. This driver's part is left out" in reported_drivers(journal)["big"].error
+            assert reported_drivers(journal)["small"] == driver_report("small")
             reporter.set_message_limit(wire.MAX_MESSAGE_BYTES)
-            assert len(known(journal)["big"].devices) == 200
+            assert len(reported_drivers(journal)["big"].devices) == 200
 
     asyncio.run(story())
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(2500, 20_000))
-def test_what_is_cut_to_size_fits_and_keeps_what_it_can(sizes: list[int], limit: int) -> None:
-    drivers = tuple(found(f"d{n}", map(str, range(size))) for n, size in enumerate(sizes))
+def test_a_reduced_report_fits_the_limit_and_omits_the_largest_drivers(sizes: list[int], limit: int) -> None:
+    drivers = tuple(driver_report(f"d{n}", map(str, range(size))) for n, size in enumerate(sizes))
     fitted = fit_reports(drivers, limit)
     message = wire.Report(epoch=2**53, seq=2**53, hash=wire.hash_report_content(fitted), drivers=fitted)
     assert len(wire.encode_message(message).encode()) <= limit
@@ -293,7 +315,9 @@ parts = st.builds(
 
 
 @given(st.lists(parts, max_size=5, unique_by=lambda d: d.name), st.randoms())
-def test_the_order_of_a_listing_is_no_change(deployables: list[Deployable], random: object) -> None:
+def test_the_order_of_devices_and_handles_does_not_change_the_content_hash(
+    deployables: list[Deployable], random: object
+) -> None:
     def report(order: list[Deployable]) -> DriverReport:
         devices = tuple(Device(k, "GPU", "v", "m", deployables=tuple(order)) for k in ("b", "a"))
         return DriverReport("d", devices=devices)
@@ -304,6 +328,6 @@ def test_the_order_of_a_listing_is_no_change(deployables: list[Deployable], rand
     assert canonicalize_report(one) == one
 
 
-def test_an_answer_with_a_nul_is_its_drivers_error_and_not_the_hosts() -> None:
-    report = canonicalize_report(found("bad", ["a\0b"]))
+def test_a_report_with_a_nul_character_becomes_an_error_of_its_driver() -> None:
+    report = canonicalize_report(driver_report("bad", ["a\0b"]))
     assert (report.devices, report.error) == ((), "its answer holds a NUL character, which cannot be stored")

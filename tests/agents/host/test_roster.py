@@ -15,49 +15,49 @@ from agents.host.discovery.driver_set import DriverSet
 from agents.host.journal.journal import JOURNAL_FILE, open_journal
 from drivers.inventory import DriverReport
 from drivers.isolation.runner import DriverProcess
-from tests.agents.host.standin import StandIn, until
-from tests.agents.host.test_main import daemon, lines_of, token
-from tests.agents.host.workshop import HOST, command
+from tests.agents.host.standin import FakeGateway, wait_until
+from tests.agents.host.test_main import collect_log_lines, join_token, running_agent
+from tests.agents.host.workshop import HOST, make_command
 
 CONSUMER = {"uuid": "0b0f2f24-7a1a-4c64-9c9d-0d1f6a2b3c4d", "consumer": "7d3c6f61-7a1a-4c64-9c9d-0d1f6a2b3c4e"}
 
 
-class Told:
+class AgentCommander:
     """Orders to the one agent of a stand-in, in turn."""
 
-    def __init__(self, server: StandIn) -> None:
+    def __init__(self, server: FakeGateway) -> None:
         self.server, self.number = server, 0
 
-    async def order(self, op: str, key: str = "", **more: object) -> wire.Result:
+    async def run_command(self, op: str, key: str = "", **more: object) -> wire.Result:
         self.number += 1
-        await self.server.order(command(self.number, op, key=key, **({"driver": "fake_driver"} | more)))
-        await until(lambda: self.server.results and self.server.results[-1].number == self.number)
+        await self.server.send_to_agent(make_command(self.number, op, key=key, **({"driver": "fake_driver"} | more)))
+        await wait_until(lambda: self.server.results and self.server.results[-1].number == self.number)
         return self.server.results[-1]
 
-    async def wish(self, generation: int, driver: str = "fake_driver", **more: object) -> wire.Result:
-        return await self.order("configure", driver=driver, wish=wire.Wish(generation, **more))  # type: ignore[arg-type]
+    async def configure_driver(self, generation: int, driver: str = "fake_driver", **more: object) -> wire.Result:
+        return await self.run_command("configure", driver=driver, wish=wire.Wish(generation, **more))  # type: ignore[arg-type]
 
-    def driver(self, name: str = "fake_driver") -> DriverReport:
+    def reported_driver(self, name: str = "fake_driver") -> DriverReport:
         return next(one for one in self.server.reports[-1].all_drivers if one.driver == name)
 
 
-async def turned_off(told: Told) -> None:
-    assert (await told.order("rescan")).text == "fake_driver: 3 devices, 0 faults", "after a restart, too"
-    assert (await told.wish(5, enabled=False)).text == "fake_driver is disabled"
-    assert (told.driver().state, told.driver().devices) == ("disabled", ())
-    assert "not enabled on this host" in (await told.order("rescan")).text
-    assert (await told.order("rescan", driver="")).text == "no driver runs on this host"
+async def check_disabling(commander: AgentCommander) -> None:
+    assert (await commander.run_command("rescan")).text == "fake_driver: 3 devices, 0 faults", "after a restart, too"
+    assert (await commander.configure_driver(5, enabled=False)).text == "fake_driver is disabled"
+    assert (commander.reported_driver().state, commander.reported_driver().devices) == ("disabled", ())
+    assert "not enabled on this host" in (await commander.run_command("rescan")).text
+    assert (await commander.run_command("rescan", driver="")).text == "no driver runs on this host"
 
 
-async def uninstalled(told: Told) -> None:
-    assert (await told.wish(6, installed=False)).text == "fake_driver is uninstalled"
-    assert (told.driver().state, told.driver().generation) == ("absent", 6)
-    assert (await told.wish(7)).outcome == "succeeded"
-    assert len(told.driver().devices) == 1, "by the host's own file, as no settings were said"
+async def check_uninstalling(commander: AgentCommander) -> None:
+    assert (await commander.configure_driver(6, installed=False)).text == "fake_driver is uninstalled"
+    assert (commander.reported_driver().state, commander.reported_driver().generation) == ("absent", 6)
+    assert (await commander.configure_driver(7)).outcome == "succeeded"
+    assert len(commander.reported_driver().devices) == 1, "by the host's own file, as no settings were said"
 
 
 @pytest.mark.system
-def test_a_driver_is_tried_changed_turned_off_and_stays_so(tmp_path: Path) -> None:
+def test_a_driver_is_reconfigured_disabled_and_uninstalled_and_each_change_survives_kill_9(tmp_path: Path) -> None:
     first, second, broken = (tmp_path / f"{name}.json" for name in ("first", "second", "broken"))
     first.write_text(json.dumps({"handle_type": "MDEV", "handles": 2}))
     second.write_text(json.dumps({"count": 3}))
@@ -65,47 +65,52 @@ def test_a_driver_is_tried_changed_turned_off_and_stays_so(tmp_path: Path) -> No
     file = tmp_path / "drivers.toml"
     file.write_text(f'[fake_driver]\ncontrol_file = "{first}"\nacts = ["attach", "detach"]\n')
 
-    async def changed(told: Told) -> None:
-        assert (told.driver().version, told.driver().state, told.driver().generation) == ("1", "", 0)
-        assert told.driver("pci_driver").state == "absent", "what could be run is told as well"
+    async def changed(told: AgentCommander) -> None:
+        assert (told.reported_driver().version, told.reported_driver().state, told.reported_driver().generation) == (
+            "1",
+            "",
+            0,
+        )
+        assert told.reported_driver("pci_driver").state == "absent", "what could be run is told as well"
         asked = [one.driver for one in told.server.reports[-1].drivers]
         assert asked == ["fake_driver"], "but not where an older conductor finds those that answered"
-        said = await told.wish(1, settings={"control_file": str(broken)})
+        said = await told.configure_driver(1, settings={"control_file": str(broken)})
         assert said.outcome == "refused"
         assert "the driver fails with these settings, so nothing was changed" in said.text
-        assert (len(told.driver().devices), told.driver().generation) == (1, 0)
-        device = told.driver().devices[0]
+        assert (len(told.reported_driver().devices), told.reported_driver().generation) == (1, 0)
+        device = told.reported_driver().devices[0]
         handle = device.deployables[0].handles[0]
-        assert (await told.order("attach", device.key, handle=handle, **CONSUMER)).outcome == "succeeded"
-        said = await told.wish(2, settings={"control_file": str(second)})
+        assert (await told.run_command("attach", device.key, handle=handle, **CONSUMER)).outcome == "succeeded"
+        said = await told.configure_driver(2, settings={"control_file": str(second)})
         assert (said.outcome, said.text.endswith("detach it first")) == ("refused", True)
-        assert (await told.order("detach", device.key, handle=handle, **CONSUMER)).outcome == "succeeded"
-        said = await told.wish(3, settings={"control_file": str(second)})
+        assert (await told.run_command("detach", device.key, handle=handle, **CONSUMER)).outcome == "succeeded"
+        said = await told.configure_driver(3, settings={"control_file": str(second)})
         assert (said.outcome, said.text.split(";")[0]) == ("succeeded", "fake_driver is enabled")
-        assert (len(told.driver().devices), told.driver().generation) == (3, 3)
+        assert (len(told.reported_driver().devices), told.reported_driver().generation) == (3, 3)
         assert said.seq == told.server.reports[-1].seq, "the report goes before the result"
-        key = told.driver().devices[0].key
-        assert "do not allow the act 'reset'" in (await told.order("reset", key)).text, (
+        key = told.reported_driver().devices[0].key
+        assert "do not allow the act 'reset'" in (await told.run_command("reset", key)).text, (
             "what the host's own file says holds"
         )
         assert (
-            "only in this host's own CYBORG_DRIVER_SETTINGS" in (await told.wish(4, settings={"acts": ["reset"]})).text
+            "only in this host's own CYBORG_DRIVER_SETTINGS"
+            in (await told.configure_driver(4, settings={"acts": ["reset"]})).text
         )
-        assert "already has the wanted state of generation 3" in (await told.wish(3)).text
-        missing = await told.wish(1, "far_driver")
+        assert "already has the wanted state of generation 3" in (await told.configure_driver(3)).text
+        missing = await told.configure_driver(1, "far_driver")
         assert "far_driver is not installed on this host (installed: fake_driver)" in missing.text
         assert "pip install PACKAGE" in missing.text
 
     async def story() -> None:
-        server = StandIn()
+        server = FakeGateway()
         async with server.open():
-            keys = {"CYBORG_JOIN_TOKEN": token(server), "CYBORG_DRIVER_SETTINGS": str(file)}
-            told = Told(server)
-            for chapter in (changed, turned_off, uninstalled):
+            keys = {"CYBORG_JOIN_TOKEN": join_token(server), "CYBORG_DRIVER_SETTINGS": str(file)}
+            told = AgentCommander(server)
+            for chapter in (changed, check_disabling, check_uninstalling):
                 hellos = len(server.hellos)
-                async with daemon(tmp_path, **keys) as agent:
-                    lines_of(agent)
-                    await until(lambda hellos=hellos: len(server.hellos) > hellos and server.reports)
+                async with running_agent(tmp_path, **keys) as agent:
+                    collect_log_lines(agent)
+                    await wait_until(lambda hellos=hellos: len(server.hellos) > hellos and server.reports)
                     await chapter(told)
                     agent.send_signal(signal.SIGKILL)
                     await agent.wait()
@@ -113,29 +118,29 @@ def test_a_driver_is_tried_changed_turned_off_and_stays_so(tmp_path: Path) -> No
     asyncio.run(story())
 
 
-def roster(directory: Path) -> DriverSet:
+def make_roster(directory: Path) -> DriverSet:
     """One that may run two drivers, of which its host's own configuration names the first."""
     make = lambda name, settings: DriverProcess(name, "n", settings)  # noqa: E731
     return DriverSet(["a"], {"a": {"x": 1}}, open_journal(directory, HOST).desired_drivers, make, lambda: ("a", "b"))
 
 
-def test_how_an_interrupted_change_ended_is_what_the_journal_says(tmp_path: Path) -> None:
+def test_the_result_of_an_interrupted_driver_change_follows_from_the_journal(tmp_path: Path) -> None:
     open_journal(tmp_path, HOST).desired_drivers.store_wish("b", wire.Wish(2))
-    asked = [command(n, "configure", driver="b", wish=wire.Wish(n)) for n in (2, 3)]
-    assert [roster(tmp_path).determine_configure_result(one)[0] for one in asked] == ["succeeded", "refused"]
-    assert [*roster(tmp_path).running] == ["a", "b"]
+    asked = [make_command(n, "configure", driver="b", wish=wire.Wish(n)) for n in (2, 3)]
+    assert [make_roster(tmp_path).determine_configure_result(one)[0] for one in asked] == ["succeeded", "refused"]
+    assert [*make_roster(tmp_path).running] == ["a", "b"]
 
 
-def test_a_driver_that_is_wanted_and_whose_package_is_gone_is_told_as_failing(tmp_path: Path) -> None:
+def test_a_wanted_driver_without_its_package_is_reported_as_failing(tmp_path: Path) -> None:
     open_journal(tmp_path, HOST).desired_drivers.store_wish("gone", wire.Wish(1))
-    (a, gone, b) = roster(tmp_path).complete_reports(
+    (a, gone, b) = make_roster(tmp_path).complete_reports(
         [DriverReport("a"), DriverReport("gone", "there is no driver 'gone'")]
     )
     assert (a.state, gone.error, gone.generation) == ("", "there is no driver 'gone'", 1)
     assert (b.driver, b.state) == ("b", "absent")
 
 
-def test_a_journal_from_before_there_were_wishes_and_one_that_holds_rubbish(
+def test_a_journal_without_wishes_opens_and_an_unreadable_wish_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_journal(tmp_path, HOST).close()

@@ -20,7 +20,7 @@ from drivers.configuration import ConfigurationError, list_keys
 TOKEN = credentials.encode_join_string("http://127.0.0.1:8000", "", "cmp1.example", "s3cret")
 
 
-def test_the_defaults_need_nothing() -> None:
+def test_the_settings_have_defaults_for_an_empty_environment() -> None:
     settings = read_settings({})
     assert settings.enabled_drivers == ("fake_driver",)
     assert (settings.state_dir, settings.rescan_s) == ("./var/agent", 60.0)
@@ -47,7 +47,7 @@ def test_every_key_is_documented() -> None:
         ({"CYBORG_ENABLED_DRIVERS": "pci driver"}, "cannot be a driver's name"),
     ],
 )
-def test_values_out_of_range_are_named(environ: dict[str, str], sentence: str) -> None:
+def test_unusable_values_are_refused_with_key_and_value(environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_settings(environ)
     assert sentence in str(caught.value)
@@ -73,12 +73,12 @@ def test_the_join_token_comes_from_the_variable_or_the_file(tmp_path: Path) -> N
         (credentials.encode_join_string("http://x:1", "ab", "h", "s"), "pins a certificate, but its address"),
     ],
 )
-def test_an_unusable_token_is_explained(token: str, sentence: str) -> None:
+def test_an_unusable_join_token_is_refused_with_the_reason(token: str, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         read_join_token(read_settings({"CYBORG_JOIN_TOKEN": token}))
 
 
-def test_the_host_is_configured_else_the_tokens_else_known_else_asked() -> None:
+def test_the_host_name_is_taken_from_settings_then_token_then_journal_then_system() -> None:
     join = credentials.parse_join_string(TOKEN)
     assert determine_host_names(read_settings({}), join, "old")[0] == "cmp1.example"
     assert determine_host_names(read_settings({}), None, "old")[0] == "old"
@@ -87,7 +87,7 @@ def test_the_host_is_configured_else_the_tokens_else_known_else_asked() -> None:
         determine_host_names(read_settings({"CYBORG_HOST_NAME": "n"}), join)
 
 
-def test_driver_settings_are_one_table_per_driver(tmp_path: Path) -> None:
+def test_driver_settings_have_one_table_per_driver_and_other_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "drivers.toml"
     environ = {"CYBORG_DRIVER_SETTINGS": str(file)}
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):

@@ -16,17 +16,21 @@ from agents.host.discovery.change_watcher import ChangeWatcher, UeventSource
 
 
 @dataclass
-class Interest:
+class WatchedDriver:
     """A driver, as far as watching goes."""
 
     subsystems: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
 
 
-DRIVERS = {"pci_driver": Interest(("pci",)), "both": Interest(("pci", "nvme")), "fake_driver": Interest()}
+DRIVERS = {
+    "pci_driver": WatchedDriver(("pci",)),
+    "both": WatchedDriver(("pci", "nvme")),
+    "fake_driver": WatchedDriver(),
+}
 
 
-class Pipe:
+class FakeUevents:
     """Uevents through a socket pair: subsystems, one per datagram; '!' is a receive buffer that overflowed."""
 
     def __init__(self) -> None:
@@ -54,26 +58,26 @@ class Pipe:
             self.writer.send(subsystem.encode())
 
 
-def watching(
-    drivers: Mapping[str, Interest] = DRIVERS, rescan_s: float = 3600, *, uevents: Callable[[], UeventSource]
+def make_watch(
+    drivers: Mapping[str, WatchedDriver] = DRIVERS, rescan_s: float = 3600, *, uevents: Callable[[], UeventSource]
 ) -> ChangeWatcher:
     return ChangeWatcher(drivers, debounce_s=0.05, rescan_s=rescan_s, uevents=uevents)
 
 
-async def changed(watch: ChangeWatcher) -> frozenset[str]:
+async def wait_for_changes(watch: ChangeWatcher) -> frozenset[str]:
     async with asyncio.timeout(10):
         return await watch.wait_for_changes()
 
 
-def test_a_burst_wakes_the_drivers_of_its_subsystems_once() -> None:
+def test_a_burst_of_uevents_wakes_the_drivers_of_its_subsystems_once() -> None:
     async def story() -> None:
-        pipe = Pipe()
-        watch = watching(uevents=lambda: pipe)
+        pipe = FakeUevents()
+        watch = make_watch(uevents=lambda: pipe)
         watch.start()
         pipe.send(*["net"] * 5, *["nvme"] * 30, "vfio")
-        assert await changed(watch) == {"both"}
+        assert await wait_for_changes(watch) == {"both"}
         pipe.send(*["pci"] * 100)
-        assert await changed(watch) == {"pci_driver", "both"}
+        assert await wait_for_changes(watch) == {"pci_driver", "both"}
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.15):
                 await watch.wait_for_changes()
@@ -82,44 +86,46 @@ def test_a_burst_wakes_the_drivers_of_its_subsystems_once() -> None:
     asyncio.run(story())
 
 
-def test_whom_an_event_concerns_is_asked_when_the_driver_had_time_to_say_so() -> None:
+def test_subsystems_that_a_driver_declares_during_the_debounce_count_for_the_uevent() -> None:
     async def story() -> None:
-        pipe = Pipe()
-        drivers = {"late": Interest(), "other": Interest(("net",))}
-        watch = watching(drivers, uevents=lambda: pipe)
+        pipe = FakeUevents()
+        drivers = {"late": WatchedDriver(), "other": WatchedDriver(("net",))}
+        watch = make_watch(drivers, uevents=lambda: pipe)
         watch.start()
         pipe.send("pci")
         await asyncio.sleep(0)
         drivers["late"].subsystems = ("pci",)
-        assert await changed(watch) == {"late"}
+        assert await wait_for_changes(watch) == {"late"}
         watch.close()
 
     asyncio.run(story())
 
 
-def test_lost_events_wake_everyone() -> None:
+def test_an_overflow_of_the_uevent_buffer_wakes_all_drivers() -> None:
     async def story() -> None:
-        pipe = Pipe()
-        watch = watching(uevents=lambda: pipe)
+        pipe = FakeUevents()
+        watch = make_watch(uevents=lambda: pipe)
         watch.start()
         pipe.send(f"!{errno.ENOBUFS}")
-        assert await changed(watch) == set(DRIVERS)
+        assert await wait_for_changes(watch) == set(DRIVERS)
         pipe.send("pci")
-        assert await changed(watch) == {"pci_driver", "both"}
+        assert await wait_for_changes(watch) == {"pci_driver", "both"}
         watch.close()
 
     asyncio.run(story())
 
 
-def test_without_a_socket_the_slow_timer_remains_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_uevent_socket_drivers_rescan_on_the_timer_and_a_warning_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def refused() -> UeventSource:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     async def story() -> None:
-        watch = watching(rescan_s=0.05, uevents=refused)
+        watch = make_watch(rescan_s=0.05, uevents=refused)
         watch.start()
         for _ in range(2):
-            assert await changed(watch) == set(DRIVERS)
+            assert await wait_for_changes(watch) == set(DRIVERS)
         watch.close()
 
     asyncio.run(story())
@@ -129,46 +135,46 @@ def test_without_a_socket_the_slow_timer_remains_and_that_is_said(caplog: pytest
     ]
 
 
-def test_a_socket_that_breaks_later_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_uevent_socket_is_closed_and_drivers_rescan_on_the_timer(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
-        pipe = Pipe()
-        watch = watching(rescan_s=0.1, uevents=lambda: pipe)
+        pipe = FakeUevents()
+        watch = make_watch(rescan_s=0.1, uevents=lambda: pipe)
         watch.start()
         pipe.send(f"!{errno.EBADF}")
-        assert await changed(watch) == set(DRIVERS)
+        assert await wait_for_changes(watch) == set(DRIVERS)
         watch.close()
 
     asyncio.run(story())
     assert "uevents are no longer available" in caplog.text
 
 
-def test_a_watched_file_wakes_its_driver_when_it_comes_changes_and_goes(tmp_path: Path) -> None:
+def test_a_watched_file_wakes_its_driver_when_it_is_created_changed_or_deleted(tmp_path: Path) -> None:
     control = tmp_path / "fake.toml"
 
     async def story() -> None:
-        drivers = {"other": Interest(), "fake_driver": Interest()}
-        watch = watching(drivers, uevents=Pipe)
+        drivers = {"other": WatchedDriver(), "fake_driver": WatchedDriver()}
+        watch = make_watch(drivers, uevents=FakeUevents)
         watch.start()
         drivers["fake_driver"].watched = (str(control),)
-        assert await changed(watch) == {"fake_driver"}, "it may have changed since the driver read it"
+        assert await wait_for_changes(watch) == {"fake_driver"}, "it may have changed since the driver read it"
         control.write_text("devices = 2")
-        assert await changed(watch) == {"fake_driver"}
+        assert await wait_for_changes(watch) == {"fake_driver"}
         control.write_text("devices = 33")
-        assert await changed(watch) == {"fake_driver"}
+        assert await wait_for_changes(watch) == {"fake_driver"}
         control.unlink()
-        assert await changed(watch) == {"fake_driver"}
+        assert await wait_for_changes(watch) == {"fake_driver"}
         watch.close()
 
     asyncio.run(story())
 
 
 @pytest.mark.skipif(not os.access("/sys/class/mem/null/uevent", os.W_OK), reason="only root may ask for a uevent")
-def test_the_kernels_own_events_arrive() -> None:
+def test_a_uevent_of_the_real_kernel_wakes_its_driver() -> None:
     async def story() -> None:
-        watch = ChangeWatcher({"d": Interest(("mem",))}, debounce_s=0.01, rescan_s=3600)
+        watch = ChangeWatcher({"d": WatchedDriver(("mem",))}, debounce_s=0.01, rescan_s=3600)
         watch.start()
         Path("/sys/class/mem/null/uevent").write_text("change")
-        assert await changed(watch) == {"d"}
+        assert await wait_for_changes(watch) == {"d"}
         watch.close()
 
     asyncio.run(story())

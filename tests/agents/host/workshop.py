@@ -33,54 +33,54 @@ from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
-from tests.agents.host.standin import QUICK, until
+from tests.agents.host.standin import QUICK, wait_until
 
 HOST = "cmp1.example"
-CARD, OTHER = "0000:01:00.0", "0000:02:00.0"
-HOME = f"/sys/bus/pci/devices/{CARD}"
-WRITES = ("/sys/bus/pci/devices/*/*", "/sys/bus/pci/drivers/*/*", "/sys/bus/pci/drivers_probe", "/state/*")
+CARD, OTHER_CARD = "0000:01:00.0", "0000:02:00.0"
+CARD_PATH = f"/sys/bus/pci/devices/{CARD}"
+WRITABLE_PATHS = ("/sys/bus/pci/devices/*/*", "/sys/bus/pci/drivers/*/*", "/sys/bus/pci/drivers_probe", "/state/*")
 HANDLE = AttachHandle("MDEV", '{"asked_type": "t"}')
 
 
-def step(file: str, value: str, *, undo: str = "", **more: object) -> Step:
+def write_step(file: str, value: str, *, undo: str = "", **more: object) -> Step:
     """Write one file of the card; `undo` is the value that takes it back."""
-    path = file if file.startswith("/") else f"{HOME}/{file}"
+    path = file if file.startswith("/") else f"{CARD_PATH}/{file}"
     back = (Write(path, undo),) if undo else ()
     return msgspec.structs.replace(Step(f"set {file} to {value}", Write(path, value), undo=back), **more)
 
 
-def command(number: int, op: str, **more: object) -> wire.Command:
+def make_command(number: int, op: str, **more: object) -> wire.Command:
     """For the card, unless it says otherwise; its id goes with its number."""
     values = {"driver": "drv", "key": "card", "start_s": 30.0, "end_s": 60.0} | more
     return wire.Command(number=number, id=str(uuids.UUID(int=number)), op=op, **values)  # type: ignore[arg-type]
 
 
-Planned = Callable[[Ask], Plan | DriverError]
+PlanFunction = Callable[[Ask], Plan | DriverError]
 
 
 @dataclass
-class Scripted:
+class ScriptedDriver:
     """A driver: `plans` says what each act needs, asked anew each time; an error is raised."""
 
-    plans: dict[str, Planned] = field(default_factory=dict)
-    devices: dict[str, str] = field(default_factory=lambda: {"card": CARD, "other": OTHER})
-    asked: list[tuple[str, Ask]] = field(default_factory=list)
-    looks: int = 0
-    released: int = 0
-    manifest: Manifest = field(default_factory=lambda: Manifest(name="drv", writes=WRITES))
+    plans: dict[str, PlanFunction] = field(default_factory=dict)
+    devices: dict[str, str] = field(default_factory=lambda: {"card": CARD, "other": OTHER_CARD})
+    plan_calls: list[tuple[str, Ask]] = field(default_factory=list)
+    discover_count: int = 0
+    release_count: int = 0
+    manifest: Manifest = field(default_factory=lambda: Manifest(name="drv", writes=WRITABLE_PATHS))
 
     async def discover(self) -> DriverReport:
-        self.looks += 1
+        self.discover_count += 1
         return DriverReport(
             "drv",
             devices=tuple(
-                Device(key, "GPU", "v", f"look {self.looks}", address, backend="cards")
+                Device(key, "GPU", "v", f"look {self.discover_count}", address, backend="cards")
                 for key, address in self.devices.items()
             ),
         )
 
     async def plan(self, act: Act, ask: Ask) -> Plan:
-        self.asked.append((act, ask))
+        self.plan_calls.append((act, ask))
         answer = self.plans[act](ask) if act in self.plans else Plan()
         if isinstance(answer, DriverError):
             raise answer
@@ -93,69 +93,69 @@ class Scripted:
         return ("there is no IOMMU",)
 
     def release(self) -> None:
-        self.released += 1
+        self.release_count += 1
 
     async def close(self) -> None:
         return None
 
 
 @dataclass
-class Workshop:
+class HostUnderTest:
     """The parts, open."""
 
     root: Path
-    driver: Scripted
+    driver: ScriptedDriver
     journal: Journal
     reporter: InventoryReporter
     executor: Executor
 
-    def file(self, name: str, value: str | None = None) -> str:
+    def file_content(self, name: str, value: str | None = None) -> str:
         """A file of the card (or an absolute path); given a value, it is made."""
-        path = self.root / (name if name.startswith("/") else f"{HOME}/{name}").lstrip("/")
+        path = self.root / (name if name.startswith("/") else f"{CARD_PATH}/{name}").lstrip("/")
         if value is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(value)
         return path.read_text()
 
-    async def result(self, number: int) -> wire.Result:
+    async def wait_for_result(self, number: int) -> wire.Result:
         """Of this command, as soon as it is owed."""
         owed = self.journal.command_log.unacknowledged
-        await until(lambda: number in owed)
+        await wait_until(lambda: number in owed)
         return owed[number]
 
-    async def do(self, *commands: wire.Command) -> wire.Result:
+    async def run_commands(self, *commands: wire.Command) -> wire.Result:
         """Give the commands; the result of the last."""
         for one in commands:
             self.executor.accept_command(one)
-        return await self.result(commands[-1].number)
+        return await self.wait_for_result(commands[-1].number)
 
 
-def once(*steps: Step) -> Planned:
+def plan_once(*steps: Step) -> PlanFunction:
     """A plan that wants these steps the first time it is asked for."""
     left = [Plan(steps, "as wanted")]
     return lambda _: left.pop() if left else Plan()
 
 
-def always(*steps: Step) -> Planned:
+def plan_always(*steps: Step) -> PlanFunction:
     """A plan that wants these steps every time."""
     return lambda _: Plan(steps)
 
 
-def errors(error: DriverError) -> Planned:
+def plan_error(error: DriverError) -> PlanFunction:
     """No plan."""
     return lambda _: error
 
 
-def status(host: Workshop, key: str = "card") -> tuple[str, str]:
+def reported_health(host: HostUnderTest, key: str = "card") -> tuple[str, str]:
     """Health of a device as it is reported, and why."""
     assert host.journal.report is not None
     (device,) = (one for one in host.journal.report.drivers[0].devices if one.key == key)
     return device.status, device.status_reason
 
 
-def tree(root: Path) -> None:
+def make_card_files(root: Path) -> None:
     """Two cards with a file each."""
-    for address in (CARD, OTHER):
+    for address in (CARD, OTHER_CARD):
         home = root / f"sys/bus/pci/devices/{address}"
         home.mkdir(parents=True, exist_ok=True)
         for name in ("numvfs", "mode"):
@@ -164,9 +164,9 @@ def tree(root: Path) -> None:
 
 
 @asynccontextmanager
-async def workshop(
+async def run_host(
     root: Path,
-    driver: Scripted,
+    driver: ScriptedDriver,
     *,
     boot: str = "boot1",
     gateway: GatewayEndpoint | None = None,
@@ -177,13 +177,13 @@ async def workshop(
     prepare_s: float = 5.0,
     direct: DirectPlacementWriter | None = None,
     roster: Callable[[Journal], DriverSet] | None = None,
-) -> AsyncIterator[Workshop]:
+) -> AsyncIterator[HostUnderTest]:
     """Everything but a connection, running; the same root is the same host."""
-    tree(root)
+    make_card_files(root)
     journal = open_journal(root, HOST)
     roots = {"/sys": str(root / "sys"), "/state": str(root / "state")}
-    hired = roster(journal) if roster else None
-    drivers = hired.running if hired else {"drv": driver}
+    driver_roster = roster(journal) if roster else None
+    drivers = driver_roster.running if driver_roster else {"drv": driver}
     reporter = InventoryReporter(drivers, journal, gather_s=0.2, retry_s=0.02, first_backoff_s=0.05)
     site = HostContext(
         drivers=drivers,
@@ -197,7 +197,14 @@ async def workshop(
     keys = load_or_create_keys(root, HOST, "cmp1")
     images = ImageCache(root / "images", gateway, keys, lambda: journal.epoch)
     executor = Executor(
-        site, reporter, images, direct, hired, allowed_acts=rules, read_log=lambda: "line 1\nline 2", retry_s=0.02
+        site,
+        reporter,
+        images,
+        direct,
+        driver_roster,
+        allowed_acts=rules,
+        read_log=lambda: "line 1\nline 2",
+        retry_s=0.02,
     )
     hello = wire.Hello("1", boot, ("drv",), SUPPORTED_OPS, direct.find_obstacle() if direct else None)
     authority = direct.authority if direct else PlacementAuthority()
@@ -208,11 +215,11 @@ async def workshop(
         await executor.recover_after_restart(prepare_s)
         await asyncio.gather(reporter.run(link.offer_report), executor.run())
 
-    works = [work()] + ([link.run()] if connect else [])
-    task = asyncio.gather(*works)
+    coroutines = [work()] + ([link.run()] if connect else [])
+    task = asyncio.gather(*coroutines)
     try:
-        await until(lambda: link.is_report_current or task.done())
-        yield Workshop(root, driver, journal, reporter, executor)
+        await wait_until(lambda: link.is_report_current or task.done())
+        yield HostUnderTest(root, driver, journal, reporter, executor)
         assert not task.done(), task
     finally:
         task.cancel()

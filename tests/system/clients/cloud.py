@@ -24,7 +24,7 @@ ANSWER_S = 30.0
 
 
 @dataclass
-class Cloud:
+class KeystoneCloud:
     """One product and its Keystone. `provider` is the resource provider's id of its one deployable."""
 
     product: Product
@@ -74,11 +74,11 @@ class Cloud:
             **more,
         )
 
-    def project(self, user: str = "member") -> str:
+    def project_id(self, user: str = "member") -> str:
         """The id of the user's project."""
         return self.keystone.id_of("project", USERS[user][0])
 
-    def ready(self) -> Cloud:
+    def enable_card(self) -> KeystoneCloud:
         """Wait for the fake card, take it into use as an operator does; its provider's id is known from then on."""
         found = "SELECT p.uuid::text, d.uuid::text FROM accelerators_deployable p JOIN accelerators_device d"
         rows = self.product.until(lambda: self.product.rows(f"{found} ON d.id = p.device_id"), 30, "the fake card")
@@ -88,20 +88,20 @@ class Cloud:
         self.provider = self.http("admin", "GET", f"/deployables/{deployable}").json()["rp_uuid"]
         return self
 
-    def profile(self, name: str, groups: Any = None) -> dict[str, Any]:
+    def create_profile(self, name: str, groups: Any = None) -> dict[str, Any]:
         """A new device profile, made by the admin."""
         wanted = [{"name": name, "groups": groups or GROUPS}]
         answer = self.http("admin", "POST", "/device_profiles", wanted)
         assert answer.status_code == 201, answer.text
         return dict(answer.json())
 
-    def request(self, profile: str, user: str = "member") -> list[dict[str, Any]]:
+    def create_requests(self, profile: str, user: str = "member") -> list[dict[str, Any]]:
         """New accelerator requests for a profile."""
         answer = self.http(user, "POST", "/accelerator_requests", {"device_profile_name": profile})
         assert answer.status_code == 201, answer.text
         return list(answer.json()["arqs"])
 
-    def binding(self, instance: str, op: str = "add") -> list[dict[str, str]]:
+    def bind_operations(self, instance: str, op: str = "add") -> list[dict[str, str]]:
         """The operations that bind one request to `instance` on the fake card; with `remove` those that unbind."""
         values = {"hostname": self.host, "device_rp_uuid": self.provider, "instance_uuid": instance}
         return [{"op": op, "path": f"/{key}"} | ({"value": v} if op == "add" else {}) for key, v in values.items()]
@@ -114,17 +114,17 @@ class Cloud:
 
 
 @contextmanager
-def cloud_with(keystone: Keystone, folder: Path, neighbours: str) -> Iterator[Cloud]:
+def running_cloud(keystone: Keystone, folder: Path, neighbours: str) -> Iterator[KeystoneCloud]:
     """Started, in the catalogue, its card ready; `neighbours` is where compute and image answer."""
     settings = {"CYBORG_AUTH": "keystone", "CYBORG_ENABLED_DRIVERS": "fake_driver"}
     settings["CYBORG_PLACEMENT_ENDPOINT"] = "off"  # else nothing is programmed: the witness cannot be asked
     with running(Product(folder / "state", settings | keystone.environment("service"))) as product:
-        cloud = Cloud(product, keystone)
+        cloud = KeystoneCloud(product, keystone)
         keystone.publish("accelerator", cloud.endpoint)
         keystone.publish("compute", f"{neighbours}/compute/v2.1")
         keystone.publish("image", f"{neighbours}/image")
         (folder / "clouds.yaml").write_text(keystone.clouds())
-        yield cloud.ready()
+        yield cloud.enable_card()
 
 
 def faultstring(answer: requests.Response) -> str:

@@ -13,24 +13,24 @@ from pathlib import Path
 import pytest
 
 from tests.system import environments
-from tests.system.clients.cloud import Cloud, cloud_with
-from tests.system.clients.lines import Partner, partner
+from tests.system.clients.cloud import KeystoneCloud, running_cloud
+from tests.system.clients.lines import ClientProcess, start_client
 from tests.system.clients.neighbours import neighbours
-from tests.system.conftest import fresh
+from tests.system.conftest import fresh_folder
 from tests.system.keystone import Keystone
 
 
 @pytest.fixture(scope="package")
 def place() -> Iterator[Path]:
     """A folder for all of it."""
-    with fresh() as path:
+    with fresh_folder() as path:
         yield path
 
 
 @pytest.fixture(scope="package")
-def cloud(keystone: Keystone, place: Path) -> Iterator[Cloud]:
+def cloud(keystone: Keystone, place: Path) -> Iterator[KeystoneCloud]:
     """The product behind Keystone."""
-    with neighbours() as there, cloud_with(keystone, place, there) as one:
+    with neighbours() as there, running_cloud(keystone, place, there) as one:
         yield one
 
 
@@ -48,29 +48,29 @@ def named() -> Callable[[str], str]:
     return lambda what: f"{what}-{uuid.uuid4().hex[:8]}"
 
 
-def commands(config: pytest.Config, environment: str, folder: Path) -> Iterator[Partner]:
+def start_commands(config: pytest.Config, environment: str, folder: Path) -> Iterator[ClientProcess]:
     """An `openstack` that stays."""
     environments.wanted(config, environment)
-    with partner(environments.python(environment), "tests.system.clients.osc_process", folder) as one:
+    with start_client(environments.python(environment), "tests.system.clients.osc_process", folder) as one:
         yield one
 
 
 @pytest.fixture(scope="package")
-def in_tree(pytestconfig: pytest.Config, cloud: Cloud, place: Path) -> Iterator[Partner]:
+def in_tree(pytestconfig: pytest.Config, cloud: KeystoneCloud, place: Path) -> Iterator[ClientProcess]:
     """python-openstackclient's own accelerator commands."""
-    yield from commands(pytestconfig, "clients-new", place)
+    yield from start_commands(pytestconfig, "clients-new", place)
 
 
 @pytest.fixture(scope="package")
-def plugin(pytestconfig: pytest.Config, cloud: Cloud, place: Path) -> Iterator[Partner]:
+def plugin(pytestconfig: pytest.Config, cloud: KeystoneCloud, place: Path) -> Iterator[ClientProcess]:
     """python-cyborgclient's commands, in an older python-openstackclient."""
     (place / "plugin").mkdir()
     (place / "plugin" / "clouds.yaml").write_text((place / "clouds.yaml").read_text())
-    yield from commands(pytestconfig, "clients-old", place / "plugin")
+    yield from start_commands(pytestconfig, "clients-old", place / "plugin")
 
 
 @pytest.fixture(scope="package")
-def nova(pytestconfig: pytest.Config, cloud: Cloud, place: Path) -> Iterator[Partner]:
+def nova(pytestconfig: pytest.Config, cloud: KeystoneCloud, place: Path) -> Iterator[ClientProcess]:
     """Nova's client, configured to send its service token, as it must."""
     environments.wanted(pytestconfig, "nova")
     lines = ["[service_user]", "send_service_user_token = true", "auth_type = password"]
@@ -78,5 +78,5 @@ def nova(pytestconfig: pytest.Config, cloud: Cloud, place: Path) -> Iterator[Par
     lines += ["[cyborg]", "[oslo_concurrency]", f"lock_path = {place}"]
     (place / "nova.conf").write_text("\n".join(lines))
     python, module = environments.python("nova"), "tests.system.clients.nova_process"
-    with partner(python, module, place, NOVA_CONF=str(place / "nova.conf")) as one:
+    with start_client(python, module, place, NOVA_CONF=str(place / "nova.conf")) as one:
         yield one

@@ -1,7 +1,7 @@
 """A client in its own environment, kept running: one JSON line asks, one JSON line answers.
 
 Starting a client costs seconds, its calls do not. `serve` is the client's side, and imports the standard library alone;
-`Partner` is the tests' side.
+`ClientProcess` is the tests' side.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def serve(handle: Callable[[dict[str, Any]], Any]) -> None:
         print(json.dumps(handle(json.loads(line))), file=answers, flush=True)
 
 
-class Partner:
+class ClientProcess:
     """The asker's end."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
@@ -45,7 +45,7 @@ class Partner:
 
 
 @contextmanager
-def partner(python: Path, module: str, folder: Path, **environ: str) -> Iterator[Partner]:
+def start_client(python: Path, module: str, folder: Path, **environ: str) -> Iterator[ClientProcess]:
     """Run `module`, which calls `serve`, by another environment's interpreter, in `folder`; it dies with us."""
     told = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(folder)}
     log = folder / f"{module}.log"
@@ -61,6 +61,6 @@ def partner(python: Path, module: str, folder: Path, **environ: str) -> Iterator
         )
     with process:
         try:
-            yield Partner(process, log)
+            yield ClientProcess(process, log)
         finally:
             process.kill()

@@ -16,11 +16,11 @@ VERSIONS: dict[str, dict[str, Any]] = {
     "/compute/v2.1": {"version": {"id": "v2.1", "status": "CURRENT", "version": "2.96", "min_version": "2.1"}},
     "/image": {"versions": [{"id": "v2.9", "status": "CURRENT"}]},
 }
-ELSEWHERE = {"status": "ACTIVE", "tenant_id": "p1", "OS-EXT-SRV-ATTR:host": "elsewhere.example"}
+SERVER_ELSEWHERE = {"status": "ACTIVE", "tenant_id": "p1", "OS-EXT-SRV-ATTR:host": "elsewhere.example"}
 """Where every server lives: whatever it had of the card that the tests bind, it has let go of."""
 
 
-class Neighbour(BaseHTTPRequestHandler):
+class NeighbourHandler(BaseHTTPRequestHandler):
     """`GET` only."""
 
     def do_GET(self) -> None:
@@ -31,7 +31,7 @@ class Neighbour(BaseHTTPRequestHandler):
         if path in VERSIONS:
             self._answer(self._linked(VERSIONS[path], f"{here}{path.removesuffix('/v2.1')}"))
         elif "/servers/" in path:
-            self._answer({"server": {"id": name, "name": "a server"} | ELSEWHERE})
+            self._answer({"server": {"id": name, "name": "a server"} | SERVER_ELSEWHERE})
         elif "/images/" in path:
             self._answer({"id": name, "name": "an image", "status": "active"})
         else:
@@ -58,7 +58,7 @@ class Neighbour(BaseHTTPRequestHandler):
 @contextmanager
 def neighbours() -> Iterator[str]:
     """Yields the address; compute is below /compute/v2.1, image below /image."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Neighbour)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), NeighbourHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -13,7 +13,7 @@ from drivers.isolation.process import die_with_parent
 from tests.system.clients.lines import serve
 
 
-def call(question: dict[str, Any]) -> dict[str, Any]:
+def call_nova_client(question: dict[str, Any]) -> dict[str, Any]:
     """One call, by the user whose token it is."""
     from nova.accelerator import cyborg
     from nova.context import RequestContext
@@ -39,7 +39,7 @@ def main() -> None:
 
     objects.register_all()
     nova.conf.CONF(["--config-file", os.environ["NOVA_CONF"]], project="nova")
-    serve(call)
+    serve(call_nova_client)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from drivers.isolation.process import die_with_parent
 from tests.system.clients.lines import serve
 
 
-def forked(question: dict[str, Any]) -> Any:
+def run_in_child(question: dict[str, Any]) -> Any:
     """One command line, in a child."""
     ours, childs = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             with os.fdopen(childs, "w") as answer:
-                json.dump(run(question["words"]), answer)
+                json.dump(run_command_line(question["words"]), answer)
         finally:
             sys.stderr.flush()
             os._exit(0)
@@ -35,7 +35,7 @@ def forked(question: dict[str, Any]) -> Any:
     return json.loads(said)
 
 
-def run(words: list[str]) -> dict[str, Any]:
+def run_command_line(words: list[str]) -> dict[str, Any]:
     """One command line, here."""
     from openstackclient import shell
 
@@ -54,7 +54,7 @@ def main() -> None:
     import openstack.accelerator.v2._proxy  # noqa: F401
     import openstackclient.shell  # noqa: F401
 
-    serve(forked)
+    serve(run_in_child)
 
 
 if __name__ == "__main__":

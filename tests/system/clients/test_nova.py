@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.system.clients.cloud import GROUPS, HANDLES, Cloud
-from tests.system.clients.lines import Partner
+from tests.system.clients.cloud import GROUPS, HANDLES, KeystoneCloud
+from tests.system.clients.lines import ClientProcess
 
 pytestmark = pytest.mark.system
 
 
 @dataclass
-class Compute:
+class NovaClient:
     """Nova acting for one user."""
 
-    cloud: Cloud
-    partner: Partner
+    cloud: KeystoneCloud
+    partner: ClientProcess
     project: str
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def call_raw(self, method: str, *arguments: Any) -> Any:
         """The raw answer: {"result"} or {"error", "text"}."""
         urls = {f"{kind}URL": self.cloud.endpoint for kind in ("public", "internal", "admin")}
         catalogue = [{"type": "accelerator", "name": "cyborg", "endpoints": [urls | {"region": "RegionOne"}]}]
@@ -32,52 +32,52 @@ class Compute:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Its result; AssertionError with Nova's exception."""
-        answer = self.ask(method, *arguments)
+        answer = self.call_raw(method, *arguments)
         assert "result" in answer, answer
         return answer["result"]
 
-    def bound(self, profile: str, instance: str) -> list[dict[str, Any]]:
+    def create_bound_requests(self, profile: str, instance: str) -> list[dict[str, Any]]:
         """Requests for a profile, created and bound to an instance as the conductor does."""
         amount = len(
             self.cloud.http("member", "GET", f"/device_profiles?name={profile}").json()["device_profiles"][0]["groups"]
         )
         providers = {f"device_profile_{index}": [self.cloud.provider] for index in range(amount)}
         made = self.call("create_arqs_and_match_resource_providers", profile, providers)
-        self.call("bind_arqs", {arq["uuid"]: self.binding(instance) for arq in made})
+        self.call("bind_arqs", {arq["uuid"]: self.bind_target(instance) for arq in made})
         return list(made)
 
-    def binding(self, instance: str) -> dict[str, str]:
+    def bind_target(self, instance: str) -> dict[str, str]:
         """Where a request is to be bound."""
         return {"hostname": self.cloud.host, "device_rp_uuid": self.cloud.provider, "instance_uuid": instance}
 
 
 @pytest.fixture
-def compute(cloud: Cloud, nova: Partner) -> Compute:
+def compute(cloud: KeystoneCloud, nova: ClientProcess) -> NovaClient:
     """Nova acting for `member`."""
-    return Compute(cloud, nova, cloud.project())
+    return NovaClient(cloud, nova, cloud.project_id())
 
 
 @pytest.fixture
-def profile(cloud: Cloud, named: Callable[[str], str]) -> Iterator[str]:
+def profile(cloud: KeystoneCloud, named: Callable[[str], str]) -> Iterator[str]:
     """The name of a profile of two groups, one unit each."""
-    made = cloud.profile(named("nova"), [*GROUPS, {"resources:FPGA": "1"}])
+    made = cloud.create_profile(named("nova"), [*GROUPS, {"resources:FPGA": "1"}])
     yield made["name"]
     cloud.http("admin", "DELETE", f"/device_profiles/{made['uuid']}")
 
 
-def test_C1_get_device_profile_groups(compute: Compute, profile: str) -> None:
+def test_C1_nova_reads_the_groups_of_a_device_profile(compute: NovaClient, profile: str) -> None:
     groups = compute.call("get_device_profile_groups", profile)
     assert groups == [*GROUPS, {"resources:FPGA": "1"}]
     assert compute.call("get_device_request_groups", groups, None) == [
         ["device_profile_0", {"FPGA": 1}, ["CUSTOM_FAKE_DEVICE"]],
         ["device_profile_1", {"FPGA": 1}, []],
     ]
-    assert compute.ask("get_device_profile_groups", "nope")["error"] == "DeviceProfileError"
+    assert compute.call_raw("get_device_profile_groups", "nope")["error"] == "DeviceProfileError"
 
 
-def test_C1_create_and_bind_arqs(compute: Compute, profile: str) -> None:
+def test_C1_nova_creates_binds_reads_and_deletes_requests_of_an_instance(compute: NovaClient, profile: str) -> None:
     instance = str(uuid.uuid4())
-    made = compute.bound(profile, instance)
+    made = compute.create_bound_requests(profile, instance)
     assert [arq["device_profile_group_id"] for arq in made] == [0, 1]
     seen = compute.call("get_arqs_for_instance", instance, True)
     assert [arq["uuid"] for arq in seen] == [arq["uuid"] for arq in made]
@@ -87,39 +87,41 @@ def test_C1_create_and_bind_arqs(compute: Compute, profile: str) -> None:
     assert compute.call("get_arq_by_uuid", made[0]["uuid"])["instance_uuid"] == instance
     compute.call("delete_arqs_for_instance", instance)
     compute.call("delete_arqs_for_instance", instance)
-    assert compute.ask("get_arqs_for_instance", instance)["error"] == "AcceleratorRequestOpFailed"
+    assert compute.call_raw("get_arqs_for_instance", instance)["error"] == "AcceleratorRequestOpFailed"
 
 
-def test_C1_delete_arqs_by_uuid(compute: Compute, profile: str) -> None:
+def test_C1_nova_deletes_requests_by_uuid(compute: NovaClient, profile: str) -> None:
     instance = str(uuid.uuid4())
-    made = [arq["uuid"] for arq in compute.bound(profile, instance)]
+    made = [arq["uuid"] for arq in compute.create_bound_requests(profile, instance)]
     compute.call("delete_arqs_by_uuid", made)
-    assert compute.ask("get_arq_by_uuid", made[0])["error"] == "AcceleratorRequestOpFailed"
+    assert compute.call_raw("get_arq_by_uuid", made[0])["error"] == "AcceleratorRequestOpFailed"
 
 
-def test_C1_a_refused_bind_is_a_binding_failure_and_leaves_nothing_held(compute: Compute, profile: str) -> None:
+def test_C1_a_refused_bind_raises_novas_binding_failure_and_the_requests_can_be_deleted(
+    compute: NovaClient, profile: str
+) -> None:
     made = compute.call("create_arqs", profile)
     elsewhere = {
         "hostname": compute.cloud.host,
         "device_rp_uuid": str(uuid.uuid4()),
         "instance_uuid": str(uuid.uuid4()),
     }
-    answer = compute.ask("bind_arqs", {arq["uuid"]: elsewhere for arq in made})
+    answer = compute.call_raw("bind_arqs", {arq["uuid"]: elsewhere for arq in made})
     assert answer["error"] == "AcceleratorRequestBindingFailed", answer
     compute.call("delete_arqs_by_uuid", [arq["uuid"] for arq in made])
 
 
-def test_C1_the_card_serves_as_many_as_it_has_handles_and_is_free_again_afterwards(
-    compute: Compute, cloud: Cloud, profile: str
+def test_C1_as_many_requests_are_bound_as_there_are_handles_and_deleting_frees_them(
+    compute: NovaClient, cloud: KeystoneCloud, profile: str
 ) -> None:
     instances = [str(uuid.uuid4()) for _ in range(HANDLES // 2)]
     places = set()
     for instance in instances:
-        compute.bound(profile, instance)
+        compute.create_bound_requests(profile, instance)
         places |= {tuple(arq["attach_handle_info"].values()) for arq in compute.call("get_arqs_for_instance", instance)}
     assert len(places) == HANDLES
     one_more = compute.call("create_arqs", profile)
-    answer = compute.ask("bind_arqs", {arq["uuid"]: compute.binding(str(uuid.uuid4())) for arq in one_more})
+    answer = compute.call_raw("bind_arqs", {arq["uuid"]: compute.bind_target(str(uuid.uuid4())) for arq in one_more})
     assert answer["error"] == "AcceleratorRequestBindingFailed"
     compute.call("delete_arqs_by_uuid", [arq["uuid"] for arq in one_more])
     for instance in instances:

@@ -13,7 +13,7 @@ from keystoneauth1.identity.v3 import Password
 from keystoneauth1.service_token import ServiceTokenAuthWrapper
 from openstack import connection, exceptions
 
-from tests.system.clients.cloud import GROUPS, HANDLES, Cloud
+from tests.system.clients.cloud import GROUPS, HANDLES, KeystoneCloud
 from tests.system.keystone import REGION
 
 pytestmark = [
@@ -25,7 +25,7 @@ Named = Callable[[str], str]
 
 
 @pytest.fixture
-def connect(cloud: Cloud) -> Iterator[Connect]:
+def connect(cloud: KeystoneCloud) -> Iterator[Connect]:
     """`connect(user, service=False, **options)`: a logged-in connection; `service` adds Nova's service token."""
     made = []
 
@@ -42,14 +42,14 @@ def connect(cloud: Cloud) -> Iterator[Connect]:
 
 
 @pytest.fixture
-def profile(cloud: Cloud, named: Named) -> Iterator[dict[str, Any]]:
+def profile(cloud: KeystoneCloud, named: Named) -> Iterator[dict[str, Any]]:
     """A profile that asks for one unit of the fake card."""
-    made = cloud.profile(named("sdk"))
+    made = cloud.create_profile(named("sdk"))
     yield made
     cloud.http("admin", "DELETE", f"/device_profiles/{made['uuid']}")
 
 
-def uploaded(cloud: Cloud) -> str:
+def upload_image(cloud: KeystoneCloud) -> str:
     """A bitstream for the fake card, put there by the admin: its uuid."""
     headers = {"X-Auth-Token": cloud.token("admin"), "Content-Type": "application/octet-stream"}
     answer = requests.post(f"{cloud.url}/api/images/?name=bits", data=b"a bitstream", headers=headers, timeout=30)
@@ -57,7 +57,7 @@ def uploaded(cloud: Cloud) -> str:
     return str(answer.json()["uuid"])
 
 
-def test_C1_devices(connect: Connect, cloud: Cloud) -> None:
+def test_C1_the_sdk_lists_devices_with_status_from_2_3(connect: Connect, cloud: KeystoneCloud) -> None:
     (device,) = connect("member").accelerator.devices()
     assert (device.type, device.hostname, device.status) == ("FPGA", cloud.host, None)
     (device,) = connect("member", accelerator_default_microversion="2.3").accelerator.devices(hostname=cloud.host)
@@ -65,7 +65,7 @@ def test_C1_devices(connect: Connect, cloud: Cloud) -> None:
     assert list(connect("member").accelerator.devices(hostname="nowhere")) == []
 
 
-def test_C1_get_device(connect: Connect) -> None:
+def test_C1_the_sdk_gets_a_device_and_raises_not_found_for_another(connect: Connect) -> None:
     accelerator = connect("member").accelerator
     (device,) = accelerator.devices()
     assert accelerator.get_device(device.uuid).to_dict() == accelerator.get_device(device).to_dict()
@@ -73,7 +73,7 @@ def test_C1_get_device(connect: Connect) -> None:
         accelerator.get_device(str(uuid.uuid4()))
 
 
-def test_C1_enable_and_disable_device(connect: Connect) -> None:
+def test_C1_the_sdk_enables_and_disables_a_device_for_an_admin_only(connect: Connect) -> None:
     accelerator = connect("admin", accelerator_default_microversion="2.3").accelerator
     (device,) = accelerator.devices()
     accelerator.disable_device(device.uuid)
@@ -86,12 +86,12 @@ def test_C1_enable_and_disable_device(connect: Connect) -> None:
     assert accelerator.get_device(device.uuid).status == "enabled"
 
 
-def test_C1_deployables(connect: Connect) -> None:
+def test_C1_the_sdk_lists_deployables(connect: Connect) -> None:
     (deployable,) = connect("member").accelerator.deployables()
     assert deployable.num_accelerators == HANDLES and deployable.name.endswith("_FakeDevice")
 
 
-def test_C1_get_deployable(connect: Connect) -> None:
+def test_C1_the_sdk_gets_a_deployable_and_refuses_an_id_that_is_no_uuid(connect: Connect) -> None:
     accelerator = connect("member").accelerator
     (deployable,) = accelerator.deployables()
     assert accelerator.get_deployable(deployable.id).name == deployable.name
@@ -99,13 +99,13 @@ def test_C1_get_deployable(connect: Connect) -> None:
         accelerator.get_deployable("nope")
 
 
-def test_C1_patch_deployable_programs(connect: Connect, cloud: Cloud) -> None:
+def test_C1_the_sdk_programs_a_deployable(connect: Connect, cloud: KeystoneCloud) -> None:
     """Its path with the id twice is 405 upstream."""
 
     def operations(image: object) -> list[dict[str, Any]]:
         return [{"op": "replace", "path": "/program", "value": [{"image_uuid": str(image)}]}]
 
-    accelerator, image = connect("admin").accelerator, uploaded(cloud)
+    accelerator, image = connect("admin").accelerator, upload_image(cloud)
     (deployable,) = accelerator.deployables()
     assert accelerator.patch_deployable(deployable.id, operations(image)).id == deployable.id
     shown = cloud.http("member", "GET", f"/deployables/{deployable.id}").json()
@@ -116,12 +116,14 @@ def test_C1_patch_deployable_programs(connect: Connect, cloud: Cloud) -> None:
         connect("member").accelerator.patch_deployable(deployable.id, operations(image))
 
 
-def test_C1_device_profiles(connect: Connect, profile: dict[str, Any]) -> None:
+def test_C1_the_sdk_lists_device_profiles(connect: Connect, profile: dict[str, Any]) -> None:
     found = [one for one in connect("member").accelerator.device_profiles() if one.name == profile["name"]]
     assert [(one.uuid, one.groups) for one in found] == [(profile["uuid"], GROUPS)]
 
 
-def test_C1_get_device_profile(connect: Connect, profile: dict[str, Any]) -> None:
+def test_C1_the_sdk_gets_a_device_profile_by_uuid_and_from_2_2_by_name(
+    connect: Connect, profile: dict[str, Any]
+) -> None:
     assert connect("member").accelerator.get_device_profile(profile["uuid"]).name == profile["name"]
     newer = connect("member", accelerator_default_microversion="2.2").accelerator
     assert newer.get_device_profile(profile["name"]).uuid == profile["uuid"]
@@ -130,7 +132,7 @@ def test_C1_get_device_profile(connect: Connect, profile: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("key", ["uuid", "name"])
-def test_C1_create_and_delete_device_profile(connect: Connect, named: Named, key: str) -> None:
+def test_C1_the_sdk_creates_and_deletes_a_device_profile(connect: Connect, named: Named, key: str) -> None:
     accelerator = connect("admin").accelerator
     wanted = {"name": named("sdk"), "groups": GROUPS, "description": "one unit"}
     made = accelerator.create_device_profile(**wanted)
@@ -142,7 +144,9 @@ def test_C1_create_and_delete_device_profile(connect: Connect, named: Named, key
         accelerator.delete_device_profile(made[key], ignore_missing=False)
 
 
-def test_C1_create_get_list_and_delete_accelerator_request(connect: Connect, profile: dict[str, Any]) -> None:
+def test_C1_the_sdk_creates_gets_lists_and_deletes_an_accelerator_request(
+    connect: Connect, profile: dict[str, Any]
+) -> None:
     accelerator = connect("member").accelerator
     made = accelerator.create_accelerator_request(device_profile_name=profile["name"])
     assert (made.state, made.device_profile_group_id, made.attach_handle_info) == ("Initial", 0, {})
@@ -157,21 +161,23 @@ def test_C1_create_get_list_and_delete_accelerator_request(connect: Connect, pro
 
 
 @pytest.mark.parametrize("method", ["patch_accelerator_request", "update_accelerator_request"])
-def test_C1_patch_accelerator_request(connect: Connect, cloud: Cloud, profile: dict[str, Any], method: str) -> None:
-    (made,) = cloud.request(profile["name"])
+def test_C1_the_sdk_binds_and_unbinds_a_request_with_a_service_token_only(
+    connect: Connect, cloud: KeystoneCloud, profile: dict[str, Any], method: str
+) -> None:
+    (made,) = cloud.create_requests(profile["name"])
     with pytest.raises(exceptions.ForbiddenException, match="requires a service token"):
-        getattr(connect("member").accelerator, method)(made["uuid"], cloud.binding(str(uuid.uuid4())))
+        getattr(connect("member").accelerator, method)(made["uuid"], cloud.bind_operations(str(uuid.uuid4())))
     accelerator = connect("member", service=True).accelerator
     instance = str(uuid.uuid4())
-    assert getattr(accelerator, method)(made["uuid"], cloud.binding(instance)).state is None
+    assert getattr(accelerator, method)(made["uuid"], cloud.bind_operations(instance)).state is None
     bound = accelerator.get_accelerator_request(made["uuid"])
     assert (bound.state, bound.instance_uuid, bound.attach_handle_type) == ("Bound", instance, "TEST_PCI")
-    getattr(accelerator, method)(made["uuid"], cloud.binding(instance, "remove"))
+    getattr(accelerator, method)(made["uuid"], cloud.bind_operations(instance, "remove"))
     assert accelerator.get_accelerator_request(made["uuid"]).state == "Unbound"
     accelerator.delete_accelerator_request(made["uuid"], ignore_missing=False)
 
 
-def test_C1_attributes(connect: Connect) -> None:
+def test_C1_the_sdk_lists_and_gets_attributes(connect: Connect) -> None:
     accelerator = connect("member").accelerator
     pairs = {(one.key, one.value) for one in accelerator.attributes()}
     assert ("rc", "FPGA") in pairs
@@ -179,7 +185,7 @@ def test_C1_attributes(connect: Connect) -> None:
     assert accelerator.get_attribute(one.uuid).to_dict() == one.to_dict()
 
 
-def test_C1_create_and_delete_attribute(connect: Connect, named: Named) -> None:
+def test_C1_the_sdk_creates_and_deletes_an_attribute(connect: Connect, named: Named) -> None:
     """Its body wrapped in `attribute` is 500 upstream."""
     accelerator = connect("admin").accelerator
     (rc,) = [one for one in accelerator.attributes() if one.key == "rc"]
@@ -190,26 +196,30 @@ def test_C1_create_and_delete_attribute(connect: Connect, named: Named) -> None:
         accelerator.get_attribute(made.uuid)
 
 
-def test_C1_limit_and_marker_page_through_a_list(connect: Connect, cloud: Cloud, profile: dict[str, Any]) -> None:
+def test_C1_the_sdk_pages_through_a_list_by_limit_and_marker(
+    connect: Connect, cloud: KeystoneCloud, profile: dict[str, Any]
+) -> None:
     """Upstream refuses `limit`, which the SDK sends on every further page."""
-    mine = [cloud.request(profile["name"])[0]["uuid"] for _ in range(3)]
+    mine = [cloud.create_requests(profile["name"])[0]["uuid"] for _ in range(3)]
     accelerator = connect("member").accelerator
     assert [one.uuid for one in accelerator.accelerator_requests(limit=2) if one.uuid in mine] == mine
     assert [one.uuid for one in accelerator.accelerator_requests(marker=mine[0])] == mine[1:]
     assert cloud.http("member", "DELETE", f"/accelerator_requests?arqs={','.join(mine)}").status_code == 204
 
 
-def test_C1_cloud_layer(connect: Connect, cloud: Cloud, named: Named) -> None:
+def test_C1_the_cloud_layer_of_the_sdk_creates_binds_unbinds_and_deletes(
+    connect: Connect, cloud: KeystoneCloud, named: Named
+) -> None:
     admin, member = connect("admin"), connect("member", service=True)
     profile = admin.create_device_profile({"name": named("sdk"), "groups": GROUPS})
     assert profile.uuid in [one.uuid for one in member.list_device_profiles()]
     assert len(member.list_devices()) == len(member.list_deployables()) == 1
     made = member.create_accelerator_request({"device_profile_name": profile.name})
     instance = str(uuid.uuid4())
-    member.bind_accelerator_request(made.uuid, cloud.binding(instance))
+    member.bind_accelerator_request(made.uuid, cloud.bind_operations(instance))
     (bound,) = member.list_accelerator_requests({"instance_uuid": instance})
     assert (bound.uuid, bound.state) == (made.uuid, "Bound")
-    member.unbind_accelerator_request(made.uuid, cloud.binding(instance, "remove"))
+    member.unbind_accelerator_request(made.uuid, cloud.bind_operations(instance, "remove"))
     assert member.accelerator.get_accelerator_request(made.uuid).instance_uuid is None
     assert member.delete_accelerator_request(made.uuid)
     assert admin.delete_device_profile(profile.uuid)

@@ -10,21 +10,23 @@ from typing import Any
 import pytest
 import requests
 
-from tests.system.clients.cloud import GROUPS, Cloud, faultstring
+from tests.system.clients.cloud import GROUPS, KeystoneCloud, faultstring
 
 pytestmark = pytest.mark.system
 Named = Callable[[str], str]
-NOBODYS = [{"resources:FPGA": "1", "trait:CUSTOM_FAKE_DEVICE": "required", "trait:CUSTOM_NOBODY_HAS_IT": "required"}]
+UNFITTING_GROUPS = [
+    {"resources:FPGA": "1", "trait:CUSTOM_FAKE_DEVICE": "required", "trait:CUSTOM_NOBODY_HAS_IT": "required"}
+]
 
 
-def posted(cloud: Cloud, **profile: Any) -> requests.Response:
+def post_profile(cloud: KeystoneCloud, **profile: Any) -> requests.Response:
     """The admin creates a profile."""
     return cloud.http("admin", "POST", "/device_profiles", [{"groups": GROUPS, **profile}])
 
 
-def test_C1_a_request_is_created_whether_or_not_any_device_fits(cloud: Cloud, named: Named) -> None:
-    profile = cloud.profile(named("tempest"), NOBODYS)
-    (arq,) = cloud.request(profile["name"], "admin")
+def test_C1_a_request_is_created_whether_or_not_any_device_fits(cloud: KeystoneCloud, named: Named) -> None:
+    profile = cloud.create_profile(named("tempest"), UNFITTING_GROUPS)
+    (arq,) = cloud.create_requests(profile["name"], "admin")
     assert arq["device_profile_name"] == profile["name"]
     assert arq["uuid"] in [one["uuid"] for one in cloud.http("admin", "GET", "/accelerator_requests").json()["arqs"]]
     assert cloud.http("admin", "GET", f"/accelerator_requests/{arq['uuid']}").json()["uuid"] == arq["uuid"]
@@ -34,19 +36,19 @@ def test_C1_a_request_is_created_whether_or_not_any_device_fits(cloud: Cloud, na
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_C1_a_request_nobody_knows_is_404(cloud: Cloud, method: str) -> None:
+def test_C1_an_unknown_request_is_404(cloud: KeystoneCloud, method: str) -> None:
     name = uuid.uuid4()
     path = f"/accelerator_requests/{name}" if method == "GET" else f"/accelerator_requests?arqs={name}"
     assert cloud.http("admin", method, path).status_code == 404
 
 
 @pytest.mark.parametrize("name", ["", "no-such-profile", "!@#$%^&*()"])
-def test_C1_a_request_for_a_profile_nobody_knows_is_404(cloud: Cloud, name: str) -> None:
+def test_C1_creating_a_request_for_an_unknown_profile_is_404(cloud: KeystoneCloud, name: str) -> None:
     answer = cloud.http("admin", "POST", "/accelerator_requests", {"device_profile_name": name})
     assert answer.status_code == 404, answer.text
 
 
-def test_C1_attributes(cloud: Cloud) -> None:
+def test_C1_attributes_are_listed_and_shown_and_an_unknown_one_is_404(cloud: KeystoneCloud) -> None:
     listed = cloud.http("admin", "GET", "/attributes").json()
     assert list(listed) == ["attributes"]
     first = listed["attributes"][0]
@@ -54,7 +56,7 @@ def test_C1_attributes(cloud: Cloud) -> None:
     assert cloud.http("admin", "GET", f"/attributes/{uuid.uuid4()}").status_code == 404
 
 
-def test_C1_deployables(cloud: Cloud) -> None:
+def test_C1_deployables_are_listed_and_shown_and_an_unknown_one_is_404(cloud: KeystoneCloud) -> None:
     listed = cloud.http("admin", "GET", "/deployables").json()
     assert next(iter(listed)) == "deployables"
     first = listed["deployables"][0]
@@ -62,7 +64,7 @@ def test_C1_deployables(cloud: Cloud) -> None:
     assert cloud.http("admin", "GET", f"/deployables/{uuid.uuid4()}").status_code == 404
 
 
-def test_C1_devices_and_their_filters(cloud: Cloud) -> None:
+def test_C1_devices_are_filtered_by_type_vendor_and_hostname(cloud: KeystoneCloud) -> None:
     listed = cloud.http("admin", "GET", "/devices").json()
     assert next(iter(listed)) == "devices"
     (device,) = listed["devices"]
@@ -76,9 +78,9 @@ def test_C1_devices_and_their_filters(cloud: Cloud) -> None:
     assert cloud.http("admin", "GET", f"/devices/{uuid.uuid4()}").status_code == 404
 
 
-def test_C1_profiles_are_created_shown_and_deleted(cloud: Cloud, named: Named) -> None:
+def test_C1_profiles_are_created_shown_and_deleted(cloud: KeystoneCloud, named: Named) -> None:
     names = [named("tempest") for _ in range(4)]
-    made = [posted(cloud, name=name, description="a profile") for name in names]
+    made = [post_profile(cloud, name=name, description="a profile") for name in names]
     assert [one.status_code for one in made] == [201] * 4
     first = made[0].json()
     assert {key: first[key] for key in ("name", "groups", "description")} == {
@@ -94,27 +96,27 @@ def test_C1_profiles_are_created_shown_and_deleted(cloud: Cloud, named: Named) -
     assert cloud.http("admin", "GET", f"/device_profiles?name={','.join(names)}").json() == {"device_profiles": []}
 
 
-def test_C1_profiles_that_are_not_there(cloud: Cloud) -> None:
+def test_C1_unknown_profiles_are_404_and_an_empty_name_is_400(cloud: KeystoneCloud) -> None:
     for method in ("GET", "DELETE"):
         assert cloud.http("admin", method, f"/device_profiles/{uuid.uuid4()}").status_code == 404
     assert cloud.http("admin", "DELETE", "/device_profiles?value=no-such,nor-such").status_code == 404
     assert cloud.http("admin", "DELETE", "/device_profiles/").status_code == 400
 
 
-def test_C1_profiles_that_cannot_be_made(cloud: Cloud, named: Named) -> None:
+def test_C1_profiles_with_a_taken_or_invalid_name_are_refused(cloud: KeystoneCloud, named: Named) -> None:
     """500 is what its tests want for three of them (contract annex A, 4)."""
-    made = cloud.profile(named("tempest"))
-    assert posted(cloud, name=made["name"]).status_code == 409
-    assert posted(cloud, name=named("tempest"), uuid=made["uuid"]).status_code == 500
-    assert posted(cloud, name="").status_code == 500
-    assert posted(cloud, name="n" * 256).status_code == 500
+    made = cloud.create_profile(named("tempest"))
+    assert post_profile(cloud, name=made["name"]).status_code == 409
+    assert post_profile(cloud, name=named("tempest"), uuid=made["uuid"]).status_code == 500
+    assert post_profile(cloud, name="").status_code == 500
+    assert post_profile(cloud, name="n" * 256).status_code == 500
     assert cloud.http("admin", "DELETE", f"/device_profiles/{made['uuid']}").status_code == 204
     assert cloud.http("admin", "GET", "/device_profiles").status_code == 200
 
 
-def test_C1_a_service_role_makes_requests_and_a_reader_reads(cloud: Cloud, named: Named) -> None:
-    profile = cloud.profile(named("tempest"))
-    (arq,) = cloud.request(profile["name"], "service")
+def test_C1_a_service_role_can_create_requests_and_a_reader_can_read(cloud: KeystoneCloud, named: Named) -> None:
+    profile = cloud.create_profile(named("tempest"))
+    (arq,) = cloud.create_requests(profile["name"], "service")
     assert cloud.http("admin", "GET", f"/accelerator_requests/{arq['uuid']}").status_code == 200
     assert cloud.http("service", "DELETE", f"/accelerator_requests?arqs={arq['uuid']}").status_code == 204
     for path in ("/device_profiles", "/accelerator_requests"):
@@ -122,17 +124,17 @@ def test_C1_a_service_role_makes_requests_and_a_reader_reads(cloud: Cloud, named
     assert cloud.http("admin", "DELETE", f"/device_profiles/{profile['uuid']}").status_code == 204
 
 
-def test_C1_a_system_scoped_admin_gets_nothing(cloud: Cloud) -> None:
+def test_C1_a_system_scoped_admin_gets_403(cloud: KeystoneCloud) -> None:
     headers = {"X-Auth-Token": cloud.keystone.token("admin", system=True)}
     assert cloud.http("", "GET", "/devices", headers=headers).status_code == 403
 
 
-def test_C1_what_belongs_to_a_server_is_deleted_with_a_service_token_only(cloud: Cloud, named: Named) -> None:
-    profile, instance = cloud.profile(named("tempest")), str(uuid.uuid4())
-    (arq,) = cloud.request(profile["name"])
+def test_C1_requests_of_a_server_can_be_deleted_only_with_a_service_token(cloud: KeystoneCloud, named: Named) -> None:
+    profile, instance = cloud.create_profile(named("tempest")), str(uuid.uuid4())
+    (arq,) = cloud.create_requests(profile["name"])
     path = f"/accelerator_requests?instance={instance}"
     assert cloud.http("member", "GET", path).json() == {"arqs": []}
-    patch = {arq["uuid"]: cloud.binding(instance)}
+    patch = {arq["uuid"]: cloud.bind_operations(instance)}
     assert cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True).status_code == 202
     (seen,) = cloud.http("admin", "GET", f"{path}&bind_state=resolved").json()["arqs"]
     assert (seen["uuid"], seen["state"]) == (arq["uuid"], "Bound")

@@ -167,7 +167,7 @@ VERSION: Schema = {
 PAGING = {"limit": {"type": "integer", "minimum": 0}, "marker": UUID}
 
 
-def operation(
+def describe_operation(
     success: int, answer: Schema | None, /, *errors: int, body: Schema | None = None, **query: Schema
 ) -> Schema:
     """One operation: its one good status and answer, the refusals it has beside those of all, body and query."""
@@ -186,9 +186,9 @@ def operation(
     return made
 
 
-def listed(key: str, item: Schema, /, **query: Schema) -> Schema:
+def list_parameters(key: str, item: Schema, /, **query: Schema) -> Schema:
     """GET of a collection."""
-    return operation(200, resource(**{key: {"type": "array", "items": item}}), **PAGING, **query)
+    return describe_operation(200, resource(**{key: {"type": "array", "items": item}}), **PAGING, **query)
 
 
 def _in_path(**schemas: Schema) -> Schema:
@@ -197,48 +197,53 @@ def _in_path(**schemas: Schema) -> Schema:
 
 def document() -> Schema:
     """The whole document, its paths below /accelerator/v2."""
-    profiles = operation(201, PROFILE, 409, 500, body=NEW_PROFILE)
-    requests = operation(201, resource(arqs={"type": "array", "items": REQUEST}), body=NEW_REQUEST)
-    patch = operation(202, None, 409, 500, body=NEW_PATCH)
-    attributes = operation(201, ATTRIBUTE, body=NEW_ATTRIBUTE)
-    action = operation(204, None, 409)
+    profiles = describe_operation(201, PROFILE, 409, 500, body=NEW_PROFILE)
+    requests = describe_operation(201, resource(arqs={"type": "array", "items": REQUEST}), body=NEW_REQUEST)
+    patch = describe_operation(202, None, 409, 500, body=NEW_PATCH)
+    attributes = describe_operation(201, ATTRIBUTE, body=NEW_ATTRIBUTE)
+    action = describe_operation(204, None, 409)
     names: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_-]+(,[a-zA-Z0-9_-]+)?$"}
     uuids: Schema = {"type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"}
     paths: Schema = {
         "/device_profiles": {
-            "get": listed("device_profiles", PROFILE, name=TEXT),
+            "get": list_parameters("device_profiles", PROFILE, name=TEXT),
             "post": profiles,
-            "delete": operation(204, None, 409, value=names),
+            "delete": describe_operation(204, None, 409, value=names),
         },
         "/device_profiles/{value}": _in_path(value=UUID)
         | {
-            "get": operation(200, resource(device_profile=SHOWN_PROFILE)),
+            "get": describe_operation(200, resource(device_profile=SHOWN_PROFILE)),
             "post": profiles,
-            "delete": operation(204, None, 409),
+            "delete": describe_operation(204, None, 409),
         },
         "/accelerator_requests": {
-            "get": listed("arqs", REQUEST, instance=UUID, bind_state={"enum": ["resolved"]}),
+            "get": list_parameters("arqs", REQUEST, instance=UUID, bind_state={"enum": ["resolved"]}),
             "post": requests,
             "patch": patch,
-            "delete": operation(204, None, arqs=uuids),
+            "delete": describe_operation(204, None, arqs=uuids),
         },
         "/accelerator_requests/{uuid}": _in_path(uuid=UUID)
-        | {"get": operation(200, REQUEST), "post": requests, "patch": patch, "delete": operation(204, None)},
-        "/devices": {"get": listed("devices", DEVICE, type=TEXT, vendor=TEXT, hostname=TEXT)},
-        "/devices/{uuid}": _in_path(uuid=UUID) | {"get": operation(200, DEVICE)},
+        | {
+            "get": describe_operation(200, REQUEST),
+            "post": requests,
+            "patch": patch,
+            "delete": describe_operation(204, None),
+        },
+        "/devices": {"get": list_parameters("devices", DEVICE, type=TEXT, vendor=TEXT, hostname=TEXT)},
+        "/devices/{uuid}": _in_path(uuid=UUID) | {"get": describe_operation(200, DEVICE)},
         "/devices/{uuid}/enable": _in_path(uuid=UUID) | {"post": action},
         "/devices/{uuid}/disable": _in_path(uuid=UUID) | {"post": action},
-        "/deployables": {"get": listed("deployables", DEPLOYABLE)},
-        "/deployables/{uuid}": _in_path(uuid=UUID) | {"get": operation(200, DEPLOYABLE)},
+        "/deployables": {"get": list_parameters("deployables", DEPLOYABLE)},
+        "/deployables/{uuid}": _in_path(uuid=UUID) | {"get": describe_operation(200, DEPLOYABLE)},
         "/deployables/{uuid}/program": _in_path(uuid=UUID)
-        | {"patch": operation(200, DEPLOYABLE, 409, 503, body=PROGRAM)},
+        | {"patch": describe_operation(200, DEPLOYABLE, 409, 503, body=PROGRAM)},
         "/attributes": {
-            "get": listed("attributes", ATTRIBUTE, deployable_id={"type": "integer", "minimum": 0}, key=TEXT),
+            "get": list_parameters("attributes", ATTRIBUTE, deployable_id={"type": "integer", "minimum": 0}, key=TEXT),
             "post": attributes,
-            "delete": operation(204, None, uuid=UUID),
+            "delete": describe_operation(204, None, uuid=UUID),
         },
         "/attributes/{uuid}": _in_path(uuid=UUID)
-        | {"get": operation(200, ATTRIBUTE), "post": attributes, "delete": operation(204, None)},
+        | {"get": describe_operation(200, ATTRIBUTE), "post": attributes, "delete": describe_operation(204, None)},
     }
     security = {"token": {"type": "apiKey", "in": "header", "name": "X-Auth-Token"}}
     return {

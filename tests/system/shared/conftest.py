@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.system.conftest import fresh
-from tests.system.machine import HOST, until_fake
+from tests.system.conftest import fresh_folder
+from tests.system.machine import HOST, wait_for_fake_state
 from tests.system.product import Product, running
 
 SETTINGS = {
@@ -27,8 +27,8 @@ SETTINGS = {
 @pytest.fixture(scope="package")
 def product() -> Iterator[Product]:
     """The product, whose agent has seen the fake card; it ends after the last test of this folder."""
-    with fresh() as folder, running(Product(folder / "state", SETTINGS)) as one:
-        until_fake(one, "ready")
+    with fresh_folder() as folder, running(Product(folder / "state", SETTINGS)) as one:
+        wait_for_fake_state(one, "ready")
         yield one
 
 

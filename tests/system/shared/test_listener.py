@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from agents import credentials, wire
 from tests.support.wireagent import WireAgent, ask, is_closed
 from tests.system.product import Product
-from tests.system.test_trust import states
+from tests.system.test_trust import agent_states
 
 pytestmark = pytest.mark.system
 
@@ -21,7 +21,7 @@ CLOSED_S = 5.0
 """Promise X1: how soon the socket of a revoked agent is closed."""
 
 
-def seeing_anything() -> ssl.SSLContext:
+def unverified_tls_context() -> ssl.SSLContext:
     """The pin is looked at by the real agent; here the certificate is read from the connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -34,22 +34,22 @@ def is_up(product: Product, token: str, host: str) -> bool:
     return any((one["host"]["name"], one["state"]) == (host, "up") for one in agents)
 
 
-def test_agents_have_a_listener_of_their_own_and_lose_it_when_revoked(product: Product) -> None:
+def test_an_agent_joins_over_the_tls_listener_and_is_disconnected_when_revoked(product: Product) -> None:
     name = f"cmp-{uuid.uuid4().hex[:8]}"
-    port = int(product.until_said(r"agents: https://127\.0\.0\.1:(\d+) \(certificate sha256:[0-9a-f]{64}\)")[1])
+    port = int(product.wait_for_log(r"agents: https://127\.0\.0\.1:(\d+) \(certificate sha256:[0-9a-f]{64}\)")[1])
     assert stat.S_IMODE((product.state / "agent-tls.pem").stat().st_mode) == 0o600
     join = credentials.parse_join_string(
         product.manage("join_token", name, "--address", f"https://127.0.0.1:{port}")[-1]
     )
     assert join.fingerprint in product.log()
     reader = product.manage("api_token", f"reader-{name}")[-1]
-    browser = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=seeing_anything())
+    browser = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=unverified_tls_context())
     browser.request("GET", "/admin/")
     assert browser.getresponse().status == 404
     browser.close()
 
-    agent = WireAgent(port, name, token=join.secret, tls=seeing_anything(), fingerprint=join.fingerprint)
-    with agent.speaking() as socket:
+    agent = WireAgent(port, name, token=join.secret, tls=unverified_tls_context(), fingerprint=join.fingerprint)
+    with agent.connect_and_say_hello() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         # Asked over the API: an agent that beats once is up for 24 s, and a management command can take that long.
         product.until(lambda: is_up(product, reader, name), 20, "its agent is up")
@@ -58,16 +58,16 @@ def test_agents_have_a_listener_of_their_own_and_lose_it_when_revoked(product: P
         assert isinstance(refusal, wire.Refuse) and refusal.code == "revoked"
         assert is_closed(socket)
     agent.token = ""
-    assert agent.refused() == (403, "revoked")
-    assert states(product)[name] == "revoked"
+    assert agent.connect_refused() == (403, "revoked")
+    assert agent_states(product)[name] == "revoked"
 
     again = WireAgent(
         port,
         name,
         key=Ed25519PrivateKey.generate(),
         token=credentials.parse_join_string(product.manage("join_token", name, "--address", "https://x")[-1]).secret,
-        tls=seeing_anything(),
+        tls=unverified_tls_context(),
         fingerprint=join.fingerprint,
     )
-    with again.speaking() as socket:
+    with again.connect_and_say_hello() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")

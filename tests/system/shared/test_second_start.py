@@ -11,11 +11,11 @@ from tests.system.product import Product
 pytestmark = pytest.mark.system
 
 
-def test_a_second_one_over_the_same_state(product: Product, folder: Path) -> None:
+def test_a_second_product_over_the_same_state_directory_is_refused(product: Product, folder: Path) -> None:
     first = {product.child(name) for name in ("web", "ingest", "work", "agent")}
     second = Product(product.state)
     second.log_file = folder / "second.log"
-    second.begin()
+    second.start_process()
     assert second.process and second.process.wait(60) == 2
     assert str(product.state) in second.log() and "another process of the product runs on" in second.log()
     assert second.log().count("\n") == 1
