@@ -275,7 +275,7 @@ class Migration(migrations.Migration):
                         db_default=django.db.models.functions.datetime.Now(), help_text="When the event happened."
                     ),
                 ),
-                ("data", models.JSONField(default=dict, help_text="The text of the message.")),
+                ("data", models.JSONField(default=dict, help_text="The data of the message, as it is sent.")),
                 (
                     "progress",
                     models.CharField(

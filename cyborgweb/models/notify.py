@@ -123,7 +123,7 @@ class Delivery(models.Model):
     event = models.BigIntegerField(null=True, blank=True, help_text="The number of the event that it reports.")
     kind = models.CharField(max_length=32, help_text="The kind of event.")
     at = models.DateTimeField(db_default=Now(), help_text="When the event happened.")
-    data = models.JSONField(default=dict, help_text="The text of the message.")
+    data = models.JSONField(default=dict, help_text="The data of the message, as it is sent.")
     progress = models.CharField(
         max_length=16,
         choices=fields.choices_from_enum(DeliveryProgress),
