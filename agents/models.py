@@ -31,29 +31,31 @@ class Agent(models.Model):
     barred = models.CharField(max_length=16, choices=BarKind, db_default="", default="", blank=True)
     barred_reason = models.CharField(max_length=500, db_default="", default="", blank=True)
     rotate_asked_at = models.DateTimeField(
-        null=True, blank=True, help_text="When somebody asked for a new key that it has not told yet."
+        null=True, blank=True, help_text="When a new key was requested that the agent has not sent yet."
     )
     changed_at = models.DateTimeField(
-        db_default=Now(), db_index=True, help_text="When its key, its bar or its connection last changed."
+        db_default=Now(), db_index=True, help_text="When its key, its barring or its connection last changed."
     )
     version = models.CharField(max_length=64, default="", blank=True)
     wire = models.CharField(
-        max_length=32, default="", blank=True, help_text="Wire version agreed at its last connection."
+        max_length=32, default="", blank=True, help_text="Protocol version that was agreed at its last connection."
     )
     boot_id = models.CharField(max_length=64, default="", blank=True)
     ops = models.TextField(
-        null=True, blank=True, help_text="The commands it takes, with blanks between them; empty: it has never said."
+        null=True,
+        blank=True,
+        help_text="The commands that it accepts, separated by blanks; null if it has never reported them.",
     )
     writes = models.TextField(
         null=True,
         blank=True,
-        help_text="Why it cannot write to Placement itself; empty: it can; none: it has never said.",
+        help_text="Why it cannot write to Placement itself; empty if it can; null if it has never reported this.",
     )
     connected_at = models.DateTimeField(null=True, blank=True)
     connection = models.BigIntegerField(
         db_default=0, default=0, help_text="Number of its last connection; later ones have higher numbers."
     )
-    epoch = models.BigIntegerField(db_default=0, default=0, help_text="Of its last connection.")
+    epoch = models.BigIntegerField(db_default=0, default=0, help_text="The epoch of its last connection.")
     address = models.CharField(max_length=64, db_default="", default="", blank=True)
 
     class Meta:
@@ -87,7 +89,7 @@ class Gateway(models.Model):
     """
 
     url = models.CharField(max_length=255, primary_key=True, db_collation="C")
-    name = models.CharField(max_length=100, db_collation="C", help_text="Another one after every start.")
+    name = models.CharField(max_length=100, db_collation="C", help_text="A new name after every start.")
     seen_at = models.DateTimeField(db_default=Now())
 
     def __str__(self) -> str:
@@ -102,7 +104,9 @@ class JoinToken(models.Model):
 
     host_name = models.CharField(max_length=255, db_collation="C")
     secret_hash = models.CharField(max_length=64, unique=True)
-    public_key = models.CharField(max_length=64, default="", blank=True, help_text="The key it bound.")
+    public_key = models.CharField(
+        max_length=64, default="", blank=True, help_text="The public key that was bound with it."
+    )
     created_at = models.DateTimeField(db_default=Now())
     created_by = models.CharField(max_length=255, default="", blank=True)
     expires_at = models.DateTimeField()
@@ -127,8 +131,10 @@ class Spooled(models.Model):
     epoch = models.BigIntegerField()
     seq = models.BigIntegerField()
     received_at = models.DateTimeField(db_default=Now())
-    payload = models.TextField(help_text="The Report message as it came.")
-    urgent = models.BooleanField(db_default=False, default=False, help_text="It shows a fault: merged before others.")
+    payload = models.TextField(help_text="The Report message as it was received.")
+    urgent = models.BooleanField(
+        db_default=False, default=False, help_text="It reports a fault, so it is merged before others."
+    )
 
     class Meta:
         db_table = "spool"

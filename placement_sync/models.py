@@ -12,12 +12,14 @@ class Tree(models.Model):
     """The state of one host's provider tree in Placement (the compute provider and its children) at the last look."""
 
     host = models.OneToOneField(Host, models.CASCADE, primary_key=True, related_name="placement")
-    root = models.UUIDField(null=True, help_text="The compute provider.")
+    root = models.UUIDField(null=True, help_text="The compute provider of the host.")
     looked_at = models.DateTimeField(db_default=Now(), db_index=True)
-    synced_at = models.DateTimeField(null=True, help_text="When all was as it should be.")
-    problems = models.JSONField(default=list, help_text="What could not be done, in sentences.")
-    compared_at = models.DateTimeField(null=True, help_text="The look after which `faults` compared it last.")
-    compare_at = models.DateTimeField(null=True, help_text="When it is compared again although nothing moved.")
+    synced_at = models.DateTimeField(null=True, help_text="When Placement last matched the inventory completely.")
+    problems = models.JSONField(default=list, help_text="What could not be done, as sentences.")
+    compared_at = models.DateTimeField(
+        null=True, help_text="The time of the observation that the job `faults` compared last."
+    )
+    compare_at = models.DateTimeField(null=True, help_text="When it is compared again even if nothing changed.")
 
     class Meta:
         verbose_name, verbose_name_plural = "host in Placement", "hosts in Placement"
@@ -37,7 +39,10 @@ class WrittenProvider(models.Model):
     classes = models.JSONField(default=list)
     traits = models.JSONField(default=list)
     seen = models.JSONField(null=True, help_text="name, parent, generation, inventories, traits.")
-    claims = models.JSONField(null=True, help_text="Who has allocations there, as of which generation (`faults`).")
+    claims = models.JSONField(
+        null=True,
+        help_text="The consumers with allocations there, and the generation at which they were read (job `faults`).",
+    )
 
     def __str__(self) -> str:
         return str(self.uuid)
@@ -57,7 +62,9 @@ class Writer(models.Model):
     """
 
     who = models.CharField(max_length=16, choices=WriterChoice, default=WriterChoice.CONDUCTOR)
-    epoch = models.BigIntegerField(default=0, help_text="Grows by one with every change; an older one writes no more.")
+    epoch = models.BigIntegerField(
+        default=0, help_text="Increases by one with every change; writers with a smaller epoch stop writing."
+    )
     since = models.DateTimeField(db_default=Now())
     by = models.CharField(max_length=255, default="", blank=True)
     reason = models.CharField(max_length=500, default="", blank=True)
@@ -90,7 +97,7 @@ class Vanished(models.Model):
     """
 
     instance = models.UUIDField(primary_key=True)
-    since = models.DateTimeField(db_default=Now(), help_text="The first listing that lacked it.")
+    since = models.DateTimeField(db_default=Now(), help_text="The first listing of Nova in which it was missing.")
 
     def __str__(self) -> str:
         return str(self.instance)
@@ -117,9 +124,9 @@ class Discrepancy(fields.Row):
     device = models.ForeignKey(Device, models.CASCADE, null=True, blank=True, related_name="discrepancies")
     provider = models.UUIDField()
     provider_name = fields.name_field()
-    instance = models.UUIDField(help_text="The instance, or whatever else is Placement's consumer.")
-    since = models.DateTimeField(help_text="When it was seen first.")
-    seen_at = models.DateTimeField(help_text="When it was seen last.")
+    instance = models.UUIDField(help_text="The instance or other consumer in Placement.")
+    since = models.DateTimeField(help_text="When it was first seen.")
+    seen_at = models.DateTimeField(help_text="When it was last seen.")
     said = models.TextField(help_text="What is wrong, and what to do.")
 
     class Meta:

@@ -29,8 +29,8 @@ class Migration(migrations.Migration):
             name="Backend",
             fields=[
                 ("id", models.BigIntegerField(primary_key=True, serialize=False)),
-                ("key", models.TextField(help_text="HOST:DRIVER:NAME, the host by its uuid.")),
-                ("place", models.TextField(help_text="What it is sorted by: its host's name, then the others.")),
+                ("key", models.TextField(help_text="HOST:DRIVER:NAME with the uuid of the host.")),
+                ("place", models.TextField(help_text="Sort key: the name of the host, then the other parts.")),
                 ("host", models.TextField()),
                 ("driver", models.TextField()),
                 ("name", models.TextField()),
@@ -59,15 +59,13 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "place",
-                    models.CharField(
-                        db_collation="C", help_text="By which they are ordered: host, driver.", max_length=400
-                    ),
+                    models.CharField(db_collation="C", help_text="Sort key: host, driver.", max_length=400),
                 ),
                 ("driver", models.CharField(db_collation="C", max_length=64)),
-                ("seen", models.JSONField(help_text="What `Host.drivers` holds of it.", null=True)),
+                ("seen", models.JSONField(help_text="The driver's entry in `Host.drivers`.", null=True)),
                 ("state", models.CharField(max_length=16)),
                 ("devices", models.IntegerField()),
-                ("drifts", models.BooleanField(help_text="Whether what was seen is not what is wanted.")),
+                ("drifts", models.BooleanField(help_text="Whether the reported state differs from the wanted one.")),
             ],
             options={
                 "verbose_name": "driver",
@@ -80,8 +78,8 @@ class Migration(migrations.Migration):
             name="Service",
             fields=[
                 ("id", models.BigIntegerField(primary_key=True, serialize=False)),
-                ("key", models.TextField(help_text="HOST:DRIVER:BACKEND:NAME, the host by its uuid.")),
-                ("place", models.TextField(help_text="What it is sorted by: its host's name, then the others.")),
+                ("key", models.TextField(help_text="HOST:DRIVER:BACKEND:NAME with the uuid of the host.")),
+                ("place", models.TextField(help_text="Sort key: the name of the host, then the other parts.")),
                 ("host", models.TextField()),
                 ("driver", models.TextField()),
                 ("backend", models.TextField()),
@@ -111,7 +109,7 @@ class Migration(migrations.Migration):
                     "key",
                     models.CharField(
                         db_collation="C",
-                        help_text="Identity on the host: serial:…, else pci:address, else the driver's own.",
+                        help_text="Identity on its host: serial:…, else pci:ADDRESS, else a key of the driver.",
                         max_length=255,
                     ),
                 ),
@@ -140,18 +138,23 @@ class Migration(migrations.Migration):
                 ),
                 ("std_board_info", models.TextField(blank=True, default="")),
                 ("vendor_board_info", models.TextField(blank=True, default="")),
-                ("numa_node", models.IntegerField(default=-1, help_text="-1: unknown.")),
+                ("numa_node", models.IntegerField(default=-1, help_text="NUMA node; -1 if unknown.")),
                 ("kernel_driver", models.CharField(blank=True, default="", max_length=64)),
                 (
                     "to_install",
                     models.TextField(
-                        blank=True, default="", help_text="What its driver would do to make it ready, a line a step."
+                        blank=True,
+                        default="",
+                        help_text="The steps by which its driver would make it ready, one per line.",
                     ),
                 ),
                 (
                     "acts",
                     models.CharField(
-                        blank=True, default="", help_text="What can be asked of its driver.", max_length=255
+                        blank=True,
+                        default="",
+                        help_text="The commands that its driver supports for it.",
+                        max_length=255,
                     ),
                 ),
                 (
@@ -160,7 +163,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_default="",
                         default="",
-                        help_text="The words of a layout that its driver takes.",
+                        help_text="The settings of a layout that its driver accepts.",
                         max_length=255,
                     ),
                 ),
@@ -170,7 +173,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_default="",
                         default="",
-                        help_text="The one of them that says how many handles.",
+                        help_text="The setting of a layout that determines the number of handles.",
                         max_length=64,
                     ),
                 ),
@@ -180,7 +183,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_default="",
                         default="",
-                        help_text="The part of its driver that found it.",
+                        help_text="The backend of its driver that found it.",
                         max_length=64,
                     ),
                 ),
@@ -190,7 +193,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_default="",
                         default="",
-                        help_text="PCI bridges above it, root first.",
+                        help_text="The PCI bridges above it, starting at the root.",
                         max_length=255,
                     ),
                 ),
@@ -238,7 +241,7 @@ class Migration(migrations.Migration):
                             ("missing", "missing"),
                             ("retired", "retired"),
                         ],
-                        help_text="The state to take up again when a missing device is back.",
+                        help_text="The state that a missing device returns to when it is found again.",
                         max_length=16,
                         null=True,
                     ),
@@ -248,7 +251,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         choices=[("maintenance", "maintenance"), ("retired", "retired")],
-                        help_text="Draining: the state it takes up when its last request is gone.",
+                        help_text="While it drains: its state once its last request is gone.",
                         max_length=16,
                         null=True,
                     ),
@@ -257,7 +260,7 @@ class Migration(migrations.Migration):
                     "busy_with",
                     models.UUIDField(
                         blank=True,
-                        help_text="The exclusive command that is under way; nothing is bound meanwhile.",
+                        help_text="The exclusive command in progress; meanwhile the device is not bound.",
                         null=True,
                     ),
                 ),
@@ -266,7 +269,7 @@ class Migration(migrations.Migration):
                     models.BigIntegerField(
                         db_default=0,
                         default=0,
-                        help_text="Grows with every exclusive command, and when its attach handles change.",
+                        help_text="Increases with every exclusive command, and when its attach handles change.",
                     ),
                 ),
             ],
@@ -317,7 +320,7 @@ class Migration(migrations.Migration):
                     "name",
                     models.CharField(
                         db_collation="C",
-                        help_text="The compute provider's name in Placement, v2's hostname.",
+                        help_text="The name of the compute provider in Placement; `hostname` in the v2 API.",
                         max_length=255,
                         unique=True,
                     ),
@@ -325,17 +328,21 @@ class Migration(migrations.Migration):
                 (
                     "node",
                     models.CharField(
-                        db_collation="C", help_text="Deployable and provider names are built from it.", max_length=255
+                        db_collation="C",
+                        help_text="The names of deployables and providers begin with it.",
+                        max_length=255,
                     ),
                 ),
                 (
                     "stale_since",
-                    models.DateTimeField(help_text="Since when nothing is heard of its agent; empty: live.", null=True),
+                    models.DateTimeField(
+                        help_text="Since when its agent has sent no heartbeat; empty if it is live.", null=True
+                    ),
                 ),
                 ("reported_at", models.DateTimeField(help_text="When its last report was applied.", null=True)),
                 (
                     "applied_hash",
-                    models.CharField(default="", help_text="Content of the last report applied.", max_length=64),
+                    models.CharField(default="", help_text="Hash of the last applied report.", max_length=64),
                 ),
                 ("applied_epoch", models.BigIntegerField(default=0)),
                 ("applied_seq", models.BigIntegerField(default=0)),
@@ -375,7 +382,7 @@ class Migration(migrations.Migration):
                     "name",
                     models.CharField(
                         db_collation="C",
-                        help_text="Letters, digits, ., - and _.",
+                        help_text="Letters, digits and the characters . - _ are allowed.",
                         max_length=64,
                         unique=True,
                         validators=[
@@ -389,7 +396,7 @@ class Migration(migrations.Migration):
                     "order",
                     models.IntegerField(
                         default=100,
-                        help_text="Rules are tried from the lowest number on.",
+                        help_text="Rules are tried in this order, lowest number first.",
                         validators=[
                             django.core.validators.MinValueValidator(0),
                             django.core.validators.MaxValueValidator(1000000),
@@ -402,7 +409,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_collation="C",
                         default="",
-                        help_text="Name of the host; * and ? stand for what differs.",
+                        help_text="Name of the host, with the wildcards * and ?.",
                         max_length=255,
                     ),
                 ),
@@ -418,7 +425,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_collation="C",
                         default="",
-                        help_text="The vendor as the driver says it, 10de for example.",
+                        help_text="The vendor as the driver reports it, for example 10de.",
                         max_length=255,
                     ),
                 ),
@@ -428,7 +435,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_collation="C",
                         default="",
-                        help_text="Model or product; * and ? stand for what differs.",
+                        help_text="Model or product, with the wildcards * and ?.",
                         max_length=255,
                     ),
                 ),
@@ -452,7 +459,7 @@ class Migration(migrations.Migration):
                     "action",
                     models.CharField(
                         choices=[("ready", "ready"), ("inactive", "inactive"), ("quarantined", "quarantined")],
-                        help_text="The state of a device that fits.",
+                        help_text="The state that a matching device gets.",
                         max_length=16,
                     ),
                 ),
@@ -483,19 +490,24 @@ class Migration(migrations.Migration):
                 ),
                 ("updated_at", models.DateTimeField(editable=False, null=True)),
                 ("instance", models.UUIDField()),
-                ("project_id", models.CharField(db_collation="C", help_text="The instance's.", max_length=255)),
-                ("host", models.CharField(db_collation="C", help_text="Where the instance is.", max_length=255)),
+                ("project_id", models.CharField(db_collation="C", help_text="The instance's project.", max_length=255)),
+                (
+                    "host",
+                    models.CharField(
+                        db_collation="C", help_text="The host on which the instance runs.", max_length=255
+                    ),
+                ),
                 (
                     "profile",
                     models.CharField(
                         blank=True,
                         db_collation="C",
                         default="",
-                        help_text="The device profile asked for; else a device is.",
+                        help_text="The requested device profile; empty if a device was requested.",
                         max_length=255,
                     ),
                 ),
-                ("device", models.UUIDField(blank=True, help_text="The device asked for.", null=True)),
+                ("device", models.UUIDField(blank=True, help_text="The requested device.", null=True)),
                 (
                     "state",
                     models.CharField(
@@ -513,36 +525,44 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("step", models.CharField(blank=True, default="", max_length=16)),
-                ("steps", models.JSONField(default=list, help_text="What was done and when: step, at, text.")),
+                ("steps", models.JSONField(default=list, help_text="The steps that were done: step, at, text.")),
                 (
                     "requests",
                     django.contrib.postgres.fields.ArrayField(
                         base_field=models.UUIDField(),
                         default=list,
-                        help_text="The accelerator requests made for it, in order.",
+                        help_text="The accelerator requests that were created for it, in order.",
                         size=None,
                     ),
                 ),
                 (
                     "providers",
                     django.contrib.postgres.fields.ArrayField(
-                        base_field=models.UUIDField(), default=list, help_text="Where each request is bound.", size=None
+                        base_field=models.UUIDField(),
+                        default=list,
+                        help_text="For each request: where it is bound.",
+                        size=None,
                     ),
                 ),
-                ("shares", models.JSONField(default=dict, help_text="What is claimed: provider → class and amount.")),
+                (
+                    "shares",
+                    models.JSONField(default=dict, help_text="The claimed resources: provider → class and amount."),
+                ),
                 (
                     "claim",
                     models.JSONField(
-                        help_text="The last write to Placement that claims, before it is tried.", null=True
+                        help_text="The last write to Placement that claims resources, stored before it is tried.",
+                        null=True,
                     ),
                 ),
                 (
                     "release",
                     models.JSONField(
-                        help_text="The last write to Placement that gives back, before it is tried.", null=True
+                        help_text="The last write to Placement that releases resources, stored before it is tried.",
+                        null=True,
                     ),
                 ),
-                ("fault", models.TextField(blank=True, default="", help_text="Why it failed, or what is in its way.")),
+                ("fault", models.TextField(blank=True, default="", help_text="Why it failed, or what blocks it.")),
                 ("actor", models.CharField(db_collation="C", max_length=255)),
                 ("reason", models.TextField(blank=True, default="")),
                 ("request_id", models.CharField(blank=True, default="", max_length=64)),
@@ -581,7 +601,7 @@ class Migration(migrations.Migration):
                     models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
                 ),
                 ("updated_at", models.DateTimeField(editable=False, null=True)),
-                ("action", models.CharField(db_collation="C", help_text="What is asked of each.", max_length=16)),
+                ("action", models.CharField(db_collation="C", help_text="The action for each device.", max_length=16)),
                 (
                     "then",
                     models.CharField(
@@ -593,7 +613,10 @@ class Migration(migrations.Migration):
                 (
                     "selection",
                     models.CharField(
-                        blank=True, default="", help_text="The list's filters when the set was chosen.", max_length=1000
+                        blank=True,
+                        default="",
+                        help_text="The filters of the list when the devices were selected.",
+                        max_length=1000,
                     ),
                 ),
                 ("total", models.IntegerField(default=0)),
@@ -612,11 +635,13 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "dry",
-                    models.BooleanField(default=False, help_text="What is worked on is a dry run: nothing is changed."),
+                    models.BooleanField(
+                        default=False, help_text="The run in progress is a dry run, which changes nothing."
+                    ),
                 ),
                 (
                     "held_too",
-                    models.BooleanField(default=False, help_text="Confirmed for devices that somebody holds, too."),
+                    models.BooleanField(default=False, help_text="The confirmation includes devices that are held."),
                 ),
                 ("actor", models.CharField(db_collation="C", max_length=255)),
                 ("reason", models.TextField(blank=True, default="")),
@@ -744,7 +769,10 @@ class Migration(migrations.Migration):
                 ("op", models.CharField(db_collation="C", max_length=16)),
                 (
                     "arguments",
-                    models.JSONField(default=dict, help_text="As the wire has them: driver, key, handle, layout …"),
+                    models.JSONField(
+                        default=dict,
+                        help_text="The arguments as they are sent to the agent: driver, key, handle, layout …",
+                    ),
                 ),
                 ("exclusive", models.BooleanField(default=False)),
                 (
@@ -772,8 +800,14 @@ class Migration(migrations.Migration):
                         max_length=16,
                     ),
                 ),
-                ("start_by", models.DateTimeField(help_text="Not begun by then, it never will be.")),
-                ("end_by", models.DateTimeField(help_text="Not answered by then, its outcome is unknown.")),
+                (
+                    "start_by",
+                    models.DateTimeField(help_text="If the agent has not accepted the command by then, it expires."),
+                ),
+                (
+                    "end_by",
+                    models.DateTimeField(help_text="If the agent has not answered by then, the outcome is unknown."),
+                ),
                 ("taken_at", models.DateTimeField(blank=True, null=True)),
                 ("started_at", models.DateTimeField(blank=True, null=True)),
                 ("percent", models.IntegerField(default=0)),
@@ -782,10 +816,10 @@ class Migration(migrations.Migration):
                 (
                     "outcome",
                     models.CharField(
-                        blank=True, default="", help_text="The agent's word for how it ended.", max_length=16
+                        blank=True, default="", help_text="The outcome that the agent reported.", max_length=16
                     ),
                 ),
-                ("text", models.TextField(blank=True, default="", help_text="How it ended, in a sentence.")),
+                ("text", models.TextField(blank=True, default="", help_text="The outcome as a sentence.")),
                 ("detail", models.JSONField(default=dict)),
                 ("report_epoch", models.BigIntegerField(default=0)),
                 ("report_seq", models.BigIntegerField(default=0)),
@@ -819,21 +853,24 @@ class Migration(migrations.Migration):
                 ("device_uuid", models.UUIDField()),
                 ("device_name", models.CharField(db_collation="C", max_length=255)),
                 ("host", models.CharField(db_collation="C", max_length=255)),
-                ("stood", models.CharField(help_text="How the device stood when the set was chosen.", max_length=64)),
+                (
+                    "stood",
+                    models.CharField(help_text="The device's state when the devices were selected.", max_length=64),
+                ),
                 (
                     "outcome",
                     models.CharField(
                         blank=True,
                         choices=[("moved", "moved"), ("unchanged", "unchanged"), ("refused", "refused")],
                         default="",
-                        help_text="Empty: not worked on yet.",
+                        help_text="The outcome; empty until the device was processed.",
                         max_length=16,
                     ),
                 ),
-                ("why", models.CharField(blank=True, default="", help_text="The kind of refusal.", max_length=16)),
+                ("why", models.CharField(blank=True, default="", help_text="The code of the refusal.", max_length=16)),
                 (
                     "state",
-                    models.CharField(blank=True, default="", help_text="The device's, afterwards.", max_length=16),
+                    models.CharField(blank=True, default="", help_text="The device's state afterwards.", max_length=16),
                 ),
                 ("text", models.TextField(blank=True, default="")),
                 (
@@ -890,13 +927,13 @@ class Migration(migrations.Migration):
                 ("instance_uuid", models.UUIDField(blank=True, db_index=True, null=True)),
                 (
                     "deadline",
-                    models.DateTimeField(blank=True, help_text="BindStarted becomes BindFailed after it.", null=True),
+                    models.DateTimeField(blank=True, help_text="When BindStarted becomes BindFailed.", null=True),
                 ),
-                ("fault", models.TextField(blank=True, default="", help_text="Why it is BindFailed.")),
+                ("fault", models.TextField(blank=True, default="", help_text="Why the bind failed.")),
                 (
                     "label",
                     models.CharField(
-                        blank=True, default="", help_text="Its project's own words for it.", max_length=255
+                        blank=True, default="", help_text="A label that its project has chosen.", max_length=255
                     ),
                 ),
                 (
@@ -961,7 +998,9 @@ class Migration(migrations.Migration):
                         (
                             "actor",
                             models.CharField(
-                                db_collation="C", help_text="The person, the agent's host or the rule.", max_length=255
+                                db_collation="C",
+                                help_text="The person, the host of the agent, or the rule.",
+                                max_length=255,
                             ),
                         ),
                         ("request_id", models.CharField(blank=True, default="", max_length=64)),
@@ -970,14 +1009,14 @@ class Migration(migrations.Migration):
                         ("subject", models.UUIDField(blank=True, null=True)),
                         ("subject_name", models.CharField(blank=True, db_collation="C", default="", max_length=255)),
                         ("host", models.CharField(blank=True, db_collation="C", default="", max_length=255)),
-                        ("changes", models.JSONField(default=dict, help_text="Per field: [before, after].")),
+                        ("changes", models.JSONField(default=dict, help_text="For each field: [before, after].")),
                         ("reason", models.TextField(blank=True, default="")),
                         (
                             "tx",
                             models.BigIntegerField(
                                 db_default=models.Func(function="accelerators_event_tx"),
                                 editable=False,
-                                help_text="The database's transaction that wrote it.",
+                                help_text="The database transaction that wrote it.",
                             ),
                         ),
                     ],
@@ -1011,7 +1050,7 @@ class Migration(migrations.Migration):
                 ("driver", models.CharField(db_collation="C", max_length=64)),
                 ("installed", models.BooleanField(default=True)),
                 ("enabled", models.BooleanField(default=True)),
-                ("settings", models.JSONField(help_text="Null: those of the host's own file.", null=True)),
+                ("settings", models.JSONField(help_text="Null: the settings of the host's own file apply.", null=True)),
                 ("generation", models.BigIntegerField(default=1)),
                 ("actor", models.CharField(db_collation="C", max_length=255)),
                 ("reason", models.TextField(blank=True, default="")),
@@ -1063,15 +1102,15 @@ class Migration(migrations.Migration):
                 ("sha256", models.CharField(db_collation="C", max_length=64)),
                 (
                     "properties",
-                    models.JSONField(default=dict, help_text="Words about it, as Glance has them: accel:function_id …"),
+                    models.JSONField(default=dict, help_text="Properties as in Glance: accel:function_id …"),
                 ),
                 ("source", models.CharField(choices=[("glance", "glance"), ("upload", "upload")], max_length=8)),
-                ("by", models.CharField(db_collation="C", default="", help_text="Who put it here.", max_length=255)),
+                ("by", models.CharField(db_collation="C", default="", help_text="Who uploaded it.", max_length=255)),
                 (
                     "used_at",
                     models.DateTimeField(
                         db_default=django.db.models.functions.datetime.Now(),
-                        help_text="When a command was last given it.",
+                        help_text="When a command last used it.",
                     ),
                 ),
             ],
@@ -1131,9 +1170,12 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("driver", models.CharField(db_collation="C", max_length=64)),
-                ("enabled", models.BooleanField(help_text="Null: as it is; installed ones are enabled.", null=True)),
-                ("settings", models.JSONField(help_text="Null: as they are.", null=True)),
-                ("selection", models.CharField(default="", help_text="How the hosts were chosen.", max_length=1000)),
+                (
+                    "enabled",
+                    models.BooleanField(help_text="Null: unchanged; a newly installed driver is enabled.", null=True),
+                ),
+                ("settings", models.JSONField(help_text="Null: the settings stay unchanged.", null=True)),
+                ("selection", models.CharField(default="", help_text="How the hosts were selected.", max_length=1000)),
                 ("max_parallel", models.IntegerField(default=5)),
                 ("stop_on_failure", models.BooleanField(default=True)),
                 ("total", models.IntegerField(default=0)),
@@ -1243,19 +1285,23 @@ class Migration(migrations.Migration):
                 ("number", models.BigIntegerField(primary_key=True, serialize=False)),
                 (
                     "month",
-                    models.CharField(db_collation="C", help_text="Of its events; none has those of two.", max_length=7),
+                    models.CharField(
+                        db_collation="C",
+                        help_text="The month of its events; a seal covers events of one month only.",
+                        max_length=7,
+                    ),
                 ),
-                ("tx", models.BigIntegerField(help_text="Transaction of its last event.")),
-                ("event", models.BigIntegerField(help_text="Its last event, in the order of transaction and id.")),
-                ("events", models.IntegerField(help_text="How many it is about.")),
-                ("digest", models.CharField(db_collation="C", help_text="Over all of them.", max_length=64)),
+                ("tx", models.BigIntegerField(help_text="The transaction of its last event.")),
+                ("event", models.BigIntegerField(help_text="Its last event in the order of transaction and id.")),
+                ("events", models.IntegerField(help_text="The number of events that it covers.")),
+                ("digest", models.CharField(db_collation="C", help_text="Hash over all its events.", max_length=64)),
                 (
                     "drops",
                     models.CharField(
                         blank=True,
                         db_collation="C",
                         default="",
-                        help_text="The month whose events were dropped with it.",
+                        help_text="The month whose events were dropped when this seal was made.",
                         max_length=7,
                     ),
                 ),
@@ -1264,14 +1310,14 @@ class Migration(migrations.Migration):
                     "hash",
                     models.CharField(
                         db_collation="C",
-                        help_text="Over what stands here and the hash of the seal before.",
+                        help_text="Hash over this seal's fields and the hash of the previous seal.",
                         max_length=64,
                     ),
                 ),
                 (
                     "marks",
                     models.BinaryField(
-                        default=b"", help_text="Four bytes an event, to find the one that does not fit."
+                        default=b"", help_text="Four bytes for each event, by which a changed event is found."
                     ),
                 ),
             ],

@@ -41,21 +41,29 @@ class Attachment(fields.Row):
     """
 
     instance = models.UUIDField()
-    project_id = models.CharField(max_length=255, db_collation="C", help_text="The instance's.")
-    host = fields.name_field(help_text="Where the instance is.")
-    profile = fields.name_field(default="", blank=True, help_text="The device profile asked for; else a device is.")
-    device = models.UUIDField(null=True, blank=True, help_text="The device asked for.")
+    project_id = models.CharField(max_length=255, db_collation="C", help_text="The instance's project.")
+    host = fields.name_field(help_text="The host on which the instance runs.")
+    profile = fields.name_field(
+        default="", blank=True, help_text="The requested device profile; empty if a device was requested."
+    )
+    device = models.UUIDField(null=True, blank=True, help_text="The requested device.")
     state = models.CharField(
         max_length=16, choices=fields.choices_from_enum(AttachmentState), default=AttachmentState.ASKED.value
     )
     step = models.CharField(max_length=16, default="", blank=True)
-    steps = models.JSONField(default=list, help_text="What was done and when: step, at, text.")
-    requests = ArrayField(models.UUIDField(), default=list, help_text="The accelerator requests made for it, in order.")
-    providers = ArrayField(models.UUIDField(), default=list, help_text="Where each request is bound.")
-    shares = models.JSONField(default=dict, help_text="What is claimed: provider → class and amount.")
-    claim = models.JSONField(null=True, help_text="The last write to Placement that claims, before it is tried.")
-    release = models.JSONField(null=True, help_text="The last write to Placement that gives back, before it is tried.")
-    fault = models.TextField(default="", blank=True, help_text="Why it failed, or what is in its way.")
+    steps = models.JSONField(default=list, help_text="The steps that were done: step, at, text.")
+    requests = ArrayField(
+        models.UUIDField(), default=list, help_text="The accelerator requests that were created for it, in order."
+    )
+    providers = ArrayField(models.UUIDField(), default=list, help_text="For each request: where it is bound.")
+    shares = models.JSONField(default=dict, help_text="The claimed resources: provider → class and amount.")
+    claim = models.JSONField(
+        null=True, help_text="The last write to Placement that claims resources, stored before it is tried."
+    )
+    release = models.JSONField(
+        null=True, help_text="The last write to Placement that releases resources, stored before it is tried."
+    )
+    fault = models.TextField(default="", blank=True, help_text="Why it failed, or what blocks it.")
     actor = fields.name_field()
     reason = models.TextField(default="", blank=True)
     request_id = models.CharField(max_length=64, default="", blank=True)

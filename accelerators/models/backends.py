@@ -9,8 +9,8 @@ class Backend(models.Model):
     """A part of a driver on a host that answers, or fails, independently of the driver's other parts."""
 
     id = models.BigIntegerField(primary_key=True)
-    key = models.TextField(help_text="HOST:DRIVER:NAME, the host by its uuid.")
-    place = models.TextField(help_text="What it is sorted by: its host's name, then the others.")
+    key = models.TextField(help_text="HOST:DRIVER:NAME with the uuid of the host.")
+    place = models.TextField(help_text="Sort key: the name of the host, then the other parts.")
     host = models.TextField()
     driver = models.TextField()
     name = models.TextField()
@@ -34,8 +34,8 @@ class Service(models.Model):
     """A function that a backend offers, with its state and, if it is not available, the reason."""
 
     id = models.BigIntegerField(primary_key=True)
-    key = models.TextField(help_text="HOST:DRIVER:BACKEND:NAME, the host by its uuid.")
-    place = models.TextField(help_text="What it is sorted by: its host's name, then the others.")
+    key = models.TextField(help_text="HOST:DRIVER:BACKEND:NAME with the uuid of the host.")
+    place = models.TextField(help_text="Sort key: the name of the host, then the other parts.")
     host = models.TextField()
     driver = models.TextField()
     backend = models.TextField()

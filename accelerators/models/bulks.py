@@ -22,17 +22,17 @@ class Bulk(fields.Row):
     The set is selected once, together with each device's state at that time, and never grows.
     """
 
-    action = models.CharField(max_length=16, db_collation="C", help_text="What is asked of each.")
+    action = models.CharField(max_length=16, db_collation="C", help_text="The action for each device.")
     then = models.CharField(
         max_length=16, choices=fields.choices_from_enum(DrainTarget), default=DrainTarget.MAINTENANCE.value
     )
     selection = models.CharField(
-        max_length=1000, default="", blank=True, help_text="The list's filters when the set was chosen."
+        max_length=1000, default="", blank=True, help_text="The filters of the list when the devices were selected."
     )
     total = models.IntegerField(default=0)
     state = models.CharField(max_length=16, choices=fields.choices_from_enum(BulkState), default=BulkState.DRAFT.value)
-    dry = models.BooleanField(default=False, help_text="What is worked on is a dry run: nothing is changed.")
-    held_too = models.BooleanField(default=False, help_text="Confirmed for devices that somebody holds, too.")
+    dry = models.BooleanField(default=False, help_text="The run in progress is a dry run, which changes nothing.")
+    held_too = models.BooleanField(default=False, help_text="The confirmation includes devices that are held.")
     actor = fields.name_field()
     reason = models.TextField(default="", blank=True)
     request_id = models.CharField(max_length=64, default="", blank=True)
@@ -68,16 +68,16 @@ class BulkItem(models.Model):
     device_uuid = models.UUIDField()
     device_name = fields.name_field()
     host = fields.name_field()
-    stood = models.CharField(max_length=64, help_text="How the device stood when the set was chosen.")
+    stood = models.CharField(max_length=64, help_text="The device's state when the devices were selected.")
     outcome = models.CharField(
         max_length=16,
         choices=fields.choices_from_enum(DeviceOutcome),
         default="",
         blank=True,
-        help_text="Empty: not worked on yet.",
+        help_text="The outcome; empty until the device was processed.",
     )
-    why = models.CharField(max_length=16, default="", blank=True, help_text="The kind of refusal.")
-    state = models.CharField(max_length=16, default="", blank=True, help_text="The device's, afterwards.")
+    why = models.CharField(max_length=16, default="", blank=True, help_text="The code of the refusal.")
+    state = models.CharField(max_length=16, default="", blank=True, help_text="The device's state afterwards.")
     text = models.TextField(default="", blank=True)
 
     class Meta:

@@ -30,7 +30,9 @@ class Command(fields.Row):
     device = models.ForeignKey(Device, models.SET_NULL, null=True, blank=True, related_name="commands")
     device_name = fields.name_field(default="", blank=True)
     op = models.CharField(max_length=16, db_collation="C")
-    arguments = models.JSONField(default=dict, help_text="As the wire has them: driver, key, handle, layout …")
+    arguments = models.JSONField(
+        default=dict, help_text="The arguments as they are sent to the agent: driver, key, handle, layout …"
+    )
     exclusive = models.BooleanField(default=False)
     request = models.UUIDField(null=True, blank=True, help_text="The accelerator request that waits for it.")
     actor = fields.name_field(default="")
@@ -40,16 +42,16 @@ class Command(fields.Row):
     state = models.CharField(
         max_length=16, choices=fields.choices_from_enum(CommandState), default=CommandState.QUEUED.value
     )
-    start_by = models.DateTimeField(help_text="Not begun by then, it never will be.")
-    end_by = models.DateTimeField(help_text="Not answered by then, its outcome is unknown.")
+    start_by = models.DateTimeField(help_text="If the agent has not accepted the command by then, it expires.")
+    end_by = models.DateTimeField(help_text="If the agent has not answered by then, the outcome is unknown.")
     taken_at = models.DateTimeField(null=True, blank=True)
     started_at = models.DateTimeField(null=True, blank=True)
     percent = models.IntegerField(default=0)
     progress = models.CharField(max_length=500, default="", blank=True)
 
     answered_at = models.DateTimeField(null=True, blank=True)
-    outcome = models.CharField(max_length=16, default="", blank=True, help_text="The agent's word for how it ended.")
-    text = models.TextField(default="", blank=True, help_text="How it ended, in a sentence.")
+    outcome = models.CharField(max_length=16, default="", blank=True, help_text="The outcome that the agent reported.")
+    text = models.TextField(default="", blank=True, help_text="The outcome as a sentence.")
     detail = models.JSONField(default=dict)
     report_epoch = models.BigIntegerField(default=0)
     report_seq = models.BigIntegerField(default=0)

@@ -23,7 +23,7 @@ class Device(fields.Row):
     """
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="devices", db_index=False)
-    key = fields.name_field(help_text="Identity on the host: serial:…, else pci:address, else the driver's own.")
+    key = fields.name_field(help_text="Identity on its host: serial:…, else pci:ADDRESS, else a key of the driver.")
     driver = models.CharField(max_length=64, db_collation="C")
     type = models.CharField(max_length=16, choices=fields.choices_from_enum(DeviceType))
     vendor = fields.name_field()
@@ -33,23 +33,37 @@ class Device(fields.Row):
     )
     std_board_info = models.TextField(default="", blank=True)
     vendor_board_info = models.TextField(default="", blank=True)
-    numa_node = models.IntegerField(default=-1, help_text="-1: unknown.")
+    numa_node = models.IntegerField(default=-1, help_text="NUMA node; -1 if unknown.")
     kernel_driver = models.CharField(max_length=64, default="", blank=True)
     to_install = models.TextField(
-        default="", blank=True, help_text="What its driver would do to make it ready, a line a step."
+        default="", blank=True, help_text="The steps by which its driver would make it ready, one per line."
     )
-    acts = models.CharField(max_length=255, default="", blank=True, help_text="What can be asked of its driver.")
+    acts = models.CharField(
+        max_length=255, default="", blank=True, help_text="The commands that its driver supports for it."
+    )
     changeable = models.CharField(
-        max_length=255, default="", db_default="", blank=True, help_text="The words of a layout that its driver takes."
+        max_length=255,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The settings of a layout that its driver accepts.",
     )
     sized_by = models.CharField(
-        max_length=64, default="", db_default="", blank=True, help_text="The one of them that says how many handles."
+        max_length=64,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The setting of a layout that determines the number of handles.",
     )
     backend = models.CharField(
-        max_length=64, default="", db_default="", blank=True, help_text="The part of its driver that found it."
+        max_length=64, default="", db_default="", blank=True, help_text="The backend of its driver that found it."
     )
     bridges = models.CharField(
-        max_length=255, default="", db_default="", blank=True, help_text="PCI bridges above it, root first."
+        max_length=255,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The PCI bridges above it, starting at the root.",
     )
 
     status = models.CharField(max_length=16, choices=fields.choices_from_enum(Health), default=Health.UNKNOWN.value)
@@ -67,20 +81,20 @@ class Device(fields.Row):
         choices=fields.choices_from_enum(DeviceState),
         null=True,
         blank=True,
-        help_text="The state to take up again when a missing device is back.",
+        help_text="The state that a missing device returns to when it is found again.",
     )
     drain_to = models.CharField(
         max_length=16,
         choices=fields.choices_from_enum(DrainTarget),
         null=True,
         blank=True,
-        help_text="Draining: the state it takes up when its last request is gone.",
+        help_text="While it drains: its state once its last request is gone.",
     )
     busy_with = models.UUIDField(
-        null=True, blank=True, help_text="The exclusive command that is under way; nothing is bound meanwhile."
+        null=True, blank=True, help_text="The exclusive command in progress; meanwhile the device is not bound."
     )
     generation = models.BigIntegerField(
-        default=0, db_default=0, help_text="Grows with every exclusive command, and when its attach handles change."
+        default=0, db_default=0, help_text="Increases with every exclusive command, and when its attach handles change."
     )
 
     class Meta:

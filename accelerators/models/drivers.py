@@ -44,7 +44,7 @@ class DriverWish(fields.Row):
     driver = models.CharField(max_length=64, db_collation="C")
     installed = models.BooleanField(default=True)
     enabled = models.BooleanField(default=True)
-    settings = models.JSONField(null=True, help_text="Null: those of the host's own file.")
+    settings = models.JSONField(null=True, help_text="Null: the settings of the host's own file apply.")
     generation = models.BigIntegerField(default=1)
     command = _command_key("Which told it last.")
     actor = fields.name_field()
@@ -64,9 +64,9 @@ class Rollout(fields.Row):
 
     op = models.CharField(max_length=16, choices=fields.choices_from_enum(RolloutOp))
     driver = models.CharField(max_length=64, db_collation="C")
-    enabled = models.BooleanField(null=True, help_text="Null: as it is; installed ones are enabled.")
-    settings = models.JSONField(null=True, help_text="Null: as they are.")
-    selection = models.CharField(max_length=1000, default="", help_text="How the hosts were chosen.")
+    enabled = models.BooleanField(null=True, help_text="Null: unchanged; a newly installed driver is enabled.")
+    settings = models.JSONField(null=True, help_text="Null: the settings stay unchanged.")
+    selection = models.CharField(max_length=1000, default="", help_text="How the hosts were selected.")
     max_parallel = models.IntegerField(default=5)
     stop_on_failure = models.BooleanField(default=True)
     total = models.IntegerField(default=0)
@@ -93,14 +93,14 @@ class HostDriver(models.Model):
     """A driver on a host: its wanted state and its reported state. A read-only database view."""
 
     key = models.CharField(max_length=128, db_collation="C", help_text="The host's uuid and the driver's name.")
-    place = models.CharField(max_length=400, db_collation="C", help_text="By which they are ordered: host, driver.")
+    place = models.CharField(max_length=400, db_collation="C", help_text="Sort key: host, driver.")
     host = models.ForeignKey(Host, models.DO_NOTHING, related_name="+")
     driver = models.CharField(max_length=64, db_collation="C")
-    seen = models.JSONField(null=True, help_text="What `Host.drivers` holds of it.")
+    seen = models.JSONField(null=True, help_text="The driver's entry in `Host.drivers`.")
     state = models.CharField(max_length=16)
     devices = models.IntegerField()
     wish = models.ForeignKey(DriverWish, models.DO_NOTHING, null=True, related_name="+")
-    drifts = models.BooleanField(help_text="Whether what was seen is not what is wanted.")
+    drifts = models.BooleanField(help_text="Whether the reported state differs from the wanted one.")
 
     @property
     def wanted(self) -> DriverWish | None:

@@ -14,11 +14,15 @@ class Host(fields.Row):
     `[DEFAULT]host` in upstream Cyborg.
     """
 
-    name = fields.name_field(unique=True, help_text="The compute provider's name in Placement, v2's hostname.")
-    node = fields.name_field(help_text="Deployable and provider names are built from it.")
-    stale_since = models.DateTimeField(null=True, help_text="Since when nothing is heard of its agent; empty: live.")
+    name = fields.name_field(
+        unique=True, help_text="The name of the compute provider in Placement; `hostname` in the v2 API."
+    )
+    node = fields.name_field(help_text="The names of deployables and providers begin with it.")
+    stale_since = models.DateTimeField(
+        null=True, help_text="Since when its agent has sent no heartbeat; empty if it is live."
+    )
     reported_at = models.DateTimeField(null=True, help_text="When its last report was applied.")
-    applied_hash = models.CharField(max_length=64, default="", help_text="Content of the last report applied.")
+    applied_hash = models.CharField(max_length=64, default="", help_text="Hash of the last applied report.")
     applied_epoch = models.BigIntegerField(default=0)
     applied_seq = models.BigIntegerField(default=0)
     drivers = models.JSONField(

@@ -29,10 +29,10 @@ class Image(fields.Row):
     name = fields.name_field(default="", blank=True)
     size = models.BigIntegerField()
     sha256 = models.CharField(max_length=64, db_collation="C")
-    properties = models.JSONField(default=dict, help_text="Words about it, as Glance has them: accel:function_id …")
+    properties = models.JSONField(default=dict, help_text="Properties as in Glance: accel:function_id …")
     source = models.CharField(max_length=8, choices=fields.choices_from_enum(ImageSource))
-    by = fields.name_field(default="", help_text="Who put it here.")
-    used_at = models.DateTimeField(db_default=Now(), help_text="When a command was last given it.")
+    by = fields.name_field(default="", help_text="Who uploaded it.")
+    used_at = models.DateTimeField(db_default=Now(), help_text="When a command last used it.")
 
     class Meta:
         ordering = ["id"]

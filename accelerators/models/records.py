@@ -18,19 +18,19 @@ class Event(models.Model):
 
     at = models.DateTimeField(db_default=Now())
     source = models.CharField(max_length=8, choices=fields.choices_from_enum(EventSource))
-    actor = fields.name_field(help_text="The person, the agent's host or the rule.")
+    actor = fields.name_field(help_text="The person, the host of the agent, or the rule.")
     request_id = models.CharField(max_length=64, default="", blank=True)
     action = models.CharField(max_length=64, db_collation="C")
     subject_type = models.CharField(max_length=32)
     subject = models.UUIDField(null=True, blank=True)
     subject_name = fields.name_field(default="", blank=True)
     host = fields.name_field(default="", blank=True)
-    changes = models.JSONField(default=dict, help_text="Per field: [before, after].")
+    changes = models.JSONField(default=dict, help_text="For each field: [before, after].")
     reason = models.TextField(default="", blank=True)
     tx = models.BigIntegerField(
         db_default=Func(function="accelerators_event_tx"),
         editable=False,
-        help_text="The database's transaction that wrote it.",
+        help_text="The database transaction that wrote it.",
     )
 
     class Meta:
@@ -72,23 +72,25 @@ class Seal(models.Model):
     """
 
     number = models.BigIntegerField(primary_key=True)
-    month = models.CharField(max_length=7, db_collation="C", help_text="Of its events; none has those of two.")
-    tx = models.BigIntegerField(help_text="Transaction of its last event.")
-    event = models.BigIntegerField(help_text="Its last event, in the order of transaction and id.")
-    events = models.IntegerField(help_text="How many it is about.")
-    digest = models.CharField(max_length=64, db_collation="C", help_text="Over all of them.")
+    month = models.CharField(
+        max_length=7, db_collation="C", help_text="The month of its events; a seal covers events of one month only."
+    )
+    tx = models.BigIntegerField(help_text="The transaction of its last event.")
+    event = models.BigIntegerField(help_text="Its last event in the order of transaction and id.")
+    events = models.IntegerField(help_text="The number of events that it covers.")
+    digest = models.CharField(max_length=64, db_collation="C", help_text="Hash over all its events.")
     drops = models.CharField(
         max_length=7,
         db_collation="C",
         default="",
         blank=True,
-        help_text="The month whose events were dropped with it.",
+        help_text="The month whose events were dropped when this seal was made.",
     )
     sealed_at = models.DateTimeField()
     hash = models.CharField(
-        max_length=64, db_collation="C", help_text="Over what stands here and the hash of the seal before."
+        max_length=64, db_collation="C", help_text="Hash over this seal's fields and the hash of the previous seal."
     )
-    marks = models.BinaryField(default=b"", help_text="Four bytes an event, to find the one that does not fit.")
+    marks = models.BinaryField(default=b"", help_text="Four bytes for each event, by which a changed event is found.")
 
     class Meta:
         ordering = ["-number"]

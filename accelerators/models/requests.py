@@ -39,9 +39,9 @@ class AcceleratorRequest(fields.Row):
     instance_uuid = models.UUIDField(null=True, blank=True, db_index=True)
     deployable = models.ForeignKey(Deployable, models.PROTECT, null=True, blank=True, related_name="requests")
     attach_handle = models.OneToOneField(AttachHandle, models.PROTECT, null=True, blank=True, related_name="request")
-    deadline = models.DateTimeField(null=True, blank=True, help_text="BindStarted becomes BindFailed after it.")
-    fault = models.TextField(default="", blank=True, help_text="Why it is BindFailed.")
-    label = models.CharField(max_length=255, default="", blank=True, help_text="Its project's own words for it.")
+    deadline = models.DateTimeField(null=True, blank=True, help_text="When BindStarted becomes BindFailed.")
+    fault = models.TextField(default="", blank=True, help_text="Why the bind failed.")
+    label = models.CharField(max_length=255, default="", blank=True, help_text="A label that its project has chosen.")
 
     class Meta:
         ordering = ["id"]

@@ -19,20 +19,28 @@ class AdmissionRule(fields.Row):
     """
 
     name = models.CharField(
-        max_length=64, unique=True, db_collation="C", validators=[RULE_NAME], help_text="Letters, digits, ., - and _."
+        max_length=64,
+        unique=True,
+        db_collation="C",
+        validators=[RULE_NAME],
+        help_text="Letters, digits and the characters . - _ are allowed.",
     )
     order = models.IntegerField(
         default=100,
         validators=[MinValueValidator(0), MaxValueValidator(MAX_RULE_ORDER)],
-        help_text="Rules are tried from the lowest number on.",
+        help_text="Rules are tried in this order, lowest number first.",
     )
-    host = fields.name_field(default="", blank=True, help_text="Name of the host; * and ? stand for what differs.")
+    host = fields.name_field(default="", blank=True, help_text="Name of the host, with the wildcards * and ?.")
     driver = models.CharField(max_length=64, default="", blank=True, db_collation="C", help_text="Name of the driver.")
-    vendor = fields.name_field(default="", blank=True, help_text="The vendor as the driver says it, 10de for example.")
-    model = fields.name_field(default="", blank=True, help_text="Model or product; * and ? stand for what differs.")
+    vendor = fields.name_field(
+        default="", blank=True, help_text="The vendor as the driver reports it, for example 10de."
+    )
+    model = fields.name_field(default="", blank=True, help_text="Model or product, with the wildcards * and ?.")
     type = models.CharField(max_length=16, default="", blank=True, choices=fields.choices_from_enum(DeviceType))
     action = models.CharField(
-        max_length=16, choices=fields.choices_from_enum(AdmittedState), help_text="The state of a device that fits."
+        max_length=16,
+        choices=fields.choices_from_enum(AdmittedState),
+        help_text="The state that a matching device gets.",
     )
     enabled = models.BooleanField(default=True)
 

@@ -21,7 +21,7 @@ class Migration(migrations.Migration):
                 ("url", models.CharField(db_collation="C", max_length=255, primary_key=True, serialize=False)),
                 (
                     "name",
-                    models.CharField(db_collation="C", help_text="Another one after every start.", max_length=100),
+                    models.CharField(db_collation="C", help_text="A new name after every start.", max_length=100),
                 ),
                 ("seen_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
             ],
@@ -52,7 +52,7 @@ class Migration(migrations.Migration):
                 (
                     "rotate_asked_at",
                     models.DateTimeField(
-                        blank=True, help_text="When somebody asked for a new key that it has not told yet.", null=True
+                        blank=True, help_text="When a new key was requested that the agent has not sent yet.", null=True
                     ),
                 ),
                 (
@@ -60,14 +60,17 @@ class Migration(migrations.Migration):
                     models.DateTimeField(
                         db_default=django.db.models.functions.datetime.Now(),
                         db_index=True,
-                        help_text="When its key, its bar or its connection last changed.",
+                        help_text="When its key, its barring or its connection last changed.",
                     ),
                 ),
                 ("version", models.CharField(blank=True, default="", max_length=64)),
                 (
                     "wire",
                     models.CharField(
-                        blank=True, default="", help_text="Wire version agreed at its last connection.", max_length=32
+                        blank=True,
+                        default="",
+                        help_text="Protocol version that was agreed at its last connection.",
+                        max_length=32,
                     ),
                 ),
                 ("boot_id", models.CharField(blank=True, default="", max_length=64)),
@@ -75,7 +78,7 @@ class Migration(migrations.Migration):
                     "ops",
                     models.TextField(
                         blank=True,
-                        help_text="The commands it takes, with blanks between them; empty: it has never said.",
+                        help_text="The commands that it accepts, separated by blanks; null if it has never reported them.",
                         null=True,
                     ),
                 ),
@@ -83,7 +86,7 @@ class Migration(migrations.Migration):
                     "writes",
                     models.TextField(
                         blank=True,
-                        help_text="Why it cannot write to Placement itself; empty: it can; none: it has never said.",
+                        help_text="Why it cannot write to Placement itself; empty if it can; null if it has never reported this.",
                         null=True,
                     ),
                 ),
@@ -96,7 +99,10 @@ class Migration(migrations.Migration):
                         help_text="Number of its last connection; later ones have higher numbers.",
                     ),
                 ),
-                ("epoch", models.BigIntegerField(db_default=0, default=0, help_text="Of its last connection.")),
+                (
+                    "epoch",
+                    models.BigIntegerField(db_default=0, default=0, help_text="The epoch of its last connection."),
+                ),
                 ("address", models.CharField(blank=True, db_default="", default="", max_length=64)),
                 (
                     "host",
@@ -115,7 +121,12 @@ class Migration(migrations.Migration):
                 ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
                 ("host_name", models.CharField(db_collation="C", max_length=255)),
                 ("secret_hash", models.CharField(max_length=64, unique=True)),
-                ("public_key", models.CharField(blank=True, default="", help_text="The key it bound.", max_length=64)),
+                (
+                    "public_key",
+                    models.CharField(
+                        blank=True, default="", help_text="The public key that was bound with it.", max_length=64
+                    ),
+                ),
                 ("created_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
                 ("created_by", models.CharField(blank=True, default="", max_length=255)),
                 ("expires_at", models.DateTimeField()),
@@ -157,11 +168,11 @@ class Migration(migrations.Migration):
                 ("epoch", models.BigIntegerField()),
                 ("seq", models.BigIntegerField()),
                 ("received_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ("payload", models.TextField(help_text="The Report message as it came.")),
+                ("payload", models.TextField(help_text="The Report message as it was received.")),
                 (
                     "urgent",
                     models.BooleanField(
-                        db_default=False, default=False, help_text="It shows a fault: merged before others."
+                        db_default=False, default=False, help_text="It reports a fault, so it is merged before others."
                     ),
                 ),
                 (

@@ -79,13 +79,17 @@ class Migration(migrations.Migration):
                     "since",
                     models.DateTimeField(
                         db_default=django.db.models.functions.datetime.Now(),
-                        help_text="Since when nothing can be changed.",
+                        help_text="Since when the service is read-only.",
                     ),
                 ),
-                ("by", models.CharField(help_text="Who said so.", max_length=255)),
+                ("by", models.CharField(help_text="Who made the service read-only.", max_length=255)),
                 (
                     "reason",
-                    models.CharField(blank=True, help_text="Why; shown to everybody who is refused.", max_length=4096),
+                    models.CharField(
+                        blank=True,
+                        help_text="The reason, which is shown to everybody whose change is refused.",
+                        max_length=4096,
+                    ),
                 ),
             ],
             options={
@@ -103,10 +107,12 @@ class Migration(migrations.Migration):
                     models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
                 ),
                 ("updated_at", models.DateTimeField(editable=False, null=True)),
-                ("name", models.CharField(help_text="Your own word for it.", max_length=64)),
+                ("name", models.CharField(help_text="A name of your choice.", max_length=64)),
                 (
                     "project_id",
-                    models.CharField(db_collation="C", help_text="The project it was made in.", max_length=255),
+                    models.CharField(
+                        db_collation="C", help_text="The project in which it was created.", max_length=255
+                    ),
                 ),
                 (
                     "person",
@@ -114,7 +120,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_collation="C",
                         default="",
-                        help_text="The id of the person it belongs to; empty: it belongs to the project.",
+                        help_text="The id of the person it belongs to; empty if it belongs to the project.",
                         max_length=255,
                     ),
                 ),
@@ -123,7 +129,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         choices=[("project", "project"), ("cloud", "cloud")],
                         default="project",
-                        help_text="The project's own requests and the devices they hold, or all of the cloud.",
+                        help_text="The requests of the project and the devices they hold, or the whole cloud.",
                         max_length=8,
                     ),
                 ),
@@ -143,7 +149,7 @@ class Migration(migrations.Migration):
                             ],
                             max_length=32,
                         ),
-                        help_text="What you want to be told of.",
+                        help_text="The kinds of events that you want to hear about.",
                         size=None,
                     ),
                 ),
@@ -153,7 +159,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_collation="C",
                         default="",
-                        help_text="Only this host; * and ? stand for what differs. For all of the cloud only.",
+                        help_text="Only this host, with the wildcards * and ?. For the scope cloud only.",
                         max_length=255,
                     ),
                 ),
@@ -180,7 +186,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         default="",
-                        help_text="Only what a project labelled with exactly these words.",
+                        help_text="Only requests with exactly this label.",
                         max_length=255,
                     ),
                 ),
@@ -188,7 +194,7 @@ class Migration(migrations.Migration):
                     "way",
                     models.CharField(
                         choices=[("webhook", "webhook"), ("email", "email"), ("inbox", "inbox")],
-                        help_text="How you are told.",
+                        help_text="How messages are delivered.",
                         max_length=8,
                     ),
                 ),
@@ -200,7 +206,12 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "secret",
-                    models.TextField(blank=True, default="", editable=False, help_text="Encrypted; signs webhooks."),
+                    models.TextField(
+                        blank=True,
+                        default="",
+                        editable=False,
+                        help_text="The secret that signs webhooks; stored encrypted.",
+                    ),
                 ),
                 (
                     "standing",
@@ -211,20 +222,24 @@ class Migration(migrations.Migration):
                         max_length=8,
                     ),
                 ),
-                ("last_error", models.TextField(blank=True, default="", help_text="What the last try failed with.")),
-                ("failures", models.IntegerField(default=0, help_text="Failed tries since the last that succeeded.")),
-                ("failing_since", models.DateTimeField(blank=True, help_text="When it began to fail.", null=True)),
+                ("last_error", models.TextField(blank=True, default="", help_text="The error of the last attempt.")),
+                ("failures", models.IntegerField(default=0, help_text="Failed attempts since the last success.")),
+                (
+                    "failing_since",
+                    models.DateTimeField(blank=True, help_text="Since when attempts have failed.", null=True),
+                ),
                 (
                     "retry_at",
                     models.DateTimeField(
-                        db_default=django.db.models.functions.datetime.Now(), help_text="Nothing is tried before."
+                        db_default=django.db.models.functions.datetime.Now(),
+                        help_text="No attempt is made before this time.",
                     ),
                 ),
                 (
                     "user",
                     models.ForeignKey(
                         blank=True,
-                        help_text="Who made it; it ends with this user.",
+                        help_text="Who created it; it is deleted with this user.",
                         null=True,
                         on_delete=django.db.models.deletion.CASCADE,
                         related_name="subscriptions",
@@ -245,45 +260,43 @@ class Migration(migrations.Migration):
                     models.UUIDField(
                         default=uuid.uuid4,
                         editable=False,
-                        help_text="The same at every try: receivers tell by it.",
+                        help_text="The same at every attempt, so that receivers recognise repetitions.",
                         unique=True,
                     ),
                 ),
                 (
                     "event",
-                    models.BigIntegerField(
-                        blank=True, help_text="The number of the event that it tells of.", null=True
-                    ),
+                    models.BigIntegerField(blank=True, help_text="The number of the event that it reports.", null=True),
                 ),
-                ("kind", models.CharField(help_text="What it is about.", max_length=32)),
+                ("kind", models.CharField(help_text="The kind of event.", max_length=32)),
                 (
                     "at",
                     models.DateTimeField(
-                        db_default=django.db.models.functions.datetime.Now(), help_text="When it happened."
+                        db_default=django.db.models.functions.datetime.Now(), help_text="When the event happened."
                     ),
                 ),
-                ("data", models.JSONField(default=dict, help_text="What is told.")),
+                ("data", models.JSONField(default=dict, help_text="The data of the message, as it is sent.")),
                 (
                     "progress",
                     models.CharField(
                         choices=[("waiting", "waiting"), ("delivered", "delivered"), ("given up", "given up")],
                         default="waiting",
-                        help_text="Whether it arrived.",
+                        help_text="The progress of the delivery.",
                         max_length=16,
                     ),
                 ),
-                ("attempts", models.IntegerField(db_default=0, default=0, help_text="How often it was tried.")),
+                ("attempts", models.IntegerField(db_default=0, default=0, help_text="The number of attempts.")),
                 (
                     "next_at",
                     models.DateTimeField(
-                        db_default=django.db.models.functions.datetime.Now(), help_text="When it is tried next."
+                        db_default=django.db.models.functions.datetime.Now(), help_text="When the next attempt is made."
                     ),
                 ),
                 (
                     "last_error",
-                    models.TextField(blank=True, db_default="", default="", help_text="What the last try failed with."),
+                    models.TextField(blank=True, db_default="", default="", help_text="The error of the last attempt."),
                 ),
-                ("delivered_at", models.DateTimeField(blank=True, help_text="When it arrived.", null=True)),
+                ("delivered_at", models.DateTimeField(blank=True, help_text="When it was delivered.", null=True)),
                 (
                     "reader",
                     models.CharField(
@@ -291,15 +304,18 @@ class Migration(migrations.Migration):
                         db_collation="C",
                         db_default="",
                         default="",
-                        help_text="The id of the person in whose inbox it is, if in any.",
+                        help_text="The id of the person in whose inbox it is; empty if in none.",
                         max_length=255,
                     ),
                 ),
-                ("read_at", models.DateTimeField(blank=True, help_text="When its reader marked it read.", null=True)),
+                (
+                    "read_at",
+                    models.DateTimeField(blank=True, help_text="When its reader marked it as read.", null=True),
+                ),
                 (
                     "created_at",
                     models.DateTimeField(
-                        db_default=django.db.models.functions.datetime.Now(), help_text="When it was written."
+                        db_default=django.db.models.functions.datetime.Now(), help_text="When the message was created."
                     ),
                 ),
                 (
@@ -320,11 +336,11 @@ class Migration(migrations.Migration):
             name="SavedView",
             fields=[
                 ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
-                ("of", models.CharField(help_text="The model it lists, app.model.", max_length=100)),
+                ("of", models.CharField(help_text="The listed model: app.model.", max_length=100)),
                 ("name", models.CharField(blank=True, max_length=64)),
                 (
                     "query",
-                    models.CharField(blank=True, help_text="The address after its question mark.", max_length=2000),
+                    models.CharField(blank=True, help_text="The query string of the list's address.", max_length=2000),
                 ),
                 (
                     "columns",

@@ -59,9 +59,9 @@ class SavedView(models.Model):
     """
 
     user = models.ForeignKey(settings.AUTH_USER_MODEL, models.CASCADE, related_name="saved_views")
-    of = models.CharField(max_length=100, help_text="The model it lists, app.model.")
+    of = models.CharField(max_length=100, help_text="The listed model: app.model.")
     name = models.CharField(max_length=64, blank=True)
-    query = models.CharField(max_length=2000, blank=True, help_text="The address after its question mark.")
+    query = models.CharField(max_length=2000, blank=True, help_text="The query string of the list's address.")
     columns = ArrayField(models.CharField(max_length=64), default=list)
     shared = models.BooleanField(default=False)
 
@@ -77,9 +77,11 @@ class SavedView(models.Model):
 class Maintenance(models.Model):
     """The read-only switch: the table has exactly one row while everything is read only, otherwise none."""
 
-    since = models.DateTimeField(db_default=Now(), help_text="Since when nothing can be changed.")
-    by = models.CharField(max_length=255, help_text="Who said so.")
-    reason = models.CharField(max_length=4096, blank=True, help_text="Why; shown to everybody who is refused.")
+    since = models.DateTimeField(db_default=Now(), help_text="Since when the service is read-only.")
+    by = models.CharField(max_length=255, help_text="Who made the service read-only.")
+    reason = models.CharField(
+        max_length=4096, blank=True, help_text="The reason, which is shown to everybody whose change is refused."
+    )
 
     class Meta:
         verbose_name_plural = "maintenance"

@@ -25,14 +25,14 @@ from cyborgweb.models.event_types import (
 class Subscription(fields.Row):
     """The events about which somebody wants to be notified, and how. It belongs to a person or to a whole project."""
 
-    name = models.CharField(max_length=64, help_text="Your own word for it.")
-    project_id = models.CharField(max_length=255, db_collation="C", help_text="The project it was made in.")
+    name = models.CharField(max_length=64, help_text="A name of your choice.")
+    project_id = models.CharField(max_length=255, db_collation="C", help_text="The project in which it was created.")
     person = models.CharField(
         max_length=255,
         db_collation="C",
         default="",
         blank=True,
-        help_text="The id of the person it belongs to; empty: it belongs to the project.",
+        help_text="The id of the person it belongs to; empty if it belongs to the project.",
     )
     user = models.ForeignKey(
         settings.AUTH_USER_MODEL,
@@ -40,20 +40,20 @@ class Subscription(fields.Row):
         null=True,
         blank=True,
         related_name="subscriptions",
-        help_text="Who made it; it ends with this user.",
+        help_text="Who created it; it is deleted with this user.",
     )
     scope = models.CharField(
         max_length=8,
         choices=fields.choices_from_enum(SubscriptionScope),
         default=SubscriptionScope.PROJECT.value,
-        help_text="The project's own requests and the devices they hold, or all of the cloud.",
+        help_text="The requests of the project and the devices they hold, or the whole cloud.",
     )
     kinds = ArrayField(
         models.CharField(max_length=32, choices=fields.choices_from_enum(NotificationKind)),
-        help_text="What you want to be told of.",
+        help_text="The kinds of events that you want to hear about.",
     )
     host = fields.name_field(
-        default="", blank=True, help_text="Only this host; * and ? stand for what differs. For all of the cloud only."
+        default="", blank=True, help_text="Only this host, with the wildcards * and ?. For the scope cloud only."
     )
     type = models.CharField(
         max_length=16,
@@ -62,24 +62,26 @@ class Subscription(fields.Row):
         blank=True,
         help_text="Only devices of this type.",
     )
-    label = models.CharField(
-        max_length=255, default="", blank=True, help_text="Only what a project labelled with exactly these words."
+    label = models.CharField(max_length=255, default="", blank=True, help_text="Only requests with exactly this label.")
+    way = models.CharField(
+        max_length=8, choices=fields.choices_from_enum(DeliveryWay), help_text="How messages are delivered."
     )
-    way = models.CharField(max_length=8, choices=fields.choices_from_enum(DeliveryWay), help_text="How you are told.")
     target = models.CharField(
         max_length=2000, default="", blank=True, help_text="The webhook's URL, or the e-mail address."
     )
-    secret = models.TextField(default="", blank=True, editable=False, help_text="Encrypted; signs webhooks.")
+    secret = models.TextField(
+        default="", blank=True, editable=False, help_text="The secret that signs webhooks; stored encrypted."
+    )
     standing = models.CharField(
         max_length=8,
         choices=fields.choices_from_enum(SubscriptionStanding),
         default=SubscriptionStanding.ACTIVE.value,
         help_text="Paused: its destination failed for days. Gone: it answered 410.",
     )
-    last_error = models.TextField(default="", blank=True, help_text="What the last try failed with.")
-    failures = models.IntegerField(default=0, help_text="Failed tries since the last that succeeded.")
-    failing_since = models.DateTimeField(null=True, blank=True, help_text="When it began to fail.")
-    retry_at = models.DateTimeField(db_default=Now(), help_text="Nothing is tried before.")
+    last_error = models.TextField(default="", blank=True, help_text="The error of the last attempt.")
+    failures = models.IntegerField(default=0, help_text="Failed attempts since the last success.")
+    failing_since = models.DateTimeField(null=True, blank=True, help_text="Since when attempts have failed.")
+    retry_at = models.DateTimeField(db_default=Now(), help_text="No attempt is made before this time.")
 
     class Meta:
         ordering = ["id"]
@@ -112,33 +114,36 @@ class Delivery(models.Model):
     """One message for one subscription. `message` is its id, which is the same at every attempt."""
 
     message = models.UUIDField(
-        default=uuid.uuid4, unique=True, editable=False, help_text="The same at every try: receivers tell by it."
+        default=uuid.uuid4,
+        unique=True,
+        editable=False,
+        help_text="The same at every attempt, so that receivers recognise repetitions.",
     )
     subscription = models.ForeignKey(Subscription, models.CASCADE, related_name="deliveries")
-    event = models.BigIntegerField(null=True, blank=True, help_text="The number of the event that it tells of.")
-    kind = models.CharField(max_length=32, help_text="What it is about.")
-    at = models.DateTimeField(db_default=Now(), help_text="When it happened.")
-    data = models.JSONField(default=dict, help_text="What is told.")
+    event = models.BigIntegerField(null=True, blank=True, help_text="The number of the event that it reports.")
+    kind = models.CharField(max_length=32, help_text="The kind of event.")
+    at = models.DateTimeField(db_default=Now(), help_text="When the event happened.")
+    data = models.JSONField(default=dict, help_text="The data of the message, as it is sent.")
     progress = models.CharField(
         max_length=16,
         choices=fields.choices_from_enum(DeliveryProgress),
         default=DeliveryProgress.WAITING.value,
-        help_text="Whether it arrived.",
+        help_text="The progress of the delivery.",
     )
-    attempts = models.IntegerField(default=0, db_default=0, help_text="How often it was tried.")
-    next_at = models.DateTimeField(db_default=Now(), help_text="When it is tried next.")
-    last_error = models.TextField(default="", db_default="", blank=True, help_text="What the last try failed with.")
-    delivered_at = models.DateTimeField(null=True, blank=True, help_text="When it arrived.")
+    attempts = models.IntegerField(default=0, db_default=0, help_text="The number of attempts.")
+    next_at = models.DateTimeField(db_default=Now(), help_text="When the next attempt is made.")
+    last_error = models.TextField(default="", db_default="", blank=True, help_text="The error of the last attempt.")
+    delivered_at = models.DateTimeField(null=True, blank=True, help_text="When it was delivered.")
     reader = models.CharField(
         max_length=255,
         db_collation="C",
         default="",
         db_default="",
         blank=True,
-        help_text="The id of the person in whose inbox it is, if in any.",
+        help_text="The id of the person in whose inbox it is; empty if in none.",
     )
-    read_at = models.DateTimeField(null=True, blank=True, help_text="When its reader marked it read.")
-    created_at = models.DateTimeField(db_default=Now(), help_text="When it was written.")
+    read_at = models.DateTimeField(null=True, blank=True, help_text="When its reader marked it as read.")
+    created_at = models.DateTimeField(db_default=Now(), help_text="When the message was created.")
 
     class Meta:
         ordering = ["-id"]

@@ -35,20 +35,25 @@ class Migration(migrations.Migration):
                         to="accelerators.host",
                     ),
                 ),
-                ("root", models.UUIDField(help_text="The compute provider.", null=True)),
+                ("root", models.UUIDField(help_text="The compute provider of the host.", null=True)),
                 (
                     "looked_at",
                     models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), db_index=True),
                 ),
-                ("synced_at", models.DateTimeField(help_text="When all was as it should be.", null=True)),
-                ("problems", models.JSONField(default=list, help_text="What could not be done, in sentences.")),
+                (
+                    "synced_at",
+                    models.DateTimeField(help_text="When Placement last matched the inventory completely.", null=True),
+                ),
+                ("problems", models.JSONField(default=list, help_text="What could not be done, as sentences.")),
                 (
                     "compared_at",
-                    models.DateTimeField(help_text="The look after which `faults` compared it last.", null=True),
+                    models.DateTimeField(
+                        help_text="The time of the observation that the job `faults` compared last.", null=True
+                    ),
                 ),
                 (
                     "compare_at",
-                    models.DateTimeField(help_text="When it is compared again although nothing moved.", null=True),
+                    models.DateTimeField(help_text="When it is compared again even if nothing changed.", null=True),
                 ),
             ],
             options={
@@ -64,7 +69,7 @@ class Migration(migrations.Migration):
                     "since",
                     models.DateTimeField(
                         db_default=django.db.models.functions.datetime.Now(),
-                        help_text="The first listing that lacked it.",
+                        help_text="The first listing of Nova in which it was missing.",
                     ),
                 ),
             ],
@@ -82,7 +87,8 @@ class Migration(migrations.Migration):
                 (
                     "epoch",
                     models.BigIntegerField(
-                        default=0, help_text="Grows by one with every change; an older one writes no more."
+                        default=0,
+                        help_text="Increases by one with every change; writers with a smaller epoch stop writing.",
                     ),
                 ),
                 ("since", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
@@ -109,7 +115,8 @@ class Migration(migrations.Migration):
                 (
                     "claims",
                     models.JSONField(
-                        help_text="Who has allocations there, as of which generation (`faults`).", null=True
+                        help_text="The consumers with allocations there, and the generation at which they were read (job `faults`).",
+                        null=True,
                     ),
                 ),
                 (
@@ -145,9 +152,9 @@ class Migration(migrations.Migration):
                 ),
                 ("provider", models.UUIDField()),
                 ("provider_name", models.CharField(db_collation="C", max_length=255)),
-                ("instance", models.UUIDField(help_text="The instance, or whatever else is Placement's consumer.")),
-                ("since", models.DateTimeField(help_text="When it was seen first.")),
-                ("seen_at", models.DateTimeField(help_text="When it was seen last.")),
+                ("instance", models.UUIDField(help_text="The instance or other consumer in Placement.")),
+                ("since", models.DateTimeField(help_text="When it was first seen.")),
+                ("seen_at", models.DateTimeField(help_text="When it was last seen.")),
                 ("said", models.TextField(help_text="What is wrong, and what to do.")),
                 (
                     "device",
