@@ -176,7 +176,8 @@ class TokenUseFilter(admin.SimpleListFilter):
             "used": Q(used_at__isnull=False),
             "expired": Q(used_at__isnull=True, expires_at__lt=now),
         }
-        return queryset.filter(conditions[self.value()]) if self.value() in conditions else queryset
+        condition = conditions.get(self.value() or "")
+        return queryset if condition is None else queryset.filter(condition)
 
 
 @admin.register(JoinToken)

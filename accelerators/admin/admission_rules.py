@@ -61,7 +61,9 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
     def updated(self, rule: AdmissionRule) -> SafeString:
         return badges.render_relative_time(rule.updated_at or rule.created_at)
 
-    def save_model(self, request: HttpRequest, obj: AdmissionRule, form: ModelForm, change: bool) -> None:
+    def save_model(
+        self, request: HttpRequest, obj: AdmissionRule, form: ModelForm[AdmissionRule], change: bool
+    ) -> None:
         values, caller = {name: form.cleaned_data[name] for name in self.fields}, device_actions.get_caller(request)
         if change:
             admission_rules.edit_rule(obj.uuid, values, caller, EventSource.PERSON)

@@ -105,7 +105,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """GET: show the attachment's state, its steps so far, and what a person has to do. POST: detach it."""
-        row = self.get_object(request, object_id)
+        row: Attachment | None = self.get_object(request, object_id)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if not self.has_view_permission(request, row):

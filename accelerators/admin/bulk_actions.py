@@ -294,7 +294,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     holders_by_device = {
         pk: (request, instance)
         for pk, request, instance in safety.query_requests_of_devices(
-            [i.device_id for i in held_items], "uuid", "instance_uuid"
+            [item.device_id for item in held_items if item.device_id is not None], "uuid", "instance_uuid"
         )
     }
     return {

@@ -149,7 +149,7 @@ class CommandAdmin(ReadOnlyModelAdmin):
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Show the page of one command: what was ordered, by whom and why, its progress, result and events."""
-        command = self.get_object(request, object_id)
+        command: Command | None = self.get_object(request, object_id)
         if command is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, command):

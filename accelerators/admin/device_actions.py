@@ -125,11 +125,13 @@ class CommandChoice:
 
 COMMAND_CHOICES = {ask.name: ask for ask in (CommandChoice("health", "Check health"), CommandChoice("reset", "Reset"))}
 
+LIST_CHOICES: tuple[StateChoice | CommandChoice, ...] = (*STATE_CHOICES.values(), *COMMAND_CHOICES.values())
+"""All actions of the device list, in their order."""
+
 
 def find_choice_of_bulk(bulk: Bulk) -> StateChoice | CommandChoice:
     """Return the action of the list with which a bulk action was made."""
-    all_choices = (*STATE_CHOICES.values(), *COMMAND_CHOICES.values())
-    return next(choice for choice in all_choices if choice.action == bulk.action and choice.then == bulk.then)
+    return next(choice for choice in LIST_CHOICES if choice.action == bulk.action and choice.then == bulk.then)
 
 
 def get_caller(request: HttpRequest) -> Caller:
@@ -191,7 +193,7 @@ def handle_state_change(admin: Any, request: HttpRequest, device: Device) -> Htt
 
 def iterate_list_actions() -> Iterator[Callable[..., HttpResponse | None]]:
     """Yield the actions of the list of devices as the functions that Django's admin expects."""
-    for choice in (*STATE_CHOICES.values(), *COMMAND_CHOICES.values()):
+    for choice in LIST_CHOICES:
         yield _build_list_action(choice)
 
 

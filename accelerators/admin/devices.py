@@ -131,7 +131,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         return partitioning.handle_units_page(self, request)
 
     def _forward_post(self, handler: Callable[..., HttpResponse], request: HttpRequest, object_id: str) -> HttpResponse:
-        device = self.get_object(request, object_id)
+        device: Device | None = self.get_object(request, object_id)
         if device is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         return handler(self, request, device)
@@ -143,7 +143,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
 
         Raises PermissionDenied for methods other than GET and HEAD.
         """
-        device = self.get_object(request, object_id)
+        device: Device | None = self.get_object(request, object_id)
         if device is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, device):
@@ -204,8 +204,8 @@ class DeviceAdmin(ReadOnlyModelAdmin):
 
 def _build_deployable_rows(device: Device, card: topology_svg.DeviceCard) -> list[dict[str, Any]]:
     """Return a device's deployables with their attributes and those handles that are shown. Costs two statements."""
-    annotations = {"handles": Count("attach_handles"), "held": Count("attach_handles__request")}
-    deployables = device.deployables.annotate(**annotations).order_by("id").prefetch_related("attributes")
+    counted = device.deployables.annotate(handles=Count("attach_handles"), held=Count("attach_handles__request"))
+    deployables = counted.order_by("id").prefetch_related("attributes")
     return [
         {
             "deployable": deployable,

@@ -107,7 +107,7 @@ class DriverAdmin(ReadOnlyModelAdmin):
 
         If the rollout is refused, the page is shown again with the reason and the submitted values.
         """
-        row = self.get_object(request, object_id)
+        row: HostDriver | None = self.get_object(request, object_id)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if not self.has_view_permission(request, row):
@@ -156,7 +156,8 @@ class RolloutAdmin(ReadOnlyModelAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Rollout]:
         number = {f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in RolloutStepState}
-        return super().get_queryset(request).annotate(**number)
+        rows: QuerySet[Rollout] = super().get_queryset(request)
+        return rows.annotate(**number)
 
     @display(description="State", ordering="state")
     def shown_state(self, rollout: Rollout) -> SafeString:
@@ -199,7 +200,7 @@ class RolloutAdmin(ReadOnlyModelAdmin):
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """GET: show a rollout's progress, host by host. POST: cancel it; hosts that have not begun are left alone."""
-        rollout = self.get_object(request, object_id)
+        rollout: Rollout | None = self.get_object(request, object_id)
         if rollout is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if not self.has_view_permission(request, rollout):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlencode
 
 from django.contrib import admin
@@ -45,7 +45,7 @@ class HostFreshnessListFilter(admin.SimpleListFilter):
 class HostAdmin(ReadOnlyModelAdmin):
     """The list of hosts, and the page of one host with the view that its buttons post to."""
 
-    list_display = ("name", "shown_live", "shown_drivers", "shown_devices", "shown_node", "reported")
+    list_display: tuple[str, ...] = ("name", "shown_live", "shown_drivers", "shown_devices", "shown_node", "reported")
     list_filter = (HostFreshnessListFilter,)
     ordering = ("name",)
     search_fields = ("uuid__startswith", "name__icontains", "node__icontains")
@@ -60,11 +60,12 @@ class HostAdmin(ReadOnlyModelAdmin):
             Device.objects.filter(host=OuterRef("pk")).order_by().values("host").annotate(n=Count("*")).values("n")
         )
         device_count = Coalesce(Subquery(devices_per_host), Value(0), output_field=IntegerField())
-        return super().get_queryset(request).annotate(number_of_devices=device_count)
+        rows: QuerySet[Host] = super().get_queryset(request)
+        return rows.annotate(number_of_devices=device_count)
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Host | None:
         """Return a host by id, uuid or name, else None. Events name a host by its name."""
-        host = super().get_object(request, object_id, from_field)
+        host: Host | None = super().get_object(request, object_id, from_field)
         return host or self.get_queryset(request).filter(name=object_id).first()
 
     @display(description="Freshness", ordering="stale_since")
@@ -92,11 +93,12 @@ class HostAdmin(ReadOnlyModelAdmin):
 
     @display(description="Devices", ordering="number_of_devices")
     def shown_devices(self, host: Host) -> SafeString:
-        return format_html('<a href="{}">{}</a>', device_list_url(host), host.number_of_devices)
+        device_count = cast("Any", host).number_of_devices  # annotated by `get_queryset`
+        return format_html('<a href="{}">{}</a>', device_list_url(host), device_count)
 
     @display(description="Node", ordering="node")
     def shown_node(self, host: Host) -> str:
-        return host.node
+        return str(host.node)
 
     @display(description="Last change", ordering="-reported_at")
     def reported(self, host: Host) -> SafeString:

@@ -86,7 +86,7 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """Show the page of one request: its owner, its handle, the course of its bind with durations, and the notices
         to Nova."""
-        arq = self.get_object(request, object_id)
+        arq: AcceleratorRequest | None = self.get_object(request, object_id)
         if arq is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, arq):

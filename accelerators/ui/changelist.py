@@ -7,9 +7,9 @@ filters, search, order, page, columns. A URL with an invalid value is answered w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 from urllib.parse import urlencode
 from uuid import UUID
 
@@ -20,7 +20,7 @@ from django.contrib.admin.options import IncorrectLookupParameters
 from django.core.exceptions import BadRequest, ValidationError
 from django.core.paginator import Paginator
 from django.db import DataError, connection
-from django.db.models import Model, Q, QuerySet
+from django.db.models import Field, Model, Q, QuerySet
 from django.http import Http404, HttpRequest
 from django.http.response import HttpResponseBase
 from django.urls import path
@@ -39,9 +39,21 @@ COLUMNS_PARAM = "columns"
 """Name of the URL parameter that lists the columns to show, in their order, separated by commas."""
 CHECKBOX_COLUMN = "action_checkbox"
 
+Column = str | Callable[[Any], str | bool]
+Columns = list[Column] | tuple[Column, ...] | tuple[()]
+"""The types by which Django's admin knows columns. All columns of this console are names."""
+
+if TYPE_CHECKING:
+    AnyPaginator = Paginator[Any]
+else:  # at run time Django's class takes no type parameter
+    AnyPaginator = Paginator
+
 
 class ConsoleChangeList(ChangeList):
     """Django's change list, extended by applied filters, columns, saved views and export links for the template."""
+
+    model_admin: ConsoleModelAdmin
+    request: HttpRequest
 
     def get_filters_params(self, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the filter parameters of the URL without `columns`, which filters nothing."""
@@ -78,8 +90,8 @@ class ConsoleChangeList(ChangeList):
 
     def column_choices(self) -> list[tuple[str, str, bool]]:
         """Return all columns as (name in URLs, heading, is shown); the shown ones come first, in their order."""
-        admin, shown_columns = self.model_admin, [name for name in self.list_display if name != CHECKBOX_COLUMN]
-        hidden_columns = [name for name in admin.list_display if name not in shown_columns]
+        admin, shown_columns = self.model_admin, self._list_shown_columns()
+        hidden_columns = [name for name in map(str, admin.list_display) if name not in shown_columns]
         return [
             (column_url_name(name), admin.column_heading(name), name in shown_columns)
             for name in (*shown_columns, *hidden_columns)
@@ -95,13 +107,15 @@ class ConsoleChangeList(ChangeList):
         It names the columns unless they are the default ones, also if they come from this user's own choice.
         """
         query_params = {name: value for name, value in self.params.items() if name != "all"}
-        if [name for name in self.list_display if name != CHECKBOX_COLUMN] != list(self.model_admin.list_display):
-            query_params[COLUMNS_PARAM] = ",".join(
-                column_url_name(name) for name in self.list_display if name != CHECKBOX_COLUMN
-            )
+        shown_columns = self._list_shown_columns()
+        if shown_columns != list(self.model_admin.list_display):
+            query_params[COLUMNS_PARAM] = ",".join(map(column_url_name, shown_columns))
         return urlencode(query_params)
 
-    def applied_filters(self) -> Iterator[dict[str, str]]:
+    def _list_shown_columns(self) -> list[str]:
+        return [str(name) for name in self.list_display if name != CHECKBOX_COLUMN]
+
+    def applied_filters(self) -> Iterator[dict[str, object]]:
         """Yield the applied filters: each with its title, its value, and the query string of the list without it."""
         for list_filter in self.filter_specs:
             choices = list(list_filter.choices(self))
@@ -120,7 +134,7 @@ class ConsoleModelAdmin(ModelAdmin):
     list_filter_sheet = False
     list_fullwidth = True
     list_before_template = "console/chips.html"
-    actions = None
+    actions: Sequence[Callable[..., Any] | str] | None = None
     empty = "There are none yet."
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Fields to export for a column that is not a field of the model, or that shows several fields."""
@@ -134,19 +148,21 @@ class ConsoleModelAdmin(ModelAdmin):
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ConsoleChangeList]:
         return ConsoleChangeList
 
-    def get_paginator(self, request: HttpRequest, queryset: Any, per_page: int, *args: Any, **kwargs: Any) -> Paginator:
+    def get_paginator(
+        self, request: HttpRequest, queryset: Any, per_page: int, *args: Any, **kwargs: Any
+    ) -> AnyPaginator:
         return BoundedPaginator(queryset, per_page, *args, **kwargs)
 
     def get_changelist_instance(self, request: HttpRequest) -> ConsoleChangeList:
         """Build the list; raise BadRequest if the page, a filter's value or a column in the URL does not exist."""
         try:
-            change_list: ConsoleChangeList = super().get_changelist_instance(request)
+            change_list = cast("ConsoleChangeList", super().get_changelist_instance(request))  # see get_changelist
         except (IncorrectLookupParameters, ValidationError, ValueError, DataError) as error:
             raise BadRequest("This list has no such page, or a filter in the address has no such value.") from error
         change_list.request = request
         return change_list
 
-    def get_list_display(self, request: HttpRequest) -> Sequence[str]:
+    def get_list_display(self, request: HttpRequest) -> Columns:
         """Return the columns that the URL names, else those that this user chose, else all.
 
         Raises BadRequest if the URL names a column that does not exist. Columns of a user's choice that do not exist
@@ -161,7 +177,7 @@ class ConsoleModelAdmin(ModelAdmin):
             raise BadRequest(f"This list has no column {unknown[0][:64]!r}. It has {', '.join(columns_by_url_name)}.")
         return [columns_by_url_name[name] for name in dict.fromkeys(names)]
 
-    def get_list_display_links(self, request: HttpRequest, list_display: Sequence[str]) -> Sequence[str]:
+    def get_list_display_links(self, request: HttpRequest, list_display: Columns) -> Columns:
         links = super().get_list_display_links(request, list_display) or ()
         return [name for name in links if name in list_display] or list(list_display)[:1]
 
@@ -201,7 +217,7 @@ class ConsoleModelAdmin(ModelAdmin):
         """Answer with the list as a file in the format `file_format`."""
         return export.build_export_response(self, request, file_format)
 
-    @display(description=ModelAdmin.action_checkbox.short_description)
+    @display(description=vars(ModelAdmin.action_checkbox)["short_description"])
     def action_checkbox(self, obj: Model) -> SafeString:
         """Render the checkbox of a row from an HTML template that is rendered once per process."""
         return format_html(_checkbox_template(), obj.pk)
@@ -216,14 +232,17 @@ class ConsoleModelAdmin(ModelAdmin):
     def column_heading(self, column: str) -> str:
         """Return the heading of a column."""
         display_method = getattr(self, column, None)
-        heading_text = getattr(display_method, "short_description", None) or self.opts.get_field(column).verbose_name
+        heading_text = getattr(display_method, "short_description", None)
+        if not heading_text:  # then the column is a field of the model itself, not a reverse relation
+            heading_text = cast("Field[Any, Any]", self.opts.get_field(column)).verbose_name
         return capfirst(str(heading_text))
 
     def load_list_memory(self, request: HttpRequest) -> Any:
         """Return this user's columns and saved views of this list (setting LIST_MEMORY); loaded once per request."""
-        if not hasattr(request, "list_memory"):
-            request.list_memory = import_string(settings.LIST_MEMORY)(request.user, self.opts.label_lower)
-        return request.list_memory
+        cache: Any = request
+        if not hasattr(cache, "list_memory"):
+            cache.list_memory = import_string(settings.LIST_MEMORY)(request.user, self.opts.label_lower)
+        return cache.list_memory
 
 
 class ReadOnlyModelAdmin(ConsoleModelAdmin):
@@ -241,7 +260,7 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return False
 
-    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Model | None:
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any | None:
         """Return an object by id or by uuid, else None. Events link to their subjects by uuid without a query."""
         uuid = parse_uuid(object_id) if hasattr(self.model, "uuid") else None
         if uuid is None:
@@ -249,7 +268,7 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
         return self.get_queryset(request).filter(uuid=uuid).first()
 
 
-class BoundedPaginator(Paginator):
+class BoundedPaginator(AnyPaginator):
     """Paginator that counts exactly only up to `EXACT` rows, so that a list of millions opens as fast as a short one.
 
     Above that the count is the database's estimate for the whole table, or `EXACT` if filters are set. Rows beyond
@@ -262,7 +281,7 @@ class BoundedPaginator(Paginator):
 
     @cached_property
     def count(self) -> int:
-        rows: QuerySet[Any] = self.object_list
+        rows = cast("QuerySet[Any]", self.object_list)  # no list of this console paginates anything else
         exact = rows.order_by()[: self.EXACT + 1].count()
         if exact <= self.EXACT:
             return exact

@@ -128,7 +128,7 @@ def _stream_and_record(
         changes = {"rows": [None, row_counter[0]], "as": [None, file_format]} | (
             {"only": [None, list_query]} if list_query else {}
         )
-        subject = (None, str(admin.opts.verbose_name_plural))
+        subject: Any = (None, str(admin.opts.verbose_name_plural))  # `EventSubject` knows no subject without uuid
         conductor.record_event(
             "list.exported", EventSource.PERSON, request.user.get_username(), subject=subject, changes=changes
         )
@@ -141,7 +141,8 @@ def _read_chunks(rows: Iterator[Sequence[Any]], row_counter: list[int]) -> Itera
 
 
 def _write_csv(names: list[str], chunks: Iterator[list[Sequence[Any]]]) -> Iterator[str]:
-    for chunk in chain([[names]], chunks):
+    all_chunks: Iterator[list[Sequence[Any]]] = chain([[names]], chunks)
+    for chunk in all_chunks:
         text = io.StringIO()
         csv.writer(text).writerows([_to_csv_cell(value) for value in row] for row in chunk)
         yield text.getvalue()
@@ -159,7 +160,8 @@ def _to_csv_cell(value: Any) -> Any:
 
 def _to_plain_dict(names: list[str], row: Sequence[Any]) -> dict[str, Any]:
     """Return a row as a dict that contains JSON types only."""
-    return orjson.loads(_dump_row(names, row))
+    plain: dict[str, Any] = orjson.loads(_dump_row(names, row))
+    return plain
 
 
 def _dump_row(names: list[str], row: Sequence[Any]) -> bytes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import messages
-from django.http import HttpRequest, HttpResponseRedirect
-from django.http.response import HttpResponseBase
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from unfold.admin import ModelAdmin
 
 from accelerators.domain.errors import RefusedError
@@ -15,10 +14,16 @@ from accelerators.domain.errors import RefusedError
 class RefusalAsMessage(ModelAdmin):
     """Base class of forms whose change the conductor may refuse, for example after a change by somebody else."""
 
-    def changeform_view(self, request: HttpRequest, *args: Any, **options: Any) -> HttpResponseBase:
+    def changeform_view(
+        self,
+        request: HttpRequest,
+        object_id: str | None = None,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
         """Show or save the form. A refusal becomes an error message on the same page."""
         try:
-            return super().changeform_view(request, *args, **options)
+            return super().changeform_view(request, object_id, form_url, extra_context)
         except RefusedError as refused:
             messages.error(request, refused.text)
             return HttpResponseRedirect(request.get_full_path())

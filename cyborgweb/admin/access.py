@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
 from django.contrib.auth.admin import GroupAdmin as StockGroupAdmin
@@ -30,6 +30,11 @@ from cyborgweb.pages.request import RequestPage
 from placement_sync.admin.writer import WriterAdmin
 from placement_sync.models import Writer
 
+if TYPE_CHECKING:
+    UserAdminBase = StockUserAdmin[User]
+else:  # at run time Django's class takes no type parameter
+    UserAdminBase = StockUserAdmin
+
 for stock in (User, Group, Host, Device, AcceleratorRequest):
     admin.site.unregister(stock)
 for queue in (Failure, OrmQ, Schedule, Success):  # a person who can write these can make the workers run any function
@@ -44,7 +49,7 @@ admin.site.register(Maintenance, MaintenanceAdmin)
 
 
 @admin.register(User)
-class UserAdmin(AuditedAdminMixin, StockUserAdmin, ConsoleModelAdmin):
+class UserAdmin(AuditedAdminMixin, UserAdminBase, ConsoleModelAdmin):
     """People who log in to the console, and the owners of API tokens."""
 
     kind = "user"

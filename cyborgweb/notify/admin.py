@@ -5,13 +5,13 @@ Every console user has their own subscriptions. The API's policy rules decide wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from django import forms
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db.models import Model, QuerySet
-from django.http import HttpRequest, HttpResponseNotAllowed, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
 from django.http.response import HttpResponseBase
 from django.urls import path, reverse
 from django.utils.html import format_html
@@ -37,6 +37,11 @@ from cyborgweb.models.event_types import (
 )
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import subscriptions
+
+if TYPE_CHECKING:
+    SubscriptionModelForm = forms.ModelForm[Subscription]
+else:  # at run time Django's class takes no type parameter
+    SubscriptionModelForm = forms.ModelForm
 
 STANDING_TONES = {"active": "good", "off": "calm", "paused": "bad", "gone": "bad"}
 PROGRESS_TONES = {"waiting": "busy", "delivered": "good", "given up": "bad"}
@@ -64,7 +69,7 @@ def filter_visible(request: HttpRequest, rows: QuerySet[Subscription]) -> QueryS
     return rows if is_allowed(request, "subscription:elevated") else rows.filter(scope=SubscriptionScope.PROJECT)
 
 
-class SubscriptionForm(forms.ModelForm):
+class SubscriptionForm(SubscriptionModelForm):
     """Form of a subscription. Values that do not fit together give one error above the form, worded as in the API."""
 
     kinds = forms.MultipleChoiceField(
@@ -81,10 +86,11 @@ class SubscriptionForm(forms.ModelForm):
         super().__init__(*args, **options)
         standings = [*subscriptions.SETTABLE_STANDINGS, *([self.instance.standing] if self.instance.pk else [])]
         if "standing" in self.fields:
-            self.fields["standing"].choices = [(word, word) for word in dict.fromkeys(map(str, standings))]
+            standing_field = cast("forms.ChoiceField", self.fields["standing"])  # the model's field has choices
+            standing_field.choices = [(word, word) for word in dict.fromkeys(map(str, standings))]
 
     def clean(self) -> dict[str, Any]:
-        data: dict[str, Any] = super().clean()
+        data = cast("dict[str, Any]", super().clean())  # only `clean` of a subclass may return None
         if not self.errors:
             try:
                 current_values = {name: getattr(self.instance, name) for name in ("way", "scope")}
@@ -184,7 +190,9 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         """
         return lookup.partition("__")[0] not in HIDDEN_FIELDS and super().lookup_allowed(lookup, value, request)
 
-    def save_model(self, request: HttpRequest, obj: Subscription, form: forms.ModelForm, change: bool) -> None:
+    def save_model(
+        self, request: HttpRequest, obj: Subscription, form: forms.ModelForm[Subscription], change: bool
+    ) -> None:
         caller = get_caller(request)
         if caller is None:
             raise PermissionDenied
@@ -209,9 +217,16 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         for row in queryset:
             self.delete_model(request, row)
 
-    def render_change_form(self, request: HttpRequest, context: dict[str, Any], **options: Any) -> Any:
-        row = options.get("obj")
-        if row is not None:
+    def render_change_form(
+        self,
+        request: HttpRequest,
+        context: dict[str, Any],
+        add: bool = False,
+        change: bool = False,
+        form_url: str = "",
+        obj: Subscription | None = None,
+    ) -> HttpResponse:
+        if (row := obj) is not None:
             recent_deliveries = row.deliveries.order_by("-id")[:MAX_RECENT_DELIVERIES]
             context["row"], context["standing"] = row, self.shown_standing(row)
             context["failing"] = badges.render_relative_time(row.failing_since) if row.failing_since else ""
@@ -220,7 +235,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
                 for one in recent_deliveries
             ]
             context["may_change"] = self.has_change_permission(request, row)
-        return super().render_change_form(request, context, **options)
+        return super().render_change_form(request, context, add, change, form_url, obj)
 
     def get_urls(self) -> list[Any]:
         action_view = self.admin_site.admin_view(self.perform_action)
@@ -260,8 +275,21 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
     search_fields = ("message__startswith", "subscription__name__icontains", "kind__startswith")
     search_help_text = "message id, subscription, kind"
     actions = ("replay",)
-    fields = ("message", "subscription", "kind", "event", "at", "data", "progress", "attempts", "next_at")
-    fields += ("last_error", "delivered_at", "read_at", "created_at")
+    fields = (
+        "message",
+        "subscription",
+        "kind",
+        "event",
+        "at",
+        "data",
+        "progress",
+        "attempts",
+        "next_at",
+        "last_error",
+        "delivered_at",
+        "read_at",
+        "created_at",
+    )
     readonly_fields = fields
     exports = {
         "when": ("at",),

@@ -64,7 +64,7 @@ PAGES_WITHOUT_MODEL = (("Usage", "monitoring", "usage"), ("Load census", "troubl
 def build_sidebar(request: HttpRequest) -> list[dict[str, Any]]:
     """Return the sidebar for this user in the form that unfold's SIDEBAR setting expects."""
     overview = {"title": "Overview", "icon": "dashboard", "link": reverse("admin:index")}
-    sidebar = [{"items": [overview]}]
+    sidebar: list[dict[str, Any]] = [{"items": [overview]}]
     if _can_view(request, "accelerators.device"):
         sidebar[0]["items"] += [
             {"title": word, "icon": icon, "link": reverse(name)} for word, icon, name in PAGES_WITHOUT_MODEL
@@ -75,8 +75,8 @@ def build_sidebar(request: HttpRequest) -> list[dict[str, Any]]:
     message_pages = (
         ("Inbox", "inbox", "inbox"),
         ("Subscriptions", "notifications", "admin:cyborgweb_subscription_changelist"),
+        ("Deliveries", "outbox", "admin:cyborgweb_delivery_changelist"),
     )
-    message_pages += (("Deliveries", "outbox", "admin:cyborgweb_delivery_changelist"),)
     messages = [{"title": title, "icon": icon, "link": reverse(name)} for title, icon, name in message_pages]
     sidebar.append({"title": "Messages", "items": messages})
     sidebar.append({"items": [{"title": "Manual", "icon": "help", "link": reverse("help")}]})
@@ -85,7 +85,7 @@ def build_sidebar(request: HttpRequest) -> list[dict[str, Any]]:
 
 def sidebar_title(link: str) -> str:
     """Return the sidebar's title for the list at this address, '' if the sidebar does not have it."""
-    title_by_link = {
+    title_by_link: dict[str, str] = {
         item["link"]: item["title"]
         for _, entries in SIDEBAR_GROUPS
         for item in (_build_item(*entry) for entry in entries)

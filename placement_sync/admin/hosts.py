@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from django.conf import settings
 from django.contrib import admin
@@ -41,7 +41,8 @@ class SyncStateFilter(admin.SimpleListFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
         return [(word, word) for word in SYNC_STATES]
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Tree]) -> QuerySet[Tree]:
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Filter the rows of `TreeAdmin.get_queryset`, which annotates them with `waiting`."""
         if self.value() == "problems":
             return queryset.exclude(problems=[])
         if self.value() == "behind":
@@ -71,7 +72,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:
         """Annotate each row with `waiting`: the last error of the host's open intent, None if it has none."""
         open_intents = Intent.objects.filter(kind=tasks.KIND, key=Cast(OuterRef("host__uuid"), CharField()))
-        rows = super().get_queryset(request).prefetch_related("host__written_providers")
+        rows: QuerySet[Tree] = super().get_queryset(request).prefetch_related("host__written_providers")
         return rows.annotate(waiting=Subquery(open_intents.values("last_error")[:1]))
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Tree | None:
@@ -83,7 +84,10 @@ class TreeAdmin(ReadOnlyModelAdmin):
         condition = Q(uuid=uuid) if uuid else Q(name=object_id)
         condition |= Q(pk=int(object_id)) if object_id.isdecimal() and len(object_id) < 18 else Q()
         host = Host.objects.select_related("placement").filter(condition).first()
-        return None if host is None else getattr(host, "placement", None) or Tree(host=host, looked_at=None)
+        if host is None:
+            return None
+        never = cast("Any", None)  # the column is never NULL, but this row is only shown and not saved
+        return getattr(host, "placement", None) or Tree(host=host, looked_at=never)
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Show the list, and above it the hosts that wait for their first synchronization."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django import forms
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.http.response import HttpResponseBase
 from django.urls import reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
@@ -20,13 +19,18 @@ from accelerators.ui.refusals import RefusalAsMessage
 from placement_sync.jobs import writer_election
 from placement_sync.models import Writer
 
+if TYPE_CHECKING:
+    WriterModelForm = forms.ModelForm[Writer]
+else:  # at run time Django's class takes no type parameter
+    WriterModelForm = forms.ModelForm
+
 MAX_SHOWN = 100
 """Largest number of hosts that are listed because their agent cannot write. If the same wrong credentials cause it on
 all hosts, a longer list adds nothing.
 """
 
 
-class WriterForm(forms.ModelForm):
+class WriterForm(WriterModelForm):
     """The form starts with an empty reason, because the reason belongs to the next change."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +71,7 @@ class WriterAdmin(RefusalAsMessage):
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return bool(request.user.has_perm("accelerators.change_host"))
 
-    def save_model(self, request: HttpRequest, obj: Writer, form: forms.ModelForm, change: bool) -> None:
+    def save_model(self, request: HttpRequest, obj: Writer, form: forms.ModelForm[Writer], change: bool) -> None:
         """Switch the writer, with its event, instead of saving the row."""
         actor = device_actions.get_caller(request).name
         writer_election.switch_writer(form.cleaned_data["who"], actor, form.cleaned_data["reason"])
@@ -78,7 +82,7 @@ class WriterAdmin(RefusalAsMessage):
         object_id: str | None = None,
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
-    ) -> HttpResponseBase:
+    ) -> HttpResponse:
         """Show or save the form, under a title of its own and without the buttons that a single row does not need."""
         context = {"title": "Who writes to Placement", "show_save_and_continue": False, "show_delete": False}
         return super().changeform_view(request, object_id, form_url, context | (extra_context or {}))

@@ -1,11 +1,8 @@
-from typing import TypeVar
+from typing import Any
 
 from django.contrib import admin
-from django.db.models import Model
 from django.forms import CheckboxInput
 
-M = TypeVar("M", bound=Model)
-
-class ModelAdmin(admin.ModelAdmin[M]): ...
+class ModelAdmin(admin.ModelAdmin[Any]): ...
 
 checkbox: CheckboxInput

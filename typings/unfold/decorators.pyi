@@ -1,10 +1,13 @@
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+@overload
+def display(function: F) -> F: ...
+@overload
 def display(
-    function: F | None = None,
+    function: None = None,
     *,
     boolean: bool | None = None,
     image: bool | None = None,
