@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 
 import django_filters as filters
 from django.db.models import QuerySet
+from django.http import HttpResponse
 from rest_framework import serializers
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
@@ -163,7 +164,7 @@ class DeviceUsageView(CollectionView):
             raise errors.ApiError(406, STREAM_SERVED_ELSEWHERE)
         return JsonRenderer(), JsonRenderer.media_type
 
-    def retrieve(self, request: Request, **kwargs: str) -> Response:
+    def retrieve(self, request: Request, **kwargs: str) -> HttpResponse:
         """Return the last known load of the device; no agent is asked."""
         device = self.get_object()
         loads = telemetry.get_last_loads({device.host_id})

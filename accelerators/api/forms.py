@@ -115,12 +115,12 @@ def _is_method_permitted(view: Any, request: Request, method: str) -> bool:
     return True
 
 
-def _build_field(name: str, field: serializers.Field, value: Any, method: str) -> FormField:
+def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value: Any, method: str) -> FormField:
     is_json = isinstance(field, JSON_FIELD_TYPES)
     max_length = getattr(field, "max_length", None)
     kind = "json" if is_json else "area" if max_length and max_length > 255 else "text"
     text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() if is_json and value is not None else value or ""
-    return FormField(name, text, kind, field.help_text or "", field.required and method == "POST", max_length)
+    return FormField(name, text, kind, str(field.help_text or ""), field.required and method == "POST", max_length)
 
 
 def build_filter_fields(view: Any, params: Mapping[str, str], reserved: Collection[str] = ()) -> tuple[FormField, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from inspect import getdoc
-from typing import Any
+from typing import Any, cast
 
 from django.urls import include, path
 from drf_spectacular import drainage
@@ -17,10 +17,12 @@ from drf_spectacular.extensions import OpenApiSerializerExtension, OpenApiSerial
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.openapi import AutoSchema
 from drf_spectacular.renderers import OpenApiJsonRenderer2, OpenApiYamlRenderer2
-from drf_spectacular.utils import OpenApiParameter
+from drf_spectacular.utils import Direction, OpenApiParameter
 from drf_spectacular.validation import validate_schema
+from rest_framework.serializers import Serializer
 
 from accelerators.api.own.errors import MESSAGE_BY_STATUS
+from accelerators.api.own.views import CollectionView
 from accelerators.domain import groups
 from cyborgweb.manual import fields
 
@@ -80,33 +82,42 @@ class ViewSchema(AutoSchema):
     same schemes.
     """
 
+    @property
+    def collection(self) -> CollectionView:
+        """The view. This schema is set for the collections of our own API alone."""
+        return cast(CollectionView, self.view)
+
     def get_auth(self) -> list[dict[str, list[str]]]:
         """Return all schemes; any one of them is enough."""
         return [{name: []} for name in SECURITY_SCHEMES]
 
     def get_summary(self) -> str:
         """Return the summary: a verb and the resource, such as `List devices`."""
-        names = self.view.basename.replace("_", " ")
+        names = self.collection.basename.replace("_", " ")
         if action_name := self._get_collection_action_name():
             return f"{action_name.capitalize()} {names}"
-        verb = SUMMARY_VERBS.get(self.view.action) or self.view.action.capitalize()
-        return f"{verb} {names if self.view.action == 'list' else names.removesuffix('s')}"
+        verb = SUMMARY_VERBS.get(self.collection.action) or self.collection.action.capitalize()
+        return f"{verb} {names if self.collection.action == 'list' else names.removesuffix('s')}"
 
-    def get_description(self) -> str:
+    def get_description(self) -> str:  # type: ignore[override]  # drf-spectacular has dropped DRF's parameters
         """Return the description: the docstring of the action if it is a verb or has its own answer, otherwise that
         of the view.
         """
         uses_action_docstring = (
-            self.view.action in self.view.member_actions or self.view.action in self.view.response_serializers
+            self.collection.action in self.collection.member_actions
+            or self.collection.action in self.collection.response_serializers
         )
-        return getdoc(getattr(self.view, self.view.action) if uses_action_docstring else type(self.view)) or ""
+        return (
+            getdoc(getattr(self.collection, self.collection.action) if uses_action_docstring else type(self.collection))
+            or ""
+        )
 
     def get_operation_id(self) -> str:
         """Return the operation id, without drf-spectacular's `_create` for verbs and for actions of the collection."""
         operation_id: str = super().get_operation_id()
         return (
             operation_id.removesuffix("_create")
-            if self._get_collection_action_name() or self.view.action in self.view.member_actions
+            if self._get_collection_action_name() or self.collection.action in self.collection.member_actions
             else operation_id
         )
 
@@ -114,45 +125,46 @@ class ViewSchema(AutoSchema):
         """Return the serializer of the request body: that of the verb or the action, a binary body, or the view's
         own.
         """
-        if self.view.action in self.view.member_actions:
-            return self.view.member_actions[self.view.action]
-        if body := self.view.body_serializers.get(self.view.action):
+        if self.collection.action in self.collection.member_actions:
+            return self.collection.member_actions[self.collection.action]
+        if body := self.collection.body_serializers.get(self.collection.action):
             return body
-        if self.view.action == "create" and hasattr(self.view, "upload_media_type"):
-            return {self.view.upload_media_type: {"type": "string", "format": "binary", "minLength": 1}}
+        if self.collection.action == "create" and hasattr(self.collection, "upload_media_type"):
+            return {self.collection.upload_media_type: {"type": "string", "format": "binary", "minLength": 1}}
         return super().get_request_serializer()
 
     def get_response_serializers(self) -> Any:
         """Return the serializer of the answer; some actions answer with something other than a row of the resource."""
-        status, body = self.view.response_serializers.get(self.view.action, (0, None))
+        status, body = self.collection.response_serializers.get(self.collection.action, (0, None))
         return {status: body} if body else super().get_response_serializers()
 
     def _get_collection_action_name(self) -> str:
         """Return the path segment of an action on the whole collection, '' for any other action."""
-        return next((word for word, action in self.view.collection_actions.items() if action == self.view.action), "")
+        return next(
+            (word for word, action in self.collection.collection_actions.items() if action == self.collection.action),
+            "",
+        )
 
     def get_override_parameters(self) -> list[Any]:
         """Return the query parameters: `fields` to choose from and, for lists, `ordering`; for an upload, what is
         sent with it.
         """
-        if self.view.action == "create" and hasattr(self.view, "upload_parameters"):
-            upload_parameters = self.view.upload_parameters.items()
+        if self.collection.action == "create" and hasattr(self.collection, "upload_parameters"):
+            upload_parameters = self.collection.upload_parameters.items()
             return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in upload_parameters]
         if self.method != "GET":
             return []
-        field_names = {
-            "type": "array",
-            "items": {"type": "string", "enum": [*self.view.get_serializer_class()().fields]},
-        }
+        serializer = cast("type[Serializer[Any]]", self.collection.get_serializer_class())()
+        field_names = {"type": "array", "items": {"type": "string", "enum": [*serializer.fields]}}
         fields_parameter = OpenApiParameter(
             "fields", field_names, style="form", explode=False, description="Only these fields are shown."
         )
-        orderings = [sign + word for word in self.view.sort_fields for sign in ("", "-")]
-        ordering_description = f"A leading - reverses the order; {self.view.default_ordering} if left out."
-        if self.view.detail:
+        orderings = [sign + word for word in self.collection.sort_fields for sign in ("", "-")]
+        ordering_description = f"A leading - reverses the order; {self.collection.default_ordering} if left out."
+        if self.collection.detail:
             return [
                 fields_parameter,
-                *(OpenApiParameter(name, **said) for name, said in self.view.detail_parameters.items()),
+                *(OpenApiParameter(name, **said) for name, said in self.collection.detail_parameters.items()),
             ]
         return [fields_parameter, OpenApiParameter("ordering", str, enum=orderings, description=ordering_description)]
 
@@ -162,7 +174,7 @@ class GroupsFieldExtension(OpenApiSerializerFieldExtension):
 
     target_class = "accelerators.api.own.profiles.GroupsField"
 
-    def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+    def map_serializer_field(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
         """Return the schema that matches the checks in `accelerators.domain.groups`."""
         classes = "|".join((*groups.RESOURCE_CLASSES, "CUSTOM_.*"))
         keys = {
@@ -180,7 +192,7 @@ class ClosedSerializerExtension(OpenApiSerializerExtension):
     target_class = "accelerators.api.own.fields.ClosedSerializer"
     match_subclasses = True
 
-    def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+    def map_serializer(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
         """Return the schema of its fields. For a request it also has the serializer's `field_conditions`, which
         `complete_document` moves into `allOf`.
         """
@@ -195,7 +207,7 @@ class TargetSerializerExtension(OpenApiSerializerExtension):
     target_class = "accelerators.api.own.accelerators.TargetSerializer"
     priority = 1
 
-    def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+    def map_serializer(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
         """Return the schema with the two alternatives."""
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         alternatives = (["device"], ["host", "backend"])
@@ -208,7 +220,7 @@ class SettingsFieldExtension(OpenApiSerializerFieldExtension):
 
     target_class = "accelerators.api.own.rollouts.SettingsField"
 
-    def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+    def map_serializer_field(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
         """Return the schema of an object with any properties."""
         return {"type": "object", "additionalProperties": {}}
 
@@ -218,14 +230,15 @@ class UuidReferenceFieldExtension(OpenApiSerializerFieldExtension):
 
     target_class = "accelerators.api.own.commands.UuidReferenceField"
 
-    def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+    def map_serializer_field(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
         """Return the schema of a uuid for a request, and of the reference for an answer."""
         if direction == "request":
             return {"type": "string", "format": "uuid"}
-        return auto_schema.resolve_serializer(self.target.reference, direction).ref
+        reference: dict[str, Any] = auto_schema.resolve_serializer(self.target.reference, direction).ref
+        return reference
 
 
-def complete_document(result: dict[str, Any], **_: Any) -> dict[str, Any]:
+def complete_document(result: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Add to the document what drf-spectacular does not know: error responses, ETags, field descriptions and closed
     request bodies.
     """
@@ -313,9 +326,11 @@ def validate_document() -> None:
 
 def render_yaml() -> str:
     """Return the document as YAML."""
-    return OpenApiYamlRenderer2().render(generate_document(), renderer_context={}).decode()
+    document: bytes = OpenApiYamlRenderer2().render(generate_document(), renderer_context={})
+    return document.decode()
 
 
 def render_json() -> str:
     """Return the document as JSON."""
-    return OpenApiJsonRenderer2().render(generate_document(), renderer_context={}).decode()
+    document: bytes = OpenApiJsonRenderer2().render(generate_document(), renderer_context={})
+    return document.decode()

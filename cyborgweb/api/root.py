@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import URLPattern, path, re_path
-from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -26,13 +25,19 @@ from cyborgweb.notify.api import DeliveryView, InboxView, SubscriptionView
 from cyborgweb.telemetry.usage_api import CensusView, UsageView
 from placement_sync.api import DiscrepancyView
 
-COLLECTIONS: Mapping[str, type[CollectionView]] = (
-    {"hosts": RESOURCES["hosts"], "agents": AgentView}
-    | RESOURCES
-    | {"discrepancies": DiscrepancyView}
-    | {"subscriptions": SubscriptionView, "deliveries": DeliveryView, "inbox": InboxView}
-)
-OTHER_RESOURCES: Mapping[str, tuple[type[CollectionView], dict[str, str], str]] = {
+if TYPE_CHECKING:
+    from rest_framework.decorators import ViewSetAction
+
+COLLECTIONS: Mapping[str, type[CollectionView]] = {
+    "hosts": RESOURCES["hosts"],
+    "agents": AgentView,
+    **RESOURCES,
+    "discrepancies": DiscrepancyView,
+    "subscriptions": SubscriptionView,
+    "deliveries": DeliveryView,
+    "inbox": InboxView,
+}
+OTHER_RESOURCES: Mapping[str, tuple[type[CollectionView], dict[str, str | ViewSetAction[Any]], str]] = {
     "usage": (UsageView, {"get": "list"}, "usage"),
     "census": (CensusView, {"post": "create"}, "censuses"),
 }
@@ -44,9 +49,9 @@ MEMBER_METHODS = {"get": "retrieve", "patch": "partial_update", "delete": "destr
 class UnauthenticatedView(APIView):
     """A view that needs no login, because it shows nothing that is stored."""
 
-    authentication_classes: ClassVar[list[Any]] = []
-    permission_classes: ClassVar[list[Any]] = []
-    renderer_classes: ClassVar[list[type[BaseRenderer]]] = [JsonRenderer, BrowsableRenderer]
+    authentication_classes = []
+    permission_classes = []
+    renderer_classes = [JsonRenderer, BrowsableRenderer]
     http_method_names = ["get", "head"]
     schema = None
 
@@ -108,7 +113,9 @@ def _build_routes() -> Iterator[URLPattern]:
         key = view.lookup_url_kwarg or view.lookup_field
         member = rf"{name}/(?P<{key}>{view.lookup_value_regex})"
         for pattern, verbs, detail in ((name, LIST_METHODS, False), (member, MEMBER_METHODS, True)):
-            actions = {method: action for method, action in verbs.items() if hasattr(view, action)}
+            actions: dict[str, str | ViewSetAction[Any]] = {
+                method: action for method, action in verbs.items() if hasattr(view, action)
+            }
             yield re_path(rf"\A{pattern}/?\Z", view.as_view(actions, detail=detail, basename=name))
         for word, action in view.collection_actions.items():
             yield re_path(rf"\A{name}/{word}/?\Z", view.as_view({"post": action}, detail=False, basename=name))

@@ -32,7 +32,7 @@ from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import subscriptions
 
 
-class SubscriptionReference(serializers.Serializer):
+class SubscriptionReference(serializers.Serializer[Any]):
     """Reference to a subscription."""
 
     uuid = serializers.UUIDField(read_only=True)
@@ -74,7 +74,8 @@ class SubscriptionSerializer(RowSerializer):
         help_text="Only messages about this host; needs the scope cloud.",
     )
     type = serializers.ChoiceField(["", *(word.value for word in DeviceType)], required=False)
-    label = StrictTextField(
+    # Any, because `Field.label` is a text: the metaclass takes declared fields off the class, so nothing is hidden.
+    label: Any = StrictTextField(
         max_length=255, allow_blank=True, required=False, help_text="Only messages about requests with this label."
     )
     way = serializers.ChoiceField([word.value for word in DeliveryWay], help_text="How messages reach you.")
@@ -96,7 +97,7 @@ class SubscriptionSerializer(RowSerializer):
 
     class Meta:
         model = Subscription
-        fields = (
+        fields: tuple[str, ...] = (
             "uuid",
             "url",
             "name",
@@ -164,7 +165,7 @@ class DeliverySerializer(RowSerializer):
     uuid = serializers.UUIDField(source="message", read_only=True, help_text="The header webhook-id has it after msg_.")
     url = UrlField("deliveries", source="message")
     subscription = SubscriptionReference(read_only=True)
-    data = serializers.JSONField(read_only=True)
+    data: Any = serializers.JSONField(read_only=True)  # Any for the same reason as `label` above.
 
     class Meta:
         model = Delivery
@@ -192,7 +193,7 @@ class MessageSerializer(RowSerializer):
     url = UrlField("inbox", source="message")
     subscription = SubscriptionReference(read_only=True)
     text = serializers.SerializerMethodField()
-    data = serializers.JSONField(read_only=True)
+    data: Any = serializers.JSONField(read_only=True)  # Any for the same reason as `label` above.
 
     class Meta:
         model = Delivery
@@ -204,7 +205,7 @@ class MessageSerializer(RowSerializer):
         return describe_event(row.kind, row.data)
 
 
-class ReadSerializer(serializers.Serializer):
+class ReadSerializer(serializers.Serializer[Any]):
     """How many messages were marked as read."""
 
     read = serializers.IntegerField(read_only=True, help_text="How many messages were unread before.")
@@ -220,7 +221,7 @@ class SubscriptionView(CollectionView):
     filterset_class = SubscriptionFilter
     member_actions = {"test": EmptySerializer, "rotate": EmptySerializer}
     actions_to_confirm = ("rotate",)
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = {
         "create": (201, SecretSerializer),
         "partial_update": (200, SubscriptionSerializer),
         "test": (202, DeliverySerializer),
@@ -303,7 +304,7 @@ class DeliveryView(CollectionView):
     serializer_class = DeliverySerializer
     filterset_class = DeliveryFilter
     member_actions = {"replay": EmptySerializer}
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = {
         "replay": (202, DeliverySerializer)
     }
     queryset = Delivery.objects.select_related("subscription")
@@ -343,8 +344,8 @@ class InboxView(CollectionView):
     serializer_class = MessageSerializer
     member_actions = {"read": EmptySerializer}
     collection_actions: ClassVar[Mapping[str, str]] = {"read_all": "read_all"}
-    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"read_all": EmptySerializer}
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer[Any]]]] = {"read_all": EmptySerializer}
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = {
         "read": (200, MessageSerializer),
         "read_all": (200, ReadSerializer),
     }

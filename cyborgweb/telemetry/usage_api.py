@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import django_filters as filters
 import msgspec
 from django.db.models import QuerySet
+from django.http import HttpResponse
 from rest_framework import serializers
 from rest_framework.exceptions import NotFound, ParseError
 from rest_framework.request import Request
@@ -28,7 +29,7 @@ PROJECT_COLUMNS = ("project", "type", "resource_class")
 """Columns by which callers that see one project alone may group; hosts are shown to operators only."""
 
 
-class LoadSerializer(serializers.Serializer):
+class LoadSerializer(serializers.Serializer[Any]):
     """How busy devices are, from samples of the last minutes. Null: no device reports this number. Memory counts
     only devices that report both used and total.
     """
@@ -42,7 +43,7 @@ class LoadSerializer(serializers.Serializer):
     power_watts = serializers.FloatField(source="power", read_only=True, allow_null=True)
 
 
-class GroupSerializer(serializers.Serializer):
+class GroupSerializer(serializers.Serializer[Any]):
     """Units of one group. Groups by project have no total, because they count only what is held."""
 
     group = serializers.DictField(
@@ -88,10 +89,10 @@ class UsageGroupPaginator(RowPagination):
 
         Raises NotFound for a cursor that names no group.
         """
-        if self.cursor is None:
+        if self.page_cursor is None:
             return None
         try:
-            return msgspec.json.decode(self.cursor.value, type=tuple[str, str])
+            return msgspec.json.decode(self.page_cursor.value, type=tuple[str, str])
         except msgspec.MsgspecError as error:
             raise NotFound("cursor: it names no group; leave it out to start at the first page.") from error
 
@@ -123,11 +124,16 @@ class UsageView(CollectionView):
         """Return the one rule that applies to reading."""
         return dict.fromkeys(("GET", "HEAD"), "cyborg:usage:get")
 
+    @property
+    def paginator(self) -> UsageGroupPaginator:
+        """The paginator of the groups."""
+        return cast(UsageGroupPaginator, super().paginator)
+
     def can_see_all_projects(self) -> bool:
         """Return whether the caller sees all projects: administrators, and callers that the policy elevates."""
         return self.caller.is_admin or self.is_rule_satisfied("cyborg:usage:elevated")
 
-    def list(self, request: Request) -> Response:
+    def list(self, request: Request) -> HttpResponse:
         """Return a page of groups. The parameters are validated before anything is counted."""
         self.filter_queryset(self.get_queryset())
         self.paginator.parse_request(request, self)
@@ -204,7 +210,7 @@ class QuestionSerializer(ClosedSerializer):
     )
 
 
-class CandidateSerializer(serializers.Serializer):
+class CandidateSerializer(serializers.Serializer[Any]):
     """One host and what it answered."""
 
     host = HostReference(read_only=True)
@@ -215,14 +221,14 @@ class CandidateSerializer(serializers.Serializer):
     load = LoadSerializer(read_only=True, allow_null=True, help_text="Null if the host did not answer.")
 
 
-class MissingSerializer(serializers.Serializer):
+class MissingSerializer(serializers.Serializer[Any]):
     """A host that did not answer, and why."""
 
     host = serializers.CharField(read_only=True)
     why = serializers.CharField(read_only=True)
 
 
-class CensusSerializer(serializers.Serializer):
+class CensusSerializer(serializers.Serializer[Any]):
     """Answers of the hosts: those that fit come first, the least busy first; hosts whose load is unknown come last
     in each part.
     """
@@ -245,8 +251,8 @@ class CensusView(CollectionView):
     """A census changes nothing, although it is a POST."""
     http_method_names = ["post"]
     serializer_class = CensusSerializer
-    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"create": QuestionSerializer}
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer[Any]]]] = {"create": QuestionSerializer}
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = {
         "create": (200, CensusSerializer)
     }
     queryset = Device.objects.none()

@@ -42,7 +42,7 @@ IS_HELD = Q(request__isnull=False)
 MAX_GENERATION = 2**63 - 1
 
 
-class InstanceSerializer(serializers.Serializer):
+class InstanceSerializer(serializers.Serializer[Any]):
     """An instance and its state in Nova. The state is `unknown` while Nova does not answer, `gone` if Nova has no such
     instance, and empty for a unit that no instance has."""
 
@@ -94,7 +94,8 @@ class AcceleratorSerializer(RowSerializer):
     )
     url = UrlField("accelerators", source="request.uuid", allow_null=True)
     request = UrlField("requests", source="request.uuid", allow_null=True)
-    label = LabelField(
+    # Any, because `Field.label` is a text: the metaclass takes declared fields off the class, so nothing is hidden.
+    label: Any = LabelField(
         source="request.label",
         max_length=255,
         allow_blank=True,
@@ -219,7 +220,7 @@ class RemoveUnitsSerializer(AddUnitsSerializer):
     )
 
 
-class ResultSerializer(serializers.Serializer):
+class ResultSerializer(serializers.Serializer[Any]):
     """The outcome for one device: its command, or why it was refused. A refusal does not stop the commands of other
     devices."""
 
@@ -234,7 +235,7 @@ class ResultSerializer(serializers.Serializer):
     )
 
 
-class ResultsSerializer(serializers.Serializer):
+class ResultsSerializer(serializers.Serializer[Any]):
     """The results, one per device."""
 
     results = ResultSerializer(many=True, read_only=True)
@@ -250,11 +251,11 @@ class AcceleratorView(CollectionView):
     lookup_url_kwarg = "uuid"
     serializer_class = AcceleratorSerializer
     filterset_class = AcceleratorFilter
-    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer]]] = {
+    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer[Any]]]] = {
         "create": AddUnitsSerializer,
         "remove_units": RemoveUnitsSerializer,
     }
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = dict.fromkeys(
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = dict.fromkeys(
         body_serializers, (202, ResultsSerializer)
     )
     collection_actions: ClassVar[Mapping[str, str]] = {"delete": "remove_units"}

@@ -36,7 +36,7 @@ class AttachmentFilter(filters.FilterSet):
     project = filters.CharFilter(field_name="project_id")
 
 
-class StepSerializer(serializers.Serializer):
+class StepSerializer(serializers.Serializer[Any]):
     """One step of the attachment that was done."""
 
     step = serializers.CharField(read_only=True)

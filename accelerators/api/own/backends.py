@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import django_filters as filters
 from rest_framework import serializers
@@ -25,7 +25,7 @@ class BackendFilter(filters.FilterSet):
     kind = filters.MultipleChoiceFilter(choices=[(word, word) for word in get_args(BackendKind)], distinct=False)
 
 
-class BackendServiceSerializer(serializers.Serializer):
+class BackendServiceSerializer(serializers.Serializer[Any]):
     """A service of a backend: `ready`, or unavailable with the reason."""
 
     name = serializers.CharField(read_only=True)

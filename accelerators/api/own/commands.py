@@ -9,6 +9,7 @@ from uuid import UUID
 
 import django_filters as filters
 from django.db.models import QuerySet
+from django.http import HttpResponse
 from rest_framework import serializers
 from rest_framework.exceptions import APIException, ParseError, PermissionDenied
 from rest_framework.request import Request
@@ -60,7 +61,7 @@ class CommandFilter(filters.FilterSet):
 class UuidReferenceField(StrictUuidField):
     """A reference that is written as a uuid and shown as an object."""
 
-    def __init__(self, reference: type[serializers.Serializer], **options: Any) -> None:
+    def __init__(self, reference: type[serializers.Serializer[Any]], **options: Any) -> None:
         self.reference = reference
         super().__init__(required=False, allow_null=True, **options)
 
@@ -246,7 +247,7 @@ class CommandView(CollectionView):
                 raise
             self.require_rule("cyborg:service:discover")
 
-    def retrieve(self, request: Request, **kwargs: str) -> Response:
+    def retrieve(self, request: Request, **kwargs: str) -> HttpResponse:
         """Return one command; with `wait`, only when it has ended or after `wait` seconds."""
         wait = request.query_params.get("wait", "0")
         if not (wait.isascii() and wait.isdecimal() and len(wait) <= 2 and int(wait) <= MAX_WAIT_S):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import django_filters as filters
 from django.db.models import Count, IntegerField, OuterRef, Subquery, Value
 from django.db.models.functions import Coalesce
@@ -25,7 +27,7 @@ class DriverFilter(filters.FilterSet):
     drifts = filters.BooleanFilter(help_text="Whether the reported configuration differs from the wanted one.")
 
 
-class WantedSerializer(serializers.Serializer):
+class WantedSerializer(serializers.Serializer[Any]):
     """The wanted configuration. If `settings` is null, the settings in the host's own file apply."""
 
     enabled = serializers.BooleanField(read_only=True)
@@ -38,7 +40,7 @@ class WantedSerializer(serializers.Serializer):
     )
 
 
-class SeenSerializer(serializers.Serializer):
+class SeenSerializer(serializers.Serializer[Any]):
     """What the host's agent reports about the driver."""
 
     generation = serializers.IntegerField(

@@ -25,7 +25,7 @@ class UrlField(serializers.URLField):
         return f"{self.context.get('base', '')}/api/{self.collection}/{value}/"
 
 
-class HostReference(serializers.Serializer):
+class HostReference(serializers.Serializer[Any]):
     """A reference to a host."""
 
     uuid = serializers.UUIDField(read_only=True)
@@ -33,7 +33,7 @@ class HostReference(serializers.Serializer):
     url = UrlField("hosts", source="uuid")
 
 
-class DeviceReference(serializers.Serializer):
+class DeviceReference(serializers.Serializer[Any]):
     """A reference to a device."""
 
     uuid = serializers.UUIDField(read_only=True)
@@ -43,7 +43,7 @@ class DeviceReference(serializers.Serializer):
     url = UrlField("devices", source="uuid")
 
 
-class DeployableReference(serializers.Serializer):
+class DeployableReference(serializers.Serializer[Any]):
     """A reference to a deployable."""
 
     uuid = serializers.UUIDField(read_only=True)
@@ -51,7 +51,7 @@ class DeployableReference(serializers.Serializer):
     url = UrlField("deployables", source="uuid")
 
 
-class ProfileReference(serializers.Serializer):
+class ProfileReference(serializers.Serializer[Any]):
     """A reference to a device profile."""
 
     uuid = serializers.UUIDField(read_only=True)
@@ -59,7 +59,7 @@ class ProfileReference(serializers.Serializer):
     url = UrlField("profiles", source="uuid")
 
 
-class HandleReference(serializers.Serializer):
+class HandleReference(serializers.Serializer[Any]):
     """A reference to an attach handle, with the information that passes it to an instance."""
 
     uuid = serializers.UUIDField(read_only=True)
@@ -117,7 +117,7 @@ class StrictIntegerField(serializers.IntegerField):
         return data if isinstance(data, int) and not isinstance(data, bool) else self.fail("invalid")
 
 
-class ClosedSerializer(serializers.Serializer):
+class ClosedSerializer(serializers.Serializer[Any]):
     """A serializer that refuses unknown and read-only fields."""
 
     field_conditions: ClassVar[Mapping[str, Any]] = {}
@@ -133,7 +133,7 @@ class ClosedSerializer(serializers.Serializer):
         return super().to_internal_value(data)
 
 
-class RowSerializer(ClosedSerializer, serializers.ModelSerializer):
+class RowSerializer(ClosedSerializer, serializers.ModelSerializer[Any]):
     """A serializer of a row that shows only the fields in `context["fields"]` (from `?fields=a,b`), or all if there are
     none."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, cast
 from uuid import UUID
 
 import django_filters as filters
@@ -115,6 +115,12 @@ class DeviceFilter(filters.FilterSet):
         return matching.filter(stale) if wanted else matching.exclude(stale)
 
 
+class _CountedDevice(Protocol):
+    """What the query of `DeviceView` adds to a device."""
+
+    held: int
+
+
 class DeviceSerializer(RowSerializer):
     """A device (card): its state with reason, time and author; the actions possible now; its health."""
 
@@ -175,12 +181,13 @@ class DeviceSerializer(RowSerializer):
 
     def get_next_actions(self, device: Device) -> list[str]:
         """The actions that are possible now. Each is a POST to the device's address followed by the action's name."""
-        return [action.value for action in actions.possible_actions(lifecycle.build_standing(device, device.held))]
+        held = cast(_CountedDevice, device).held
+        return [action.value for action in actions.possible_actions(lifecycle.build_standing(device, held))]
 
     def get_draining(self, device: Device) -> dict[str, Any] | None:
         """The state the device enters (`to`) when its last request ends, and how many requests are left; null if it is
         not draining."""
-        return {"to": device.drain_to, "left": device.held} if device.drain_to else None
+        return {"to": device.drain_to, "left": cast(_CountedDevice, device).held} if device.drain_to else None
 
     def get_to_install(self, device: Device) -> list[str]:
         """The steps by which its driver would make the device ready on the host; empty if nothing needs to be done."""
@@ -263,7 +270,8 @@ class DeviceView(CollectionView):
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:
         """Return the actions that are possible now."""
-        return data.get("next_actions", ())
+        possible: Iterable[str] = data.get("next_actions", ())
+        return possible
 
 
 class DeployableFilter(filters.FilterSet):
@@ -275,7 +283,7 @@ class DeployableFilter(filters.FilterSet):
     missing = filters.BooleanFilter(field_name="missing_since", lookup_expr="isnull", exclude=True)
 
 
-class AttributeSerializer(serializers.Serializer):
+class AttributeSerializer(serializers.Serializer[Any]):
     """A key and a value. An attribute with the origin `operator` is not changed by reports."""
 
     key = serializers.CharField(read_only=True)
@@ -348,14 +356,15 @@ class AttachHandleFilter(filters.FilterSet):
     missing = filters.BooleanFilter(field_name="missing_since", lookup_expr="isnull", exclude=True)
 
 
-class HandleHolderSerializer(serializers.Serializer):
+class HandleHolderSerializer(serializers.Serializer[Any]):
     """The request that holds an attach handle."""
 
     request = serializers.UUIDField(source="uuid", read_only=True)
     state = serializers.CharField(read_only=True)
     instance = serializers.UUIDField(source="instance_uuid", read_only=True, allow_null=True)
     project = serializers.CharField(source="project_id", read_only=True)
-    label = serializers.CharField(read_only=True)
+    # Any, because `Field.label` is a text: the metaclass takes declared fields off the class, so nothing is hidden.
+    label: Any = serializers.CharField(read_only=True)
     url = UrlField("requests", source="uuid")
 
 

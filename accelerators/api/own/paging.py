@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from django.core.exceptions import FieldDoesNotExist, ValidationError
@@ -62,6 +62,7 @@ class RowPagination(CursorPagination):
     page_size_query_param = "limit"
     page_size_query_description = "Number of rows on a page, 1 to 500."
     cursor_query_description = "Where the page begins; copy it from `next` or `previous` of another page."
+    base_url: str
 
     def get_page_size(self, request: Request) -> int:
         """Return the page size; raise ParseError (400) if `limit` is not a number from 1 to 500."""
@@ -90,11 +91,14 @@ class RowPagination(CursorPagination):
         self.order: str = view.get_requested_ordering(request)
         self.sort_field = view.sort_fields[self.order.removeprefix("-")]
         text = request.query_params.get(self.cursor_query_param, "")
-        self.cursor = PageCursor.decode(text, self.order) if text else None
+        self.page_cursor = PageCursor.decode(text, self.order) if text else None
 
-    def paginate_queryset(self, queryset: QuerySet[Any], request: Request, view: Any = None) -> list[Any]:
+    def paginate_queryset(
+        self, queryset: QuerySet[Any] | Sequence[Any], request: Request, view: Any = None
+    ) -> list[Any]:
         """Return the rows of the page that `parse_request` has read. Every page takes one statement."""
-        cursor, size = self.cursor, self.size
+        queryset = cast("QuerySet[Any]", queryset)  # DRF allows sequences as well; our views have none.
+        cursor, size = self.page_cursor, self.size
         backwards = cursor is not None and cursor.backwards
         descending = self.order.startswith("-") != backwards
         if cursor:

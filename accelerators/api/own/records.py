@@ -22,9 +22,10 @@ class UtcDateTimeFilter(filters.IsoDateTimeFilter):
     def filter(self, qs: QuerySet[Event], value: datetime | None) -> QuerySet[Event]:
         """Filter by the time; raise 400 if in UTC it lies outside the years 1 to 9999."""
         try:
-            return super().filter(qs, value and value.astimezone(UTC))
+            filtered: QuerySet[Event] = super().filter(qs, value and value.astimezone(UTC))
         except OverflowError as error:
             raise ParseError(f"{value} is not a time between the years 1 and 9999.") from error
+        return filtered
 
 
 class EventFilter(filters.FilterSet):

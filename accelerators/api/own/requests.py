@@ -5,7 +5,7 @@ A request of another project is answered with 404, as if it did not exist (contr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import django_filters as filters
 from django.db.models import QuerySet
@@ -81,7 +81,8 @@ class RequestWithTimelineSerializer(RequestSerializer):
     def get_timeline(self, request: AcceleratorRequest) -> list[dict[str, Any]]:
         """The newest events of the request."""
         events = Event.objects.filter(subject=request.uuid).order_by("-at", "-id")[:TIMELINE_EVENTS]
-        return EventSerializer(events, many=True, context={"base": self.context["base"]}).data
+        serializer = EventSerializer(events, many=True, context={"base": self.context["base"]})
+        return cast("list[dict[str, Any]]", serializer.data)  # The stub does not know what `many` changes.
 
 
 class ProjectOwnedView(CollectionView):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import django_filters as filters
 from django.db.models import Count, Q
@@ -25,7 +25,8 @@ from accelerators.commands.placing import MAX_REASON
 from accelerators.domain.states import EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
 from accelerators.workflows import driver_rollouts
-from accelerators.workflows.driver_config import WORD, DriverChange
+from accelerators.workflows.driver_config import DriverChange
+from drivers.inventory import WORD
 
 
 class RolloutFilter(filters.FilterSet):
@@ -141,14 +142,23 @@ class RolloutSerializer(RowSerializer):
             "created_at",
             "ended_at",
         )
-        read_only_fields = ("uuid", "url", "state", "total", "counts", "by", "created_at", "ended_at")
+        read_only_fields: tuple[str, ...] = (
+            "uuid",
+            "url",
+            "state",
+            "total",
+            "counts",
+            "by",
+            "created_at",
+            "ended_at",
+        )
 
     def get_counts(self, rollout: Rollout) -> dict[str, int]:
         """The number of hosts in each state."""
         return {word.value: getattr(rollout, f"{word}_steps") for word in RolloutStepState}
 
 
-class RolloutStepSerializer(serializers.Serializer):
+class RolloutStepSerializer(serializers.Serializer[Any]):
     """One host of the rollout. `text` says how the step ended, or why it was not started."""
 
     host = serializers.CharField(source="host_name", read_only=True)
@@ -170,7 +180,8 @@ class RolloutWithStepsSerializer(RolloutSerializer):
     def get_steps(self, rollout: Rollout) -> list[dict[str, Any]]:
         """The hosts of the rollout, by name."""
         steps = RolloutStep.objects.filter(rollout=rollout).select_related("command").order_by("id")
-        return RolloutStepSerializer(steps, many=True, context=self.context).data
+        serializer = RolloutStepSerializer(steps, many=True, context=self.context)
+        return cast("list[dict[str, Any]]", serializer.data)  # The stub does not know what `many` changes.
 
 
 class CancelRolloutSerializer(ClosedSerializer):

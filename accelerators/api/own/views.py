@@ -12,11 +12,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import django_filters as filters
 import orjson
 from django.db.models import QuerySet
+from django.http import HttpResponse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django_filters.rest_framework import DjangoFilterBackend
 from rest_framework.exceptions import ParseError, PermissionDenied
@@ -29,7 +30,7 @@ from rest_framework.viewsets import GenericViewSet
 from accelerators.api.browsable import BrowsableRenderer
 from accelerators.api.json import JsonRenderer
 from accelerators.api.own import errors
-from accelerators.api.own.fields import RowSerializer, parse_field_names
+from accelerators.api.own.fields import parse_field_names
 from accelerators.api.own.paging import RowPagination, get_list_parameters
 from accelerators.domain.caller import Caller
 from accelerators.runtime import generations
@@ -75,10 +76,11 @@ class DeclaredFilterBackend(DjangoFilterBackend):
                 raise ParseError(f"{name}: say a value, or leave it out.")
             elif isinstance(query_filter, filters.BooleanFilter) and not {*values} <= {"true", "false"}:
                 raise ParseError(f"{name}: say true or false.")
-        return super().get_filterset_kwargs(request, queryset, view) | {"data": query}
+        arguments: dict[str, Any] = super().get_filterset_kwargs(request, queryset, view)
+        return arguments | {"data": query}
 
 
-class CollectionView(GenericViewSet):
+class CollectionView(GenericViewSet[Any]):
     """Rows of one kind, as a list and as single members. This class reads; subclasses that write add methods."""
 
     renderer_classes = [JsonRenderer, BrowsableRenderer]
@@ -95,7 +97,7 @@ class CollectionView(GenericViewSet):
     sort_fields: ClassVar[Mapping[str, str]] = {"created": "id"}
     """The words that `ordering` accepts, each with the indexed field that it sorts by."""
     default_ordering: ClassVar[str] = "created"
-    member_actions: ClassVar[Mapping[str, type[Serializer]]] = {}
+    member_actions: ClassVar[Mapping[str, type[Serializer[Any]]]] = {}
     """Actions on one member, each with the serializer of its body. An action is a POST to the member's address followed
     by the action's name, and is handled by the method of that name. It needs the rule for updating a member."""
     actions_to_confirm: ClassVar[tuple[str, ...]] = ()
@@ -103,9 +105,9 @@ class CollectionView(GenericViewSet):
     collection_actions: ClassVar[Mapping[str, str]] = {}
     """Actions on several members at once: name in the URL → name of the method that handles it. An action is a POST to
     the collection's address followed by its name. Its rule is `cyborg:<policy>:<name in the URL>`."""
-    body_serializers: ClassVar[Mapping[str, type[Serializer]]] = {}
+    body_serializers: ClassVar[Mapping[str, type[Serializer[Any]]]] = {}
     """The serializer of an action's body, for actions whose body is not the row that is shown."""
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[Serializer]]]] = {}
+    response_serializers: ClassVar[Mapping[str, tuple[int, type[Serializer[Any]]]]] = {}
     """The status and the serializer of an action's answer, for actions that do not answer with the row."""
     detail_parameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Query parameters for reading a member, in addition to `fields`: `type` is a JSON schema, `description` a
@@ -127,7 +129,12 @@ class CollectionView(GenericViewSet):
     @property
     def caller(self) -> Caller:
         """The authenticated caller of this request."""
-        return self.request.user
+        return cast(Caller, self.request.user)  # Our authentication class sets it; the stub knows only Django's users.
+
+    @property
+    def paginator(self) -> RowPagination:
+        """The paginator of the list, an instance of `pagination_class`."""
+        return cast(RowPagination, super().paginator)
 
     def get_exception_handler(self) -> Callable[..., Response]:
         """Return the handler that renders every error in this API's one format."""
@@ -147,6 +154,7 @@ class CollectionView(GenericViewSet):
 
     def check_permissions(self, request: Request) -> None:
         """Raise 405 for a method that this URL does not have, before the policy rules are checked."""
+        assert request.method is not None, "only a request that was not received has no method"
         if request.method.lower() not in self.action_map:
             self.http_method_not_allowed(request)
         super().check_permissions(request)
@@ -161,7 +169,8 @@ class CollectionView(GenericViewSet):
 
     def require_rule(self, rule: str) -> None:
         """Raise PermissionDenied unless the caller satisfies `rule`."""
-        rule_holder = SimpleNamespace(policy_rules={self.request.method: rule})
+        # Permission classes read only this attribute of a view.
+        rule_holder: Any = SimpleNamespace(policy_rules={self.request.method: rule})
         if not all(permission.has_permission(self.request, rule_holder) for permission in self.get_permissions()):
             raise PermissionDenied
 
@@ -180,20 +189,27 @@ class CollectionView(GenericViewSet):
     def get_serializer_context(self) -> dict[str, Any]:
         """Add the base of all addresses (`base`) and the requested fields (`fields`) to the serializer context."""
         base = f"{self.request.scheme}://{self.request.get_host()}" if self.request else ""
-        return super().get_serializer_context() | {"base": base, "fields": getattr(self, "chosen_fields", ())}
+        return {**super().get_serializer_context(), "base": base, "fields": getattr(self, "chosen_fields", ())}
 
-    def list(self, request: Request) -> Response:
+    # Stands before `list`, which hides the type of that name from the annotations below it.
+    def load_row_details(self, rows: list[Any]) -> list[Any]:
+        """Add to the rows of a page the details that are not in the database, and return the rows. The default adds
+        nothing."""
+        return rows
+
+    def list(self, request: Request) -> HttpResponse:
         """Return one page of the list. Invalid parameters are refused before the ETag is compared."""
         rows = self.filter_queryset(self.get_queryset())
         self.paginator.parse_request(request, self)
         return self._respond_with_etag(request, lambda: self._build_page(rows))
 
-    def retrieve(self, request: Request, **kwargs: str) -> Response:
+    def retrieve(self, request: Request, **kwargs: str) -> HttpResponse:
         """Return one member."""
         return self._respond_with_etag(request, lambda: self.get_serializer(self.get_object()).data)
 
     def _build_page(self, queryset: QuerySet[Any]) -> Any:
         rows = self.paginate_queryset(queryset)
+        assert rows is not None, "every collection has a paginator"
         return self.get_paginated_response(self.get_serializer(self.load_row_details(rows), many=True).data).data
 
     def validate_body(self) -> dict[str, Any]:
@@ -213,12 +229,7 @@ class CollectionView(GenericViewSet):
         """Return the actions that the HTML page offers for the member shown as `data`."""
         return self.member_actions.keys()
 
-    def load_row_details(self, rows: list[Any]) -> list[Any]:
-        """Add to the rows of a page the details that are not in the database, and return the rows. The default adds
-        nothing."""
-        return rows
-
-    def _respond_with_etag(self, request: Request, build_data: Callable[[], Any]) -> Response:
+    def _respond_with_etag(self, request: Request, build_data: Callable[[], Any]) -> HttpResponse:
         if request.accepted_renderer.format != JsonRenderer.format:
             return Response(build_data())
         data = None
@@ -253,7 +264,8 @@ class CollectionView(GenericViewSet):
                 f"known are {', '.join(sorted(known_parameters))}" if known_parameters else "this address takes none"
             )
             raise ParseError(f"{', '.join(unknown)[:200]}: unknown parameter; {known_text}.")
-        serializer: type[RowSerializer] = self.get_serializer_class()
+        # A `ListSerializer` has no fields, but no collection names one as its class.
+        serializer = cast("type[Serializer[Any]]", self.get_serializer_class())
         self.chosen_fields = parse_field_names(request.query_params.get("fields", ""), serializer().fields)
 
     def get_filters(self) -> Mapping[str, Any]:

@@ -61,7 +61,7 @@ class AttributeMethods(V2View):
             _parse_deployable_id(body.get("deployable_id")),
             bodies.check_text(body.get("key"), "key"),
             bodies.check_text(body.get("value"), "value", attributes.MAX_VALUE, 0),
-            request.user,
+            self.caller,
         )
         return Response(ATTRIBUTES.fetch_one(str(made), self.version, self.base_url), 201)
 
@@ -73,7 +73,7 @@ class AttributeMethods(V2View):
             raise missing_argument_error("uuid")
         if not arguments.is_canonical_uuid(attribute_uuid):
             raise V2Error(404, f"Attribute not found with uuid={attribute_uuid}")
-        attributes.remove_attribute(UUID(attribute_uuid), request.user)
+        attributes.remove_attribute(UUID(attribute_uuid), self.caller)
         return Response(None, 204)
 
 

@@ -92,7 +92,7 @@ class DeployableProgram(V2View):
             raise V2Error(503, f"{MAX_WAITERS} devices are being programmed and waited for: try again in a moment.")
         try:
             command = placing.order_device_command(
-                "program", device.uuid, request.user, image=image, deployable=UUID(uuid)
+                "program", device.uuid, self.caller, image=image, deployable=UUID(uuid)
             )
             ended_command = programming.wait_until_ended(command.uuid, settings.KEYS.program_wait_s)
         finally:

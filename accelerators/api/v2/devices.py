@@ -12,6 +12,7 @@ from accelerators.api.v2.faults import V2Error, missing_argument_error
 from accelerators.api.v2.resource import V2Resource, make_links_column, make_plain_column, make_time_column
 from accelerators.api.v2.views import V2DetailView, V2ListView, V2View
 from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
 
 
 def build_held_condition(deployable_alias: str) -> str:
@@ -73,22 +74,32 @@ class DeviceAction(V2View):
         arguments.parse_known_arguments(request.query_params.lists())
         if not arguments.is_canonical_uuid(uuid):
             raise V2Error(404, f"Device not found with uuid={uuid}")
-        self.change_state(UUID(uuid), request.user)
+        self.change_state(UUID(uuid), self.caller)
         return Response(None, 204)
+
+    def change_state(self, uuid: UUID, caller: Caller) -> None:
+        """Perform the action of this address."""
+        raise NotImplementedError
 
 
 class DeviceEnable(DeviceAction):
     """Enable a device: request the state `ready`."""
 
     policy_rules = {"POST": "cyborg:device:enable"}
-    change_state = staticmethod(lifecycle.enable_device)
+
+    def change_state(self, uuid: UUID, caller: Caller) -> None:
+        """Enable the device."""
+        lifecycle.enable_device(uuid, caller)
 
 
 class DeviceDisable(DeviceAction):
     """Disable a device: take it out of offer."""
 
     policy_rules = {"POST": "cyborg:device:disable"}
-    change_state = staticmethod(lifecycle.disable_device)
+
+    def change_state(self, uuid: UUID, caller: Caller) -> None:
+        """Disable the device."""
+        lifecycle.disable_device(uuid, caller)
 
 
 class ActionWithoutDevice(DeviceDetail):

@@ -14,6 +14,7 @@ from accelerators.api.v2.resource import JsonColumn, V2Resource, make_links_colu
 from accelerators.api.v2.versions import version_too_low_error
 from accelerators.api.v2.views import V2ListView, V2View
 from accelerators.domain import groups
+from accelerators.domain.caller import Caller
 from accelerators.models import DeviceProfile
 from accelerators.requests import profiles
 
@@ -79,7 +80,7 @@ class ProfileMethods(V2View):
         body = bodies.read_json_body(request, "req_devprof_list")
         if not isinstance(body, list) or len(body) != 1:
             raise V2Error(400, "Only one device profile allowed per POST request for now.")
-        uuid = _create_profile(body[0], request)
+        uuid = _create_profile(body[0], self.caller)
         return Response(PROFILES.fetch_one(str(uuid), self.version, self.base_url), 201)
 
 
@@ -101,7 +102,7 @@ class ProfileList(ProfileMethods, V2ListView):
         given = arguments.parse_known_arguments(request.query_params.lists(), "value")
         if "value" not in given:
             raise missing_argument_error("value")
-        return _delete_profiles(given["value"], request)
+        return _delete_profiles(given["value"], self.caller)
 
 
 class ProfileDetail(ProfileMethods):
@@ -124,10 +125,10 @@ class ProfileDetail(ProfileMethods):
     def delete(self, request: Request, value: str) -> Response:
         """Delete the profile with this uuid, or those in a comma-separated list of names; 204."""
         arguments.parse_known_arguments(request.query_params.lists())
-        return _delete_profiles(value, request)
+        return _delete_profiles(value, self.caller)
 
 
-def _create_profile(body: object, request: Request) -> UUID:
+def _create_profile(body: object, caller: Caller) -> UUID:
     if not isinstance(body, dict):
         raise V2Error(400, "A device profile must be an object with a name and groups.")
     name = body.get("name")
@@ -145,9 +146,7 @@ def _create_profile(body: object, request: Request) -> UUID:
     description = body.get("description")
     if description is not None:
         description = bodies.check_text(str(description), "description", profiles.MAX_DESCRIPTION, 0)
-    return profiles.create_profile(
-        name, checked_groups, description, _parse_requested_uuid(body.get("uuid")), request.user
-    )
+    return profiles.create_profile(name, checked_groups, description, _parse_requested_uuid(body.get("uuid")), caller)
 
 
 def _parse_requested_uuid(uuid: object) -> UUID | None:
@@ -160,7 +159,7 @@ def _parse_requested_uuid(uuid: object) -> UUID | None:
     return UUID(canonical)
 
 
-def _delete_profiles(value: str, request: Request) -> Response:
+def _delete_profiles(value: str, caller: Caller) -> Response:
     """Delete one profile by uuid, or several by name.
 
     The first name that does not exist raises 404; profiles named before it have been deleted by then.
@@ -168,7 +167,7 @@ def _delete_profiles(value: str, request: Request) -> Response:
     if arguments.to_canonical_uuid(value):
         if not arguments.is_canonical_uuid(value):
             raise _unknown_profile_error("uuid", value)
-        profiles.delete_profile(UUID(value), request.user)
+        profiles.delete_profile(UUID(value), caller)
         return Response(None, 204)
     names = value.split(",")
     storable_names = [name for name in names if "\0" not in name]
@@ -176,7 +175,7 @@ def _delete_profiles(value: str, request: Request) -> Response:
     for name in names:
         if name not in uuid_by_name:
             raise _unknown_profile_error("name", name)
-        profiles.delete_profile(uuid_by_name.pop(name), request.user)
+        profiles.delete_profile(uuid_by_name.pop(name), caller)
     return Response(None, 204)
 
 

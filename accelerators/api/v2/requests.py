@@ -3,6 +3,9 @@ here."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any, ClassVar
+
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -55,7 +58,7 @@ class RequestMethods(V2View):
 
     resource = REQUESTS
     allow_header = "DELETE, GET, PATCH, POST"
-    not_found_methods = ()
+    not_found_methods: ClassVar[Collection[str]] = ()
     policy_rules = {
         "GET": "cyborg:arq:get_all",
         "POST": "cyborg:arq:create",
@@ -64,10 +67,9 @@ class RequestMethods(V2View):
     }
 
     @property
-    def visibility_params(self) -> dict[str, object]:
+    def visibility_params(self) -> dict[str, Any]:
         """Return the project whose requests are visible; None means all projects (administrators)."""
-        caller = self.request.user
-        return {"project": None if caller.is_admin else caller.project_id}
+        return {"project": None if self.caller.is_admin else self.caller.project_id}
 
     def post(self, request: Request, uuid: str = "") -> Response:
         """Create the requests of the device profile named `device_profile_name`; 201."""
@@ -78,7 +80,7 @@ class RequestMethods(V2View):
         bodies.check_condition(isinstance(name, str), "DeviceProfile name needed.")
         if len(name) > bodies.MAX_TEXT_CHARS or "\0" in name:
             raise V2Error(404, f"Device Profile not found with name={name[: bodies.MAX_TEXT_CHARS]}")
-        made = binding.create_requests(name, request.user)
+        made = binding.create_requests(name, self.caller)
         query = arguments.ListQuery()
         found = REQUESTS.fetch_list(
             query, self.version, self.base_url, "q.uuid = ANY(%(made)s::uuid[])", made=made, **self.visibility_params
@@ -89,7 +91,7 @@ class RequestMethods(V2View):
         """Bind or unbind all requests in the body; 202 when all handles are reserved or released. Needs a service
         token."""
         arguments.parse_known_arguments(request.query_params.lists())
-        caller = request.user
+        caller = self.caller
         patch = patches.parse_patch(bodies.read_json_body(request, "patch_list"), self.version, caller.is_admin)
         if not caller.service:
             raise V2Error(403, NEEDS_SERVICE_TOKEN)
@@ -110,17 +112,17 @@ class RequestMethods(V2View):
             raise V2Error(400, message)
         if instance is not None:
             arguments.check_uuid(instance)
-            if not request.user.service:
+            if not self.caller.service:
                 raise V2Error(403, NEEDS_SERVICE_TOKEN)
             if arguments.is_canonical_uuid(instance):
-                binding.delete_requests_of_instance(instance, request.user)
+                binding.delete_requests_of_instance(instance, self.caller)
         elif uuid_list:
             uuids = list(dict.fromkeys(uuid_list.split(",")))
             bodies.check_condition(
                 len(uuids) <= MAX_DELETED_REQUESTS, f"At most {MAX_DELETED_REQUESTS} requests are deleted at once."
             )
             _check_canonical_uuids(uuids)
-            binding.delete_requests(uuids, request.user)
+            binding.delete_requests(uuids, self.caller)
         return Response(None, 204)
 
 
@@ -147,7 +149,7 @@ class RequestList(RequestMethods, V2ListView):
             REQUESTS.fetch_list(query, self.version, self.base_url, condition, **self._build_params(instance))
         )
 
-    def _build_params(self, instance: str | None) -> dict[str, object]:
+    def _build_params(self, instance: str | None) -> dict[str, Any]:
         return self.visibility_params | {"instance": instance, "resolved": list(BIND_ENDED_STATES)}
 
 

@@ -7,7 +7,7 @@ come from the settings (`cyborgweb.auth.authentication`, `cyborgweb.auth.policy`
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated
 from rest_framework.renderers import BaseRenderer
@@ -19,6 +19,7 @@ from accelerators.api import browsable
 from accelerators.api.json import JsonRenderer
 from accelerators.api.v2 import arguments, faults, versions
 from accelerators.api.v2.resource import V2Resource
+from accelerators.domain.caller import Caller
 
 JSON_MEDIA_TYPE, HTML_MEDIA_TYPE = "application/json", "text/html"
 
@@ -28,7 +29,7 @@ class V2View(APIView):
 
     renderer_classes = [JsonRenderer]
     http_method_names = ["get", "post", "patch", "delete"]
-    default_response_headers: ClassVar[Mapping[str, str]] = {}
+    default_response_headers: ClassVar[dict[str, str]] = {}
     policy_rules: ClassVar[Mapping[str, str]] = {}
     allow_header: ClassVar[str] = "GET"
     not_found_methods: ClassVar[Collection[str]] = ()
@@ -50,6 +51,7 @@ class V2View(APIView):
     def _check_method_and_accept(self, request: Request) -> None:
         if request.method in self.not_found_methods:
             raise faults.no_such_url_error()
+        assert request.method is not None, "only a request that was not received has no method"
         if request.method.lower() not in self.http_method_names or not hasattr(self, request.method.lower()):
             raise faults.method_not_allowed_error(request.method, self.allow_header)
         # Parameters of a media type, for example a charset, are ignored.
@@ -82,7 +84,12 @@ class V2View(APIView):
         return Response(faults.wrap_fault(status, text), status)
 
     @property
-    def visibility_params(self) -> dict[str, object]:
+    def caller(self) -> Caller:
+        """The authenticated caller of this request."""
+        return cast(Caller, self.request.user)  # Our authentication class sets it; the stub knows only Django's users.
+
+    @property
+    def visibility_params(self) -> dict[str, Any]:
         """Return the parameters for the resource's `visible_condition`."""
         return {}
 
@@ -103,7 +110,7 @@ class V2ListView(V2View):
 
     resource: ClassVar[V2Resource]
     column_filters: ClassVar[Collection[str]] = ()
-    not_found_methods = ("PATCH",)
+    not_found_methods: ClassVar[Collection[str]] = ("PATCH",)
 
     def get(self, request: Request) -> Response:
         """Return the visible elements, filtered, sorted and limited as the query string says."""
