@@ -24,8 +24,8 @@ from accelerators.models import Device, Host
 from accelerators.runtime import jobs
 
 _writing: ContextVar[bool] = ContextVar("writing", default=False)
-EventSubject = tuple[UUID, str]
-"""The object that an event describes: its uuid, and its name when the event was recorded."""
+EventSubject = tuple[UUID | None, str]
+"""The object that an event describes: its uuid, None if it has none, and its name when the event was recorded."""
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -54,7 +54,7 @@ def open_cursor() -> Any:
     """
     connection.close_if_health_check_failed()
     connection.ensure_connection()
-    raw_cursor = psycopg.Cursor(connection.connection)
+    raw_cursor: Any = psycopg.Cursor(connection.connection)  # Django wraps it; the stubs say that it takes wrapped ones
     return connection.make_debug_cursor(raw_cursor) if connection.queries_logged else connection.make_cursor(raw_cursor)
 
 

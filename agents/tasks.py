@@ -89,7 +89,8 @@ def _take_batch(statement: str) -> list[tuple[int, int, int, str]]:
     """Remove a batch from the spool with one of the statements above, and return its rows."""
     with connection.cursor() as cursor:
         cursor.execute(statement, [BATCH_ROWS, BATCH_BYTES])
-        return cursor.fetchall()
+        rows: list[tuple[int, int, int, str]] = cursor.fetchall()
+    return rows
 
 
 def _apply_host_by_host(batch: ReportBatch) -> None:

@@ -15,7 +15,7 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
 django.setup()
 
 from a2wsgi import WSGIMiddleware  # noqa: E402  (these imports need Django's registry)
-from channels.routing import ProtocolTypeRouter, URLRouter  # noqa: E402
+from channels.routing import ProtocolTypeRouter, URLRouter  # type: ignore[import-untyped]  # noqa: E402  (untyped)
 from django.urls import re_path  # noqa: E402
 
 from agents.gateway.app import AgentGateway  # noqa: E402
@@ -140,9 +140,8 @@ http = HttpApplication(
     BoundedThreads(wsgi, get_keys().request_threads, get_keys().request_queue),
     BoundedThreads(wsgi, LONG_THREADS, get_keys().request_queue),
 )
+sockets: dict[str, Any] = {r"^ws/agent$": gateway, r"^ws/console$": ConsoleSocket()}
+"""ASGI applications, which Channels routes with Django's `re_path`, although that is typed for views only."""
 application = ProtocolTypeRouter(
-    {
-        "http": http,
-        "websocket": URLRouter([re_path(r"^ws/agent$", gateway), re_path(r"^ws/console$", ConsoleSocket())]),
-    }
+    {"http": http, "websocket": URLRouter([re_path(path, socket) for path, socket in sockets.items()])}
 )

@@ -245,10 +245,10 @@ class PlacementClient:
                 f"{method} {path.partition('?')[0]}: {_one_line(error)} after {elapsed_s:.1f} s"
             ) from None
         call = f"{method} {path.partition('?')[0]}"
-        body = _decode_answer(answer, call, may_be_missing)
-        if body == {} and method == "GET":  # an empty answer would look as if nothing were allocated
+        decoded = _decode_answer(answer, call, may_be_missing)
+        if decoded == {} and method == "GET":  # an empty answer would look as if nothing were allocated
             raise PlacementUnavailableError(f"{call}: the answer is empty")
-        return body
+        return decoded
 
 
 def _decode_answer(answer: Any, call: str, may_be_missing: bool) -> dict[str, Any] | None:

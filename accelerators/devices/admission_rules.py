@@ -20,7 +20,6 @@ from accelerators.devices.lifecycle import (
     SLICE_SIZE,
     DeviceStateChange,
     build_standing,
-    lock_devices,
     store_state_changes,
 )
 from accelerators.domain import admission
@@ -122,7 +121,7 @@ def apply_rules(caller: Caller) -> Iterator[int]:
             rules = _load_enabled_rules()
             changes = [
                 change
-                for device in lock_devices(_query_undecided_devices().filter(id__in=ids))
+                for device in conductor.lock_devices(_query_undecided_devices().filter(id__in=ids))
                 if (change := _plan_change(rules, device, caller))
             ]
             store_state_changes(changes, EventSource.RULE)

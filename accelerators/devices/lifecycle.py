@@ -248,11 +248,10 @@ def _decide_new_standing(
 
 def build_standing(device: Device, held: int = 0) -> LifecycleState:
     """Return the standing of a device as `domain.actions` needs it; `held` is the number of requests that hold it."""
-    returns_to, drain_to = device.returns_to, device.drain_to
     return LifecycleState(
         DeviceState(device.state),
-        returns_to and DeviceState(returns_to),
-        drain_to and DrainTarget(drain_to),
+        DeviceState(device.returns_to) if device.returns_to else None,
+        DrainTarget(device.drain_to) if device.drain_to else None,
         held,
         bool(device.to_install),
     )

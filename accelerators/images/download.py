@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
 from django.db.models import Q
@@ -57,6 +57,9 @@ class ServiceImage:
     properties: Mapping[str, str] = field(default_factory=dict)
     algorithm: str = ""
     digest: str = ""
+
+
+_AnyImage = TypeVar("_AnyImage", Image, ServiceImage)
 
 
 class ImageService(Protocol):
@@ -153,7 +156,7 @@ def _find_stored_image(kind: str, value: str) -> Image | None:
     return _require_at_most_one([image for image in uploaded[:3] if store.has_complete_file(image)], value)
 
 
-def _require_at_most_one(images: Sequence[Any], function: str) -> Any:
+def _require_at_most_one(images: Sequence[_AnyImage], function: str) -> _AnyImage | None:
     """Return the only image with this function, or None. Raises ImageUnusableError if there are several."""
     if len(images) > 1:
         uuids = ", ".join(str(one.uuid) for one in images)
@@ -215,6 +218,7 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
 def _find_service_image(service: ImageService, kind: str, value: str) -> ServiceImage:
     """Ask the service for the wanted image. Raises ImageServiceUnavailableError, and ImageUnusableError also for an
     image that is empty or too large."""
+    offer: ServiceImage | None
     if kind == "bitstream_id":
         offer = service.image(value)
     else:

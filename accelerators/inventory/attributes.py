@@ -41,7 +41,7 @@ def set_operator_attribute(deployable_id: int, key: str, value: str, caller: Cal
             Attribute.objects.filter(id=present.id).update(
                 value=value, origin=AttributeOrigin.OPERATOR.value, updated_at=datetime.now(UTC)
             )
-        _record_attribute_change(deployable, key, present and present.value, value, caller)
+        _record_attribute_change(deployable, key, present.value if present else None, value, caller)
     return attribute.uuid
 
 

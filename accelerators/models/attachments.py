@@ -12,6 +12,7 @@ from django.contrib.postgres.fields import ArrayField
 from django.db import models
 from django.db.models import Q
 
+from accelerators.domain.libvirt_xml import HeldHandle
 from accelerators.models import fields
 
 
@@ -69,6 +70,9 @@ class Attachment(fields.Row):
     request_id = models.CharField(max_length=64, default="", blank=True)
     attached_at = models.DateTimeField(null=True, blank=True)
     ended_at = models.DateTimeField(null=True, blank=True)
+
+    held: list[HeldHandle]
+    """Not a column: its attach handles, once `accelerators.workflows.attachments.load_handles` has loaded them."""
 
     class Meta:
         ordering = ["-id"]

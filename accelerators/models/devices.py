@@ -133,8 +133,9 @@ class Device(fields.Row):
 
         Forms send it back, so that a person who decides about a device learns when it has changed meanwhile.
         """
-        state, returns_to, drain_to = DeviceState(self.state), self.returns_to, self.drain_to
-        return LifecycleState(state, returns_to and DeviceState(returns_to), drain_to and DrainTarget(drain_to)).as_text
+        returns_to = DeviceState(self.returns_to) if self.returns_to else None
+        drain_to = DrainTarget(self.drain_to) if self.drain_to else None
+        return LifecycleState(DeviceState(self.state), returns_to, drain_to).as_text
 
 
 class Deployable(fields.Row):
@@ -218,12 +219,12 @@ def build_driver_error_expression() -> Func:
     of the driver.
     """
     drivers, driver, error = F("host__drivers"), F("driver"), Value("error")
-    driver_error_text, backend_error_text = (
+    driver_error_text, backend_error_or_null = (
         Func(drivers, driver, *path, function="jsonb_extract_path_text", output_field=models.TextField())
         for path in ((error,), (Value("backends"), F("backend"), error))
     )
     text_field = models.TextField()
-    backend_error_text = Coalesce(backend_error_text, Value(""), output_field=text_field)
+    backend_error_text = Coalesce(backend_error_or_null, Value(""), output_field=text_field)
     return Func(
         driver_error_text, backend_error_text, template="(%(expressions)s)", arg_joiner=" || ", output_field=text_field
     )

@@ -45,7 +45,7 @@ class KeptJson(models.JSONField):
         return value
 
 
-def name_field(**options: Any) -> models.CharField:
+def name_field(**options: Any) -> models.CharField[str, str]:
     """Build a field for a name of at most 255 characters, compared and sorted by byte in every database locale."""
     return models.CharField(max_length=255, db_collation="C", **options)
 

@@ -542,4 +542,5 @@ def _build_actor_values(caller: Caller) -> dict[str, str]:
 
 
 def _fetch_all(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    return conductor.open_cursor().execute(statement, values).fetchall()
+    rows: list[tuple[Any, ...]] = conductor.open_cursor().execute(statement, values).fetchall()
+    return rows

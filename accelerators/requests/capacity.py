@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from django.db import connection
 
@@ -151,7 +152,7 @@ def query_groups(queries: Sequence[CapacityQuery], samples: Collection[LastSampl
 
     `samples` are the devices' last samples. Retired devices are not counted.
     """
-    parameters: dict[str, object] = dict(_build_sample_arrays(samples))
+    parameters: dict[str, Any] = dict(_build_sample_arrays(samples))
     for n, query in enumerate(queries):
         parameters |= {
             f"{name}{n}": getattr(query, name) for name in ("host", "type", "resource_class", "project", "limit")

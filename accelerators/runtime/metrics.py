@@ -26,7 +26,7 @@ from accelerators.runtime import metric_files
 log = logging.getLogger(__name__)
 
 REGISTRY = CollectorRegistry()
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]  # it has no types
 
 
 class _FileValue:
@@ -96,7 +96,8 @@ def _select_value_class() -> None:
         )
         values.ValueClass = values.MutexValue
     else:
-        _FileValue.make_value = values.MultiProcessValue(metric_files.acquire_process_number)
+        make_value_class: Any = values.MultiProcessValue  # it has no types
+        _FileValue.make_value = make_value_class(metric_files.acquire_process_number)
         values.ValueClass = _FileValue
 
 
@@ -127,7 +128,7 @@ def collect_metrics() -> Iterable[Metric]:
     if directory is None or values.ValueClass is values.MutexValue:
         return REGISTRY.collect()
     metric_files.delete_gauges_of_dead_processes(directory)
-    collector: Any = MultiProcessCollector(None, str(directory))
+    collector: Any = MultiProcessCollector(None, str(directory))  # type: ignore[no-untyped-call]  # it has no types
     collected: Iterable[Metric] = collector.collect()
     return collected
 

@@ -64,8 +64,16 @@ def start_attachment(row: Attachment) -> None:
         if len(requests) != len(chosen.providers):
             raise RefusedError(RefusalReason.AWAY, f"Profile {row.profile} is being changed: try again.")
         shares = {rp: {"resource_class": name, "amount": amount} for rp, (name, amount) in chosen.shares.items()}
-        columns = {"requests": requests, "providers": list(chosen.providers), "shares": shares, "host": host.name}
-        advance_attachment(row, _S.ATTACHING, "chosen", f"requests created for {host.name}: {len(requests)}", **columns)
+        advance_attachment(
+            row,
+            _S.ATTACHING,
+            "chosen",
+            f"requests created for {host.name}: {len(requests)}",
+            requests=requests,
+            providers=list(chosen.providers),
+            shares=shares,
+            host=host.name,
+        )
 
 
 def bind_attachment(row: Attachment) -> None:

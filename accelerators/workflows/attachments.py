@@ -203,9 +203,11 @@ def load_handles(rows: Sequence[Attachment]) -> None:
     """Load the attach handles of all these attachments in one statement, so that `get_handles` needs no query."""
     request_uuids = [uuid for row in rows if row.state not in ENDED_ATTACHMENT_STATES for uuid in row.requests]
     held = AcceleratorRequest.objects.filter(uuid__in=request_uuids, attach_handle__isnull=False)
-    handle_by_request = (
-        {handle.uuid: handle.attach_handle for handle in held.select_related("attach_handle")} if request_uuids else {}
-    )
+    handle_by_request = {
+        request.uuid: request.attach_handle
+        for request in (held.select_related("attach_handle") if request_uuids else ())
+        if request.attach_handle is not None
+    }
     for row in rows:
         row_handles = [handle_by_request[uuid] for uuid in row.requests if uuid in handle_by_request]
         row.held = [HeldHandle(str(one.uuid), one.attach_type, one.attach_info) for one in row_handles]

@@ -121,7 +121,7 @@ def forecast_first_items(bulk: Bulk, maximum: int, held_only: bool = False) -> l
     annotated = _query_items_with_facts(bulk).order_by("id")
     if not held_only:  # select by id first, so that the database looks for holders of these devices only
         annotated = annotated.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:maximum]))
-    items = list((annotated.filter(is_held=True) if held_only else annotated)[:maximum])
+    items = list((annotated.filter(Q(is_held=True)) if held_only else annotated)[:maximum])
     return [
         (item, predict_outcome(bulk, item.stood, *(getattr(item, name) for name in FACT_ATTRIBUTES))) for item in items
     ]
@@ -304,8 +304,9 @@ def _end_bulk(bulk: Bulk, state: BulkState, actor: str) -> None:
     bulk.state, bulk.ended_at, bulk.updated_at = (BulkState.DRAFT if bulk.dry else state), now, now
     bulk.save()
     if not bulk.dry:
-        counts = {word: [None, getattr(bulk, word)] for word in DeviceOutcome}
-        _record_bulk_event(bulk, state, {**counts, "not done": [None, bulk.total - bulk.finished_count]}, actor)
+        changes: dict[str, Any] = {word: [None, getattr(bulk, word)] for word in DeviceOutcome}
+        changes["not done"] = [None, bulk.total - bulk.finished_count]
+        _record_bulk_event(bulk, state, changes, actor)
 
 
 def _record_bulk_event(bulk: Bulk, verb: str, changes: dict[str, Any], actor: str = "") -> None:

@@ -134,8 +134,10 @@ def _end_with_consequences(ended_commands: Sequence[EndedCommand]) -> None:
         [one.command for one in ended_commands if one.command.op == "attach"]
     )
     device_ids = {
-        one.command.device_id for one in ended_commands if one.command.exclusive or one.command.op == "detach"
-    } - {None}
+        one.command.device_id
+        for one in ended_commands
+        if one.command.device_id is not None and (one.command.exclusive or one.command.op == "detach")
+    }
     devices = (
         {device.id: device for device in conductor.lock_devices(Device.objects.filter(id__in=device_ids))}
         if device_ids

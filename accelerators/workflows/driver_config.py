@@ -266,8 +266,15 @@ def _store_wish_and_place_command(
         "generation": [None, wish.generation],
     }
     changes = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    event_details = {"host": wish.host, "subject": (wish.uuid, str(wish)), "changes": changes, "reason": origin.reason}
-    conductor.record_event("driver.wanted", origin.source, origin.actor, **event_details)
+    conductor.record_event(
+        "driver.wanted",
+        origin.source,
+        origin.actor,
+        host=wish.host,
+        subject=(wish.uuid, str(wish)),
+        changes=changes,
+        reason=origin.reason,
+    )
     return command
 
 

@@ -16,7 +16,6 @@ from django.db.models.functions import Coalesce
 
 from accelerators import conductor, safety
 from accelerators.audit import retention
-from accelerators.devices import lifecycle
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DriverState, EventSource
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
@@ -74,7 +73,7 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
         removable_ids = list(_query_removable_devices(before).order_by("?").values_list("id", flat=True)[:BATCH_SIZE])
         devices = [
             d
-            for d in lifecycle.lock_devices(_query_removable_devices(before).filter(id__in=removable_ids))
+            for d in conductor.lock_devices(_query_removable_devices(before).filter(id__in=removable_ids))
             if _is_free(d)
         ]
         for device in devices:

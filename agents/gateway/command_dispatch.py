@@ -81,7 +81,7 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
 
     Only an Answer can settle a command. Raise database errors.
     """
-    if taken := [one for one in messages if type(one) is tuple]:
+    if taken := [one for one in messages if not isinstance(one, (CommandProgress, CommandAnswer))]:
         placing.mark_commands_taken(taken)
     if progress := [one for one in messages if isinstance(one, CommandProgress)]:
         placing.store_progress(progress)
@@ -295,9 +295,12 @@ class CommandDispatcher(threading.Thread):
             state.sent_epoch = epoch
         if outdated and self._loop and not self._loop.is_closed():
             text = wire.encode_message(wire.Writer(epoch))
-            self._loop.call_soon_threadsafe(
-                lambda: [self._start_task(_send_past_outbox(line.session, text)) for line in outdated]
-            )
+
+            def send_to_outdated() -> None:
+                for line in outdated:
+                    self._start_task(_send_past_outbox(line.session, text))
+
+            self._loop.call_soon_threadsafe(send_to_outdated)
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as a task, and keep a reference to it until it is done. On the event loop only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 from django.conf import settings
@@ -102,7 +103,8 @@ class LeaseBuffer:
             if renewals:
                 times = [datetime.fromtimestamp(at, UTC) for at, _ in renewals.values()]
                 name, url = self.gateway_name_and_url
-                renewed = {"hosts": list(renewals), "times": times, "epochs": [epoch for _, epoch in renewals.values()]}
+                epochs = [epoch for _, epoch in renewals.values()]
+                renewed: dict[str, Any] = {"hosts": list(renewals), "times": times, "epochs": epochs}
                 cursor.execute(UPSERT_LEASES, {"name": name, "url": url} | renewed)
             if hello_data:
                 try:

@@ -173,7 +173,8 @@ class SessionRegistry:
     async def probe(self, session: AgentSession) -> bool:
         """Send a Probe with a fresh nonce; return True if a process answers it within PROBE_TIMEOUT_S."""
         nonce = secrets.token_urlsafe(12)
-        reply = session.probes[nonce] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        session.probes[nonce] = reply
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await session.send({"type": "websocket.send", "text": wire.encode_message(wire.Probe(nonce))})

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from django.conf import settings
-from django.contrib.auth.models import AbstractBaseUser
 from rest_framework.authentication import BaseAuthentication, SessionAuthentication
 from rest_framework.exceptions import APIException, AuthenticationFailed
 from rest_framework.request import Request
@@ -82,7 +81,7 @@ def _get_token_url(request: Request) -> str:
 def _caller_from_session(request: Request) -> Caller | None:
     if settings.SESSION_COOKIE_NAME not in request.COOKIES:
         return None  # reading the user would add `Vary: Cookie` to the response
-    user: AbstractBaseUser = request._request.user
+    user = request._request.user
     caller = get_session_caller(user, request._request.session) if user.is_authenticated else None
     if caller:
         SessionAuthentication().enforce_csrf(request)

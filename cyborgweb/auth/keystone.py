@@ -131,6 +131,9 @@ def check_password(name: str, password: str, domain: str, project: str) -> Authe
             access = password_plugin.get_access(service_session())
         except (exceptions.Unauthorized, exceptions.NotFound, exceptions.BadRequest):
             return None
+    # A token of version 3 always names its user, their domain and the roles.
+    assert access.username is not None and access.user_id is not None
+    assert access.user_domain_name is not None and access.role_names is not None
     caller = Caller(access.username, access.user_id, frozenset(access.role_names), access.project_id or "")
     return AuthenticatedPerson(caller, access.user_domain_name)
 

@@ -115,7 +115,8 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
         if keystone_user is None:
             KeystoneUser.objects.create(keystone_id=person.caller.user_id, user=user)
         user.groups.set([roles.get_group(group)] if group else [])
-    user.backend, user.keystone_caller = BACKEND_PATH, person.caller
+    # Django's login reads `backend`; `_store_caller_in_session` reads `keystone_caller`.
+    vars(user).update(backend=BACKEND_PATH, keystone_caller=person.caller)
     return user if group and user.is_active else None
 
 

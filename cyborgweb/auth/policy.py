@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rest_framework.exceptions import PermissionDenied
 from rest_framework.permissions import BasePermission
@@ -64,11 +64,15 @@ class RulePermission(BasePermission):
         """
         rules = getattr(view, "policy_rules", {})
         rule = rules.get(request.method) or (rules.get("GET") if request.method in GET_LIKE_METHODS else None)
-        if rule and is_allowed(request.user, rule):
+        if rule and is_allowed(_get_caller(request), rule):
             if request.method not in READ_METHODS and not getattr(view, "only_reads", False):
                 read_only.refuse_if_read_only()
             return True
-        raise PolicyDeniedError(rule, describe_remedy(request.user, rule) if rule else "")
+        raise PolicyDeniedError(rule, describe_remedy(_get_caller(request), rule) if rule else "")
+
+
+def _get_caller(request: Request) -> Caller:
+    return cast(Caller, request.user)  # `CallerAuthentication` puts a Caller where others put a user
 
 
 def is_allowed(caller: Caller, rule: str) -> bool:

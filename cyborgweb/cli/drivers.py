@@ -80,7 +80,7 @@ def _parse_settings(text: str, path: str) -> Any:
         return tomllib.loads(text)
     if path.endswith(".json"):
         return json.loads(text)
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         return yaml.safe_load(text)

@@ -217,7 +217,7 @@ def _terminal_width() -> int:
 def _serialize(value: Any, format_name: str) -> str:
     if format_name == "json":
         return json.dumps(value, indent=2) + "\n"
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from django.contrib import admin
-from django.contrib.auth.base_user import AbstractBaseUser
+from django.contrib.auth.models import User
 from django.core.exceptions import PermissionDenied, ValidationError
 from django.db import connection
 from django.db.models import Model, QuerySet
@@ -55,7 +55,7 @@ class ListSnapshot:
     there is no list at `path`; a crafted query raises what the list raises.
     """
 
-    def __init__(self, path: str, query: str, user: AbstractBaseUser, session: Any) -> None:
+    def __init__(self, path: str, query: str, user: User, session: Any) -> None:
         self.admin, self.query, self.user, self.session = lists_by_path()[path], query, user, session
         if not self.admin.has_view_permission(self._build_request(path)):
             raise PermissionDenied

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from types import SimpleNamespace
 from typing import Any
 
 from django.contrib.auth import get_user
 from django.contrib.sessions.backends.db import SessionStore
 from django.db import connection
+from django.http import HttpRequest
 
 from agents.liveness import compute_thresholds
 
@@ -30,7 +30,9 @@ def open_session_store(key: str) -> SessionStore:
 
 def user_of_session(session: str) -> Any | None:
     """Return the user of this session after Django's own checks, or None if there is none."""
-    user = get_user(SimpleNamespace(session=SessionStore(session)))
+    request = HttpRequest()
+    request.session = SessionStore(session)
+    user = get_user(request)
     return user if user.is_authenticated else None
 
 

@@ -215,7 +215,8 @@ def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
     with connection.cursor() as cursor:
         cursor.execute(SELECT_DEVICE_NAMES, [list(fresh_loads)])
         names = {(host, key): (name, uuid, kind) for host, key, uuid, kind, name in cursor.fetchall()}
-    series, left_out = [], 0
+    series: list[tuple[tuple[str, ...], float]] = []
+    left_out = 0
     for host, devices in fresh_loads.items():
         series_limit = min(MAX_SERIES, len(series) + MAX_SERIES_PER_HOST)
         for key, values in devices.items():

@@ -9,6 +9,7 @@ number of events and subscriptions.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from django.db import connection, transaction
 
@@ -132,7 +133,7 @@ def fan_out_batch() -> bool:
     be more events.
     """
     reader, _ = Reader.objects.get_or_create(pk=1)
-    position = {"transaction": reader.transaction, "event": reader.event, "since": reader.since}
+    position: dict[str, Any] = {"transaction": reader.transaction, "event": reader.event, "since": reader.since}
     with connection.cursor() as cursor:
         cursor.execute(SELECT_OLDEST_TRANSACTION)
         (under_way,) = cursor.fetchone()

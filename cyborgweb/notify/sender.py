@@ -165,10 +165,18 @@ def _run_rounds(job: str, step: Callable[[], bool]) -> None:
 
 def fetch_due_deliveries(way: str, count: int) -> list[DueDelivery]:
     """Return at most `count` due deliveries, longest waiting first; webhooks are shared fairly among destinations."""
-    parameters = {"way": way, "batch": count, "most": MAX_ATTEMPTS_PER_HOST, "digest": MAX_MESSAGES_PER_MAIL}
+    parameters: dict[str, Any] = {
+        "way": way,
+        "batch": count,
+        "most": MAX_ATTEMPTS_PER_HOST,
+        "digest": MAX_MESSAGES_PER_MAIL,
+    }
     with connection.cursor() as cursor:
         cursor.execute(SELECT_DUE_DELIVERIES, parameters)
-        return [DueDelivery(*row[:4], json.loads(row[4]), *row[5:9]) for row in cursor.fetchall()]
+        return [
+            DueDelivery(id, message, kind, at, json.loads(data), attempts, subscription, target, secret)
+            for id, message, kind, at, data, attempts, subscription, target, secret, *_ in cursor.fetchall()
+        ]
 
 
 def store_outcomes(tried: list[DueDelivery], outcomes: list[AttemptOutcome], pause_s: float) -> None:
@@ -180,7 +188,8 @@ def store_outcomes(tried: list[DueDelivery], outcomes: list[AttemptOutcome], pau
     """
     if not tried:
         return
-    rows, outcome_by_subscription = [], {}
+    rows: list[dict[str, Any]] = []
+    outcome_by_subscription: dict[int, AttemptOutcome] = {}
     for delivery, outcome in zip(tried, outcomes, strict=True):
         is_last_attempt = outcome.is_gone or delivery.attempts >= len(RETRY_DELAYS_S)
         pause = None if is_last_attempt else RETRY_DELAYS_S[delivery.attempts] * random.uniform(0.9, 1.1)

@@ -187,7 +187,7 @@ def _run_client_program(
     """
     parameters = libpq.get_connection_parameters()
     environment = os.environ | {"PGPASSWORD": parameters.pop("password", "")}
-    command = [
+    command: list[str | Path] = [
         find_client_program(name, _get_server_major(), get_keys().pg_bin),
         "--dbname",
         make_conninfo("", **parameters),

@@ -47,7 +47,7 @@ HOST_BATCH, MAX_NOVA_QUERIES, MAX_PARALLEL_READS = 16, 64, 8
 MAX_SHOWN = 100
 """Largest number of discrepancies that a page shows."""
 
-ConsumerAmounts = Mapping[str, Mapping[str, int]]
+ConsumerAmounts = dict[str, dict[str, int]]
 """Consumer → resource class → amount."""
 
 
@@ -59,7 +59,7 @@ class StoredClaims(msgspec.Struct, frozen=True):
 
     generation: int
     read_at: datetime
-    consumers: dict[str, dict[str, int]]
+    consumers: ConsumerAmounts
     loose: dict[str, datetime] = {}
 
 
@@ -450,7 +450,8 @@ def _store_comparisons(
 def _fetch_rows(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     with connection.cursor() as cursor:
         cursor.execute(statement, values)
-        return cursor.fetchall()
+        rows: list[tuple[Any, ...]] = cursor.fetchall()
+    return rows
 
 
 def _execute(statement: str, values: Mapping[str, Any]) -> None:

@@ -102,7 +102,7 @@ class Command(shell.OperatorCommand):
         device = Device.objects.select_related("host").filter(uuid=options["uuid"]).first()
         if device is None:
             raise CommandError(f"there is no device {options['uuid']}; `manage.py device list` shows all devices")
-        facts = {"uuid": str(device.uuid), "host": device.host.name}
+        facts: dict[str, Any] = {"uuid": str(device.uuid), "host": device.host.name}
         facts |= {name: value for name, value in model_to_dict(device).items() if name not in ("id", "host")}
         request_count = AcceleratorRequest.objects.filter(attach_handle__deployable__device=device).count()
         facts |= {"state_since": device.state_since.isoformat(timespec="seconds"), "requests": request_count}
@@ -156,7 +156,7 @@ class Command(shell.OperatorCommand):
         index_of_device = {result.uuid: n for n, result in enumerate(results) if result.outcome != "refused"}
         installing = Row.objects.filter(COMMAND_IS_OPEN, op="install", device__uuid__in=index_of_device)
         ended = following.wait_until_ended(list(installing.values_list("id", flat=True)), self.stderr)
-        texts = {row.device_id: row.text for row in ended}
+        texts = {row.device_id: row.text for row in ended if row.device_id is not None}
         for device in Device.objects.filter(pk__in=texts):
             n = index_of_device[device.uuid]
             results[n] = replace(results[n], state=device.state, text=texts[device.pk])

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -183,7 +184,7 @@ class Command(shell.OperatorCommand):
         lines = [(str(row.uuid), row.state, str(row), row.actor, row.reason) for row in rows]
         self._print_table(("uuid", "state", "what", "by", "why"), lines)
 
-    def _print_table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    def _print_table(self, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
         for line in shell.format_table([head, *rows]):
             self.stdout.write(line)
 
