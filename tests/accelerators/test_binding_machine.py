@@ -296,7 +296,7 @@ class RequestsMachine(RuleBasedStateMachine):
         ]
 
     @invariant()
-    def check_invariants(self) -> None:
+    def stored_rows_are_consistent(self) -> None:
         self.stored = read_stored()
         self.check_stored_states_and_holders()
         self.S1_check_exclusive_commands_share_no_device()
