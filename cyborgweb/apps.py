@@ -15,6 +15,7 @@ class CyborgwebConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        """Register deployment checks, the handlers of `migrate`, and the jobs of notifications."""
         from accelerators.runtime import jobs
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
 

@@ -1,9 +1,9 @@
 """Plans: the changes that a driver wants made to the host, as plain data.
 
 A driver only returns a plan. Its process sends the plan to the agent (`drivers.isolation.driver_main` and
-`drivers.isolation.runner`); the agent checks it and executes it (`agents.host.execution.executor`), writing through
-`drivers.isolation.host_writer`. Paths are written as on a host: `/sys/…`, or `/state/…` for the driver's own directory
-in the agent's state.
+`drivers.isolation.runner`); the agent checks it (`agents.host.execution.preflight`) and executes it
+(`agents.host.execution.plan_runner`), writing through `drivers.isolation.host_writer`. Paths are written as on a host:
+`/sys/…`, or `/state/…` for the driver's own directory in the agent's state.
 """
 
 from __future__ import annotations

@@ -19,7 +19,11 @@ NAME_PATTERN = re.compile(r"[A-Z0-9_]{1,255}")
 
 @dataclass(frozen=True)
 class DeployableRecord:
-    """A deployable as it is stored. `rp_uuid` is '' until a provider id is recorded."""
+    """What a provider is computed from.
+
+    `total` is 0 while the deployable is missing. While `is_offered` is False (the device is not ready, or the
+    deployable is missing) its provider stays, fully reserved. `rp_uuid` is '' until a provider id is recorded.
+    """
 
     name: str
     rp_uuid: str

@@ -232,6 +232,7 @@ class IntentAdmin(ReadOnlyModelAdmin):
 
     @display(description="Progress", ordering="attempts")
     def progress(self, intent: Intent) -> SafeString:
+        """Badge: waiting, retrying or stuck, by the number of failed attempts; the last error is its tooltip."""
         if intent.attempts >= STUCK_AFTER:
             return badges.render_badge("stuck", "bad", intent.last_error)
         return (

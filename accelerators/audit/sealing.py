@@ -1,9 +1,10 @@
 """Seal events: each seal is a hash over the events since the previous seal, and over that seal's hash.
 
 The job `seals` (`retention.run`) makes seals once a minute, in one process, so that writers of events have no extra
-work. It seals only events of transactions that are older than every running one (`accelerators_event_final`, migration
-0014). Events are ordered by transaction and id, so no event can be added between sealed ones later. A seal has events
-of one month only: when a month is dropped (`retention`), all events of its seals are dropped, and none of other seals.
+work. It seals only events of transactions that are older than every running one (SQL function
+`accelerators_event_final`). Events are ordered by transaction and id, so no event can be added between sealed ones
+later. A seal has events of one month only: when a month is dropped (`retention`), all events of its seals are dropped,
+and none of other seals.
 """
 
 from __future__ import annotations

@@ -139,7 +139,10 @@ class Device(fields.Row):
 
 
 class Deployable(fields.Row):
-    """The part of a device that is a resource provider. A stored `rp_uuid` always replaces the computed provider id."""
+    """Database row of the part of a device that is a resource provider.
+
+    `rp_uuid` is None until a provider id is recorded; from then on it is used instead of the id computed from the name.
+    """
 
     device = models.ForeignKey(Device, models.PROTECT, related_name="deployables", db_index=False)
     parent = models.ForeignKey("self", models.PROTECT, null=True, blank=True, related_name="children")

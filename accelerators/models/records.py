@@ -13,7 +13,7 @@ from accelerators.models import fields
 class Event(models.Model):
     """One recorded change: who changed what, the values before and after, and the reason.
 
-    Triggers make the table append-only; it is partitioned by month (migration 0002).
+    Triggers make the table append-only; it is partitioned by month (`migrations/sql/events.sql`).
     """
 
     at = models.DateTimeField(db_default=Now())
@@ -47,7 +47,9 @@ class Event(models.Model):
 
 
 EVENT_WORDS = Func("action", "actor", "host", "subject_name", "request_id", function="accelerators_event_words")
-"""The searchable words of an event. It must equal the expression of the index `event_words` (migration 0013)."""
+"""The searchable words of an event. It must equal the expression of the index `event_words`
+(`migrations/sql/events.sql`).
+"""
 
 
 def event_has_words(*words: str) -> Func:
@@ -68,7 +70,7 @@ class Seal(models.Model):
     """A link of the hash chain over events. It covers the events after the previous seal's last one up to its own last.
 
     `accelerators.audit.sealing` adds seals. Triggers make the table append-only, except for `marks`, which are cleared
-    when the events are dropped (migration 0014).
+    when the events are dropped (`migrations/sql/seals.sql`).
     """
 
     number = models.BigIntegerField(primary_key=True)

@@ -1,8 +1,9 @@
 """Create, bind, unbind and delete accelerator requests (contract sections 2.3 and 4.1).
 
 This module is the only writer of requests; the life cycle is `states.REQUEST_TRANSITIONS`. It is also the last guard
-against giving one handle to two requests (promises S1 and S2): a bind finds free handles with FOR UPDATE SKIP LOCKED,
-so it waits for no row lock on them, and a unique index in the database rejects a handle that was taken meanwhile.
+against giving one handle to two requests (promises S1 and S2): a bind finds free handles with FOR NO KEY UPDATE SKIP
+LOCKED, so it waits for no row lock on them, and a unique index in the database rejects a handle that was taken
+meanwhile.
 
 Lock order: requests first, then hosts and devices.
 
@@ -495,7 +496,11 @@ def _move_requests(moves: Sequence[Mapping[str, Any]], source: EventSource, acto
 
 
 def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller) -> None:
-    """Delete locked requests, write an event for each, and undo on the hosts what was made for them."""
+    """Delete locked requests and record an event for each.
+
+    Commands that still wait for an image are cancelled, and handles that were created on a host are detached. A
+    programmed image stays on its device.
+    """
     conductor.open_cursor().execute(
         sql.DELETE_REQUESTS, {"ids": [request.id for request in requests]} | _build_actor_values(caller)
     )

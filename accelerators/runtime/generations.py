@@ -1,7 +1,7 @@
 """Read the generation of a collection: a number that grows with every write of its tables.
 
-A cache entry or an ETag is valid as long as the generation at which it was made is current. Triggers (migration 0003)
-count inside the writer's transaction, so no writer can forget it.
+A cache entry or an ETag is valid as long as the generation at which it was made is current. Triggers
+(`migrations/sql/generations.sql`) count inside the writer's transaction, so no writer can forget it.
 """
 
 from __future__ import annotations

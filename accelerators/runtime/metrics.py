@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -188,10 +188,11 @@ def measure_bind() -> Iterator[None]:
         _bind_answer_seconds.labels(outcome).observe(time.monotonic() - began)
 
 
-def count_bind_outcomes(moves: Iterable[Mapping[str, Any]]) -> None:
-    """Count requests by their new state after the current transaction has committed.
+def count_bind_outcomes(moves: Collection[Mapping[str, Any]]) -> None:
+    """Count the requests that became BindStarted, Bound or BindFailed, after the current transaction has committed.
 
-    Each move has a `state`, and optionally `waited`: the seconds for which the request waited for its host.
+    Each move has a `state`; moves to other states are not counted. A move to Bound or BindFailed may have `waited`: the
+    seconds for which the request waited for its host.
     """
     states = Tally(move["state"] for move in moves)
     durations = [(OUTCOME_LABELS[move["state"]], move["waited"]) for move in moves if "waited" in move]

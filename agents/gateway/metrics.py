@@ -41,7 +41,7 @@ _pushed_refusals: Counter[str] = Counter()
 
 
 def push_metrics() -> None:
-    """Add what was counted since the last call to the shared metrics. Safe to call from several threads."""
+    """Add the counts since the last call to the Prometheus metrics, and set the gauge of connections. Thread-safe."""
     with _push_lock:
         totals, codes = Counter(event_counts), Counter(dict(refusals_by_code))
         for name, meter in _counters.items():

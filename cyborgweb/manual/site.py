@@ -153,7 +153,7 @@ def search_sections(term: str) -> list[ManualHit]:
 
 
 def excerpt_around(text: str, words: list[str]) -> str:
-    """Return a line or two of text around the first of the words."""
+    """Return about 220 characters of `text` around the earliest of the `words`, which must be in lower case."""
     at = min((place for word in words if (place := text.lower().find(word)) >= 0), default=0)
     start = max(0, text.rfind(" ", 0, max(0, at - 60)))
     return ("…" if start else "") + text[start : start + 220].strip() + ("…" if start + 220 < len(text) else "")

@@ -84,7 +84,7 @@ metrics_cache = MetricsCache()
 @require_safe
 def metrics(request: HttpRequest) -> HttpResponse:
     """Answer with the metrics, or with 403 if the client is not this machine and has no token."""
-    if not (_is_local(request) or _has_token(request)):
+    if not (_is_local(request) or _has_valid_metrics_token(request)):
         return HttpResponse(REFUSED_TEXT, status=403, content_type="text/plain; charset=utf-8")
     body, media = metrics_cache.render_metrics(request.headers.get("Accept", ""))
     return HttpResponse(body, content_type=media)
@@ -100,7 +100,8 @@ def _is_local(request: HttpRequest) -> bool:
         return False
 
 
-def _has_token(request: HttpRequest) -> bool:
+def _has_valid_metrics_token(request: HttpRequest) -> bool:
+    """Return whether the request has the configured metrics token as Bearer token; False if none is configured."""
     expected_token = settings.KEYS.metrics_token
     scheme, _, sent_token = request.headers.get("Authorization", "").partition(" ")
     return (

@@ -153,6 +153,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
 
     @display(description="Created", ordering="-created_at")
     def since(self, row: Subscription) -> SafeString:
+        """When the subscription was created."""
         return badges.render_relative_time(row.created_at)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Subscription]:

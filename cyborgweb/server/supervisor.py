@@ -116,6 +116,10 @@ class Supervisor:
         self.is_stopping = True
 
     def _lock_state_directory(self) -> IO[str]:
+        """Create and lock the server's state directory. The lock is held while the returned file is open.
+
+        Raises StartError if the directory is not writable or another server runs on it.
+        """
         state = self.settings.state_path
         try:
             state.mkdir(parents=True, exist_ok=True, mode=0o700)

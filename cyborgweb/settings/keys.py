@@ -287,15 +287,17 @@ def get_keys() -> Keys:
         raise ConfigurationError(
             f"CYBORG_CONSOLE_SESSION_H={loaded.console_session_h} is not usable: write a number of hours above 0"
         )
-    _check_agent_keys(loaded)
+    _check_agent_settings(loaded)
     _check_public_keys(loaded)
     if len(loaded.environment) > 40 or not loaded.environment.isprintable():
         raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write at most 40 printable characters")
     return loaded
 
 
-def _check_agent_keys(loaded: Keys) -> None:
-    """Check the keys of agents and gateways; raise ConfigurationError for an unusable value."""
+def _check_agent_settings(loaded: Keys) -> None:
+    """Check the settings for agents and gateways: limits and the gateway's address. Raise ConfigurationError if
+    unusable.
+    """
     for name, value in (("HANDSHAKES", loaded.handshakes), ("AGENT_CONNECTIONS", loaded.agent_connections)):
         if value < 1:
             raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")

@@ -21,7 +21,9 @@ BACKEND_CLASSES: tuple[type[BackendBase], ...] = (PciBackend, MdevBackend, Accel
 
 
 def parse_backends(settings: Settings) -> dict[str, BackendBase]:
-    """Return the backends by name, in the order of the settings. Raises Invalid, which describes the first mistake."""
+    """Return the backends of the generic driver by name, in the order of its settings. Raises Invalid, which describes
+    the first mistake.
+    """
     if unknown := sorted(settings.keys() - {"backends"}):
         raise Invalid(f"generic_driver has no setting {unknown[0]!r}: its only setting is backends")
     sections = settings.get("backends", {})

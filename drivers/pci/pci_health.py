@@ -130,9 +130,9 @@ def _read_error_signals(machine: Machine, prefix: str, path: str) -> Iterator[Si
             yield from _make_signal(machine, f"{prefix}aer_{kind}", count, f"{path}/aer_dev_{kind}")
 
 
-def _read_error_total(machine: Machine, path: str, kind: str) -> str:
-    """Return how many errors of a kind were counted since the start; '' if they are not counted."""
-    lines = (line.rpartition(" ") for line in _read_or_empty(machine, f"{path}/aer_dev_{kind}").splitlines())
+def _read_error_total(machine: Machine, device_path: str, kind: str) -> str:
+    """Return the kernel's count of AER errors of a kind for the device at `device_path`; '' if it counts none."""
+    lines = (line.rpartition(" ") for line in _read_or_empty(machine, f"{device_path}/aer_dev_{kind}").splitlines())
     return next((count for name, _, count in lines if name.startswith("TOTAL_ERR")), "")
 
 
