@@ -88,7 +88,7 @@ def test_a_changed_file_selects_the_tests_of_its_package() -> None:
         changed.ALWAYS_RUN,
         "tests/web",
     ]
-    assert changed.select_tests(["tests/agents/host/standin.py"]) == ["tests/agents", changed.ALWAYS_RUN]
+    assert changed.select_tests(["tests/agents/host/fake_gateway.py"]) == ["tests/agents", changed.ALWAYS_RUN]
     assert changed.select_tests(["tests/agents/transcripts/any.json"]) == ["tests/agents", changed.ALWAYS_RUN]
     assert changed.select_tests(["tests/bench/test_promises.py"]) == [
         "tests/bench/test_promises.py",

@@ -31,7 +31,7 @@ from agents.gateway.app import AgentGateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
-from tests.agents.host.standin import FakeGateway, wait_until
+from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.agents.host.test_link import ONE_DEVICE, TWO_DEVICES, run_agent_link
 from tests.support import webserver
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report

@@ -34,7 +34,7 @@ from agents.host.journal.journal import open_journal
 from agents.host.settings import extract_allowed_acts, read_driver_settings, read_settings
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
-from tests.agents.host.standin import FakeGateway, wait_until
+from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.agents.playback import encode, every_recording, read_recording, take_answer
 from tests.agents.record_transcripts import PLACEHOLDERS, STORIES, Line, Recorder
 from tests.support.wireagent import WireAgent

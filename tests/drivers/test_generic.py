@@ -19,7 +19,7 @@ from drivers.inventory import Device, DriverReport, Service
 from drivers.machine import Machine
 from drivers.pci.ownership import resolve_conflicts
 from drivers.plan import Ask, Image
-from tests.drivers.doing import PlanRunner
+from tests.drivers.plan_execution import PlanRunner
 from tests.support import modelkinds
 from tests.support.modelmachine import ModelMachine
 

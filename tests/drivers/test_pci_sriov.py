@@ -13,7 +13,7 @@ from drivers.inventory import Device
 from drivers.pci import functions
 from drivers.pci.functions import PciDriver
 from drivers.plan import Act, Ask
-from tests.drivers.doing import PlanRunner
+from tests.drivers.plan_execution import PlanRunner
 from tests.support.modelmachine import ModelMachine
 
 CARD, DISK_IDS = "0000:01:00.0", ("0x1b36", "0x0010", "0x010802")

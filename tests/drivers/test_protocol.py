@@ -13,7 +13,7 @@ import pytest
 from drivers.errors import KINDS
 from drivers.isolation.runner import DriverProcess
 from drivers.plan import Ask, Plan
-from tests.drivers.actor import WRITES, start_actor
+from tests.drivers.scripted_driver import WRITES, start_actor
 
 VFS = "/sys/bus/pci/devices/0000:3b:00.0/sriov_numvfs"
 

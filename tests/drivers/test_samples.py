@@ -11,7 +11,7 @@ from drivers.errors import Failed
 from drivers.inventory import Sample
 from drivers.isolation.runner import DriverProcess
 from drivers.plan import Ask
-from tests.drivers.actor import start_actor
+from tests.drivers.scripted_driver import start_actor
 from tests.drivers.test_protocol import run_story
 from tests.drivers.test_runner import scripted_process
 

@@ -1,6 +1,6 @@
 """The whole product on free ports with a state directory of its own, its fleet, and what is seen of both.
 
-Used by `__main__`, the bench and tests/system/test_bootstorm.py. All of it dies with the process that started it.
+Used by `__main__`, the bench and tests/system/test_fleet.py. All of it dies with the process that started it.
 """
 
 from __future__ import annotations

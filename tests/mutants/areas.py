@@ -40,7 +40,7 @@ AREAS = (
             "accelerators/inventory/merge_sql.py",
             "accelerators/workflows/sweep.py",
         ),
-        ("tests/accelerators/test_diff.py", "tests/accelerators/test_apply.py", "tests/accelerators/test_sweep.py"),
+        ("tests/accelerators/test_diff.py", "tests/accelerators/test_merge.py", "tests/accelerators/test_sweep.py"),
     ),
     Area(
         "life cycle and admission",
@@ -70,7 +70,7 @@ AREAS = (
     Area(
         "safety",
         ("accelerators/safety.py", "accelerators/conductor.py", "accelerators/outbox.py"),
-        ("tests/accelerators/test_lifecycle.py", "tests/placement/test_witness.py"),
+        ("tests/accelerators/test_lifecycle.py", "tests/placement/test_holder_checks.py"),
     ),
     Area(
         "sealing and verification",
@@ -109,7 +109,7 @@ AREAS = (
             "placement_sync/nova/deleted_instances.py",
             "placement_sync/jobs/holder_checks.py",
         ),
-        ("tests/placement/test_witness.py", "tests/placement/test_watcher.py"),
+        ("tests/placement/test_holder_checks.py", "tests/placement/test_deleted_instances.py"),
     ),
     Area(
         "gateway and writer",
@@ -120,7 +120,7 @@ AREAS = (
             "agents/gateway/leases.py",
             "agents/gateway/throttling.py",
         ),
-        ("tests/agents/test_gateway.py", "tests/agents/test_spool.py", "tests/agents/test_writer.py"),
+        ("tests/agents/test_gateway.py", "tests/agents/test_report_writer.py", "tests/agents/test_placement_writer.py"),
     ),
     Area(
         "wire and credentials",
@@ -146,7 +146,7 @@ AREAS = (
         (
             "tests/agents/host/test_executor.py",
             "tests/agents/host/test_recovery.py",
-            "tests/drivers/test_hand.py",
+            "tests/drivers/test_host_writer.py",
             "tests/agents/host/test_commands.py",
             "tests/drivers/test_steps.py",
         ),
@@ -154,12 +154,12 @@ AREAS = (
     Area(
         "preflight",
         ("agents/host/execution/preflight.py",),
-        ("tests/agents/host/test_fence.py",),
+        ("tests/agents/host/test_preflight.py",),
     ),
     Area(
         "ownership and host usage",
         ("drivers/pci/ownership.py", "drivers/pci/host_usage.py", "drivers/pci/binding.py"),
-        ("tests/drivers/test_claims.py", "tests/drivers/test_inuse.py", "tests/drivers/test_pci.py"),
+        ("tests/drivers/test_ownership.py", "tests/drivers/test_host_usage.py", "tests/drivers/test_pci.py"),
     ),
     Area(
         "policy and roles",

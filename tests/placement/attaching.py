@@ -20,8 +20,8 @@ from accelerators.workflows import attachments
 from placement_sync.jobs import attachments as attaching
 from placement_sync.jobs import providers
 from placement_sync.reconcile import ObservedProvider
+from tests.placement.failing_session import TroubledSession
 from tests.placement.session import PlacementModelSession
-from tests.placement.trouble import TroubledSession
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 

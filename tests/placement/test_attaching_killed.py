@@ -30,8 +30,8 @@ from tests.placement.attaching import (
     provider_of_card,
     troubled_session,
 )
+from tests.placement.failing_session import KilledError, Trouble
 from tests.placement.session import PlacementModelSession
-from tests.placement.trouble import KilledError, Trouble
 
 database = pytest.mark.django_db
 

@@ -26,9 +26,9 @@ from placement_sync.jobs import providers
 from placement_sync.models import Look, Vanished
 from placement_sync.nova import deleted_instances, notices_job
 from placement_sync.reconcile import ObservedProvider
+from tests.placement.failing_session import KilledError, Trouble, TroubledSession
 from tests.placement.model import PlacementModel
 from tests.placement.session import PlacementModelSession
-from tests.placement.trouble import KilledError, Trouble, TroubledSession
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 

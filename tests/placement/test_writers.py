@@ -28,7 +28,7 @@ from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import ObservedProvider
 from placement_sync.sync import synchronize_host
 from tests.placement.session import PlacementModelSession
-from tests.placement.test_tasks import ADMIN, ROOT, make_intents_due, make_ready_host, observed_provider
+from tests.placement.test_providers_job import ADMIN, ROOT, make_intents_due, make_ready_host, observed_provider
 
 pytestmark = pytest.mark.django_db
 placement_session = PlacementModelSession()
@@ -42,7 +42,7 @@ def cloud() -> PlacementModelSession:
 def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> PlacementModelSession:
     placement_session.__init__()  # type: ignore[misc]
     placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    monkeypatch.setattr("tests.placement.test_tasks.placement_session", placement_session)
+    monkeypatch.setattr("tests.placement.test_providers_job.placement_session", placement_session)
     settings.SERVICE_SESSION = "tests.placement.test_writers.cloud"
     return placement_session
 

@@ -28,9 +28,9 @@ from drivers.configuration import load_configuration
 from tests.support.webserver import until
 from tests.system import processes
 from tests.system.namespaces import BridgeNetwork, NetworkMachine
-from tests.system.plain import as_plain_user, plain_user_id
 from tests.system.product import ROOT, environment
 from tests.system.simulated import NGINX, STREAM
+from tests.system.unprivileged import as_plain_user, plain_user_id
 
 FILES = ROOT / "docs/deploy"
 CONSOLE_NAME, AGENTS_NAME, GATEWAYS_NAME = "accelerators.example.com", "agents.example.com", "gateways.example.com"

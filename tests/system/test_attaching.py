@@ -17,12 +17,12 @@ import requests
 
 from tests.support.nova import FakeNova, running_nova
 from tests.support.webserver import until
-from tests.system import processes, trouble
+from tests.system import failing_proxy, processes
 from tests.system.clients.cloud import KeystoneCloud
+from tests.system.failing_proxy import TroubleProxy
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
 from tests.system.product import Product, running
-from tests.system.trouble import TroubleProxy
 
 pytestmark = pytest.mark.system
 COUNT, KILLS = 6, 2
@@ -41,7 +41,7 @@ def nova() -> Iterator[FakeNova]:
 
 @pytest.fixture
 def between(placement: Placement) -> Iterator[TroubleProxy]:
-    with trouble.trouble_proxy(placement.url) as one:
+    with failing_proxy.trouble_proxy(placement.url) as one:
         yield one
 
 

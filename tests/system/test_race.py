@@ -21,7 +21,7 @@ from accelerators.models import AcceleratorRequest, Deployable, Device, DevicePr
 from accelerators.requests import binding
 from tests.support.long import scaled
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
-from tests.system.fighter import NOVA_CALLER
+from tests.system.race_process import NOVA_CALLER
 
 pytestmark = [pytest.mark.system, pytest.mark.django_db(transaction=True)]
 
@@ -41,7 +41,7 @@ def fighters() -> Iterator[list[subprocess.Popen[str]]]:
         Device.objects.update(state="ready")
         Deployable.objects.update(rp_uuid=provider)
         DeviceProfile.objects.create(name="p", groups=[{"resources:FPGA": str(THREADS)}])
-    command = [sys.executable, "-m", "tests.system.fighter", str(connection.settings_dict["NAME"]), provider]
+    command = [sys.executable, "-m", "tests.system.race_process", str(connection.settings_dict["NAME"]), provider]
     parent = os.environ | {"CYBORG_PARENT": str(os.getpid())}
     started = [
         subprocess.Popen(

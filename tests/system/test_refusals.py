@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cyborgweb.database.postgres import find_binaries
-from tests.system.plain import as_plain_user
 from tests.system.product import Product, wait_and_kill_remaining
+from tests.system.unprivileged import as_plain_user
 
 pytestmark = pytest.mark.system
 

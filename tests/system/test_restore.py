@@ -17,7 +17,7 @@ import pytest
 
 from tests.system.load import Load
 from tests.system.product import Product, running
-from tests.system.test_acts import SETTINGS, ProductWithCard
+from tests.system.test_device_commands import SETTINGS, ProductWithCard
 
 pytestmark = pytest.mark.system
 USERS = "SELECT username, password FROM auth_user ORDER BY username"

@@ -18,7 +18,7 @@ from keystoneauth1.session import Session
 from placement_sync import client
 from placement_sync.mapping import DeployableRecord, compute_desired_providers
 from tests.support.webserver import until
-from tests.system import trouble
+from tests.system import failing_proxy
 from tests.system.test_placement import HostInPlacement, session, site
 
 __all__ = ["session", "site"]
@@ -131,7 +131,7 @@ def test_our_values_and_those_of_three_rival_writers_are_all_kept(site: HostInPl
 def test_placement_converges_over_a_line_that_fails_at_random(site: HostInPlacement) -> None:
     """503, connections cut, silence and rubbish, before and after the call took effect; cards come, change and go."""
     chance, held = random.Random(11), dict[str, str]()
-    with trouble.trouble_proxy(site.placement.url) as line:
+    with failing_proxy.trouble_proxy(site.placement.url) as line:
         for _ in range(ROUNDS):
             parts = [_make_random_part(site, name, chance) for name in CARDS if chance.random() < 0.8]
             line.share = SHARE
@@ -145,7 +145,7 @@ def test_placement_converges_over_a_line_that_fails_at_random(site: HostInPlacem
                     )
             for consumer in held:
                 assert site.placement.call("GET", f"/allocations/{consumer}")["allocations"], held[consumer]
-    assert set(line.made) == set(trouble.TROUBLE_KINDS)
+    assert set(line.made) == set(failing_proxy.TROUBLE_KINDS)
     for consumer in held:
         site.placement.release(consumer)
     site.sync_parts()

@@ -12,7 +12,7 @@ import pytest
 from tests.system.conftest import fresh_folder
 from tests.system.machine import run_fake_command
 from tests.system.product import Product, running
-from tests.system.test_acts import SETTINGS, ProductWithCard, reset_card
+from tests.system.test_device_commands import SETTINGS, ProductWithCard, reset_card
 
 pytestmark = pytest.mark.system
 

@@ -19,7 +19,7 @@ def test_the_former_release_can_write_all_its_tables_after_the_migration(folder:
     postgres.start()
     try:
         postgres.ensure_database("cyborg")
-        command = [sys.executable, "-m", "tests.system.former"]
+        command = [sys.executable, "-m", "tests.system.previous_release"]
         surroundings = environment(CYBORG_STATE_DIR=str(folder))
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=surroundings)
     finally:

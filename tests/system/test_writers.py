@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.support.webserver import until
-from tests.system import trouble
+from tests.system import failing_proxy
 from tests.system.clients.cloud import HANDLES, KeystoneCloud
+from tests.system.failing_proxy import TroubleProxy
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
 from tests.system.product import Product, running
-from tests.system.trouble import TroubleProxy
 
 pytestmark = pytest.mark.system
 SOON_S = 30.0
@@ -27,7 +27,7 @@ COMMANDS = "SELECT state, text FROM accelerators_command WHERE op = 'placement' 
 
 @pytest.fixture
 def between(placement: Placement) -> Iterator[TroubleProxy]:
-    with trouble.trouble_proxy(placement.url) as one:
+    with failing_proxy.trouble_proxy(placement.url) as one:
         yield one
 
 

@@ -22,9 +22,17 @@ from agents.host.journal.journal import JOURNAL_FILE, open_journal
 from agents.host.log_buffer import MAX_TEXT_BYTES, LogTail
 from drivers.inventory import AttachHandle
 from drivers.plan import Ask, Check, Image, Plan, Step, Write
-from tests.agents.host.standin import FakeGateway, wait_until
+from tests.agents.host.executor_host import (
+    CARD_PATH,
+    HANDLE,
+    ScriptedDriver,
+    make_command,
+    plan_once,
+    run_host,
+    write_step,
+)
+from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.agents.host.test_main import collect_log_lines, join_token, running_agent
-from tests.agents.host.workshop import CARD_PATH, HANDLE, ScriptedDriver, make_command, plan_once, run_host, write_step
 
 Change = Callable[[wire.ImageRef], wire.ImageRef]
 

@@ -18,8 +18,8 @@ from placement_sync import direct
 from placement_sync.direct import ProviderWork
 from placement_sync.mapping import DesiredProvider
 from placement_sync.reconcile import ObservedProvider
-from tests.agents.host.standin import FakeGateway, wait_until
-from tests.agents.host.workshop import HOST, ScriptedDriver, make_command, run_host
+from tests.agents.host.executor_host import HOST, ScriptedDriver, make_command, run_host
+from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.support.placement import ServedPlacement, serving_placement
 
 ROOT = "11111111-1111-1111-1111-111111111111"

@@ -16,9 +16,7 @@ from agents.host.execution import command_semantics
 from drivers.errors import Busy, Failed, Invalid
 from drivers.inventory import Device, DriverReport
 from drivers.plan import Check, Plan, Step
-from tests.agents.host.standin import wait_until
-from tests.agents.host.test_journal import full_disk
-from tests.agents.host.workshop import (
+from tests.agents.host.executor_host import (
     CARD_PATH,
     HANDLE,
     ScriptedDriver,
@@ -30,6 +28,8 @@ from tests.agents.host.workshop import (
     run_host,
     write_step,
 )
+from tests.agents.host.fake_gateway import wait_until
+from tests.agents.host.test_journal import full_disk
 
 
 def test_a_command_writes_reports_and_journals_before_its_result_is_given(tmp_path: Path) -> None:

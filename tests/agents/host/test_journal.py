@@ -18,7 +18,7 @@ import pytest
 
 from agents.host.journal.journal import JOURNAL_FILE, WrongHostError, open_journal, read_known_host
 from drivers.inventory import DriverReport
-from tests.agents.host.standin import driver_report
+from tests.agents.host.fake_gateway import driver_report
 
 
 def make_content(number: int) -> tuple[DriverReport, ...]:
@@ -223,7 +223,7 @@ WRITER_SCRIPT = """
 import sys
 from pathlib import Path
 from agents.host.journal.journal import open_journal
-from tests.agents.host.standin import driver_report
+from tests.agents.host.fake_gateway import driver_report
 journal = open_journal(Path(sys.argv[1]), "h")
 number = 0
 while True:

@@ -27,7 +27,7 @@ from agents.host.connection.link import GatewayLink
 from agents.host.execution.images import ImageCache
 from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import DriverError
-from tests.agents.host.standin import QUICK, FakeGateway, driver_report, wait_until
+from tests.agents.host.fake_gateway import QUICK, FakeGateway, driver_report, wait_until
 
 ONE_DEVICE = (driver_report(keys=["a"]),)
 TWO_DEVICES = (driver_report(keys=["a", "b"]),)

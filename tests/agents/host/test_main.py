@@ -18,7 +18,7 @@ from agents import credentials, wire
 from agents.host.connection.identity import KEY_FILE as KEY
 from agents.host.main import lock_state_dir
 from drivers.configuration import ConfigurationError
-from tests.agents.host.standin import FakeGateway, wait_until
+from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.support.environment import without_settings
 from tests.support.webserver import PATIENCE
 

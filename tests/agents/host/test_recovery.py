@@ -22,8 +22,7 @@ from drivers.errors import Busy
 from drivers.inventory import DriverReport
 from drivers.isolation.host_writer import HostWriter
 from drivers.plan import Ask, Check, Plan, Step, Write
-from tests.agents.host.standin import FakeGateway, wait_until
-from tests.agents.host.workshop import (
+from tests.agents.host.executor_host import (
     CARD_PATH,
     HANDLE,
     ScriptedDriver,
@@ -35,6 +34,7 @@ from tests.agents.host.workshop import (
     run_host,
     write_step,
 )
+from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.support.modelmachine import ModelMachine
 
 ATTACH = {"uuid": "u1", "handle": HANDLE, "consumer": "vm1"}

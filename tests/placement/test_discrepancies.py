@@ -51,7 +51,7 @@ def cloud() -> PlacementModelSession:
 def nova(settings: Any) -> Iterator[FakeNova]:
     placement_session.__init__()  # type: ignore[misc]
     placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    settings.SERVICE_SESSION = "tests.placement.test_faults.cloud"
+    settings.SERVICE_SESSION = "tests.placement.test_discrepancies.cloud"
     keys = settings.KEYS
     with running_nova() as one:
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}

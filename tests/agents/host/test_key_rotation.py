@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agents import wire
-from tests.agents.host.standin import FakeGateway, wait_until
+from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.agents.host.test_link import run_agent_link
 
 

@@ -34,7 +34,7 @@ def cloud() -> Session:
 @pytest.fixture
 def nova(settings: Any) -> Iterator[FakeNova]:
     with running_nova() as one:
-        settings.SERVICE_SESSION = "tests.placement.test_watcher.cloud"
+        settings.SERVICE_SESSION = "tests.placement.test_deleted_instances.cloud"
         settings.KEYS.nova_endpoint, before = one.url, settings.KEYS.nova_endpoint
         yield one
         settings.KEYS.nova_endpoint = before

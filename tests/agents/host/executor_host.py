@@ -33,7 +33,7 @@ from drivers.isolation.driver_main import Manifest
 from drivers.isolation.host_writer import HostWriter
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
-from tests.agents.host.standin import QUICK, wait_until
+from tests.agents.host.fake_gateway import QUICK, wait_until
 
 HOST = "cmp1.example"
 CARD, OTHER_CARD = "0000:01:00.0", "0000:02:00.0"

@@ -41,7 +41,7 @@ def cloud() -> PlacementModelSession:
 def placement(settings: Any) -> PlacementModelSession:
     placement_session.__init__()  # type: ignore[misc]
     placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    settings.SERVICE_SESSION = "tests.placement.test_standing.cloud"
+    settings.SERVICE_SESSION = "tests.placement.test_status_page.cloud"
     return placement_session
 
 

@@ -1,6 +1,6 @@
 """Writes as the release before does: a row of each table it knew, with the columns it knew, then again after `migrate`.
 
-`python -m tests.system.former` over an empty embedded database; run by `test_upgrade`.
+`python -m tests.system.previous_release` over an empty embedded database; run by `test_upgrade`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def cloud() -> PlacementModelSession:
 def placement(settings: Any) -> PlacementModelSession:
     placement_session.__init__()  # type: ignore[misc]
     placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    settings.SERVICE_SESSION = "tests.placement.test_tasks.cloud"
+    settings.SERVICE_SESSION = "tests.placement.test_providers_job.cloud"
     return placement_session
 
 

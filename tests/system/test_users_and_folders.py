@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.plain import as_plain_user, plain_user_id
 from tests.system.product import Product, running
+from tests.system.unprivileged import as_plain_user, plain_user_id
 
 pytestmark = pytest.mark.system
 

@@ -18,7 +18,7 @@ from agents import wire
 from agents.host.discovery.reporter import InventoryReporter, canonicalize_report, fit_reports
 from agents.host.journal.journal import Journal, open_journal
 from drivers.inventory import AttachHandle, Backend, Deployable, Device, DriverReport
-from tests.agents.host.standin import driver_report, wait_until
+from tests.agents.host.fake_gateway import driver_report, wait_until
 from tests.agents.host.test_journal import full_disk
 
 

@@ -14,7 +14,7 @@ from drivers.isolation.driver_main import Manifest
 from drivers.pci import sriov
 from drivers.pci.functions import PciDriver
 from drivers.plan import Act, Ask, Plan, Vitals
-from tests.agents.host.workshop import CARD, CARD_PATH, HostUnderTest, make_command, run_host
+from tests.agents.host.executor_host import CARD, CARD_PATH, HostUnderTest, make_command, run_host
 from tests.support.modelmachine import ModelMachine
 
 KEY = f"pci:{CARD}"

@@ -15,9 +15,9 @@ from agents.host.discovery.driver_set import DriverSet
 from agents.host.journal.journal import JOURNAL_FILE, open_journal
 from drivers.inventory import DriverReport
 from drivers.isolation.runner import DriverProcess
-from tests.agents.host.standin import FakeGateway, wait_until
+from tests.agents.host.executor_host import HOST, make_command
+from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.agents.host.test_main import collect_log_lines, join_token, running_agent
-from tests.agents.host.workshop import HOST, make_command
 
 CONSUMER = {"uuid": "0b0f2f24-7a1a-4c64-9c9d-0d1f6a2b3c4d", "consumer": "7d3c6f61-7a1a-4c64-9c9d-0d1f6a2b3c4e"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agents.host.connection.http import GatewayEndpoint
-from tests.agents.host.standin import QUICK, FakeGateway, wait_until
+from tests.agents.host.fake_gateway import QUICK, FakeGateway, wait_until
 from tests.agents.host.test_link import ONE_DEVICE, run_agent_link
 
 

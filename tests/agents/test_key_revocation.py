@@ -28,7 +28,7 @@ from cyborgweb.asgi import AgentApplication
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
-from tests.agents.host.standin import QUICK
+from tests.agents.host.fake_gateway import QUICK
 from tests.agents.test_gateway import make_join_secret, make_report
 from tests.support.reports import make_card
 from tests.support.webserver import serving, until

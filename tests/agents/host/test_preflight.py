@@ -15,7 +15,7 @@ from agents.host.settings import extract_allowed_acts
 from drivers.configuration import ConfigurationError
 from drivers.errors import Busy
 from drivers.plan import Ask, Plan, Step, Write
-from tests.agents.host.workshop import (
+from tests.agents.host.executor_host import (
     CARD_PATH,
     HANDLE,
     OTHER_CARD,

@@ -41,7 +41,7 @@ def cloud() -> PlacementModelSession:
 def placement(settings: Any) -> Iterator[PlacementModelSession]:
     placement_session.__init__()  # type: ignore[misc]
     placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    settings.SERVICE_SESSION = "tests.placement.test_told_first.cloud"
+    settings.SERVICE_SESSION = "tests.placement.test_programmed_traits.cloud"
     jobs.register_job("placement", "placement_sync.jobs.providers.run", cluster="work", intent_kind="provider")
     jobs.register_job("notices", "placement_sync.nova.notices_job.run", cluster="work", intent_kind="notice")
     yield placement_session

@@ -39,7 +39,7 @@ def cloud() -> Session:
 def host(keystone: Keystone, placement: Placement, settings: Any) -> Iterator[Host]:
     """A host of one ready card with four handles, in Placement, looked at and compared."""
     _cloud.append(Session(V3Password(**keystone.credentials("admin"))))
-    settings.SERVICE_SESSION = "tests.system.test_faults.cloud"
+    settings.SERVICE_SESSION = "tests.system.test_discrepancies.cloud"
     name = f"cmp-{uuid.uuid4().hex[:8]}"
     placement.create_compute_provider(name)
     host = get_or_create_host(name)

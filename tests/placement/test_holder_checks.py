@@ -42,7 +42,7 @@ def real_session() -> keystoneauth1.session.Session:
 @pytest.fixture(autouse=True)
 def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession]:
     placement_session.__init__()  # type: ignore[misc]
-    settings.SERVICE_SESSION = "tests.placement.test_witness.cloud"
+    settings.SERVICE_SESSION = "tests.placement.test_holder_checks.cloud"
     monkeypatch.setattr(holder_checks, "_outages", {})
     safety.register_holder_check("placement", holder_checks.check_placement)
     yield placement_session
@@ -104,7 +104,7 @@ def test_retiring_is_refused_while_placement_is_away_with_one_call_only(
 def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNova]:
     """Nova alone is asked, through HTTP."""
     keys = settings.KEYS
-    settings.SERVICE_SESSION = "tests.placement.test_witness.real_session"
+    settings.SERVICE_SESSION = "tests.placement.test_holder_checks.real_session"
     monkeypatch.setitem(safety._holder_checks, "placement", lambda _: holder_checks.NO_HOLDERS)
     monkeypatch.setattr(holder_checks, "_unknown_instances", set())
     with running_nova() as one:

@@ -27,7 +27,7 @@ from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import Failed
 from drivers.inventory import DriverReport, Health, Sample
 from drivers.plan import Ask
-from tests.agents.host.standin import QUICK, FakeGateway, driver_report, wait_until
+from tests.agents.host.fake_gateway import QUICK, FakeGateway, driver_report, wait_until
 
 WATCH_OFTEN, WATCH_ONCE = wire.Watch(0.5, 300.0), wire.Watch(0.0, 0.0)
 
