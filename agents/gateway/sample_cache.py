@@ -260,7 +260,7 @@ class SampleCache:
 
         An agent needs a new Watch if the shortest wanted interval differs from the one in its last Watch, or if the
         time left of its last Watch is less than half of the time that is wanted now. It needs none while a Watch is
-        being sent.
+        being sent, or while nobody wants samples.
         """
         now = time.monotonic()
         state.wanted_intervals = {every: until for every, until in state.wanted_intervals.items() if until > now}
