@@ -17,7 +17,7 @@ AGENT_STATES = (*LIVENESS_STATES, BarKind.REVOKED.value, BarKind.CLONE.value)
 
 
 def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]:
-    """Return two times, `up_since` and `late_since`.
+    """Return two times that divide agents into up, late and down.
 
     An agent that was last heard after the first is up; one last heard between the two is late; any other is down.
 
