@@ -17,10 +17,12 @@ AGENT_STATES = (*LIVENESS_STATES, BarKind.REVOKED.value, BarKind.CLONE.value)
 
 
 def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]:
-    """Return two times: an agent heard since the first is up, since the second late, otherwise down.
+    """Return two times that divide agents into up, late and down.
 
-    An age of one heartbeat plus the interval of lease flushes is normal, so it is up. An agent is down at the same age
-    at which the job `leases` marks its host as stale.
+    An agent that was last heard after the first is up; one last heard between the two is late; any other is down.
+
+    A silence of one heartbeat plus the interval of lease flushes is normal. An agent is down after the same silence
+    after which the job `leases` marks its host as stale.
     """
     beat, flush = settings.KEYS.beat_s, settings.KEYS.lease_flush_s
     down = 2 * beat + 2
@@ -45,7 +47,9 @@ def build_state_condition(state: str) -> Q:
 
 
 def get_last_heard(agent: Agent) -> datetime | None:
-    """Return when the agent was last heard, None if never. A query each unless `host__lease` was selected."""
+    """Return when the agent was last heard, None if never. Runs one query per agent, unless `host__lease` was loaded
+    with select_related.
+    """
     lease = getattr(agent.host, "lease", None)
     return lease.seen_at if lease else None
 

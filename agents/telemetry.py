@@ -87,8 +87,8 @@ def request_periodic_loads(hosts: Collection[int], every_s: float, for_s: float)
 def run_load_census(hosts: Collection[int], within_s: float) -> LoadSnapshot:
     """Ask the agents of these hosts for samples now, and return those that arrived within `within_s` seconds.
 
-    It returns as soon as all have answered. Agents that are older than samples never answer; with them it takes all of
-    the time.
+    It returns as soon as all have answered. Agents of a release that has no Samples message never answer; if `hosts`
+    contains one, the call takes the full `within_s` seconds.
     """
     return _gateway_pool.ask_all(SampleRequest(tuple(hosts), within_s=within_s))
 

@@ -253,9 +253,9 @@ class Watch(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """First message of a gateway.
 
-    `beat_s`: seconds between heartbeats. `epoch`: the highest epoch ever seen from this host; an agent with a lower one
-    moves its journal above it and reconnects. `applied_hash`: hash of the report last applied for this host, '' if
-    none or unknown. `max_bytes`: maximum size of a message. `jitter_s`: seconds over which the agent spreads its
+    `beat_s`: seconds between heartbeats. `epoch`: the highest epoch ever seen from this host; an agent whose own epoch
+    is lower raises it above this one and reconnects. `applied_hash`: hash of the report last applied for this host, ''
+    if none or unknown. `max_bytes`: maximum size of a message. `jitter_s`: seconds over which the agent spreads its
     report.
     """
 

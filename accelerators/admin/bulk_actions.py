@@ -210,7 +210,7 @@ def describe_bulk(bulk: Bulk) -> str:
 
 
 def render_bulk_progress(bulk: Bulk) -> SafeString:
-    """Render a progress bar with the number of devices that are processed, of all devices."""
+    """Render a progress bar that says how many of the devices have been processed."""
     return badges.render_progress_bar(
         100 * bulk.finished_count // max(bulk.total, 1), f"{bulk.finished_count} of {bulk.total}"
     )

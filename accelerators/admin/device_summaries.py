@@ -31,8 +31,9 @@ DEVICE_ID = "deployable__device_id"
 def load_cards(devices: Sequence[Device], max_cells: int = MAX_CELLS) -> list[DeviceCard]:
     """Return one card per device, in the order of `devices`, with at most `max_cells` attach handles each.
 
-    Held and missing handles are preferred; the counts of a card include all its handles. Each device must have its
-    `host` loaded. Costs one statement, and a second one if a device has `max_cells` handles or more.
+    If a device has more handles, the held and missing ones are shown first; the counts of a card include all its
+    handles. Each device must have its `host` loaded. Runs one SQL statement, and a second one if a device has
+    `max_cells` handles or more.
     """
     handles = AttachHandle.objects.filter(**{f"{DEVICE_ID}__in": [device.pk for device in devices]}).annotate(
         word=HANDLE_STATE

@@ -343,7 +343,10 @@ def build_detach_order(
 
 
 def wake_job_for_answers() -> None:
-    """Wake the job `commands` if any answered command has not ended. Call it after a report was applied."""
+    """Wake the job `commands` if the result of a command has arrived but the command has not ended yet.
+
+    Call it after a report was applied.
+    """
     if _execute(sql.SELECT_ANY_ANSWERED, {}).fetchone()[0]:
         jobs.enqueue_job(COMMANDS_JOB)
 

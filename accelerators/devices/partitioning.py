@@ -109,7 +109,7 @@ def update_layout(
     reason: str = "",
     source: EventSource = EventSource.API,
 ) -> Command:
-    """Place a `partition` command that changes these words of a device's layout; returns the command.
+    """Place a `partition` command that sets these keys of the device's layout, and return it.
 
     Raises RefusedError as `placing.order_device_command` does, and INVALID if the device's driver does not allow its
     layout to be changed.

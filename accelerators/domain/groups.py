@@ -51,8 +51,8 @@ def check_groups(groups: object) -> list[ProfileGroup]:
 def list_requested_groups(groups: Iterable[Mapping[str, str]]) -> list[int]:
     """Return one entry per request that the groups ask for: the index of its group, in the order of the groups.
 
-    A Xilinx FPGA has two functions, so a group that requires one makes two requests per FPGA, as upstream does
-    (contract section 2.3).
+    A Xilinx FPGA has two functions, so a group that requires such an FPGA makes two requests for each FPGA, as upstream
+    does (contract section 2.3).
     """
     group_indexes: list[int] = []
     for index, group in enumerate(groups):

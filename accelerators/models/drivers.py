@@ -115,7 +115,11 @@ class HostDriver(models.Model):
 
     @property
     def text(self) -> str:
-        """Return the driver's error; without one, the result text of the last command if the states differ; else ''."""
+        """Return the driver's error.
+
+        If it has none and its reported state differs from the wanted one, return the result text of the last command.
+        Otherwise return ''.
+        """
         error = str((self.reported or {}).get("error", ""))
         return error or (self.wish.command.text if self.drifts and self.wish and self.wish.command else "")
 

@@ -10,8 +10,8 @@ from accelerators.models import fields
 class Host(fields.Row):
     """A compute host.
 
-    `name` is the name of its compute provider in Placement, and `hostname` in the v2 API. `node` is the value of
-    `[DEFAULT]host` in upstream Cyborg.
+    `name` is the name of the host's compute provider in Placement; the v2 API shows it as `hostname`. `node`
+    corresponds to the option `[DEFAULT]host` of upstream Cyborg.
     """
 
     name = fields.name_field(

@@ -125,7 +125,7 @@ class Intent(fields.Row):
 
 
 class Tick(models.Model):
-    """A job that was woken and that no worker has taken up yet; not inventory. See `accelerators.runtime.jobs`."""
+    """A job that was woken and that no worker has taken up yet. Bookkeeping of `accelerators.runtime.jobs`."""
 
     name = models.CharField(max_length=64, primary_key=True)
     at = models.DateTimeField(db_default=Now())

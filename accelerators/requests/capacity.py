@@ -112,8 +112,9 @@ class LoadSummary:
 
 @dataclass(frozen=True)
 class CapacityGroup:
-    """The units of one group. `free` units can be requested now; `reserved` units are neither held nor free, for any
-    reason. A group by project counts only what the project holds: its `total` and `free` are None."""
+    """The units of one group. `free` units can be requested now; `reserved` units are those that are neither held nor
+    free, whatever the reason. A group by project counts only what the project holds: its `total` and `free` are None.
+    """
 
     names: tuple[str, ...]
     total: int | None
@@ -124,17 +125,17 @@ class CapacityGroup:
 
     @property
     def name(self) -> str:
-        """The value of the first key that the groups are made by."""
+        """The group's value of the first column in `CapacityQuery.by`, for example the host's name."""
         return self.names[0]
 
 
 @dataclass(frozen=True)
 class CapacityQuery:
-    """A query for `query_groups`: group by one or two of GROUP_COLUMNS; the other fields filter.
+    """A query for `query_groups`. `by`: one or two of GROUP_COLUMNS.
 
-    The filter `project` has an effect only if `by` contains "project". `order` is one of ORDER_BY_CLAUSES. `after`
-    (names of a group) returns only the groups that follow this one, for paging; only for the orders "group" and
-    "-group".
+    `host`, `type`, `resource_class` and `project` filter; `project` has an effect only if `by` contains "project".
+    `order` is one of ORDER_BY_CLAUSES. `after` (names of a group) returns only the groups that follow this one, for
+    paging; only for the orders "group" and "-group".
     """
 
     by: Sequence[str]

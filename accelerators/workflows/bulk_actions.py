@@ -252,10 +252,10 @@ def run() -> None:
 
 
 def process_next_slice(bulk_id: int | None = None) -> bool:
-    """Work on one slice of the running set that has waited longest, or of the set `bulk_id` (a primary key).
+    """Process one slice of a bulk action: the running one that has waited longest, or the one with the key `bulk_id`.
 
-    One transaction: moves the devices, writes the outcome of each, and ends the set after its last device. Returns
-    False if there was nothing to do.
+    One transaction: changes the devices' states, writes the outcome of each, and ends the bulk action after its last
+    device. Returns False if there was nothing to do.
     """
     with conductor.writing():
         running = Bulk.objects.filter(BULK_IS_RUNNING).order_by("updated_at")

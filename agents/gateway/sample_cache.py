@@ -258,8 +258,9 @@ class SampleCache:
     def _needs_watch(self, state: _SampleState) -> bool:
         """Return whether the agent needs a new Watch message; remove wanted intervals that have expired.
 
-        It needs one if the shortest wanted interval is not the one it was asked for, or if its time left is less than
-        half of the time that is wanted now. It needs none while a Watch is being sent.
+        An agent needs a new Watch if the shortest wanted interval differs from the one in its last Watch, or if the
+        time left of its last Watch is less than half of the time that is wanted now. It needs none while a Watch is
+        being sent, or while nobody wants samples.
         """
         now = time.monotonic()
         state.wanted_intervals = {every: until for every, until in state.wanted_intervals.items() if until > now}

@@ -32,9 +32,9 @@ HOSTS_PER_CHUNK = 256
 class SampleRequest(Struct, frozen=True, omit_defaults=True):
     """A request for the samples of `hosts` (None: all).
 
-    Without times the answer holds the last samples. With `for_s`, the agents are also asked to send samples every
-    `every_s` seconds for that long; the answer comes at once. With `within_s`, the agents are asked now, and the answer
-    holds only newer samples; it comes when all agents have sent theirs, or after that many seconds.
+    With neither `for_s` nor `within_s`, the answer holds the last samples. With `for_s`, the agents are also asked to
+    send samples every `every_s` seconds for that long; the answer comes at once. With `within_s`, the agents are asked
+    now, and the answer holds only newer samples; it comes when all agents have sent theirs, or after that many seconds.
     """
 
     hosts: Annotated[tuple[int, ...], Meta(max_length=100_000)] | None = None

@@ -42,7 +42,8 @@ def keep(file: Path, value: str) -> None:
 class Rehearsal:
     """One driver on the simulated host in the directory `root`, which has `sys`, `proc`, `dev` and `state` in it.
 
-    `settings` are the driver's settings. `kernel` gets each write into /sys; by default the file keeps the value.
+    `settings` are the driver's settings. `kernel` is called for each write into /sys; the default just stores the value
+    in the file.
     """
 
     def __init__(

@@ -175,7 +175,7 @@ class GroupsFieldExtension(OpenApiSerializerFieldExtension):
     target_class = "accelerators.api.own.profiles.GroupsField"
 
     def map_serializer_field(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
-        """Return the schema that matches the checks in `accelerators.domain.groups`."""
+        """Return the schema of a profile's groups; it matches the checks in `accelerators.domain.groups`."""
         classes = "|".join((*groups.RESOURCE_CLASSES, "CUSTOM_.*"))
         keys = {
             f"^resources: *({classes})$": {"type": "string", "pattern": "^[0-9]{1,3}$"},

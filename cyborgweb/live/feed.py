@@ -135,8 +135,10 @@ class LiveFeed:
         self._stopping = False
 
     def add_watcher(self, watcher: ConsoleWatcher) -> None:
-        """Register a page and find out whose session it has. It is closed with SIGNED_OUT if the session's user may
-        not enter the console, with TRY_AGAIN_LATER if the database fails.
+        """Register a page, and find out whose session it has.
+
+        Its socket is closed with SIGNED_OUT if the session's user may not enter the console, and with TRY_AGAIN_LATER
+        if the database fails.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="live", daemon=True)

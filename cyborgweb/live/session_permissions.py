@@ -1,4 +1,4 @@
-"""Query, for all watchers at once, whose session each is and whether the person may still watch."""
+"""Query, for all watchers at once, which user each session belongs to, and whether that user may still watch."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ async def _send_messages(watcher: ConsoleWatcher, outbox: asyncio.Queue[str | in
 
 
 def _put_threadsafe(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[str | int], message: str | int) -> None:
-    """Put a message into the outbox from the feed's thread. Ignored when the event loop has ended."""
+    """Put a message into the outbox from the feed's thread. Does nothing if the event loop has ended."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(outbox.put_nowait, message)
 

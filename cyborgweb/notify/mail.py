@@ -51,8 +51,8 @@ def send_mail(to: str, messages: Sequence[MailMessage], message_id: str) -> tupl
 
 
 def _send_in_thread(mail: EmailMessage) -> Future[None]:
-    """Send the mail on a daemon thread and return its future. A thread whose server is slower than the caller waits is
-    left running.
+    """Send the mail on a daemon thread and return its future. If the caller stops waiting before the mail server has
+    answered, the thread goes on.
     """
     future: Future[None] = Future()
 

@@ -186,8 +186,8 @@ def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSourc
 def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: EventSource = EventSource.API) -> int:
     """Deliver these messages again with the same ids; return how many were queued, at most `MAX_REPLAYED`.
 
-    Inbox messages and deliveries that are still waiting are left out. Raises RefusedError STATE if a subscription of
-    these is not active; then nothing is queued.
+    Inbox messages and deliveries that are still waiting are left out. Raises RefusedError STATE if one of their
+    subscriptions is not active; then nothing is queued.
     """
     with conductor.writing():
         ids = list(deliveries.exclude(subscription__way=DeliveryWay.INBOX).values_list("pk", flat=True)[:MAX_REPLAYED])

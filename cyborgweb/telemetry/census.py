@@ -98,7 +98,7 @@ class Census:
 
     @property
     def fitting(self) -> int:
-        """Return how many hosts fit."""
+        """Return how many hosts have room for all the requests."""
         return sum(row.fits for row in self.rows)
 
 

@@ -231,7 +231,7 @@ class FakeDevice:
     def make_plan(self, act: Act, steps: list[Step]) -> Plan:
         """Return a plan of the steps.
 
-        If the Script's `wrong` is true for the act, a step whose check never succeeds is appended.
+        If `wrong` of the Script has a true value for the act, a last step is added whose check never succeeds.
         """
         if self.script.wrong.get(act):
             path = self.get_path("wrong")

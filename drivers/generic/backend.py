@@ -1,7 +1,7 @@
 """The base class of all kinds of backends of the generic driver.
 
-A backend is an instance of its section of the settings: the fields of the struct are the keys that an operator may
-write in that section.
+Each backend class is a msgspec struct. Its fields are the keys that an operator may write in the backend's section of
+the settings; the section is decoded into an instance of the class.
 """
 
 from __future__ import annotations

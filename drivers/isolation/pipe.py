@@ -85,7 +85,7 @@ class ChildPipe(asyncio.SubprocessProtocol):
             asyncio.get_running_loop().call_later(DRAIN_S, self._mark_ended)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """Note that this output has ended. asyncio calls it."""
+        """Note that one of the child's outputs has ended. Called by asyncio."""
         self._closed_fds.add(fd)
         if self._closed_fds >= {1, 2} and self.exited.is_set():
             self._mark_ended()

@@ -18,7 +18,7 @@ _parent_pid = 0
 
 
 def die_with_parent(sig: int = signal.SIGKILL, *, include_forks: bool = False) -> None:
-    """Make the kernel send `sig` to this process when the thread of the parent that started it ends.
+    """Make the kernel send `sig` to this process when the parent's thread that started it ends.
 
     With `include_forks`, every later fork of this process does the same for itself, because the kernel clears
     PR_SET_PDEATHSIG in a child of os.fork() (django-q2 uses it). The parent may put its process id into

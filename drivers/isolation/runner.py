@@ -245,9 +245,10 @@ class DriverProcess:
         return pipe
 
     async def _receive_answer(self, pipe: ChildPipe, required_field: str) -> DriverAnswer:
-        """Return the next answer: it must be for the last request, with the field `required_field` or an error.
+        """Return the answer to the last request; it has the field `required_field` or an error.
 
-        Raises PipeError for any other line; a manifest before it is stored.
+        A manifest that arrives first is stored. Raises PipeError for an invalid answer and for an answer to another
+        request.
         """
         while True:
             answer = _decode_answer(await pipe.read_line())

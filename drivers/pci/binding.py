@@ -1,8 +1,8 @@
 """Read which kernel driver a PCI function is bound to, check what prevents a change, and plan the steps to another one.
 
-This module only reads and plans. Setting `driver_override` alone binds nothing, and the kernel does not report a probe
-that fails because of it; a write to `bind` returns an error. Source: Documentation/ABI/testing/sysfs-bus-pci,
--iommu_groups.
+This module only reads and plans. Setting `driver_override` does not bind the function by itself, and if a later
+automatic probe fails, the kernel reports nothing. A write to the driver's `bind` file does return an error. Source:
+Documentation/ABI/testing/sysfs-bus-pci, -iommu_groups.
 """
 
 from __future__ import annotations

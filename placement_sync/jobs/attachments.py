@@ -218,9 +218,9 @@ def _release_shares(row: Attachment) -> None:
     One step records the write and the next one sends it. Nothing is written if no claim was recorded or Placement is
     switched off.
 
-    While Placement rejects what the instance has elsewhere, it refuses every write for the instance. So if nothing has
-    to be released, and no claim can be under way any more (`is_past_pending_writes`), the attachment ends without a
-    write.
+    A write replaces all allocations of the instance, so Placement rejects it also if an allocation that is not ours is
+    invalid. Therefore, if nothing has to be released and no claim can be under way any more (`is_past_pending_writes`),
+    a rejected write ends the attachment.
     """
     if row.claim is None:
         return steps.end_attachment(row)

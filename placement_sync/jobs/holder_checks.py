@@ -129,9 +129,9 @@ def _find_instances_on_host(
 
 
 def _ask_unless_away(name: str, endpoint: str, ask: Callable[[Any], HolderCheckResult]) -> HolderCheckResult:
-    """Call `ask` with the cloud session and return its answer; without a cloud, nobody holds anything.
+    """Call `ask` with the cloud session and return its answer. If no cloud is configured, return NO_HOLDERS.
 
-    If the service was away less than BACK_OFF_S ago, return its last error without a call.
+    If the service failed less than BACK_OFF_S ago, return its last error without a call.
     """
     if (cloud := get_cloud_session(endpoint)) is None:
         return NO_HOLDERS

@@ -89,7 +89,8 @@ def select_confirmed_missing(
 def _find_missing(holding: Collection[str], listed: Collection[str]) -> set[str]:
     """Return the instances that the listing lacks.
 
-    Raises NovaUnavailableError if it lacks all of MIN_FOREIGN_CLOUD or more.
+    Raises NovaUnavailableError if there are at least MIN_FOREIGN_CLOUD instances and the listing contains none of them:
+    it is probably another cloud's.
     """
     missing = set(holding) - set(listed)
     if len(missing) == len(holding) >= MIN_FOREIGN_CLOUD:

@@ -116,7 +116,7 @@ class DeviceFilter(filters.FilterSet):
 
 
 class _CountedDevice(Protocol):
-    """What the query of `DeviceView` adds to a device."""
+    """Type of a Device that was loaded by `DeviceView`: its query adds the column `held`."""
 
     held: int
 

@@ -16,7 +16,10 @@ from accelerators.domain.caller import Caller
 
 
 def build_held_condition(deployable_alias: str) -> str:
-    """Return SQL that tests whether a request names the deployable with this SQL alias, or holds one of its handles."""
+    """Return an SQL condition: a request refers to the deployable, or holds one of its handles.
+
+    `deployable_alias` is the deployable's alias in the query.
+    """
     return f"""(
         EXISTS (SELECT FROM accelerators_acceleratorrequest q WHERE q.deployable_id = {deployable_alias}.id)
         OR EXISTS (SELECT FROM accelerators_attachhandle t

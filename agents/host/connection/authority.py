@@ -18,7 +18,10 @@ class PlacementAuthority:
     is_gateway_answering: Callable[[], bool] = field(default=lambda: False)
 
     def on_connect(self, is_gateway_answering: Callable[[], bool]) -> None:
-        """Note a new connection and forget the writer epoch. `is_gateway_answering()`: whether it answered lately."""
+        """Start with a new connection: no writer epoch is known yet.
+
+        `is_gateway_answering` returns whether the gateway has answered lately.
+        """
         self.epoch, self.is_gateway_answering = -1, is_gateway_answering
 
     def on_disconnect(self) -> None:

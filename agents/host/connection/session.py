@@ -191,7 +191,7 @@ class GatewaySession:
             await wait_for_event(self._link.wake, min(deadlines) - self._clock())
 
     async def _send_command_messages(self) -> None:
-        """Send Taken for new commands, then progress, then each result whose report the gateway has.
+        """Send Taken for new commands, then progress, then each result whose effect the gateway has in a report.
 
         A result that is larger than the gateway's message limit is sent without its `detail`.
         """

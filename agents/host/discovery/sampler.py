@@ -95,7 +95,8 @@ class SamplingSchedule:
     def on_round_end(self, now: float) -> None:
         """Schedule the next round after one has ended; times that passed during the round are skipped.
 
-        Rounds follow the watch while it lasts, otherwise this host's place in the minute.
+        While a Watch is in force, rounds follow its interval. Otherwise there is one round a minute, at this host's own
+        time within the minute.
         """
         if self._phase is None:
             return
@@ -156,7 +157,7 @@ class HostLoadSampler:
         self._schedule_changed.set()
 
     def on_watch(self, wish: wire.Watch) -> None:
-        """Sample as the gateway's message says, until its end or the next such message."""
+        """Take samples at the interval of the Watch message, until its duration is over or another Watch arrives."""
         self._schedule.on_watch(self._now(), wish)
         self._schedule_changed.set()
 

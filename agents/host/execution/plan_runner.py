@@ -235,7 +235,9 @@ class PlanRun:
         )
 
     async def _record_first_value(self, path: str) -> None:
-        """Journal what the file holds before its first write for this device; ignore a file that cannot be read."""
+        """Record in the journal what the file contains before this device's first write to it; ignore an unreadable
+        file.
+        """
         try:
             value = await run_in_thread(lambda: self._machine.read(path))
         except DriverError as error:  # some files, such as `unbind`, cannot be read

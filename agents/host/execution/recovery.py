@@ -19,11 +19,13 @@ from drivers.errors import DriverError
 async def determine_interrupted_result(
     context: HostContext, images: ImageCache, command: wire.Command, boot_id: str
 ) -> ExecutionResult:
-    """Find out how an interrupted command ended; change nothing on the host. `boot_id` is that of its start.
+    """Find out how an interrupted command ended; change nothing on the host.
+
+    `boot_id` is the host's boot id at the time when the command began.
 
     Return *succeeded* when the driver has no steps left, after storing the effects in the command log; else *unknown*.
-    The driver is not asked when it no longer runs or when the command is not an act. Raises nothing of the driver or
-    the journal.
+    The driver is not asked when it no longer runs or when the command is not an act. Errors of the driver and of the
+    journal are caught; then the result is *unknown*.
     """
     cause = "the agent stopped" if boot_id == context.boot_id else "the host was rebooted"
     unknown_text = f"interrupted, because {cause} while it ran; its outcome is unknown"

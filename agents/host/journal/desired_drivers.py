@@ -41,7 +41,7 @@ class DesiredDrivers:
         return self._wishes.get(driver)
 
     def list_drivers(self) -> tuple[str, ...]:
-        """Return the drivers that have a wish."""
+        """Return the drivers for which the conductor has set a desired state."""
         return tuple(self._wishes)
 
     def store_wish(self, driver: str, wish: wire.Wish) -> None:
