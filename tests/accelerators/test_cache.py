@@ -32,7 +32,8 @@ from accelerators.requests import profiles
 from accelerators.domain.caller import Caller
 from accelerators.models import DeviceProfile
 uuid = DeviceProfile.objects.get(name="p").uuid
-profiles.edit(uuid, {"groups": [{"resources:FPGA": "2"}]}, Caller("other process", "", frozenset({"admin"}), "p1"))
+caller = Caller("other process", "", frozenset({"admin"}), "p1")
+profiles.edit_profile(uuid, {"groups": [{"resources:FPGA": "2"}]}, caller)
 """
 
 

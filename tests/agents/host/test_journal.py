@@ -228,7 +228,7 @@ journal = open_journal(Path(sys.argv[1]), "h")
 number = 0
 while True:
     number += 1
-    journal.record((driver_report(keys=[f"{sys.argv[2]}-{number}"]),))
+    journal.record_report((driver_report(keys=[f"{sys.argv[2]}-{number}"]),))
     print(journal.epoch, journal.seq, journal.report.hash, flush=True)
     if number % 3 == 0:
         journal.acknowledge(journal.seq)
