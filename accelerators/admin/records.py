@@ -114,7 +114,7 @@ class EventAdmin(ReadOnlyModelAdmin):
         """Search events; every kind of search term uses an index, and all terms must match.
 
         A uuid is that of the subject. A term with a prefix of EXACT_LOOKUPS matches the whole value. Every other term
-        must be the beginning of a word of the event (`saying`). Raises ValueError for an invalid time.
+        must be the beginning of a word of the event (`event_has_words`). Raises ValueError for an invalid time.
         """
         terms = search_term.split()[:MAX_SEARCH_TERMS]
         for name, _, value in [term.partition(":") for term in terms if _is_exact_term(term)]:

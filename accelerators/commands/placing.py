@@ -281,7 +281,8 @@ def mark_commands_taken(ids: Iterable[CommandId]) -> None:
 def store_progress(messages: Iterable[CommandProgress]) -> None:
     """Store progress messages and notify watchers after the commit. The first message marks a command as started.
 
-    Of several messages about one command the last one counts. Commands that are answered or ended are skipped.
+    If there are several messages about a command, only the last one is stored. Commands that are answered or ended
+    are skipped.
     """
     rows = {(message.host, message.number): message._asdict() for message in messages}
     with conductor.writing():
@@ -422,7 +423,7 @@ def _refuse_if_impossible(op: str, device: Device) -> None:
 def refuse_if_changed(device: Device, expected_generation: int | None) -> None:
     """Raise RefusedError CONFLICT if the device's generation is not `expected_generation`; do nothing if that is None.
 
-    Of two callers who saw the same device and change it, the second must read it again.
+    If two callers change a device that both have read, the second one is refused and must read it again.
     """
     if expected_generation is not None and expected_generation != device.generation:
         present = f"generation {device.generation}"

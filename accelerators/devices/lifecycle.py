@@ -103,7 +103,10 @@ class DeviceStateChange:
 
 @dataclass(frozen=True)
 class SeenStates:
-    """What a person saw when deciding: `Standing.as_text` per device, and whether they confirmed held devices too."""
+    """The states that the devices showed when a person decided (`LifecycleState.as_text` of each).
+
+    `held_too` says that the person confirmed the action for held devices, too.
+    """
 
     words_by_device: Mapping[UUID, str]
     held_too: bool = False

@@ -37,7 +37,7 @@ ACTION_DESCRIPTIONS = {
     Action.REINSTATE: "Take a retired device back into use; its state is inactive then.",
     Action.RETIRE: "Take the device out of use for good; refused while anybody holds it.",
 }
-"""What each action does, for the console, the command line and the API's documentation."""
+"""Description of each action, for the console, the command line and the API's documentation."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class InventoryChanges:
 
 @dataclass(frozen=True)
 class CombinedDriverReport:
-    """What the reports of one batch together say about one driver.
+    """The state of one driver after all reports of one batch.
 
     `error` ('' if it answered) and `faults` are from the last report. `devices` is the last list of devices that the
     driver gave, None if every report had an error. `backends` and their errors are from the last report without a

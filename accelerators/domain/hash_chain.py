@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from itertools import zip_longest
 
 FIRST_PREVIOUS_HASH = "0" * 64
-"""The value of `Link.previous_hash` in the first seal, which has no predecessor."""
+"""The value of `SealContent.previous_hash` in the first seal, which has no predecessor."""
 MARK_BYTES = 4
 """Number of bytes of each event's digest that are stored with its seal."""
 

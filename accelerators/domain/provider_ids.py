@@ -8,6 +8,6 @@ from uuid import NAMESPACE_DNS, UUID, uuid3
 def compute_provider_uuid(name: str) -> UUID:
     """Compute the id of the provider with this name (the deployable's name): uuid3 with NAMESPACE_DNS.
 
-    It is the same in every installation, and the same as upstream's (contract section 6.2).
+    Every installation, and upstream, computes the same id for a name (contract section 6.2).
     """
     return uuid3(NAMESPACE_DNS, name)

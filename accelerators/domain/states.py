@@ -40,7 +40,7 @@ class HandleType(StrEnum):
 
 
 class AttributeOrigin(StrEnum):
-    """Who wrote an attribute. A report changes only attributes of origin `agent`."""
+    """The writer of an attribute. A report changes only attributes of origin `agent`."""
 
     AGENT = "agent"
     OPERATOR = "operator"
@@ -131,7 +131,7 @@ class DeviceOutcome(StrEnum):
 
     MOVED = "moved"
     UNCHANGED = "unchanged"
-    """There was nothing to do."""
+    """The device was already in the state that the action leads to."""
     REFUSED = "refused"
 
 
@@ -149,7 +149,7 @@ class DriverState(StrEnum):
 
 
 class RolloutOp(StrEnum):
-    """What a rollout does with a driver on its hosts."""
+    """The change that a rollout makes to a driver on its hosts."""
 
     INSTALL = "install"
     UPDATE = "update"

@@ -39,7 +39,7 @@ WantedImage = tuple[str, str]
 
 
 class ImageUnusableError(Exception):
-    """There is no such image, or it cannot be used; the text says why. A retry would not help."""
+    """The image does not exist or cannot be used; the text says why. A retry would not help."""
 
 
 class ImageServiceUnavailableError(Exception):

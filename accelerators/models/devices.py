@@ -129,7 +129,7 @@ class Device(fields.Row):
 
     @property
     def lifecycle_text(self) -> str:
-        """Return state, `returns_to` and `drain_to` as one text (`Standing.as_text`).
+        """Return state, `returns_to` and `drain_to` as one text (`LifecycleState.as_text`).
 
         Forms send it back, so that a person who decides about a device learns when it has changed meanwhile.
         """

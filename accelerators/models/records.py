@@ -105,7 +105,8 @@ class Seal(models.Model):
 class Intent(fields.Row):
     """Work to be done outside the database because of a change in it (outbox).
 
-    It is inserted in the transaction of the change, and deleted only when the work is done. See `accelerators.outbox`.
+    An intent is inserted in the transaction of the change and deleted only when the work is done. See
+    `accelerators.outbox`.
     """
 
     kind = models.CharField(max_length=32, db_collation="C")

@@ -24,7 +24,7 @@ GROUP_COLUMNS = {
     "resource_class": "coalesce(a.value, '')",
     "project": "r.project_id",
 }
-"""What to group by → the SQL expression of its value."""
+"""The SQL expression for each name by which capacity can be grouped."""
 ORDER_BY_CLAUSES = {
     "group": 'k1 COLLATE "C", k2 COLLATE "C"',
     "-group": 'k1 COLLATE "C" DESC, k2 COLLATE "C" DESC',

@@ -55,7 +55,7 @@ SELECT %s, d.id, d.uuid, left(d.model || ' ' || coalesce(nullif(d.address, ''), 
 FROM ({chosen}) chosen JOIN accelerators_device d USING (id) JOIN accelerators_host h ON h.id = d.host_id
 ORDER BY d.host_id, d.id
 """
-"""Insert the items of a bulk action. The column `stood` gets the text of `Standing.as_text`, the device's state now."""
+"""Insert the items of a bulk action. The column `stood` gets `LifecycleState.as_text` of the device."""
 STORE_OUTCOMES = """
 UPDATE accelerators_bulkitem t SET outcome = x.outcome, why = x.why, state = x.state, text = x.text
 FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, outcome text, why text, state text, text text)
@@ -157,7 +157,7 @@ def predict_outcome(
 ) -> BulkForecast:
     """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. Pure.
 
-    `word_when_chosen` is its `Standing.as_text` when the set was chosen; `state`, `returns` and `drains` are its
+    `word_when_chosen` is its `LifecycleState.as_text` when the set was chosen; `state`, `returns` and `drains` are its
     columns now, `state` None if the device is gone. `facts` are four answers: whether its driver has to install it,
     whether a command is working on it, whether a request holds it, and whether its driver supports the command that is
     asked for.

@@ -130,7 +130,7 @@ def _store_in_context(
     """Return an option callback that stores a non-empty value in the field `field_name` of `CliContext.login` or
     `CliContext.output`.
 
-    Login fields that were set on the command line are also noted in `Login.from_command_line`.
+    Login fields that were set on the command line are also noted in `LoginOptions.from_command_line`.
     """
 
     def store(context: click.Context, parameter: click.Parameter, value: Any) -> None:

@@ -102,7 +102,7 @@ class ConsoleWatcher:
     sent_rows: dict[Any, tuple[object, dict[str, int]]] = field(default_factory=dict)
     row_names: dict[Any, str] = field(default_factory=dict)
     synced_state: object = None
-    """The state (see `Feed._compute_list_state`) at which the page was last up to date; None if it still waits for
+    """The state (see `LiveFeed._compute_list_state`) at which the page was last up to date; None if it still waits for
     rows.
     """
     is_live: bool = False

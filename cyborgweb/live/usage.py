@@ -1,8 +1,8 @@
 """A device's usage as server-sent events, served on the event loop, so that listeners occupy no request thread.
 
 It answers at the address of the usage resource (`agents.api`) for clients that accept `text/event-stream`. Whether a
-client may listen is asked of that resource itself, at the beginning and again every `Pace.permission_check_s` seconds.
-Samples are read once a second for all listeners together, in one thread.
+client may listen is asked of that resource itself, at the beginning and again every
+`StreamIntervals.permission_check_s` seconds. Samples are read once a second for all listeners together, in one thread.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class UsageStream:
         return started[0]["status"], list(started[0]["headers"]), body
 
     async def _wait_until_not_allowed(self, scope: Any) -> None:
-        """Return when the client may no longer listen, or when no check has succeeded for `Pace.max_check_failure_s`
-        seconds.
+        """Return when the client may no longer listen, or when no check has succeeded for
+        `StreamIntervals.max_check_failure_s` seconds.
         """
         loop = asyncio.get_running_loop()
         allowed_at = loop.time()
@@ -178,7 +178,7 @@ class UsageStream:
                 return
 
     async def _read_samples(self) -> None:
-        """Read samples every `Pace.event_s` seconds and pass them to all listeners, until there are none."""
+        """Read samples every `StreamIntervals.event_s` seconds and pass them to all listeners, until there are none."""
         loop = asyncio.get_running_loop()
         try:
             while self._listeners:

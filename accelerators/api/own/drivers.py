@@ -41,7 +41,7 @@ class WantedSerializer(serializers.Serializer[Any]):
 
 
 class SeenSerializer(serializers.Serializer[Any]):
-    """What the host's agent reports about the driver."""
+    """The driver as the agent of the host reports it."""
 
     generation = serializers.IntegerField(
         read_only=True, help_text="The wanted generation that it runs with; 0 if the host's own file applies."

@@ -21,7 +21,7 @@ Every minute the events of all finished transactions are sealed: a seal is a has
 seal. This command computes all seals again and prints the first event and the first seal that do not match. Events that
 are not sealed yet are only counted.
 
-Somebody who can change everything in the database can also compute the whole chain again. Therefore store the newest
+An attacker who can change the whole database can also compute the whole chain again. Therefore store the newest
 seal elsewhere from time to time, and compare the chain with the stored seals:
 
   manage.py verify_events --anchor >> /elsewhere/anchors
