@@ -20,31 +20,20 @@ from agents import wire
 from agents.gateway.app import AgentGateway
 from cyborgweb.models import ApiToken
 from placement_sync.jobs import providers as placement_tasks
-from placement_sync.reconcile import ObservedProvider
 from tests.agents.conftest import GatewaySlot
 from tests.agents.test_gateway import make_join_secret, make_report
-from tests.placement.session import PlacementModelSession
+from tests.placement.session import PlacementModelSession, placement_session, use_placement_model
 from tests.support.reports import make_card
 from tests.support.wireagent import WireAgent, ask
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p1")
-COMPUTE = "11111111-1111-1111-1111-111111111111"
-session = PlacementModelSession()
-
-
-def cloud() -> PlacementModelSession:
-    """What `SERVICE_SESSION` names: a session of Placement's model."""
-    return session
 
 
 @pytest.fixture
 def placement(settings: Any) -> PlacementModelSession:
-    session.__init__()  # type: ignore[misc]
-    session.model.providers[COMPUTE] = ObservedProvider(COMPUTE, "cmp1", "", 0)
-    settings.SERVICE_SESSION = f"{__name__}.cloud"
-    return session
+    return use_placement_model(settings)
 
 
 @pytest.fixture
@@ -76,7 +65,7 @@ def traits_in_placement() -> set[str]:
     while placement_tasks.step():
         pass
     assert not Intent.objects.filter(kind="provider").exists()
-    return set(session.model.providers[str(compute_provider_uuid("node_0000:01:00.0"))].traits)
+    return set(placement_session.model.providers[str(compute_provider_uuid("node_0000:01:00.0"))].traits)
 
 
 def test_an_operators_attribute_survives_reports_and_reaches_placement(

@@ -115,6 +115,24 @@ class PlacementModelSession:
         return {"generation": now, "resource_provider_generation": now}
 
 
+COMPUTE_PROVIDER = "11111111-1111-1111-1111-111111111111"
+"""The compute provider of the host cmp1."""
+placement_session = PlacementModelSession()
+
+
+def get_placement_session() -> PlacementModelSession:
+    """Return the session that the setting SERVICE_SESSION names after `use_placement_model`."""
+    return placement_session
+
+
+def use_placement_model(settings: Any) -> PlacementModelSession:
+    """Let the product talk to an empty model of Placement that has only the compute provider of cmp1."""
+    placement_session.__init__()  # type: ignore[misc]  # tests import this one object, so it is emptied, not replaced
+    placement_session.model.providers[COMPUTE_PROVIDER] = ObservedProvider(COMPUTE_PROVIDER, "cmp1", "", 0)
+    settings.SERVICE_SESSION = "tests.placement.session.get_placement_session"
+    return placement_session
+
+
 def _parse_microversion(headers: Mapping[str, str]) -> tuple[int, int]:
     found = re.fullmatch(r"placement (\d+)\.(\d+)", headers.get("OpenStack-API-Version", "placement 1.0"))
     assert found, f"not a microversion: {headers}"

@@ -19,16 +19,13 @@ from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
-from placement_sync.reconcile import ObservedProvider
-from tests.placement.session import PlacementModelSession
+from tests.placement.session import PlacementModelSession, placement_session, use_placement_model
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
-ROOT = "11111111-1111-1111-1111-111111111111"
 LONG_AGO = "2020-01-01T00:00:00Z"
-placement_session = PlacementModelSession()
 
 
 class CloudSession(PlacementModelSession):
@@ -49,8 +46,7 @@ def cloud() -> PlacementModelSession:
 
 @pytest.fixture(autouse=True)
 def nova(settings: Any) -> Iterator[FakeNova]:
-    placement_session.__init__()  # type: ignore[misc]
-    placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
+    use_placement_model(settings)
     settings.SERVICE_SESSION = "tests.placement.test_discrepancies.cloud"
     keys = settings.KEYS
     with running_nova() as one:

@@ -21,18 +21,13 @@ from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from placement_sync.jobs import holder_checks
 from placement_sync.reconcile import ObservedProvider
-from tests.placement.session import PlacementModelSession
+from tests.placement.session import PlacementModelSession, placement_session, use_placement_model
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p", service=True)
-placement_session = PlacementModelSession()
 EARLIER = "2026-01-01T00:00:00Z"
-
-
-def cloud() -> PlacementModelSession:
-    return placement_session
 
 
 def real_session() -> keystoneauth1.session.Session:
@@ -41,11 +36,9 @@ def real_session() -> keystoneauth1.session.Session:
 
 @pytest.fixture(autouse=True)
 def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession]:
-    placement_session.__init__()  # type: ignore[misc]
-    settings.SERVICE_SESSION = "tests.placement.test_holder_checks.cloud"
     monkeypatch.setattr(holder_checks, "_outages", {})
     safety.register_holder_check("placement", holder_checks.check_placement)
-    yield placement_session
+    yield use_placement_model(settings)
     del safety._holder_checks["placement"]
 
 

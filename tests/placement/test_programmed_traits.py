@@ -13,7 +13,6 @@ from accelerators.models import AttachHandle, Intent
 from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync.jobs import providers
-from placement_sync.reconcile import ObservedProvider
 from tests.accelerators.test_bind_commands import (
     ADDER_IMAGE,
     NOVA,
@@ -25,26 +24,17 @@ from tests.accelerators.test_bind_commands import (
     handle,
     make_handles_pci,
 )
-from tests.placement.session import PlacementModelSession
+from tests.placement.session import PlacementModelSession, use_placement_model
 
 __all__ = ["handle"]
 pytestmark = pytest.mark.django_db
-ROOT = "11111111-1111-1111-1111-111111111111"
-placement_session = PlacementModelSession()
-
-
-def cloud() -> PlacementModelSession:
-    return placement_session
 
 
 @pytest.fixture
 def placement(settings: Any) -> Iterator[PlacementModelSession]:
-    placement_session.__init__()  # type: ignore[misc]
-    placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    settings.SERVICE_SESSION = "tests.placement.test_programmed_traits.cloud"
     jobs.register_job("placement", "placement_sync.jobs.providers.run", cluster="work", intent_kind="provider")
     jobs.register_job("notices", "placement_sync.nova.notices_job.run", cluster="work", intent_kind="notice")
-    yield placement_session
+    yield use_placement_model(settings)
     for name in ("placement", "notices"):
         del jobs._registered[name]
 

@@ -20,25 +20,21 @@ from accelerators.runtime import jobs
 from placement_sync.jobs import providers
 from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import ObservedProvider
-from tests.placement.session import PlacementModelSession
+from tests.placement.session import (
+    COMPUTE_PROVIDER,
+    PlacementModelSession,
+    placement_session,
+    use_placement_model,
+)
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
-ROOT = "11111111-1111-1111-1111-111111111111"
-placement_session = PlacementModelSession()
-
-
-def cloud() -> PlacementModelSession:
-    return placement_session
 
 
 @pytest.fixture(autouse=True)
 def placement(settings: Any) -> PlacementModelSession:
-    placement_session.__init__()  # type: ignore[misc]
-    placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    settings.SERVICE_SESSION = "tests.placement.test_providers_job.cloud"
-    return placement_session
+    return use_placement_model(settings)
 
 
 def make_ready_host(cards: int = 1, seq: int = 1) -> Host:
@@ -155,7 +151,7 @@ def test_an_intent_waits_until_nova_has_made_the_compute_provider(placement: Pla
     placement.model.providers.clear()
     providers.step()
     assert Intent.objects.get(kind="provider").last_error == "waiting for compute provider cmp1"
-    placement.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
+    placement.model.providers[COMPUTE_PROVIDER] = ObservedProvider(COMPUTE_PROVIDER, "cmp1", "", 0)
     make_intents_due()
     providers.step()
     assert observed_provider().inventories["FPGA"]["total"] == 4
@@ -215,7 +211,7 @@ def test_the_placement_sync_command_prints_the_differences_and_writes_them() -> 
         "  + node_0000:00:00.0: trait CUSTOM_TEST",
         "1 host, 3 to be written",
     ]
-    assert list(placement_session.model.providers) == [ROOT]
+    assert list(placement_session.model.providers) == [COMPUTE_PROVIDER]
     call_command("placement_sync", host=["cmp1"], stdout=StringIO())
     assert observed_provider().inventories["FPGA"]["total"] == 4
     again = StringIO()

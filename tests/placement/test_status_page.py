@@ -23,26 +23,21 @@ from accelerators.models import Device, Host, Intent
 from cyborgweb.models import ApiToken
 from placement_sync.jobs import providers
 from placement_sync.models import Discrepancy, DiscrepancyKind
-from placement_sync.reconcile import ObservedProvider
-from tests.placement.session import PlacementModelSession
+from tests.placement.session import (
+    COMPUTE_PROVIDER,
+    PlacementModelSession,
+    placement_session,
+    use_placement_model,
+)
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
-ROOT = "11111111-1111-1111-1111-111111111111"
-placement_session = PlacementModelSession()
-
-
-def cloud() -> PlacementModelSession:
-    return placement_session
 
 
 @pytest.fixture(autouse=True)
 def placement(settings: Any) -> PlacementModelSession:
-    placement_session.__init__()  # type: ignore[misc]
-    placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    settings.SERVICE_SESSION = "tests.placement.test_status_page.cloud"
-    return placement_session
+    return use_placement_model(settings)
 
 
 @pytest.fixture
@@ -76,7 +71,7 @@ def test_the_host_page_shows_the_desired_beside_the_observed_provider(operator: 
         assert fact in told
     providers.step()
     told = get_host_page(operator, host)
-    for fact in ("in step", ROOT, "generation 2", "CUSTOM_TEST", "Placement is up to date", "by</dt>"):
+    for fact in ("in step", COMPUTE_PROVIDER, "generation 2", "CUSTOM_TEST", "Placement is up to date", "by</dt>"):
         assert fact in told
     assert "</span>differs" not in told
     lifecycle.disable_device(Device.objects.get().uuid, ADMIN)

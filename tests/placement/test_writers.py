@@ -25,26 +25,20 @@ from placement_sync.client import PlacementClient
 from placement_sync.direct import ProviderWork
 from placement_sync.jobs import providers, writer_election
 from placement_sync.models import Tree, WrittenProvider
-from placement_sync.reconcile import ObservedProvider
 from placement_sync.sync import synchronize_host
-from tests.placement.session import PlacementModelSession
-from tests.placement.test_providers_job import ADMIN, ROOT, make_intents_due, make_ready_host, observed_provider
+from tests.placement.session import (
+    PlacementModelSession,
+    placement_session,
+    use_placement_model,
+)
+from tests.placement.test_providers_job import ADMIN, make_intents_due, make_ready_host, observed_provider
 
 pytestmark = pytest.mark.django_db
-placement_session = PlacementModelSession()
-
-
-def cloud() -> PlacementModelSession:
-    return placement_session
 
 
 @pytest.fixture(autouse=True)
-def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> PlacementModelSession:
-    placement_session.__init__()  # type: ignore[misc]
-    placement_session.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
-    monkeypatch.setattr("tests.placement.test_providers_job.placement_session", placement_session)
-    settings.SERVICE_SESSION = "tests.placement.test_writers.cloud"
-    return placement_session
+def placement(settings: Any) -> PlacementModelSession:
+    return use_placement_model(settings)
 
 
 @pytest.fixture
