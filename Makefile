@@ -53,7 +53,7 @@ test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that n
 	$(BIN)/python -m pytest -m "system or exhaustive" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 OUTAGES := tests/system/test_slow_services.py
-LONGER := tests/accelerators/test_binding_machine.py tests/system/test_race.py tests/system/test_fleet.py
+LONGER := tests/accelerators/requests/test_binding_machine.py tests/system/test_race.py tests/system/test_fleet.py
 test-long: $(VENV)/dev  ## the scenarios that CI runs shortened, at full length: outages of an hour, a thousand rounds; some two hours
 	TEST_LONG=1 $(BIN)/python -m pytest $(OUTAGES) -m system -n 8 --dist load  # eight outages of an hour, side by side
 	TEST_LONG=1 $(BIN)/python -m pytest $(LONGER) -n $(TEST_PROCESSES) --dist load

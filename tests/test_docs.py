@@ -1,6 +1,6 @@
 """The pages of docs/ and beside README.md against the code: what they name and quote exists, links lead somewhere.
 
-The manual that is made of them is looked at in `tests/web/test_help.py`.
+The manual that is made of them is looked at in `tests/cyborgweb/manual/test_help.py`.
 """
 
 from __future__ import annotations

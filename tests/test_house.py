@@ -77,7 +77,7 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
 
 
 def test_a_changed_file_selects_the_tests_of_its_package() -> None:
-    assert changed.select_tests(["accelerators/admin/devices.py"]) == ["tests/console", changed.ALWAYS_RUN]
+    assert changed.select_tests(["accelerators/admin/devices.py"]) == ["tests/cyborgweb/console", changed.ALWAYS_RUN]
     assert changed.select_tests(["agents/host/connection/link.py", "agents/wire.py"]) == [
         "tests/agents",
         changed.ALWAYS_RUN,
@@ -86,10 +86,10 @@ def test_a_changed_file_selects_the_tests_of_its_package() -> None:
     assert changed.select_tests(["tests/drivers/tree.py", "manage.py"]) == [
         "tests/drivers",
         changed.ALWAYS_RUN,
-        "tests/web",
+        "tests/cyborgweb",
     ]
     assert changed.select_tests(["tests/agents/host/fake_gateway.py"]) == ["tests/agents", changed.ALWAYS_RUN]
-    assert changed.select_tests(["tests/agents/transcripts/any.json"]) == ["tests/agents", changed.ALWAYS_RUN]
+    assert changed.select_tests(["tests/agents/wire/transcripts/any.json"]) == ["tests/agents", changed.ALWAYS_RUN]
     assert changed.select_tests(["tests/bench/test_promises.py"]) == [
         "tests/bench/test_promises.py",
         changed.ALWAYS_RUN,

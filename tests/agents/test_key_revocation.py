@@ -28,8 +28,8 @@ from cyborgweb.asgi import AgentApplication
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
+from tests.agents.gateway.test_gateway import make_join_secret, make_report
 from tests.agents.host.fake_gateway import QUICK
-from tests.agents.test_gateway import make_join_secret, make_report
 from tests.support.reports import make_card
 from tests.support.webserver import serving, until
 from tests.support.wireagent import WireAgent, ask, is_closed

@@ -12,7 +12,7 @@ import sys
 import time
 
 from drivers.isolation.process import die_with_parent
-from tests.drivers.hotplug import LIBRARY, SimulatedBus
+from tests.drivers.pci.hotplug import LIBRARY, SimulatedBus
 
 
 def card(address: str, product: str) -> bytes:

@@ -30,7 +30,11 @@ AREAS = (
             "accelerators/requests/binding_sql.py",
             "accelerators/commands/programming.py",
         ),
-        ("tests/api/test_requests.py", "tests/accelerators/test_bind_commands.py", "tests/api/test_program.py"),
+        (
+            "tests/accelerators/api/v2/test_requests.py",
+            "tests/accelerators/requests/test_bind_commands.py",
+            "tests/accelerators/api/v2/test_program.py",
+        ),
     ),
     Area(
         "diff and merge",
@@ -40,7 +44,11 @@ AREAS = (
             "accelerators/inventory/merge_sql.py",
             "accelerators/workflows/sweep.py",
         ),
-        ("tests/accelerators/test_diff.py", "tests/accelerators/test_merge.py", "tests/accelerators/test_sweep.py"),
+        (
+            "tests/accelerators/domain/test_diff.py",
+            "tests/accelerators/inventory/test_merge.py",
+            "tests/accelerators/workflows/test_sweep.py",
+        ),
     ),
     Area(
         "life cycle and admission",
@@ -51,12 +59,16 @@ AREAS = (
             "accelerators/devices/admission_rules.py",
             "accelerators/domain/states.py",
         ),
-        ("tests/accelerators/test_lifecycle.py", "tests/accelerators/test_admission.py", "tests/own/test_lifecycle.py"),
+        (
+            "tests/accelerators/devices/test_lifecycle.py",
+            "tests/accelerators/devices/test_admission.py",
+            "tests/accelerators/api/own/test_lifecycle.py",
+        ),
     ),
     Area(
         "groups",
         ("accelerators/domain/groups.py", "accelerators/requests/profiles.py", "accelerators/domain/traits.py"),
-        ("tests/accelerators/test_groups.py", "tests/api/test_profiles.py"),
+        ("tests/accelerators/domain/test_groups.py", "tests/accelerators/api/v2/test_profiles.py"),
     ),
     Area(
         "capacity",
@@ -65,12 +77,12 @@ AREAS = (
             "accelerators/devices/partitioning.py",
             "accelerators/requests/capacity.py",
         ),
-        ("tests/own/test_usage.py", "tests/own/test_units.py"),
+        ("tests/accelerators/api/own/test_usage.py", "tests/accelerators/api/own/test_units.py"),
     ),
     Area(
         "safety",
         ("accelerators/safety.py", "accelerators/conductor.py", "accelerators/outbox.py"),
-        ("tests/accelerators/test_lifecycle.py", "tests/placement/test_holder_checks.py"),
+        ("tests/accelerators/devices/test_lifecycle.py", "tests/placement_sync/test_holder_checks.py"),
     ),
     Area(
         "sealing and verification",
@@ -80,7 +92,7 @@ AREAS = (
             "accelerators/audit/retention.py",
             "accelerators/audit/sealing.py",
         ),
-        ("tests/accelerators/test_seals.py",),
+        ("tests/accelerators/audit/test_seals.py",),
     ),
     Area(
         "commands",
@@ -89,7 +101,7 @@ AREAS = (
             "accelerators/commands/sql.py",
             "accelerators/workflows/command_results.py",
         ),
-        ("tests/accelerators/test_commands.py", "tests/accelerators/test_command_races.py"),
+        ("tests/accelerators/commands/test_commands.py", "tests/accelerators/commands/test_command_races.py"),
     ),
     Area(
         "reconcile and allocations",
@@ -100,7 +112,11 @@ AREAS = (
             "placement_sync/reconcile.py",
             "placement_sync/sync.py",
         ),
-        ("tests/placement/test_reconcile.py", "tests/placement/test_attaching.py", "tests/agents/host/test_direct.py"),
+        (
+            "tests/placement_sync/test_reconcile.py",
+            "tests/placement_sync/test_attaching.py",
+            "tests/agents/host/execution/test_direct.py",
+        ),
     ),
     Area(
         "holder checks",
@@ -109,7 +125,7 @@ AREAS = (
             "placement_sync/nova/deleted_instances.py",
             "placement_sync/jobs/holder_checks.py",
         ),
-        ("tests/placement/test_holder_checks.py", "tests/placement/test_deleted_instances.py"),
+        ("tests/placement_sync/test_holder_checks.py", "tests/placement_sync/test_deleted_instances.py"),
     ),
     Area(
         "gateway and writer",
@@ -120,17 +136,25 @@ AREAS = (
             "agents/gateway/leases.py",
             "agents/gateway/throttling.py",
         ),
-        ("tests/agents/test_gateway.py", "tests/agents/test_report_writer.py", "tests/agents/test_placement_writer.py"),
+        (
+            "tests/agents/gateway/test_gateway.py",
+            "tests/agents/gateway/test_report_writer.py",
+            "tests/agents/gateway/test_placement_writer.py",
+        ),
     ),
     Area(
         "wire and credentials",
         ("agents/wire.py", "agents/credentials.py"),
-        ("tests/agents/test_hostile.py", "tests/agents/test_transcripts.py", "tests/agents/test_gateway.py"),
+        (
+            "tests/agents/gateway/test_hostile.py",
+            "tests/agents/wire/test_transcripts.py",
+            "tests/agents/gateway/test_gateway.py",
+        ),
     ),
     Area(
         "journal",
         ("agents/host/journal/journal.py", "agents/host/journal/command_log.py"),
-        ("tests/agents/host/test_journal.py", "tests/agents/host/test_commands.py"),
+        ("tests/agents/host/journal/test_journal.py", "tests/agents/host/execution/test_commands.py"),
     ),
     Area(
         "executor and plan steps",
@@ -144,27 +168,35 @@ AREAS = (
             "drivers/isolation/write_worker.py",
         ),
         (
-            "tests/agents/host/test_executor.py",
-            "tests/agents/host/test_recovery.py",
-            "tests/drivers/test_host_writer.py",
-            "tests/agents/host/test_commands.py",
+            "tests/agents/host/execution/test_executor.py",
+            "tests/agents/host/execution/test_recovery.py",
+            "tests/drivers/isolation/test_host_writer.py",
+            "tests/agents/host/execution/test_commands.py",
             "tests/drivers/test_steps.py",
         ),
     ),
     Area(
         "preflight",
         ("agents/host/execution/preflight.py",),
-        ("tests/agents/host/test_preflight.py",),
+        ("tests/agents/host/execution/test_preflight.py",),
     ),
     Area(
         "ownership and host usage",
         ("drivers/pci/ownership.py", "drivers/pci/host_usage.py", "drivers/pci/binding.py"),
-        ("tests/drivers/test_ownership.py", "tests/drivers/test_host_usage.py", "tests/drivers/test_pci.py"),
+        (
+            "tests/drivers/pci/test_ownership.py",
+            "tests/drivers/pci/test_host_usage.py",
+            "tests/drivers/pci/test_pci.py",
+        ),
     ),
     Area(
         "policy and roles",
         ("cyborgweb/auth/policy.py", "cyborgweb/auth/roles.py", "cyborgweb/auth/policy_rules.py"),
-        ("tests/web/test_policy.py", "tests/web/test_roles.py", "tests/web/test_console_roles.py"),
+        (
+            "tests/cyborgweb/auth/test_policy.py",
+            "tests/cyborgweb/auth/test_roles.py",
+            "tests/cyborgweb/auth/test_console_roles.py",
+        ),
     ),
     Area(
         "CLI outcomes",
@@ -174,6 +206,6 @@ AREAS = (
             "cyborgweb/cli/problems.py",
             "cyborgweb/cli/connection.py",
         ),
-        ("tests/web/test_cli.py", "tests/web/test_cli_work.py"),
+        ("tests/cyborgweb/cli/test_cli.py", "tests/cyborgweb/cli/test_cli_work.py"),
     ),
 )

@@ -18,7 +18,7 @@ def within(value):
     return min(value, LIMIT)
 """
 PATH = "drivers/sample.py"
-OWN = "tests/api/test_requests.py::test_of_the_area"
+OWN = "tests/accelerators/api/v2/test_requests.py::test_of_the_area"
 FAST, SLOW, FAILED = (f"tests/x/test_{name}.py::test_{name}" for name in ("fast", "slow", "failed"))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.placement.session import PlacementModelSession
+from tests.placement_sync.session import PlacementModelSession
 
 
 @dataclass

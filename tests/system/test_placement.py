@@ -1,4 +1,4 @@
-"""`placement_sync` against a real Placement: the stories of `tests/placement`, where a model cannot lie."""
+"""`placement_sync` against a real Placement: the stories of `tests/placement_sync`, where a model cannot lie."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests of the daemon on a compute host. No Django here."""
+"""Tests of `agents.host`."""

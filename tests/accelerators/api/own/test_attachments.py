@@ -1,0 +1,197 @@
+"""Attachments over our own API, in the console and at a shell: asked for, followed, detached; who may, who sees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.core.management import CommandError, call_command
+from django.test import Client
+
+from accelerators.domain import libvirt_xml
+from accelerators.domain.libvirt_xml import HeldHandle
+from accelerators.models import AcceleratorRequest, Attachment, Device, Event
+from tests.accelerators.api.own.conftest import Ask, get_error_message, get_results
+from tests.placement_sync import attaching as lab
+from tests.placement_sync.attaching import INSTANCE, FakeCloud, make_ready_cards, run_steps
+
+pytestmark = pytest.mark.django_db
+UNKNOWN_UUID = "00000000-0000-4000-8000-000000000000"
+LIBVIRT_ELEMENT = (
+    '<hostdev mode="subsystem" type="pci" managed="yes"><source>'
+    '<address domain="0x0000" bus="0x00" slot="0x00" function="0x0" /></source></hostdev>'
+)
+
+
+@pytest.fixture(autouse=True)
+def cloud(settings: Any) -> Iterator[FakeCloud]:
+    with lab.configured_cloud(settings) as one:
+        make_ready_cards()
+        yield one
+
+
+def request_attachment(ask: Ask, **data: Any) -> dict[str, Any]:
+    """The attachment, as it is answered."""
+    response = ask("/api/attachments/", method="POST", data={"instance": INSTANCE, "profile": "one"} | data)
+    assert response.status_code == 202, response.content
+    row = json.loads(response.content)
+    assert response["Location"] == row["url"]
+    return row
+
+
+def get_json(ask: Ask, url: str, by: str = "admin") -> dict[str, Any]:
+    response = ask(url.removeprefix("http://testserver"), by)
+    assert response.status_code == 200, response.content
+    return json.loads(response.content)
+
+
+def test_an_attachment_is_requested_followed_and_detached(ask: Ask, cloud: FakeCloud) -> None:
+    row = request_attachment(ask, reason="ticket 4711")
+    assert (row["state"], row["by"], row["reason"], row["project"]) == ("asked", "admin-p1", "ticket 4711", "p1")
+    assert (row["hotplug"], row["libvirt"], row["waits"]) == ("", [], None)
+    run_steps()
+    row = get_json(ask, row["url"])
+    assert row["state"] == "attached"
+    assert row["requests"] == [str(AcceleratorRequest.objects.get().uuid)]
+    assert "stock Nova plugs no accelerator into a running guest" in row["hotplug"]
+    assert row["libvirt"] == [LIBVIRT_ELEMENT]
+    assert [step["step"] for step in row["steps"]] == ["asked", "chosen", "claiming", "claimed", "bound"]
+    cloud.placement.away = True
+    detach = row["url"].removeprefix("http://testserver") + "detach/"
+    for _ in range(2):
+        response = ask(detach, method="POST", data={"reason": "over"})
+        assert (response.status_code, json.loads(response.content)["state"]) == (202, "detaching")
+    while lab.attaching.step():
+        pass
+    assert "nobody is there" in get_json(ask, row["url"])["waits"]
+    cloud.placement.away = False
+    run_steps()
+    assert (get_json(ask, row["url"])["state"], cloud.device_allocations()) == ("detached", {})
+
+
+def test_attachments_are_filtered_and_a_page_takes_three_statements(ask: Ask, django_assert_num_queries: Any) -> None:
+    first = request_attachment(ask)
+    second = request_attachment(ask, profile="", device=str(Device.objects.get().uuid))
+    run_steps()
+    for query, wanted in {
+        "": [second, first],
+        f"?instance={INSTANCE}": [second, first],
+        f"?instance={UNKNOWN_UUID}": [],
+        "?state=attached&host=cmp1": [second, first],
+        "?state=failed": [],
+    }.items():
+        assert [row["uuid"] for row in get_results(ask(f"/api/attachments/{query}"))] == [one["uuid"] for one in wanted]
+    with django_assert_num_queries(3):
+        ask("/api/attachments/")
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "says"),
+    [
+        ({}, 400, "instance: This field is required."),
+        ({"instance": INSTANCE}, 400, "Give either a device profile or a device to attach."),
+        ({"instance": INSTANCE, "profile": "one", "device": UNKNOWN_UUID}, 400, "Give either a device profile"),
+        ({"instance": INSTANCE, "profile": "none"}, 404, "There is no device profile 'none'."),
+        ({"instance": UNKNOWN_UUID, "profile": "one"}, 404, f"Nova has no instance {UNKNOWN_UUID}."),
+        ({"instance": INSTANCE, "device": UNKNOWN_UUID}, 409, "has no free unit: it must be ready"),
+        ({"instance": INSTANCE, "profile": "one", "reason": "x" * 501}, 400, "no more than 500 characters"),
+        ({"instance": INSTANCE, "profile": "one", "state": "attached"}, 400, "state: cannot be written"),
+    ],
+)
+def test_invalid_attachments_are_refused(ask: Ask, said: dict[str, Any], status: int, says: str) -> None:
+    assert says in get_error_message(ask("/api/attachments/", method="POST", data=said), status)
+    assert not Attachment.objects.exists()
+
+
+def test_requests_bound_by_nova_cannot_be_detached(ask: Ask) -> None:
+    row = request_attachment(ask)
+    run_steps()
+    (request,) = get_json(ask, row["url"])["requests"]
+    assert "detach that" in get_error_message(ask(f"/api/attachments/{request}/detach/", method="POST"), 409)
+    get_error_message(ask(f"/api/attachments/{UNKNOWN_UUID}/detach/", method="POST"), 404)
+
+
+def test_x4_only_admins_and_operators_may_attach_and_detach(ask: Ask, cloud: FakeCloud) -> None:
+    row = request_attachment(ask)
+    attachment_path = row["url"].removeprefix("http://testserver")
+    for by, status in (("manager", 403), ("member", 403), ("reader", 403), ("", 401)):
+        get_error_message(
+            ask("/api/attachments/", by, method="POST", data={"instance": INSTANCE, "profile": "one"}), status
+        )
+        get_error_message(ask(f"{attachment_path}detach/", by, method="POST"), status)
+        get_error_message(ask(attachment_path, by), status)
+    assert [one["uuid"] for one in get_results(ask("/api/attachments/", "operator", project="p2"))] == [row["uuid"]]
+    assert ask(f"{attachment_path}detach/", "operator", project="p2", method="POST").status_code == 202
+
+
+def test_attachments_are_requested_shown_and_detached_in_the_console(client: Client) -> None:
+    client.force_login(User.objects.create_superuser("rita"))
+    page = client.get("/admin/accelerators/attachment/attach/?profile=one").content.decode()
+    assert 'value="one"' in page and '<option value="two">' in page
+    wrong = client.post("/admin/accelerators/attachment/attach/", {"instance": "x", "profile": "one"})
+    assert "Enter the uuids of the instance" in wrong.content.decode()
+    made = client.post(
+        "/admin/accelerators/attachment/attach/", {"instance": INSTANCE, "profile": "one", "reason": "why"}
+    )
+    row = Attachment.objects.get()
+    assert made["Location"] == f"/admin/accelerators/attachment/{row.pk}/change/"
+    run_steps()
+    page = client.get(made["Location"]).content.decode()
+    assert "Left to do by hand" in page and "hostdev" in page and "Detach" in page
+    assert str(row.uuid) in client.get("/admin/accelerators/attachment/").content.decode()
+    assert client.post(made["Location"], {"reason": "over"}).status_code == 302
+    run_steps()
+    assert "detached" in client.get(made["Location"]).content.decode()
+    assert Event.objects.get(action="attachment.detaching").actor == "rita"
+    assert client.get("/admin/accelerators/event/?q=" + str(row.uuid)).status_code == 200
+    plain = Client()
+    plain.force_login(User.objects.create_user("vera", is_staff=True))
+    assert plain.post(made["Location"]).status_code == 403
+    assert plain.get("/admin/accelerators/attachment/attach/").status_code == 403
+
+
+def test_the_attachment_command_attaches_shows_lists_and_detaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = StringIO()
+
+    def said(*words: str) -> str:
+        out.truncate(out.seek(0))
+        call_command("attachment", *words, stdout=out)
+        return out.getvalue()
+
+    assert " asked\n" in said("attach", INSTANCE, "--profile", "one", "--reason", "why")
+    row = Attachment.objects.get()
+    monkeypatch.setattr("time.sleep", lambda _: run_steps())
+    assert json.loads(said("show", str(row.uuid), "--json"))["state"] == "asked"
+    assert " attached\n" in said("attach", INSTANCE, "--device", str(Device.objects.get().uuid), "--wait")
+    assert LIBVIRT_ELEMENT in said("show", str(row.uuid))
+    assert len(said("list", "--instance", INSTANCE, "--state", "attached").splitlines()) == 3
+    assert len(json.loads(said("list", "--json"))) == 2
+    assert " detached\n" in said("detach", str(row.uuid), "--wait")
+    with pytest.raises(CommandError, match="There is no device profile 'none'"):
+        said("attach", INSTANCE, "--profile", "none")
+    with pytest.raises(CommandError, match="there is no attachment"):
+        said("show", UNKNOWN_UUID)
+
+
+def test_libvirt_xml_is_made_for_pci_and_mdev_handles_only() -> None:
+    mdev = HeldHandle(UNKNOWN_UUID, "MDEV", '{"asked_type": "nvidia-223"}')
+    node = HeldHandle(UNKNOWN_UUID, "DEV", '{"path": "/dev/accel/accel0"}')
+    test = HeldHandle(UNKNOWN_UUID, "TEST_PCI", '{"bus": "00", "device": "1", "domain": "0000", "function": "0"}')
+    odd = HeldHandle(UNKNOWN_UUID, "PCI", '{"bus": "\'/>", "device": "00", "domain": "0000", "function": "0"}')
+    own = HeldHandle(
+        UNKNOWN_UUID, "PCI", '{"bus": "3b", "device": "00", "domain": "0x0000", "function": "1", "managed": "false"}'
+    )
+    hostile = [HeldHandle(UNKNOWN_UUID, "PCI", info) for info in ("[]", "null", "no JSON", '{"bus": {}}')]
+    assert libvirt_xml.render_hostdev_elements([node, test, odd, *hostile]) == []
+    (first, second) = libvirt_xml.render_hostdev_elements([mdev, own])
+    assert first == (
+        '<hostdev mode="subsystem" type="mdev" model="vfio-pci">'
+        f'<source><address uuid="{UNKNOWN_UUID}" /></source></hostdev>'
+    )
+    assert 'managed="no"' in second and 'bus="0x3b"' in second
+    assert "there is nothing to plug" in libvirt_xml.describe_plugging([test], "cmp1")
+    assert libvirt_xml.describe_plugging([], "cmp1") == ""

@@ -1,0 +1,227 @@
+"""Every list: statements, pages, filters, orders, chosen fields, tags."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from accelerators import conductor
+from accelerators.models import Device, Host
+from tests.accelerators.api.own.conftest import INSTANCES, Ask, Fill, get_error_message, get_results
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+
+COLLECTIONS = (
+    "hosts",
+    "agents",
+    "backends",
+    "services",
+    "devices",
+    "deployables",
+    "attach_handles",
+    "accelerators",
+    "requests",
+    "profiles",
+    "commands",
+    "images",
+    "events",
+    "seals",
+    "discrepancies",
+    "drivers",
+    "rollouts",
+)
+ORDERING_BY_COLLECTION = {
+    "hosts": "name",
+    "agents": "host",
+    "devices": "state",
+    "profiles": "name",
+    "events": "at",
+    "seals": "number",
+    "backends": "host",
+    "services": "host",
+    "drivers": "host",
+}
+FILTERS = [
+    ("hosts", "name=cmp1", 1),
+    ("hosts", "stale=true", 0),
+    ("hosts", "stale=false", 2),
+    ("agents", "state=up", 2),
+    ("agents", "state=down&host=cmp1", 0),
+    ("devices", "host=cmp1", 5),
+    ("devices", "state=ready&state=inactive", 15),
+    ("devices", "state=ready&type=FPGA&vendor=1af4&driver=pci_driver&status=ok", 2),
+    ("devices", "stale=true", 0),
+    ("deployables", "host=cmp0&missing=false", 10),
+    ("attach_handles", "held=true", 10),
+    ("attach_handles", "held=true&project=p2", 5),
+    ("attach_handles", f"instance={INSTANCES[0]}", 1),
+    ("attach_handles", "type=PCI&host=cmp1&missing=true", 0),
+    ("accelerators", "driver=pci_driver&host=cmp0", 7),
+    ("accelerators", f"instance={INSTANCES[1]}&project=p2", 1),
+    ("requests", "state=Bound&profile=small&host=cmp1", 3),
+    ("profiles", "name=small&used=true", 1),
+    ("events", "action=device.found&host=cmp1", 5),
+    ("discrepancies", "kind=unattached&host=cmp1", 1),
+    ("drivers", "driver=pci_driver&state=ok&drifts=false", 2),
+    ("rollouts", "op=install&driver=far_driver&state=running", 1),
+    ("events", "actor=cmp1&subject_type=device", 5),
+    ("events", "actor=cmp", 0),
+    ("events", "since=2100-01-01T00:00:00Z", 0),
+    ("events", "until=2100-01-01T00:00:00Z&source=agent&limit=1", 1),
+]
+
+
+def test_p3_a_list_takes_at_most_five_statements_at_any_size(ask: Ask, fill: Fill) -> None:
+    fill(3)
+    ask("/api/hosts/")
+    few = {collection: _count_statements(ask, f"/api/{collection}/") for collection in COLLECTIONS}
+    fill(40, first=1)
+    assert few == {collection: _count_statements(ask, f"/api/{collection}/?limit=500") for collection in COLLECTIONS}
+    assert max(few.values()) <= 5, few
+
+
+def _count_statements(ask: Ask, path: str) -> int:
+    with CaptureQueriesContext(connection) as found:
+        assert get_results(ask(path))
+    return len(found)
+
+
+def test_an_element_is_the_same_in_its_list_and_in_its_detail(ask: Ask, fill: Fill) -> None:
+    fill(2)
+    for collection in COLLECTIONS:
+        for element in get_results(ask(f"/api/{collection}/")):
+            alone = json.loads(ask(element["url"].removeprefix("http://testserver")).content)
+            for inner in ("timeline", "steps"):
+                alone.pop(inner, None)
+            assert alone == element
+
+
+def test_pages_cover_each_list_once_in_both_directions(ask: Ask, fill: Fill) -> None:
+    fill(6)
+    for collection in COLLECTIONS:
+        ordering = ORDERING_BY_COLLECTION.get(collection, "-created")
+        for sign in ("", "-"):
+            _assert_pages_cover_the_list(
+                ask, f"/api/{collection}/?fields=url&ordering={(sign + ordering).removeprefix('--')}"
+            )
+
+
+def _assert_pages_cover_the_list(ask: Ask, query: str) -> None:
+    whole = [e["url"] for e in get_results(ask(f"{query}&limit=500"))]
+    forth, pages = [], 0
+    path = f"{query}&limit=3"
+    while path:
+        page = json.loads(ask(path).content)
+        pages, last, path = pages + 1, page, page["next"]
+        forth += [e["url"] for e in page["results"]]
+    assert forth == whole
+    assert pages == -(-len(whole) // 3)
+    back, page = [[e["url"] for e in last["results"]]], last
+    while page["previous"]:
+        page = json.loads(ask(page["previous"]).content)
+        back.insert(0, [e["url"] for e in page["results"]])
+    assert [url for urls in back for url in urls] == whole
+
+
+def test_a_cursor_pages_through_many_rows_with_equal_sort_values(ask: Ask) -> None:
+    apply_report(get_or_create_host(), make_driver_report(*(make_card(n) for n in range(30))))
+    seen, path = [], "/api/devices/?limit=4&ordering=state"
+    while path:
+        page = json.loads(ask(path).content)
+        seen += [device["uuid"] for device in page["results"]]
+        path = page["next"]
+    assert len(seen) == len(set(seen)) == 30
+
+
+def test_filters_select_the_expected_number_of_rows(ask: Ask, fill: Fill) -> None:
+    fill(15)
+    for collection, query, number in FILTERS:
+        assert len(get_results(ask(f"/api/{collection}/?{query}"))) == number, (collection, query)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("hosts/?nmae=cmp1", "nmae: unknown parameter; known are cursor, fields, limit, name, ordering, stale."),
+        ("devices/?state=enabled", "state: Select a valid choice. enabled is not one of the available choices."),
+        ("deployables/?device=nope", "device: Enter a valid UUID."),
+        ("devices/?state=", "state: say a value, or leave it out."),
+        ("devices/?stale=null", "stale: say true or false."),
+        ("hosts/?ordering=", "ordering: say one of name, created; a leading - reverses the order."),
+        ("hosts/?limit=", "limit: say a number from 1 to 500."),
+        ("hosts/?limit=0", "limit: say a number from 1 to 500."),
+        ("hosts/?limit=501", "limit: say a number from 1 to 500."),
+        ("hosts/?limit=%C2%B2", "limit: say a number from 1 to 500."),
+        ("hosts/?ordering=node", "ordering: say one of name, created; a leading - reverses the order."),
+        ("hosts/?fields=uuid,secret", "fields: there is no field secret; known are uuid, url, name"),
+        ("hosts/?name=%00", "name: Null characters are not allowed."),
+    ],
+)
+def test_invalid_query_parameters_are_refused_naming_the_valid_ones(ask: Ask, path: str, says: str) -> None:
+    assert says in get_error_message(ask(f"/api/{path}"), 400)
+
+
+def test_a_cursor_of_another_list_or_order_is_refused(ask: Ask, fill: Fill) -> None:
+    fill(20)
+    cursor = json.loads(ask("/api/devices/?limit=3").content)["next"].partition("cursor=")[2].partition("&")[0]
+    for path in (
+        f"/api/devices/?limit=3&ordering=state&cursor={cursor}",
+        "/api/hosts/?cursor=x",
+        "/api/hosts/?cursor=%00",
+    ):
+        assert "cursor: it does not belong to this list in this order" in get_error_message(ask(path), 404)
+
+
+def test_only_the_chosen_fields_are_returned(ask: Ask, fill: Fill) -> None:
+    fill(2)
+    uuid = Device.objects.first().uuid
+    assert get_results(ask("/api/devices/?fields=uuid,state&limit=1")) == [{"uuid": str(uuid), "state": "inactive"}]
+    assert json.loads(ask(f"/api/devices/{uuid}?fields=type").content) == {"type": "FPGA"}
+
+
+def test_an_etag_stays_valid_until_its_collection_is_written(ask: Ask, fill: Fill) -> None:
+    fill(3)
+    first = ask("/api/devices/")
+    tag = first["ETag"]
+    assert tag.startswith('W/"devices-')
+    assert first["Cache-Control"] == "private, no-cache"
+    same = ask("/api/devices/", **{"If-None-Match": f'"other", {tag}'})
+    assert (same.status_code, same.content, same["ETag"]) == (304, b"", tag)
+    for other in ("/api/devices/?limit=1", "/api/devices/?fields=uuid", "/api/deployables/"):
+        assert ask(other, **{"If-None-Match": tag}).status_code == 200
+    assert ask("/api/devices/", by="manager", **{"If-None-Match": tag}).status_code == 200
+    with conductor.writing():
+        Host.objects.update(stale_since="2026-01-01T00:00:00Z")
+    changed = ask("/api/devices/", **{"If-None-Match": tag})
+    assert changed.status_code == 200
+    assert "the agent of cmp0 has sent no heartbeat" in get_results(changed)[0]["stale"]
+    for nonsense in ("state=x", "limit=x", "ordering=x"):
+        get_error_message(ask(f"/api/devices/?{nonsense}", **{"If-None-Match": "*"}), 400)
+
+
+def test_a_list_without_a_generation_gets_an_etag_of_its_content(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    tag = ask("/api/agents/")["ETag"]
+    assert ask("/api/agents/", **{"If-None-Match": tag}).status_code == 304
+    from agents.models import Lease
+
+    Lease.objects.update(seen_at="2026-01-01T00:00:00Z")
+    assert get_results(ask("/api/agents/", **{"If-None-Match": tag}))[0]["state"] == "down"
+
+
+@pytest.mark.parametrize(
+    "moment", ["0001-01-01T00:00:00%2B14:00", "9999-12-31T23:59:59-14:00", "0747-07-19T16:04:39-22:39"]
+)
+def test_extreme_timestamps_in_filters_cause_no_server_error(ask: Ask, moment: str) -> None:
+    for name in ("since", "until"):
+        assert ask(f"/api/events/?{name}={moment}").status_code in (200, 400)
+
+
+def test_head_is_a_get_without_a_body(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    head, get = ask("/api/devices/", method="HEAD"), ask("/api/devices/")
+    assert (head.status_code, head.content, head["ETag"]) == (200, b"", get["ETag"])

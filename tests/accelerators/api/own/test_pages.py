@@ -1,0 +1,121 @@
+"""Our own API in a browser: pages that say what came and offer what the caller may do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from django.test import Client
+
+from accelerators.api import browsable
+from accelerators.models import AcceleratorRequest
+from tests.accelerators.api.own.conftest import Ask, Fill
+
+pytestmark = pytest.mark.django_db
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+def get_page(ask: Ask, path: str, by: str = "admin", status: int = 200) -> str:
+    """The HTML; it loads nothing from elsewhere."""
+    response = ask(path, by, Accept=BROWSER)
+    assert response.status_code == status, response.content
+    assert response["Content-Type"] == "text/html; charset=utf-8"
+    text = response.content.decode()
+    loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="([^"]+)"', text)
+    assert loaded
+    assert all(address.startswith("/static/") for address in loaded)
+    return text
+
+
+def list_forms(text: str) -> set[tuple[str, str]]:
+    """Method and address of each."""
+    return set(re.findall(r'data-method="(\w+)" data-url="([^"]+)"', text))
+
+
+def test_every_collection_and_element_has_an_html_page(ask: Ask, fill: Fill) -> None:
+    fill(3)
+    for name in ("hosts", "agents", "devices", "deployables", "attach_handles", "accelerators", "requests", "events"):
+        text = get_page(ask, f"/api/{name}/?limit=1")
+        member = re.search(rf'<td class="tight mono"><a href="http://testserver(/api/{name}/[^"]+)"', text)
+        assert member, name
+        assert 'aria-current="page"' in get_page(ask, member[1])
+    assert "<select" not in get_page(ask, "/api/accelerators/").replace('<select id="filter-', "")
+
+
+def test_pages_offer_only_the_forms_that_the_caller_may_use(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    uuid = AcceleratorRequest.objects.filter(project_id="p1").first().uuid
+    assert list_forms(get_page(ask, "/api/profiles/")) == {("POST", "/api/profiles/")}
+    assert list_forms(get_page(ask, "/api/profiles/", "reader")) == set()
+    labelled = get_page(ask, f"/api/accelerators/{uuid}/", "member")
+    assert list_forms(labelled) == {("PATCH", f"/api/accelerators/{uuid}/")}
+    assert 'name="label" value="" maxlength="255"' in labelled
+    assert "csrfmiddlewaretoken" in labelled
+
+
+def test_pages_without_a_token_link_to_the_login(client: Client, ask: Ask) -> None:
+    text = get_page(ask, "/api/hosts/?limit=3", by="", status=401)
+    assert "/admin/login/?next=%2Fapi%2Fhosts%2F%3Flimit%3D3" in text
+    assert "cyborg:host:get_all" in get_page(ask, "/api/hosts/", "reader", 403)
+    get_page(ask, "/api/nope", status=404)
+    assert client.get("/api/", headers={"Accept": BROWSER}).status_code == 200
+
+
+def test_stored_texts_are_escaped_on_pages(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    uuid = AcceleratorRequest.objects.filter(project_id="p1").first().uuid
+    label = '"><script>alert(1)</script>'
+    assert ask(f"/api/accelerators/{uuid}/", method="PATCH", data={"label": label}).status_code == 200
+    for path in (f"/api/accelerators/{uuid}/", "/api/accelerators/", f"/api/events/?subject={uuid}"):
+        text = get_page(ask, path)
+        assert "<script>alert" not in text
+        assert "&lt;script&gt;alert" in text
+
+
+def test_empty_filter_fields_of_a_form_are_ignored(ask: Ask, fill: Fill) -> None:
+    fill(12)
+    text = get_page(ask, "/api/devices/?host=cmp1&state=&stale=&ordering=created")
+    assert text.count('<td class="tight mono">') == 2
+
+
+def test_v2_answers_browsers_with_pages_and_others_with_json(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    text = get_page(ask, "/v2/devices")
+    member = re.search(r'<td class="tight mono"><a href="http://testserver/accelerator(/v2/devices/[^"]+)"', text)
+    assert member
+    assert list_forms(get_page(ask, member[1])) == {("POST", f"{member[1]}/{act}") for act in ("enable", "disable")}
+    assert list_forms(get_page(ask, "/v2/device_profiles")) == {("POST", "/v2/device_profiles")}
+    get_page(ask, "/v2/nope", status=404)
+    for public in ("/", "/v2", "/accelerator/v2/"):
+        assert "Log in" in get_page(ask, public, by="")
+    assert ask("/v2/devices", method="HEAD", Accept=BROWSER).content == b""
+    assert "/admin/login/?next=%2Fv2%2Fdevices" in get_page(ask, "/v2/devices", by="", status=401)
+    for accept, status in {
+        "text/html": 406,
+        "*/*": 200,
+        "text/html,*/*": 200,
+        "application/json,text/html": 200,
+    }.items():
+        response = ask("/v2/devices", Accept=accept)
+        assert (response.status_code, response["Content-Type"]) == (status, "application/json")
+
+
+def test_a_long_list_of_v2_is_cut_on_a_page_with_a_link_to_the_rest(
+    ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(browsable, "MAX_ROWS", 4)
+    fill(6)
+    text = get_page(ask, "/v2/devices")
+    assert text.count('<td class="tight mono">') == 4
+    assert "2 more rows are not shown." in text
+    rest = re.search(r'href="(/v2/devices\?limit=4&amp;marker=[^"]+)">Next 4', text)
+    assert rest
+    assert get_page(ask, rest[1].replace("&amp;", "&")).count('<td class="tight mono">') == 2
+
+
+def test_the_api_documentation_page_loads_only_own_static_files(client: Client) -> None:
+    text = client.get("/api/docs/").content.decode()
+    assert 'data-schema="/api/schema/"' in text
+    for address in re.findall(r'(?:src|href)="(/static/[^"]+)"', text):
+        assert client.get(address).status_code == 200, address

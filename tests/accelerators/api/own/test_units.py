@@ -1,0 +1,297 @@
+"""Units of devices over our own API: made, listed, divided otherwise, taken away; who changes what somebody changed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from django.db import connection
+from msgspec.structs import replace
+
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import CommandAnswer
+from accelerators.devices import partitioning
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.models import AcceleratorRequest, AttachHandle, Command, Device, DeviceProfile, Event, Host
+from accelerators.workflows import command_results
+from drivers.inventory import Device as Card
+from tests.accelerators.api.own.conftest import INSTANCES, Ask, get_error_message, get_results
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+UNKNOWN_UUID = "00000000-0000-4000-8000-000000000000"
+OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
+
+
+def build_divisible_card(n: int, number: int, backend: str = "a", **more: Any) -> Card:
+    """A card that its driver divides into so many as `vfs` says; undivided it is its own only unit."""
+    words = {"acts": "partition", "changeable": "bind vfs", "sized_by": "vfs", "backend": backend}
+    (part,) = make_card(n, number + 1).deployables
+    units_of_it = part.handles[1:] or part.handles
+    part = replace(part, handles=units_of_it, num_accelerators=len(units_of_it))
+    return make_card(n, deployables=(part,), **words | more)
+
+
+def report_cards(*cards: Card, seq: int = 1) -> Host:
+    host = get_or_create_host()
+    apply_report(host, make_driver_report(*cards, driver="generic_driver"), seq=seq)
+    return host
+
+
+def get_device(n: int) -> Device:
+    return Device.objects.get(address=f"0000:{n:02x}:00.0")
+
+
+def post_units(ask: Ask, path: str = "", by: str = "admin", status: int = 202, **data: Any) -> Any:
+    response = ask(f"/api/accelerators/{path}", by, method="POST", data=data)
+    assert response.status_code == status, response.content
+    return json.loads(response.content)["results"] if status == 202 else get_error_message(response, status)
+
+
+def patch_layout(ask: Ask, row: Device, status: int = 202, by: str = "admin", **data: Any) -> Any:
+    response = ask(f"/api/devices/{row.uuid}/", by, method="PATCH", data=data)
+    assert response.status_code == status, response.content
+    return json.loads(response.content) if status == 202 else get_error_message(response, status)
+
+
+def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "") -> None:
+    """Its agent answers, after a report that is applied."""
+    placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
+    while command_results.end_answered_commands():
+        pass
+
+
+def create_bound_request(handle: AttachHandle, project: str = "p1", instance: str = INSTANCES[0]) -> AcceleratorRequest:
+    with conductor.writing():
+        profile, _ = DeviceProfile.objects.get_or_create(name="small", defaults={"groups": [{"resources:FPGA": "1"}]})
+        return AcceleratorRequest.objects.create(
+            project_id=project,
+            state="Bound",
+            profile=profile,
+            group={},
+            hostname="cmp1",
+            instance_uuid=instance,
+            deployable_id=handle.deployable_id,
+            attach_handle=handle,
+        )
+
+
+def list_ordered_layouts() -> list[dict[str, str]]:
+    return [command.arguments["layout"] for command in Command.objects.order_by("id")]
+
+
+def test_creating_units_orders_a_partition_of_every_device_of_two_backends(ask: Ask) -> None:
+    undivided = build_divisible_card(3, 0, "b")
+    report_cards(
+        build_divisible_card(1, 2),
+        build_divisible_card(2, 4),
+        undivided,
+        build_divisible_card(4, 2, "b", sized_by=""),
+        make_card(5),
+    )
+    targets = [{"host": "cmp1", "backend": "a"}, {"host": "cmp1", "backend": "b"}]
+    made = post_units(ask, targets=targets, count=2, layout={"bind": "vfio-pci"}, reason="more guests")
+    assert [(row["target"], row["device"], row["refused"], row["kind"]) for row in made] == [
+        (targets[0], str(get_device(1).uuid), "", ""),
+        (targets[0], str(get_device(2).uuid), "", ""),
+        (targets[1], str(get_device(3).uuid), "", ""),
+    ]
+    assert list_ordered_layouts() == [{"bind": "vfio-pci", "vfs": number} for number in ("4", "6", "2")]
+    rows = get_results(ask("/api/commands/?ordering=created"))
+    assert [row["uuid"] for row in rows] == [row["command"] for row in made]
+    assert {(row["op"], row["reason"], row["by"]) for row in rows} == {("partition", "more guests", "admin-p1")}
+    assert Event.objects.filter(action="command.ordered", source="api").count() == 3
+
+
+def test_deleting_units_reduces_their_number_and_never_below_zero(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 3), build_divisible_card(2, 3))
+    one, other = ({"device": str(get_device(n).uuid)} for n in (1, 2))
+    post_units(ask, "delete/", targets=[one], count=1)
+    post_units(ask, "delete/", targets=[other])
+    assert [layout["vfs"] for layout in list_ordered_layouts()] == ["2", "0"]
+    (refused,) = post_units(ask, "delete/", targets=[one], count=4)
+    assert (refused["kind"], refused["command"]) == ("invalid", None)
+    assert "is 3; it cannot be changed to" in refused["refused"]
+
+
+def test_a_refused_target_does_not_stop_the_others(ask: Ask) -> None:
+    report_cards(
+        build_divisible_card(1, 3),
+        build_divisible_card(2, 3),
+        build_divisible_card(3, 3),
+        build_divisible_card(4, 3, sized_by=""),
+    )
+    held = create_bound_request(AttachHandle.objects.filter(deployable__device=get_device(1)).last())
+    with conductor.writing():
+        Device.objects.filter(pk=get_device(2).pk).update(state="retired")
+    uuids = [str(get_device(n).uuid) for n in (1, 2, 3, 4)]
+    targets = [{"device": uuid} for uuid in (*uuids, UNKNOWN_UUID)] + [{"host": "cmp1", "backend": "z"}]
+    made = post_units(ask, "delete/", targets=targets, count=1)
+    assert [row["kind"] for row in made] == ["held", "conflict", "", "invalid", "unknown", "unknown"]
+    assert [row["device"] for row in made] == [*uuids, UNKNOWN_UUID, None]
+    assert f"request {held.uuid} of instance {INSTANCES[0]}" in made[0]["refused"]
+    assert "is retired" in made[1]["refused"] and "does not let the number" in made[3]["refused"]
+    assert "backend z" in made[5]["refused"]
+    assert Command.objects.get().device == get_device(3)
+    (again,) = post_units(ask, targets=[{"device": uuids[2]}], count=1)
+    assert again["kind"] == "conflict" and "is busy with partition" in again["refused"]
+
+
+def test_a_device_that_is_named_twice_is_ordered_once(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 2))
+    uuid = str(get_device(1).uuid)
+    twice = [{"device": uuid}, {"host": "cmp1", "backend": "a"}, {"device": uuid}]
+    assert [row["kind"] for row in post_units(ask, targets=twice, count=1)] == [""]
+
+
+INVALID_REQUESTS = [
+    ({"count": 1}, "targets: This field is required"),
+    ({"targets": [], "count": 1}, "targets"),
+    ({"targets": [{}], "count": 1}, "Say a device, or a host and a backend."),
+    ({"targets": [{"device": UNKNOWN_UUID, "host": "cmp1"}], "count": 1}, "Say a device, or a host and a backend."),
+    ({"targets": [{"host": "cmp1"}], "count": 1}, "Say a device, or a host and a backend."),
+    ({"targets": [{"device": "x"}], "count": 1}, "targets.0.device: Must be a valid UUID"),
+    ({"targets": [{"rack": "7"}], "count": 1}, "rack: cannot be written"),
+    ({"targets": [{"device": UNKNOWN_UUID}]}, "count: This field is required"),
+    ({"targets": [{"device": UNKNOWN_UUID}], "count": 0}, "count"),
+    ({"targets": [{"device": UNKNOWN_UUID}], "count": "2"}, "count"),
+    ({"targets": [{"device": UNKNOWN_UUID}], "count": 1, "reason": "x" * 501}, "reason"),
+    ({"targets": [{"device": UNKNOWN_UUID}] * 257, "count": 1}, "no more than 256"),
+    ({"targets": [{"host": "cmp1", "backend": "a"}], "count": 1, "generation": 1}, "the targets are 2 devices"),
+    ({"targets": [{"device": UNKNOWN_UUID}], "count": 1, "layout": {"vfs": 4}}, "layout.vfs"),
+]
+
+
+def test_invalid_unit_requests_are_refused_and_order_nothing(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 2), build_divisible_card(2, 2))
+    for said, says in INVALID_REQUESTS:
+        assert says in post_units(ask, status=400, **said)
+    assert not Command.objects.exists()
+
+
+def test_layout_keys_that_the_driver_does_not_accept_are_refused(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 2), build_divisible_card(2, 2, changeable="", sized_by=""))
+    target = [{"device": str(get_device(1).uuid)}]
+    for said, says in (({"speed": "9"}, "generic_driver takes bind, vfs"), ({"vfs": "9"}, "is computed from")):
+        (refused,) = post_units(ask, targets=target, count=1, layout=said)
+        assert refused["kind"] == "invalid" and says in refused["refused"]
+    assert "has no word speed; " in patch_layout(ask, get_device(1), 400, layout={"speed": "9"})
+    assert "does not allow its layout to be changed" in patch_layout(ask, get_device(2), 400, layout={"vfs": "1"})
+    assert "layout: This" in patch_layout(ask, get_device(1), 400, layout={})
+    patch_layout(ask, Device(uuid=UNKNOWN_UUID), 404, layout={"vfs": "1"})
+    assert not Command.objects.exists()
+
+
+def test_a_change_with_an_outdated_generation_is_refused_naming_the_current_one(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 2))
+    one = get_device(1)
+    shown = json.loads(ask(f"/api/devices/{one.uuid}/").content)
+    assert (shown["generation"], shown["sized_by"], shown["changeable"], shown["backend"]) == (
+        0,
+        "vfs",
+        ["bind", "vfs"],
+        "a",
+    )
+    command = patch_layout(ask, one, layout={"vfs": "4"}, generation=0, reason="four")
+    assert (command["op"], command["layout"], command["reason"]) == ("partition", {"vfs": "4"}, "four")
+    target = [{"device": str(one.uuid)}]
+    for refused in (
+        patch_layout(ask, one, 409, layout={"vfs": "3"}, generation=0),
+        post_units(ask, status=409, targets=target, count=1, generation=0),
+        post_units(ask, "delete/", status=409, targets=target, generation=0),
+    ):
+        assert "is at generation 1 now, not 0" in refused and refused.endswith("then send generation 1.")
+    assert "is busy with partition" in post_units(ask, status=409, targets=target, count=1, generation=1)
+    report_cards(build_divisible_card(1, 4), seq=2)
+    answer_and_settle(Command.objects.get())
+    assert get_device(1).generation == 2, "its handles changed"
+    report_cards(build_divisible_card(1, 4, status="degraded"), seq=3)
+    assert get_device(1).generation == 2, "they did not"
+    post_units(ask, "delete/", targets=target, count=1, generation=2)
+    assert list_ordered_layouts()[1] == {"vfs": "3"}
+
+
+def test_new_units_are_listed_as_soon_as_their_command_has_succeeded(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 1, "a"), build_divisible_card(2, 1, "b"))
+    targets = [{"host": "cmp1", "backend": name} for name in ("a", "b")]
+    post_units(ask, targets=targets, count=2)
+    first, second = Command.objects.order_by("id")
+    report_cards(build_divisible_card(1, 3, "a"), build_divisible_card(2, 1, "b"), seq=2)
+    answer_and_settle(first)
+    answer_and_settle(second, "failed", "0000:02:00.0 can have at most 1 virtual functions, not 3: change vfs")
+    rows = get_results(ask("/api/commands/?ordering=created"))
+    assert [row["state"] for row in rows] == ["succeeded", "failed"] and "at most 1" in rows[1]["text"]
+    listed = get_results(ask("/api/accelerators/?attached=false"))
+    assert sorted((row["backend"], row["state"], row["driver"]) for row in listed) == [
+        *[("a", "free", "generic_driver")] * 3,
+        ("b", "free", "generic_driver"),
+    ]
+
+
+def test_free_units_are_listed_to_operators_only_and_held_ones_to_their_project(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 3, "a"), build_divisible_card(2, 2, "b"))
+    first, second, *_ = AttachHandle.objects.order_by("attach_info")
+    mine, theirs = create_bound_request(first), create_bound_request(second, "p2", INSTANCES[1])
+    free = get_results(ask("/api/accelerators/?attached=false&backend=a&state=free", "manager"))
+    assert [row["handle"]["info"]["function"] for row in free] == ["3"]
+    row = free[0]
+    assert [row[name] for name in ("uuid", "url", "request", "project", "profile", "since")] == [None] * 6
+    assert (row["label"], row["instance"]) == ("", {"uuid": None, "state": "", "name": ""})
+    assert row["device"]["uuid"] == str(get_device(1).uuid) and row["host"]["name"] == "cmp1"
+    held = [str(mine.uuid), str(theirs.uuid)]
+    everything = get_results(ask("/api/accelerators/?attached=false"))
+    assert sorted(str(row["uuid"]) for row in everything) == sorted([*held, *["None"] * 3])
+    for query in (
+        "",
+        "?attached=true",
+        "?attached=false&state=Bound",
+        "?attached=false&driver=generic_driver&state=Bound",
+    ):
+        assert {row["uuid"] for row in get_results(ask(f"/api/accelerators/{query}"))} == {*held}
+    assert get_results(ask("/api/accelerators/?state=free")) == []
+    for query in ("", "?attached=false", "?attached=false&state=free&state=Bound"):
+        assert [row["uuid"] for row in get_results(ask(f"/api/accelerators/{query}", "member"))] == held[:1]
+    report_cards(build_divisible_card(1, 3, "a"), build_divisible_card(2, 0, "b"), seq=2)
+    assert len(get_results(ask("/api/accelerators/?attached=false&backend=b"))) == 1, "two are gone, the card is left"
+
+
+def test_pages_of_free_units_cover_all_units_in_at_most_five_statements_each(
+    ask: Ask, django_assert_max_num_queries: Any
+) -> None:
+    report_cards(*(build_divisible_card(n, 4) for n in range(1, 6)))
+    create_bound_request(AttachHandle.objects.order_by("attach_info")[7])
+    seen: list[dict[str, Any]] = []
+    address = "/api/accelerators/?attached=false&limit=6"
+    while address:
+        with django_assert_max_num_queries(5):
+            response = ask(address)
+        seen += get_results(response)
+        address = (json.loads(response.content)["next"] or "").removeprefix("http://testserver")
+    assert len({row["handle"]["uuid"] for row in seen}) == len(seen) == 20
+    assert sum(row["state"] == "free" for row in seen) == 19
+
+
+@pytest.mark.django_db(transaction=True)
+def test_of_two_concurrent_changes_of_units_exactly_one_succeeds(ask: Ask) -> None:
+    report_cards(build_divisible_card(1, 2))
+    target, start = partitioning.PartitionTarget(get_device(1).uuid), threading.Barrier(2)
+
+    def more(_: int) -> partitioning.PartitionResult:
+        start.wait(30)
+        try:
+            (result,) = partitioning.partition_devices([target], partitioning.PartitionChange(2, generation=0), OLGA)
+            return result
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        won, lost = sorted(threads.map(more, range(2)), key=lambda result: result.command is None)
+    assert won.command == Command.objects.get() and won.command.arguments["layout"] == {"vfs": "4"}
+    assert lost.reason is RefusalReason.CONFLICT and "is at generation 1 now, not 0" in lost.refused
+    with pytest.raises(RefusedError, match="generation 1 now, not 0"):
+        partitioning.update_layout(get_device(1).uuid, {"vfs": "8"}, OLGA, generation=0)

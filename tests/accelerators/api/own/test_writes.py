@@ -1,0 +1,110 @@
+"""What can be changed: profiles until they are used, the labels of accelerators."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from accelerators.models import AcceleratorRequest, DeviceProfile, Event
+from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
+
+pytestmark = pytest.mark.django_db
+
+SMALL_PROFILE = {"name": "small", "groups": [{"resources:FPGA": "1", "trait:CUSTOM_X": "required"}]}
+
+
+def create_profile(ask: Ask, **changes: Any) -> dict[str, Any]:
+    """A profile, made by an admin."""
+    response = ask("/api/profiles/", method="POST", data=SMALL_PROFILE | changes)
+    assert response.status_code == 201, response.content
+    return json.loads(response.content)
+
+
+def test_a_profile_is_created_edited_and_deleted_with_events(ask: Ask) -> None:
+    profile = create_profile(ask, description="one")
+    assert (profile["name"], profile["groups"], profile["used"]) == ("small", SMALL_PROFILE["groups"], False)
+    path = profile["url"].removeprefix("http://testserver")
+    changed = json.loads(ask(path, method="PATCH", data={"groups": [{"resources:GPU": "2"}], "name": "big"}).content)
+    assert (changed["name"], changed["groups"], changed["description"]) == ("big", [{"resources:GPU": "2"}], "one")
+    assert changed["updated_at"]
+    assert [row["name"] for row in get_results(ask("/api/profiles/", "reader"))] == ["big"]
+    assert ask(path, method="DELETE").status_code == 204
+    get_error_message(ask(path), 404)
+    actions = [e["action"] for e in get_results(ask(f"/api/events/?subject={profile['uuid']}"))]
+    assert actions == ["profile.deleted", "profile.changed", "profile.created"]
+    gone = Event.objects.get(action="profile.deleted").changes
+    assert gone == {"name": ["big", None], "groups": [[{"resources:GPU": "2"}], None]}
+    event = Event.objects.get(action="profile.changed")
+    assert event.actor == "admin-p1"
+    assert event.changes["name"] == ["small", "big"]
+    assert event.request_id.startswith("req-")
+
+
+def test_editing_or_deleting_a_profile_in_use_is_refused(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    (profile,) = get_results(ask("/api/profiles/?used=true"))
+    path = profile["url"].removeprefix("http://testserver")
+    assert "make another one instead" in get_error_message(ask(path, method="PATCH", data={"description": "x"}), 409)
+    assert "delete those first" in get_error_message(ask(path, method="DELETE"), 409)
+
+
+def test_a_duplicate_profile_name_is_refused(ask: Ask) -> None:
+    create_profile(ask)
+    other = create_profile(ask, name="other")
+    assert "already exists" in get_error_message(ask("/api/profiles/", method="POST", data=SMALL_PROFILE), 409)
+    path = other["url"].removeprefix("http://testserver")
+    assert "already exists" in get_error_message(ask(path, method="PATCH", data={"name": "small"}), 409)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"name": ""}, "name: This field may not be blank."),
+        ({"name": "a b"}, "name: Say letters, digits, - and _ only."),
+        ({"name": "a" * 256}, "name: Ensure this field has no more than 255 characters."),
+        ({"name": None}, "name: This field may not be null."),
+        ({"groups": []}, "groups: This list may not be empty."),
+        ({"groups": "x"}, "groups: The groups of a device profile are a list of objects."),
+        ({"groups": [{"resources:FPGA": 1}]}, "groups: Say a list of objects whose values are strings."),
+        ({"name": 7}, "name: Not a valid string."),
+        ({"groups": [{"resources:PIGS": "1"}]}, "groups: Unsupported resource class PIGS"),
+        ({"description": "a\0"}, "description: Null characters are not allowed."),
+        ({"uuid": "x"}, "uuid: cannot be written; writable fields: name, description, groups."),
+    ],
+)
+def test_invalid_profiles_are_refused_and_not_stored(ask: Ask, changes: dict[str, Any], says: str) -> None:
+    assert says in get_error_message(ask("/api/profiles/", method="POST", data=SMALL_PROFILE | changes), 400)
+    assert not DeviceProfile.objects.exists()
+
+
+def test_a_profile_that_asks_for_more_than_256_accelerators_is_refused(ask: Ask) -> None:
+    greedy = SMALL_PROFILE | {"groups": [{"resources:FPGA": "200"}, {"resources:GPU": "57"}]}
+    assert "at most 256 accelerators" in get_error_message(ask("/api/profiles/", method="POST", data=greedy), 409)
+
+
+def test_only_admins_write_profiles(ask: Ask) -> None:
+    path = create_profile(ask)["url"].removeprefix("http://testserver")
+    for method, verb in (("POST", "create"), ("PATCH", "update"), ("DELETE", "delete")):
+        where = "/api/profiles/" if method == "POST" else path
+        denied = get_error_message(ask(where, "manager", method=method, data=SMALL_PROFILE), 403)
+        assert denied.endswith(f"cyborg:device_profile:{verb}. The role admin would be sufficient.")
+
+
+def test_a_member_can_label_accelerators_of_its_own_project_only(ask: Ask, fill: Fill) -> None:
+    fill(4)
+    own, foreign = (AcceleratorRequest.objects.filter(project_id=project).first() for project in ("p1", "p2"))
+    path = f"/api/accelerators/{own.uuid}/"
+    labelled = json.loads(ask(path, "member", method="PATCH", data={"label": "training"}).content)
+    assert labelled["label"] == "training"
+    assert labelled == json.loads(ask(path, "member").content)
+    assert json.loads(ask(f"/api/requests/{own.uuid}/", "member").content)["label"] == "training"
+    ask(path, "member", method="PATCH", data={"label": "training"})
+    event = Event.objects.get(subject=own.uuid)
+    assert (event.action, event.actor, event.changes) == ("request.labelled", "member-p1", {"label": ["", "training"]})
+    get_error_message(ask(f"/api/accelerators/{foreign.uuid}/", "member", method="PATCH", data={"label": "mine"}), 404)
+    get_error_message(ask(path, "reader", method="PATCH", data={"label": "x"}), 403)
+    assert ask(f"/api/accelerators/{foreign.uuid}/", "manager", method="PATCH", data={"label": "x"}).status_code == 200
+    for bad in ({"label": "a" * 256}, {"label": None}, {"label": "\0"}, {"state": "Unbound"}, {"label": ["x"]}):
+        get_error_message(ask(path, "member", method="PATCH", data=bad), 400)

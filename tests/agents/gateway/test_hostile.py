@@ -1,0 +1,242 @@
+"""Who means harm to a gateway, or is broken in a way nobody thought of, harms himself alone."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from django.db import OperationalError, connection
+from django.test.utils import CaptureQueriesContext
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from accelerators.models import Event, Host
+from agents import enrolment, wire
+from agents.gateway.app import AgentGateway
+from agents.gateway.rejections import MAX_TALLIES, RefusalCounter
+from agents.gateway.writer import CommandJob
+from agents.models import Agent, Lease, Spooled
+from cyborgweb.settings.keys import Keys
+from tests.agents.conftest import GatewaySlot
+from tests.agents.gateway.test_gateway import make_join_secret, make_report
+from tests.support.reports import make_card
+from tests.support.webserver import until
+from tests.support.wireagent import WireAgent, ask, is_closed
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def gateway() -> Iterator[AgentGateway]:
+    made = AgentGateway(Keys(lease_flush_s=0.05, agent_connections=8))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def port(gateway: AgentGateway, house: GatewaySlot) -> int:
+    house.gateway = gateway
+    return house.port
+
+
+@pytest.fixture
+def agent(port: int) -> WireAgent:
+    return WireAgent(port, token=make_join_secret())
+
+
+def check_another_host_is_served(agent: WireAgent) -> None:
+    """Another host is let in, and what it reports is stored."""
+    other = WireAgent(agent.port, host="cmp2", node="cmp2", token=make_join_secret("cmp2"))
+    with other.connect_and_say_hello() as socket:
+        assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
+
+
+def test_a_host_name_with_a_nul_character_is_refused_as_credential(agent: WireAgent) -> None:
+    with agent.connect():
+        for forged in ("x\0y", "\0"):
+            assert WireAgent(agent.port, host=forged).connect_refused() == (401, "credential")
+        until(lambda: Event.objects.filter(action="agent.refused").exists())
+        check_another_host_is_served(agent)
+
+
+def test_an_unterminated_deeply_nested_credential_is_refused(agent: WireAgent) -> None:
+    header = "Cyborg-Agent " + base64.urlsafe_b64encode(b'{"x":' + b"[" * 5000).decode()
+    with pytest.raises(InvalidStatus) as refused:
+        agent.connect(header)
+    assert refused.value.response.status_code == 401
+
+
+def test_an_unstorable_hello_is_refused_and_leases_of_other_hosts_are_renewed(agent: WireAgent) -> None:
+    agent.boot_id = "a\0b"
+    with agent.connect_and_say_hello() as socket:
+        refusal = wire.decode_from_gateway(socket.recv(timeout=10))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed"
+    check_another_host_is_served(agent)
+    until(lambda: Lease.objects.filter(host__name="cmp2").exists())
+
+
+def test_a_message_that_is_not_utf8_is_refused_and_closes_the_connection(agent: WireAgent) -> None:
+    said = wire.encode_message(make_report(make_card(1))).encode()
+    with agent.connect() as socket:
+        socket.send(said[:-1] + b',"more":"\xff"}')
+        refusal = wire.decode_from_gateway(socket.recv(timeout=10))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed" and is_closed(socket)
+
+
+def test_silent_connections_are_closed_and_make_room_for_other_hosts(
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets = [agent.connect() for _ in range(7)]
+    until(lambda: gateway.open_connections <= 5)
+    oldest = wire.decode_from_gateway(sockets[1].recv(timeout=10))
+    assert isinstance(oldest, wire.Refuse) and oldest.code == "superseded" and is_closed(sockets[1])
+    check_another_host_is_served(agent)
+    monkeypatch.setattr("agents.gateway.app.FIRST_MESSAGE_TIMEOUT_S", 0.1)
+    with agent.connect() as silent:
+        refusal = wire.decode_from_gateway(silent.recv(timeout=10))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "silent" and is_closed(silent)
+    for socket in sockets:
+        socket.close()
+
+
+def test_an_epoch_far_in_the_future_is_refused(agent: WireAgent, gateway: AgentGateway) -> None:
+    with agent.connect() as socket:
+        refusal = ask(socket, make_report(make_card(1), epoch=2**53))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "epoch"
+    agent.epoch = 2**53
+    assert agent.connect_refused() == (403, "epoch")
+    agent.epoch = int(time.time()) + enrolment.MAX_EPOCH_LEAP // 2  # a clock that was wrong by a hundred years
+    agent.connect().close()
+    until(lambda: Lease.objects.filter(epoch=agent.epoch).exists())  # there is no lease before the first flush
+    assert not Spooled.objects.exists()
+
+
+def test_samples_of_a_second_connection_do_not_replace_those_of_the_active_one(
+    agent: WireAgent, gateway: AgentGateway
+) -> None:
+    said = wire.encode_message(wire.Samples((wire.DeviceLoad("pci:0", {"power_watts": 1.0}),)))
+    with agent.connect_and_say_hello() as first, agent.connect() as second:
+        host = Host.objects.get().id
+
+        def known() -> Any:
+            first.send(said)
+            return list(gateway.sample_cache.iterate_samples([host]))
+
+        until(known)
+        (before,) = gateway.sample_cache.iterate_samples([host])
+        second.send(said.replace("1.0", "2.0"))
+        assert ask(first, wire.Beat(1)) == wire.Ack(1, "Beat")
+        second.send(wire.encode_message(wire.Beat(1)))  # the same process: it takes over
+        assert wire.decode_from_gateway(second.recv(timeout=10)) == wire.Ack(1, "Beat")
+        assert [one[2] for one in gateway.sample_cache.iterate_samples([host])] in ([], [before[2]])
+
+
+def test_refusals_of_many_forged_names_are_recorded_by_one_statement() -> None:
+    refusals = RefusalCounter()
+    for number in range(2 * MAX_TALLIES):
+        refusals.add(f"forged-{number}", "challenge", "unknown\0")
+    with CaptureQueriesContext(connection) as captured:
+        refusals.flush()
+        refusals.flush()
+    assert len([one for one in captured if "INSERT" in one["sql"]]) == 1
+    events = Event.objects.filter(action="agent.refused")
+    assert events.count() == MAX_TALLIES + 1
+    assert events.get(host="(many)").changes["count"] == [None, MAX_TALLIES]
+
+
+def test_the_writer_goes_on_after_an_unexpected_exception(
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agents.gateway.writer.ERROR_PAUSE_S", 0.01)
+    with agent.connect_and_say_hello() as socket:
+        assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
+        served = gateway._writer._process_batch
+
+        def once(batch: Any) -> None:
+            gateway._writer._process_batch = served  # type: ignore[method-assign]
+            raise RuntimeError("a defect")
+
+        gateway._writer._process_batch = once  # type: ignore[method-assign]
+        refusal = ask(socket, make_report(make_card(2), seq=2))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "database"
+        gateway._writer._process_batch = once  # type: ignore[method-assign]
+        assert WireAgent(agent.port, host="cmp3", node="cmp3", token=make_join_secret("cmp3")).connect_refused() == (
+            503,
+            "database",
+        )
+    until(lambda: "a defect" in caplog.text)  # it is logged after those who wait were answered
+    check_another_host_is_served(agent)
+
+
+def test_the_writer_queue_stays_short_during_a_database_outage(
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.gateway.app.PROGRESS_INTERVAL_S", 0.01)
+    other = WireAgent(agent.port, host="cmp2", node="cmp2", token=make_join_secret("cmp2"))
+    with agent.connect_and_say_hello() as socket:
+        assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
+        monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.1)  # from here on nobody is let in
+        writer, served = gateway._writer, gateway._writer._process_batch
+
+        def away(_: Any) -> None:
+            raise OperationalError("the database is away")
+
+        writer._process_batch = away  # type: ignore[method-assign]
+        for number in range(5):
+            assert other.connect_refused() == (503, "database")
+            for percent in range(20):
+                socket.send(wire.encode_message(wire.Progress(number, percent)))
+        assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+        until(lambda: writer._jobs.empty())
+
+        def held() -> list[Any]:
+            return [*writer._other_jobs, *writer._urgent_reports, *writer._normal_reports]
+
+        # The admission of an agent that was sent away is dropped before the writer's next try, at most 2 s later.
+        until(lambda: all(isinstance(job, CommandJob) for job in held()))
+        assert len(held()) <= 6
+        writer._process_batch = served  # type: ignore[method-assign]
+        until(lambda: not writer._other_jobs)
+    assert Agent.objects.filter(host__name="cmp2").count() == 0
+
+
+def test_an_agent_that_disconnects_before_the_welcome_leaves_no_session_and_no_error(
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def gone(*_: Any) -> None:
+        raise RuntimeError("Expected ASGI message 'websocket.accept'")
+
+    connect = gateway.serve_connection
+
+    async def cut(scope: Any, receive: Any, send: Any, fingerprints: Any) -> None:
+        async def lost(message: Any) -> None:
+            await (gone if message["type"] == "websocket.send" else send)(message)
+
+        await connect(scope, receive, lost, fingerprints)
+
+    monkeypatch.setattr(gateway, "serve_connection", cut)
+    with pytest.raises(ConnectionClosed):
+        agent.connect()
+    until(lambda: gateway.open_connections == 0)
+    assert "Traceback" not in caplog.text and "Exception in ASGI" not in caplog.text
+    monkeypatch.setattr(gateway, "serve_connection", connect)
+    check_another_host_is_served(agent)
+
+
+def test_a_command_with_a_payload_over_512_kib_is_malformed() -> None:
+    longest = wire.Command(1, "id", "placement", 1.0, 1.0, payload="x" * 512 * 1024)
+    assert wire.decode_from_gateway(wire.encode_message(longest)) == longest
+    with pytest.raises(wire.MalformedMessageError):
+        wire.decode_from_gateway(wire.encode_message(msgspec.structs.replace(longest, payload=longest.payload + "x")))
+
+
+@pytest.mark.parametrize("decode", [wire.decode_from_agent, wire.decode_from_gateway])
+def test_a_message_of_an_unknown_type_is_decoded_with_its_type_cut_to_64_characters(decode: Any) -> None:
+    assert decode(json.dumps({"type": "Later" + "r" * 100, "seq": "x"})) == wire.UnknownMessage("Later" + "r" * 59)
+    for name in (None, 7, ["Later"]):
+        with pytest.raises(wire.MalformedMessageError):
+            decode(json.dumps({"type": name}))

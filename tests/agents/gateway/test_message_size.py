@@ -1,0 +1,121 @@
+"""The largest message that a gateway takes, with the product's own limit and web server, and what a larger one leaves.
+
+The web server closes the connection before the message reaches the gateway, so the agent is sent no `Refuse`. The
+gateway counts and records the refusal all the same.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
+from websockets.sync.client import ClientConnection
+
+from accelerators.models import Event
+from agents import wire
+from agents.gateway import metrics
+from agents.gateway.app import AgentGateway
+from cyborgweb.settings.keys import Keys
+from tests.agents.conftest import GatewaySlot
+from tests.agents.gateway.test_gateway import make_join_secret, make_report
+from tests.support.reports import make_card
+from tests.support.webserver import until
+from tests.support.wireagent import WireAgent, ask
+
+pytestmark = pytest.mark.django_db(transaction=True)
+MAX_MESSAGE_BYTES = Keys().max_message_bytes
+
+
+@pytest.fixture
+def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
+    house.gateway = gateway
+    return WireAgent(house.port, token=make_join_secret())
+
+
+def make_beat(seq: int, size: int, filler: str = "x") -> str:
+    """Return a Beat of this many bytes: the rest is in a field that nobody knows."""
+    beat = '{"type":"Beat","seq":%d,"more":"%s"}'
+    room = size - len(beat % (seq, ""))
+    assert room % len(filler.encode()) == 0
+    return beat % (seq, filler * (room // len(filler.encode())))
+
+
+def read_close_code(socket: ClientConnection) -> int:
+    """Read until the gateway closes the connection; return its close code."""
+    with pytest.raises(ConnectionClosed) as closed:
+        while True:
+            socket.recv(timeout=10)
+    assert closed.value.rcvd
+    return closed.value.rcvd.code
+
+
+def wait_for_refusal(code: str) -> Event:
+    """Wait for the event about a refusal with this code, and return it."""
+    refused = Event.objects.filter(action="agent.refused", host="cmp1", changes__code=[None, code])
+    until(refused.exists)
+    return refused.get()
+
+
+def test_a_message_of_the_maximum_size_is_accepted_and_a_larger_one_counted_and_recorded(
+    agent: WireAgent, gateway: AgentGateway
+) -> None:
+    assert MAX_MESSAGE_BYTES == wire.MAX_MESSAGE_BYTES
+    before = metrics.refusals_by_code["too-large"]
+    with agent.connect() as socket:
+        assert agent.welcome and agent.welcome.max_bytes == MAX_MESSAGE_BYTES
+        assert ask(socket, make_beat(11, MAX_MESSAGE_BYTES)) == wire.Ack(11, "Beat")
+    assert metrics.refusals_by_code["too-large"] == before
+    # Bytes count, not characters: the second has about half as many characters as bytes.
+    for large in (make_beat(12, MAX_MESSAGE_BYTES + 1), make_beat(12, MAX_MESSAGE_BYTES + 2, "ä")):
+        with agent.connect() as socket:
+            socket.send(large)
+            assert read_close_code(socket) == CloseCode.MESSAGE_TOO_BIG
+        event = wait_for_refusal(
+            "too-large"
+        )  # before the next message: of those within a moment the last one is recorded
+    assert "larger than 1048576 bytes" in event.reason
+    assert f"frame with {MAX_MESSAGE_BYTES + 1} bytes" in event.reason and "CYBORG_MAX_MESSAGE_BYTES" in event.reason
+    until(lambda: metrics.refusals_by_code["too-large"] == before + 2)
+    with agent.connect() as socket:
+        assert ask(socket, wire.Beat(13)) == wire.Ack(13, "Beat")
+    until(lambda: gateway.open_connections == 0)
+
+
+def test_a_too_large_message_is_recorded_although_an_acknowledgement_could_not_be_sent(
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes while the report before it is being stored: the connection is closed when that is acknowledged."""
+    closed, serve = threading.Event(), gateway._writer._process_batch
+
+    def serve_when_closed(batch: list[object]) -> None:
+        assert closed.wait(20)
+        serve(batch)  # type: ignore[arg-type]
+
+    with agent.connect() as socket:
+        monkeypatch.setattr(gateway._writer, "_process_batch", serve_when_closed)
+        socket.send(wire.encode_message(make_report(make_card(1))))
+        until(lambda: gateway._pending_bytes)
+        socket.send(make_beat(1, MAX_MESSAGE_BYTES + 1))
+        assert read_close_code(socket) == CloseCode.MESSAGE_TOO_BIG
+        closed.set()
+        assert wait_for_refusal("too-large")
+    assert "Exception in ASGI" not in caplog.text
+
+
+def test_invalid_websocket_frames_are_recorded_as_malformed(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        socket.socket.sendall(b"\xf1\x80\x00\x00\x00\x00")  # a frame with reserved bits
+        assert read_close_code(socket) == CloseCode.PROTOCOL_ERROR
+    assert "reserved bits" in wait_for_refusal("malformed").reason
+
+
+def test_an_agent_that_closes_with_message_too_big_is_not_counted_as_a_refusal(
+    agent: WireAgent, gateway: AgentGateway
+) -> None:
+    before = metrics.refusals_by_code["too-large"]
+    with agent.connect() as socket:
+        socket.close(CloseCode.MESSAGE_TOO_BIG, "frame with 1048577 bytes exceeds limit of 1048576 bytes")
+    until(lambda: gateway.open_connections == 0)
+    assert metrics.refusals_by_code["too-large"] == before

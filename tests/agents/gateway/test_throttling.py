@@ -1,0 +1,224 @@
+"""A storm at the door: who is let in, who is told when to come back, what goes first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from websockets.exceptions import InvalidStatus
+
+from accelerators.models import Device, Event, Host
+from agents import tasks, wire
+from agents.gateway.app import AgentGateway
+from agents.gateway.throttling import MAX_JITTER_S, MAX_RETRY_AFTER_S, HandshakeThrottle, ReportJitter
+from agents.gateway.writer import SpoolJob
+from agents.models import Spooled
+from cyborgweb.settings.keys import Keys
+from drivers.inventory import DriverReport
+from tests.agents.conftest import GatewaySlot
+from tests.agents.gateway.test_gateway import make_join_secret, make_report
+from tests.support.reports import make_card, make_driver_report
+from tests.support.webserver import until
+from tests.support.wireagent import WireAgent, ask
+
+
+class FakeClock:
+    """Moves when it is told to."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_admission(limit: int = 4, connections: int = 100) -> tuple[HandshakeThrottle, FakeClock]:
+    clock = FakeClock()
+    return HandshakeThrottle(limit, connections, clock, lambda: 0.0), clock
+
+
+def test_refused_agents_get_increasing_waiting_times_up_to_the_maximum() -> None:
+    admission, clock = make_admission(limit=2)
+    assert [admission.admit_challenge("a"), admission.admit_challenge("b")] == [0, 0], "these have a challenge"
+    places = [admission.admit_challenge("a") for _ in range(4000)]
+    assert places[0] == 1 and places == sorted(places[:3000]) + places[3000:] and max(places) <= MAX_RETRY_AFTER_S + 1
+    assert len(set(places)) > 4, "they do not come back together"
+    clock.now += 1.5
+    assert admission.admit_challenge("a") == 0, "who took a challenge and did not come keeps no place"
+
+
+def test_a_challenge_reserves_a_place_until_the_agent_connects() -> None:
+    admission, _ = make_admission(limit=2)
+    assert not admission.admit_challenge("a") and not admission.admit_challenge("b")
+    assert not admission.admit_upgrade(0, "a")
+    with admission.count_handshake():
+        assert admission.admit_challenge("a"), "one inside, one on the way"
+        assert not admission.admit_upgrade(0, "b")
+        with admission.count_handshake():
+            assert admission.admit_upgrade(0, "a"), "without a place, and both are taken"
+    assert not admission.admit_challenge("a")
+
+
+def test_one_address_gets_at_most_half_of_the_places_by_challenges_alone() -> None:
+    admission, _ = make_admission(limit=64)
+    taken = [admission.admit_challenge("mallory") for _ in range(1000)].count(0)
+    assert taken == 33, "half of the places are for whoever comes, also for many hosts behind one address"
+    assert [admission.admit_challenge(f"host {n}") for n in range(31)] == [0] * 31
+    assert admission.admit_challenge("one more")
+    for n in range(31):
+        assert not admission.admit_upgrade(0, f"host {n}")
+    assert [admission.admit_challenge("host") for _ in range(9)].count(0) == 8, "its share, while the door is pressed"
+
+
+def test_the_admission_rate_follows_the_number_of_completed_handshakes() -> None:
+    admission, clock = make_admission(limit=1)
+    before = admission.rate
+    for _ in range(12):  # the database has stopped: nobody gets in, and all are told to stay away longer and longer
+        assert not admission.in_progress
+        admission.schedule_return()
+        clock.now += 1.1
+    assert admission.schedule_return() and admission.rate <= before / 5
+    for _ in range(10):
+        for _ in range(1000):
+            with admission.count_handshake():
+                pass
+        clock.now += 1.1
+    assert admission.rate > before
+
+
+def test_no_connection_is_admitted_above_the_connection_limit() -> None:
+    admission, _ = make_admission(connections=3)
+    assert admission.admit_upgrade(3, "a") and not admission.admit_upgrade(2, "a")
+    assert not admission.admit_challenge("a"), "agents that are connected ask as well, for images"
+
+
+def test_reports_get_jitter_only_while_disk_or_merge_fall_behind() -> None:
+    clock = FakeClock()
+    spread = ReportJitter(clock)
+    assert {spread.choose_jitter() for _ in range(500)} == {0.0}
+    for _ in range(4000):
+        late = spread.choose_jitter()
+    assert 2.0 < late < MAX_JITTER_S
+    for _ in range(4500):
+        spread.count_report()
+    assert spread.choose_jitter() == 0.0, "they have reported"
+    many = 10**9  # reports are numbered for ever
+    spread.update_merge_time(many + 1, many + 50_000)
+    clock.now += 1.0
+    spread.update_merge_time(many + 101, many + 50_000)
+    assert spread.choose_jitter() == MAX_JITTER_S, "a hundred a second, and 50 000 wait"
+    clock.now += 1.0
+    spread.update_merge_time(many + 20_101, many + 50_000)
+    swift = spread.choose_jitter()
+    for _ in range(20):  # hosts with faults go first: the oldest stays
+        clock.now += 1.0
+        spread.update_merge_time(many + 20_101, many + 50_000)
+    assert spread.choose_jitter() == swift < MAX_JITTER_S
+    spread.update_merge_time(None, None)
+    assert spread.choose_jitter() == 0.0
+
+
+def test_a_slow_disk_is_detected_only_by_batches_of_at_least_ten_reports() -> None:
+    spread = ReportJitter(FakeClock())
+    assert {spread.choose_jitter() for _ in range(900)} == {0.0}
+    spread.update_stored_rate(9, 60.0)
+    assert spread.choose_jitter() == 0.0, "of few the commit itself is measured"
+    spread.update_stored_rate(10, 60.0)
+    assert 0.0 < spread.choose_jitter() < MAX_JITTER_S
+
+
+@pytest.fixture
+def gateway(house: GatewaySlot) -> Iterator[AgentGateway]:
+    made = house.gateway = AgentGateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
+    yield made
+    made.stop()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_challenge_above_the_limit_gets_503_with_retry_after_and_no_database_work(
+    house: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = WireAgent(house.port, token=make_join_secret())
+    spare = agent.credential(agent.challenge())
+    with monkeypatch.context() as nothing, gateway.throttle.count_handshake():
+        nothing.setattr(gateway._writer, "put", None)  # the only road to the database
+        nothing.setattr("agents.enrolment.verify_credential", None)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{house.port}{wire.CHALLENGE_PATH}")
+        body = json.loads(refused.value.read())
+        assert (refused.value.code, body["code"]) == (503, "busy") and "try again after" in body["error"]
+        assert 1 <= int(refused.value.headers["Retry-After"]) <= MAX_RETRY_AFTER_S + 1
+        with pytest.raises(InvalidStatus) as closed:
+            agent.connect(spare)
+        assert closed.value.response.status_code == 503 and "retry-after" in closed.value.response.headers
+    agent.connect(spare).close()  # refused at the door it is not used up
+    until(lambda: Event.objects.filter(action="agent.refused", host="(many)").exists())
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_connection_above_the_limit_is_refused_with_the_name_of_the_setting(
+    house: GatewaySlot, gateway: AgentGateway
+) -> None:
+    first, second = (
+        WireAgent(house.port, token=make_join_secret()),
+        WireAgent(house.port, host="cmp2", token=make_join_secret("cmp2")),
+    )
+    with first.connect():
+        with second.connect():
+            with pytest.raises(InvalidStatus) as refused:
+                first.connect()
+            assert "CYBORG_AGENT_CONNECTIONS" in json.loads(refused.value.response.body or b"")["error"]
+        until(lambda: gateway.open_connections == 1)
+        second.connect().close()
+
+
+def test_a_report_with_a_failed_device_or_driver_is_urgent() -> None:
+    well, ill = make_driver_report(make_card(1)), make_driver_report(make_card(1), make_card(2, status="failed"))
+    assert not wire.Report.from_driver_reports(1, 1, "x" * 40, (well,)).urgent
+    assert wire.Report.from_driver_reports(1, 1, "x" * 40, (well, ill)).urgent
+    assert wire.Report.from_driver_reports(1, 1, "x" * 40, (well, DriverReport("other", "it hangs"))).urgent
+    assert not wire.Report.from_driver_reports(
+        1, 1, "x" * 40, (DriverReport("other", "turned off", state="disabled"),)
+    ).urgent
+
+
+@pytest.mark.django_db(transaction=True)
+def test_all_waiting_reports_of_a_host_with_faults_are_merged_first(
+    house: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.throttle.max_handshakes = gateway.throttle.max_connections = 10
+    calm = WireAgent(house.port, host="calm", token=make_join_secret("calm"))
+    ill = WireAgent(house.port, host="ill", token=make_join_secret("ill"))
+    with calm.connect() as one, ill.connect() as two:
+        ask(one, make_report(make_card(1)))
+        ask(two, make_report(make_card(1), make_card(2)))
+        ask(
+            two,
+            wire.Report.from_driver_reports(
+                1, 2, "e" * 40, (DriverReport(make_driver_report().driver, "its bus is gone"),)
+            ),
+        )
+    assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [False, False, True]
+    monkeypatch.setattr(tasks, "_batches", iter([1, 2, 3]))
+    tasks.merge_batch()
+    assert Device.objects.filter(host__name="ill").count() == 2, "the answer before the error is not lost"
+    assert Host.objects.get(name="ill").applied_seq == 2
+    assert not Device.objects.filter(host__name="calm").exists()
+    tasks.merge_batch()
+    assert Device.objects.filter(host__name="calm").exists()
+
+
+def test_a_batch_takes_urgent_reports_first_and_keeps_places_for_others() -> None:
+    made = AgentGateway(Keys(flush_max_rows=8, flush_interval_ms=0.0))
+    loop = asyncio.new_event_loop()
+    for n in range(40):
+        made._writer._jobs.put(SpoolJob(loop.create_future(), n, (1, 1), "", "", urgent=n >= 20))
+    batches = [[job.host_id for job in made._writer._collect_batch() if isinstance(job, SpoolJob)] for _ in range(5)]
+    loop.close()
+    taken = [host for batch in batches for host in batch]
+    assert batches[0] == [20, 21, 22, 23, 24, 25, 0, 1]
+    assert sorted(taken) == list(range(40)) and {len(batch) for batch in batches} == {8}
+    assert [host for host in taken if host < 20] == list(range(20)), "each lane keeps its order"

@@ -1,0 +1,202 @@
+"""The guard before the act: whose device it is, who has it, what the operator allows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agents.host.execution.preflight import check_attachments
+from agents.host.settings import extract_allowed_acts
+from drivers.configuration import ConfigurationError
+from drivers.errors import Busy
+from drivers.plan import Ask, Plan, Step, Write
+from tests.agents.host.execution.executor_host import (
+    CARD_PATH,
+    HANDLE,
+    OTHER_CARD,
+    ScriptedDriver,
+    make_command,
+    plan_once,
+    run_host,
+    write_step,
+)
+from tests.support.modelmachine import ModelMachine
+
+OTHER_CARD_PATH = f"/sys/bus/pci/devices/{OTHER_CARD}"
+
+
+def test_destructive_commands_are_refused_while_a_handle_is_attached_also_after_a_restart(tmp_path: Path) -> None:
+    async def story() -> None:
+        def attach(ask: Ask) -> Plan:
+            path = f"/state/{ask.uuid}"
+            made = (tmp_path / path.lstrip("/")).exists()
+            return Plan() if made else Plan((Step("make it", Write(path, ask.consumer)),))
+
+        driver = ScriptedDriver({"attach": attach, "detach": plan_once(Step("remove it", Write("/state/u1", "")))})
+        wanted = {"uuid": "u1", "handle": HANDLE, "consumer": "vm1"}
+        async with run_host(tmp_path, driver) as host:
+            assert (await host.run_commands(make_command(1, "attach", **wanted))).outcome == "succeeded"
+            assert host.file_content("/state/u1") == "vm1"
+            assert (await host.run_commands(make_command(2, "attach", **wanted))).text == "nothing had to be done"
+            for number, op in enumerate(("program", "partition", "reset", "uninstall"), 3):
+                result = await host.run_commands(make_command(number, op))
+                assert (result.outcome, result.text) == (
+                    "refused",
+                    "its handle u1 is attached to vm1: detach it first",
+                )
+            for number, op in ((7, "attach"), (8, "detach")):
+                result = await host.run_commands(make_command(number, op, **(wanted | {"consumer": "vm2"})))
+                assert result.text == "the handle u1 is attached to vm1: detach it first"
+            assert (await host.run_commands(make_command(9, "reset", key="other"))).outcome == "succeeded"
+        async with run_host(tmp_path, driver) as host:
+            assert (await host.run_commands(make_command(10, "reset"))).outcome == "refused", "also after a restart"
+            assert (await host.run_commands(make_command(11, "detach", **wanted))).outcome == "succeeded"
+            assert not (tmp_path / "state/u1").exists()
+            assert (await host.run_commands(make_command(12, "reset"))).outcome == "succeeded"
+
+    asyncio.run(story())
+
+
+def test_a_failed_attachment_blocks_the_device_only_if_it_was_not_fully_undone(tmp_path: Path) -> None:
+    async def story() -> None:
+        bad = write_step("absent", "1")
+        driver = ScriptedDriver({"attach": plan_once(write_step("mode", "1", undo="0"), bad)})
+        async with run_host(tmp_path, driver) as host:
+            assert (
+                await host.run_commands(make_command(1, "attach", uuid="u", handle=HANDLE, consumer="vm1"))
+            ).outcome == "failed"
+            assert host.journal.command_log.list_effects() == []
+            driver.plans["attach"] = plan_once(write_step("mode", "1"), bad)
+            assert (
+                await host.run_commands(make_command(2, "attach", uuid="u", handle=HANDLE, consumer="vm1"))
+            ).outcome == "failed"
+            assert (
+                await host.run_commands(make_command(3, "reset"))
+            ).text == "its handle u is attached to vm1: detach it first"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Write("/sys/kernel/x", "1"),
+        Write(f"{OTHER_CARD_PATH}/mode", "1"),
+        Write("/sys/bus/pci/drivers/vfio-pci/bind", OTHER_CARD),
+        Write("/sys/bus/pci/drivers_probe", OTHER_CARD),
+        Write(f"{CARD_PATH}/peer/mode", "1"),
+    ],
+)
+def test_a_write_outside_of_the_device_is_refused(tmp_path: Path, wrong: Write) -> None:
+    async def story() -> None:
+        driver = ScriptedDriver({"install": plan_once(Step("reach out", wrong))})
+        driver.manifest = msgspec.structs.replace(driver.manifest, writes=(*driver.manifest.writes, f"{CARD_PATH}/*/*"))
+        async with run_host(tmp_path, driver) as host:
+            os.symlink(tmp_path / OTHER_CARD_PATH.lstrip("/"), tmp_path / CARD_PATH.lstrip("/") / "peer")
+            result = await host.run_commands(make_command(1, "install"))
+            assert result.outcome == "refused"
+            assert wrong.path in result.text
+            assert host.file_content(f"{OTHER_CARD_PATH}/mode") == "0"
+
+    asyncio.run(story())
+
+
+def test_a_device_without_an_address_may_write_to_no_pci_device(tmp_path: Path) -> None:
+    async def story() -> None:
+        driver = ScriptedDriver({"install": plan_once(write_step("mode", "1"))}, devices={"card": ""})
+        async with run_host(tmp_path, driver) as host:
+            result = await host.run_commands(make_command(1, "install"))
+            assert (result.outcome, "may affect more than this device" in result.text) == ("refused", True)
+            assert host.file_content("mode") == "0"
+
+    asyncio.run(story())
+
+
+def test_a_plan_may_write_to_virtual_functions_of_its_device_and_bind_them(tmp_path: Path) -> None:
+    async def story() -> None:
+        virtual = "0000:01:00.1"
+        home = tmp_path / f"sys/bus/pci/devices/{virtual}"
+        steps = (
+            Step("set its VF", Write(f"/sys/bus/pci/devices/{virtual}/mode", "1")),
+            Step("bind its VF", Write("/sys/bus/pci/drivers/vfio-pci/bind", virtual)),
+        )
+        async with run_host(tmp_path, ScriptedDriver({"install": plan_once(*steps)})) as host:
+            host.file_content(f"/sys/bus/pci/devices/{virtual}/mode", "0")
+            host.file_content("/sys/bus/pci/drivers/vfio-pci/bind", "")
+            os.symlink(home, tmp_path / CARD_PATH.lstrip("/") / "virtfn0")
+            assert (await host.run_commands(make_command(1, "install"))).outcome == "succeeded"
+            assert host.file_content("/sys/bus/pci/drivers/vfio-pci/bind") == virtual
+
+    asyncio.run(story())
+
+
+def test_S3_a_step_is_not_started_while_a_guest_has_the_device_open(tmp_path: Path) -> None:
+    async def story() -> None:
+        model = ModelMachine(tmp_path)
+        model.load("nvme", "1b36:0010")
+        model.pci("0000:01:00.0", "1b36", "0010", "010802", vfs=4)
+        file = f"{CARD_PATH}/sriov_numvfs"
+        driver = ScriptedDriver({"install": plan_once(Step("make VFs", Write(file, "2"), idle=("/dev/vfio/7",)))})
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            with model.holding("/dev/vfio/7"):
+                result = await host.run_commands(make_command(1, "install"))
+            assert (result.outcome, host.file_content(file)) == ("refused", "0\n")
+            assert result.text == "make VFs: not started, because /dev/vfio/7 is open: a process uses the device"
+
+    asyncio.run(story())
+
+
+def test_S3_the_guard_is_checked_right_before_each_step_and_not_only_before_the_first(tmp_path: Path) -> None:
+    async def story() -> None:
+        model = ModelMachine(tmp_path)
+        model.load("nvme", "1b36:0010")
+        model.pci("0000:01:00.0", "1b36", "0010", "010802", vfs=4)
+        file = f"{CARD_PATH}/sriov_numvfs"
+        steps = (
+            Step("make VFs", Write(file, "2"), undo=(Write(file, "0"),)),
+            Step("set the mode", Write(f"{CARD_PATH}/mode", "1"), idle=("/dev/vfio/7",)),
+        )
+        # A guest opens the device as soon as the first step has been done.
+        model.event = lambda action, path: model.held.add("/dev/vfio/7")
+        driver = ScriptedDriver({"install": plan_once(*steps)})
+        async with run_host(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            result = await host.run_commands(make_command(1, "install"))
+            assert (result.outcome, host.file_content(f"{CARD_PATH}/mode")) == ("failed", "0")
+            assert "set the mode: not started, because /dev/vfio/7 is open: a process uses the device" in result.text
+            assert host.file_content(file) == "0\n", "what was done before is taken back"
+            written = [path for path, _ in model.writes]
+            assert f"{CARD_PATH}/mode" not in written and written
+
+    asyncio.run(story())
+
+
+def test_a_device_attached_to_another_consumer_cannot_be_programmed() -> None:
+    mine, other = Ask(key="k", uuid="u1", consumer="vm1"), Ask(key="k", uuid="u2", consumer="vm2")
+    check_attachments("program", mine, {"u1": "vm1"})  # an attachment that programs first, said again
+    check_attachments("install", Ask(key="k"), {"u1": "vm1"})
+    check_attachments("attach", other, {"u1": "vm1"})
+    check_attachments("detach", Ask(key="k", uuid="u1"), {"u1": "vm1"})
+    with pytest.raises(Busy, match="its handle u1 is attached to vm1"):
+        check_attachments("program", other, {"u1": "vm1"})
+
+
+def test_acts_are_read_and_removed_from_the_driver_tables_and_a_wrong_list_is_refused() -> None:
+    tables: dict[str, dict[str, Any]] = {"a": {"acts": ["attach", "detach"], "rules": []}, "b": {}}
+    assert extract_allowed_acts(tables) == {"a": frozenset({"attach", "detach"})}
+    assert tables == {"a": {"rules": []}, "b": {}}
+    for wrong in ("attach", ["dance"], [1]):
+        with pytest.raises(ConfigurationError, match="is not a list of install, uninstall"):
+            extract_allowed_acts({"a": {"acts": wrong}})
+
+
+def test_the_table_for_all_drivers_can_have_only_acts_and_is_no_drivers_table() -> None:
+    tables: dict[str, dict[str, Any]] = {"*": {"acts": ["attach"]}, "a": {"rules": []}}
+    assert extract_allowed_acts(tables) == {"*": frozenset({"attach"})}
+    assert tables == {"a": {"rules": []}}
+    with pytest.raises(ConfigurationError, match="can have only acts; move rules to a driver's table"):
+        extract_allowed_acts({"*": {"acts": [], "rules": []}})

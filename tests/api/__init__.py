@@ -1,1 +1,0 @@
-"""The v2 API over HTTP, against real rows."""

@@ -1,1 +1,0 @@
-"""The console, over HTTP, against the real database."""

@@ -1,0 +1,380 @@
+"""The `cyborg` command at a shell: help, logging in, lists in every form, names, refusals with their exit codes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import ssl
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+from django.contrib.auth.models import User as Person
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelerators import conductor
+from accelerators.models import Device
+from cyborgweb.auth.keystone import service_session
+from cyborgweb.cli import connection, outcomes, output
+from cyborgweb.cli.main import VERB_COMMANDS
+from cyborgweb.cli.problems import ExitCode, to_printable_line
+from cyborgweb.models import ApiToken
+from cyborgweb.server import tls
+from cyborgweb.settings.keys import Keys, get_keys
+from tests.cyborgweb.cli.conftest import Cyborg, assert_refused, run_cyborg
+from tests.support.keystone import Keystone, User, vouching
+from tests.support.reports import create_heard_host
+
+ROOT = Path(__file__).resolve().parents[3]
+UNREACHABLE_URL = "http://127.0.0.1:1"
+uses_database = pytest.mark.django_db(transaction=True)
+
+
+def test_help_loads_no_heavy_modules_and_every_verb_has_an_example() -> None:
+    heavy = "[m for m in ('django', 'requests', 'keystoneauth1', 'yaml', 'openstack') if m in sys.modules]"
+    code = f"import sys; from cyborgweb.cli.main import cli; cli(['--help'], standalone_mode=False); print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.endswith("[]\n") and all(verb.name in done.stdout for verb in VERB_COMMANDS)
+    for verb in VERB_COMMANDS:
+        told = run_cyborg(verb.name or "", "--help")
+        assert told.exit_code == 0 and f"Example:\n    cyborg {verb.name} " in told.output, told.output
+
+
+def test_the_manual_describes_every_verb_and_every_exit_code() -> None:
+    manual = (ROOT / "docs" / "cli.md").read_text()
+    assert [verb.name for verb in VERB_COMMANDS if f"$ cyborg {verb.name} " not in manual.replace("\n", " ")] == []
+    assert [code for code in ExitCode if f"| {code.value} |" not in manual] == []
+
+
+def test_shell_completion_offers_verbs_and_option_values() -> None:
+    assert "_CYBORG_COMPLETE=zsh_complete" in run_cyborg("completion", "zsh").output
+    for words, offered in (("cyborg dri", "driver-list"), ("cyborg device-list --state mis", "missing")):
+        complete = {"_CYBORG_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        assert f"plain,{offered}\n" in run_cyborg(**complete).output
+
+
+@uses_database
+def test_a_list_can_be_printed_as_table_json_yaml_and_csv(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 3)
+    table = cyborg("device-list", "--host", "cmp1").stdout.splitlines()
+    assert table[0].split()[:3] == ["uuid", "state", "status"] and len(table) == 4
+    assert "inactive" in table[1] and "cmp1" in table[1] and "0000:00:00.0" in table[1]
+    whole = json.loads(cyborg("device-list", "--format", "json").stdout)
+    assert [row["address"] for row in whole] == ["0000:00:00.0", "0000:01:00.0", "0000:02:00.0"]
+    assert whole[0]["host"]["name"] == "cmp1" and whole[0]["next_actions"]
+    some = yaml.safe_load(cyborg("--format", "yaml", "--columns", "address,host.name", "device-list").stdout)
+    assert some[2] == {"address": "0000:02:00.0", "host.name": "cmp1"}
+    rows = list(csv.DictReader(cyborg("device-list", "-f", "csv", "-c", "uuid,host,held").stdout.splitlines()))
+    assert rows[0] == {"uuid": whole[0]["uuid"], "host": "cmp1", "held": "0"}
+    nothing = cyborg("device-list", "--host", "cmp9")
+    assert (nothing.exit_code, nothing.stdout, nothing.stderr) == (0, "", "No devices.\n")
+    assert_refused(cyborg("device-list", "-c", "colour"), 2, "There is no column colour. The columns are uuid, state")
+    assert (
+        cyborg("agent-list", "--state", "up", "-c", "host,version", "-f", "csv").stdout == "host,version\ncmp1,0.1.0\n"
+    )
+
+
+@uses_database
+def test_pages_are_followed_to_the_end_or_the_limit(cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PAGE_SIZE", 2)
+    create_heard_host("cmp1", 5)
+    words = ("device-list", "--state", "inactive", "--state", "ready", "-f", "json", "-c", "address")
+    assert len(json.loads(cyborg(*words).stdout)) == 5
+    some = cyborg(*words, "--limit", "3")
+    assert len(json.loads(some.stdout)) == 3 and some.stderr == (
+        "Only the first 3 rows are shown. Give a larger --limit to see more.\n"
+    )
+
+
+@uses_database
+def test_a_device_can_be_named_by_uuid_beginning_of_uuid_or_host_and_address(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 2)
+    device = Device.objects.get(address="0000:01:00.0")
+    for name in (str(device.uuid), str(device.uuid)[:13].upper(), "cmp1/0000:01:00.0"):
+        assert json.loads(cyborg("device-show", name, "-f", "json").stdout)["uuid"] == str(device.uuid)
+    shown = [line.split() for line in cyborg("device-show", "cmp1/0000:01:00.0").stdout.splitlines()]
+    assert ["host", "cmp1", f"({device.host.uuid})"] in shown and [
+        "next_actions",
+        "enable,",
+        "quarantine,",
+        "retire",
+    ] in shown
+    assert_refused(cyborg("device-show", "cmp1/0000:07:00.0"), 3, "no device 'cmp1/0000:07:00.0'", "device-list")
+    assert_refused(cyborg("device-show", "the fast one"), 2, "give its uuid")
+    with conductor.writing():
+        for n, one in enumerate(Device.objects.all()):
+            Device.objects.filter(pk=one.pk).update(uuid=f"abcd{n:04}-0000-4000-8000-000000000000")
+    assert_refused(cyborg("device-show", "abcd"), 3, "'abcd' is not one device but 2", "give more of its uuid")
+    assert "abcd0001" in cyborg("device-show", "abcd0001").stdout
+
+
+@uses_database
+def test_refusals_have_their_exit_codes_and_say_what_to_do(cyborg: Cyborg, url: str, tmp_path: Path) -> None:
+    create_heard_host("cmp1", 1)
+    assert_refused(run_cyborg("device-list"), 4, "CYBORG_URL", "OS_…")
+    assert_refused(run_cyborg("device-list", CYBORG_TOKEN="abc"), 2, "--url")
+    assert_refused(run_cyborg("device-list", "--url", url, "--token", "a\nb"), 2, "This is no token")
+    assert_refused(run_cyborg("device-list", "--url", url, "--token", "nope"), 4, "token is not known")
+    assert_refused(run_cyborg("device-list", "--url", "ftp://x", "--token", "abc"), 2, "no address")
+    assert_refused(
+        run_cyborg("device-list", "--url", UNREACHABLE_URL, "--token", "abc"),
+        5,
+        UNREACHABLE_URL,
+        "(Connection refused)",
+    )
+    assert_refused(
+        run_cyborg("device-list", "--url", url, "--token-file", str(tmp_path / "none")),
+        2,
+        "cannot be read: No such file",
+    )
+    assert_refused(cyborg("device-list", role="member"), 4, "cyborg:inventory:get_all")
+    assert_refused(cyborg("device-show", "00000000-0000-4000-8000-000000000000"), 3, "nothing here")
+    assert_refused(cyborg("device-ready", "cmp1/0000:00:00.0", "--reason", "x" * 501), 2, "at most 500")
+    assert_refused(cyborg("device-retire", "cmp1/0000:00:00.0"), 2, "give --yes")
+    assert cyborg("device-ready", "cmp1/0000:00:00.0").exit_code == 0
+    assert_refused(cyborg("device-retire", "cmp1/0000:00:00.0", "--yes"), 1, "drain or disable it first")
+
+
+@uses_database
+def test_discover_services_without_hosts_succeeds(cyborg: Cyborg) -> None:
+    assert cyborg("discover-services", "--all-hosts").exit_code == 0
+
+
+@uses_database
+def test_an_action_on_several_devices_reports_each_outcome_and_exits_with_6(cyborg: Cyborg) -> None:
+    create_heard_host("cmp1", 2)
+    done = cyborg("device-maintain", "cmp1/0000:00:00.0", "cmp1/0000:09:00.0", "-f", "json")
+    assert done.exit_code == 6
+    assert [(row["outcome"], row["text"][:18]) for row in json.loads(done.stdout)] == [
+        ("done", ""),
+        ("refused", "There is no device"),
+    ]
+    barred = cyborg("device-ready", "cmp1/0000:00:00.0", "cmp1/0000:01:00.0", "-f", "csv", role="manager")
+    assert barred.exit_code == 4 and ",Not tried: " in barred.stdout.splitlines()[2]
+
+
+@uses_database
+def test_a_token_file_may_contain_the_output_of_manage_py_api_token(cyborg: Cyborg, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    token = ApiToken.create_with_secret("me", Person.objects.get(), ["admin"], "p1")
+    file.write_text(f"Token 'me' with the role admin:\n{token}\n")
+    assert run_cyborg("device-list", CYBORG_URL=f"{url}/api/", CYBORG_TOKEN_FILE=str(file)).exit_code == 0
+    assert (
+        run_cyborg("device-list", "--url", url, "--token-file", str(file), CYBORG_TOKEN="x").stderr == "No devices.\n"
+    )
+
+
+CLOUDS_YAML = """
+clouds:
+  ours:
+    auth: {{auth_url: "{url}", username: alice, password: "{password}", project_name: p1,
+           user_domain_name: Default, project_domain_name: Default}}
+    region_name: north
+"""
+
+
+@uses_database
+def test_the_cloud_is_taken_from_clouds_yaml_or_from_the_environment(url: str, tmp_path: Path) -> None:
+    with vouching() as keystone:
+        keystone.users.append(User("alice", "secret", {"p1": ["admin"]}))
+        service_session(), get_keys()  # the service reads its own variables before the command is given others
+        original_log_in = keystone.log_in
+
+        def with_catalogue(wanted: dict[str, Any]) -> str | None:
+            secret = original_log_in(wanted)
+            endpoint = {"interface": "public", "region_id": "north", "region": "north", "id": "e"}
+            if secret:
+                there = [endpoint | {"url": f"{url}/accelerator/v2"}]
+                keystone.tokens[secret]["catalog"] = [
+                    {"type": "accelerator", "id": "s", "name": "", "endpoints": there}
+                ]
+            return secret
+
+        credentials = {
+            "OS_AUTH_URL": keystone.url,
+            "OS_USERNAME": "alice",
+            "OS_PASSWORD": "secret",
+            "OS_PROJECT_NAME": "p1",
+        }
+        credentials |= {"OS_USER_DOMAIN_NAME": "Default", "OS_PROJECT_DOMAIN_NAME": "Default"}
+        assert run_cyborg("device-list", "--url", url, **credentials).stderr == "No devices.\n"
+        assert_refused(run_cyborg("device-list", **credentials), 2, "no service of type accelerator", "--url")
+        keystone.log_in = with_catalogue  # type: ignore[method-assign]
+        assert run_cyborg("device-list", **credentials).stderr == "No devices.\n"
+        assert_refused(run_cyborg("device-list", **credentials | {"OS_PASSWORD": "wrong"}), 4, "not logged in")
+        assert_refused(
+            run_cyborg("device-list", OS_AUTH_TYPE="magic", OS_AUTH_URL=keystone.url), 2, "OS_… variables", "magic"
+        )
+        assert_refused(
+            run_cyborg("device-list", **credentials | {"OS_AUTH_URL": UNREACHABLE_URL}), 5, "Keystone cannot be reached"
+        )
+        clouds = tmp_path / "clouds.yaml"
+        clouds.write_text(CLOUDS_YAML.format(url=keystone.url, password="secret"))
+        clouds_file = {"OS_CLIENT_CONFIG_FILE": str(clouds)}
+        assert run_cyborg("--os-cloud", "ours", "device-list", **clouds_file).stderr == "No devices.\n"
+        assert_refused(
+            run_cyborg("device-list", OS_CLOUD="theirs", **clouds_file), 2, "The cloud 'theirs' cannot be used"
+        )
+        stale = clouds_file | {"CYBORG_URL": url, "CYBORG_TOKEN": "stale"}
+        assert_refused(run_cyborg("device-list", OS_CLOUD="ours", **stale), 4, "token is not known")
+        assert run_cyborg("device-list", "--os-cloud", "ours", **stale).stderr == "No devices.\n", (
+            "what is typed goes first"
+        )
+        assert run_cyborg("--os-cloud", "ours", "device-list", **stale).stderr == "No devices.\n"
+        assert_refused(
+            run_cyborg("--os-cloud", "ours", "device-list", "--token", "abc", **clouds_file),
+            2,
+            "Give only one of --token",
+        )
+        assert (
+            isinstance(keystone, Keystone)
+            and "secret" not in run_cyborg("device-list", OS_CLOUD="theirs", **clouds_file).output
+        )
+
+
+class ForeignServer(BaseHTTPRequestHandler):
+    """Something else that answers HTTP; `response` says how, `requested_paths` what was asked for."""
+
+    response = (200, "text/html", "<html>", "")
+    requested_paths: list[str] = []
+
+    def do_GET(self) -> None:
+        """As told."""
+        status, kind, body, location = self.response
+        self.requested_paths.append(self.path)
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Location", location) if location else None
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def run_foreign_server(context: ssl.SSLContext | None = None) -> Iterator[int]:
+    """It, on a free port."""
+    server = HTTPServer(("127.0.0.1", 0), ForeignServer)
+    if context:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    ForeignServer.requested_paths = []
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def strange() -> Iterator[str]:
+    with run_foreign_server() as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "says"),
+    [
+        ((200, "text/html", "<html>", ""), 5, "answered 200, but not as this API does"),
+        ((404, "text/html", "<html>", ""), 3, "answered 404, but not as this API does"),
+        (
+            (302, "text/html", "", f"{UNREACHABLE_URL}/login"),
+            5,
+            f"redirects to {UNREACHABLE_URL}/login: give the right",
+        ),
+        ((503, "application/json", '{"error_message": "The service is busy: try again in a second."}', ""), 5, "busy"),
+        (
+            (500, "application/json", '{"error": {"message": "It failed.", "request_id": "req-1"}}', ""),
+            1,
+            "(request req-1)",
+        ),
+        ((200, "application/json", '{"rows": []}', ""), 5, "/api/devices/ answered no list"),
+    ],
+)
+def test_answers_of_a_foreign_server_are_reported_as_errors(
+    strange: str, answer: tuple[int, str, str, str], code: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForeignServer, "response", answer)
+    assert_refused(run_cyborg("device-list", "--url", strange, "--token", "abc"), code, says)
+    assert len(ForeignServer.requested_paths) == 1
+
+
+def test_a_silent_server_is_given_up_after_the_timeout() -> None:
+    import socket
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert_refused(
+            run_cyborg("device-list", "--url", url, "--token", "a", "--timeout", "0.1"),
+            5,
+            "did not answer within 0.1 s",
+        )
+        uuid = "00000000-0000-4000-8000-000000000000"
+        assert_refused(
+            run_cyborg("device-ready", uuid, "--url", url, "--token", "a", "--timeout", "0.1"), 5, "may have been made"
+        )
+
+
+def test_each_row_of_several_targets_has_an_outcome_and_a_text() -> None:
+    rows = outcomes.run_for_each(["a", "b"], lambda target: {"target": target})
+    assert rows == [{"outcome": "done", "text": "", "target": target} for target in "ab"]
+
+
+random_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+@given(st.lists(st.tuples(random_texts, random_texts, random_texts), min_size=1, max_size=8), st.integers(40, 120))
+def test_a_table_fits_its_width_and_contains_no_control_characters(rows: list[tuple[str, ...]], width: int) -> None:
+    lines = list(
+        output.format_table_lines(
+            [("a", "b", "c"), *([to_printable_line(text) for text in row] for row in rows)], width
+        )
+    )
+    assert len(lines) == len(rows) + 1
+    assert all(len(line) <= width and line.isprintable() for line in lines)
+
+
+def test_long_texts_in_a_table_are_wrapped_instead_of_cut() -> None:
+    sentence = "the driver says that there is no memory for as many functions as that"
+    rows = [("host", "text"), ("cmp1.example", sentence), ("cmp2", "done")]
+    lines = list(output.format_table_lines(rows, 40))
+    assert len(lines) == 5 and all(len(line) <= 40 for line in lines)
+    assert " ".join(line[14:].strip() for line in lines[1:-1]) == sentence
+    assert list(output.format_table_lines(rows, 0))[1] == f"cmp1.example  {sentence}"
+    uuid = "6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b"
+    assert list(output.format_table_lines([("uuid", "host"), (uuid, "cmp1")], 30))[1] == "6a0c1d0e-0a53  cmp1"
+
+
+@given(random_texts)
+def test_csv_cells_cannot_be_spreadsheet_formulas(text: str) -> None:
+    assert not str(output._format_csv_cell(text)).startswith(output.FORMULA_SIGNS)
+
+
+def test_an_untrusted_certificate_is_refused_unless_insecure_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForeignServer, "response", (503, "application/json", '{"error_message": "It is busy."}', ""))
+    tls.read_fingerprint(Keys(state_dir=str(tmp_path)))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / tls.CERTIFICATE_FILE)
+    with run_foreign_server(context) as port:
+        arguments = ("device-list", "--url", f"https://localhost:{port}", "--token", "nope")
+        assert_refused(run_cyborg(*arguments), 5, "cannot be trusted (self-signed certificate)", "--cacert")
+        with warnings.catch_warnings(record=True) as caught:
+            assert_refused(run_cyborg(*arguments, "--insecure"), 5, "It is busy.")
+        assert not caught

@@ -1,0 +1,280 @@
+"""Work that `cyborg` orders and follows to its end: what it says on the way, what it ends with, what it leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from io import StringIO
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from django.db import connection
+
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import CommandAnswer, CommandProgress
+from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host
+from accelerators.models.attachments import AttachmentState
+from accelerators.workflows import attachments, command_results, driver_rollouts
+from agents.models import Agent
+from cyborgweb.cli import following
+from drivers.inventory import Backend, DriverReport, Service
+from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db(transaction=True)
+AgentsAtWork = Callable[..., AbstractContextManager[None]]
+ACTS = "install partition health"
+CARD_VALUES = {"acts": ACTS, "changeable": "vfs mtu", "sized_by": "vfs", "backend": "nics"}
+
+
+@pytest.fixture
+def host(transactional_db: None) -> Host:
+    """Two cards, one of which has to be installed, on a host whose agent takes commands."""
+    made = get_or_create_host("cmp1")
+    apply_report(
+        made,
+        make_driver_report(
+            make_card(1, to_install="make 4 virtual functions", **CARD_VALUES), make_card(2, **CARD_VALUES)
+        ),
+    )
+    Agent.objects.create(host=made, public_key="key", ops="install partition rescan configure")
+    return made
+
+
+@contextmanager
+def run_agents(outcome: str = "succeeded", text: str = "done", **outcome_by_op: str) -> Iterator[None]:
+    """All agents, at work beside the test: each command is begun, then answered so; `outcome_by_op` names an op's own
+    outcome.
+    """
+
+    def work() -> None:
+        while not over.wait(0.01):
+            for command in Command.objects.filter(state="queued", answered_at__isnull=True):
+                placing.store_progress([CommandProgress(command.host_id, command.pk, 50, "half of it")])
+                begun_ops.append(command.op)
+            for command in Command.objects.filter(state="started", answered_at__isnull=True):
+                placing.store_answers(
+                    [CommandAnswer(command.host_id, command.pk, outcome_by_op.get(command.op, outcome), text)]
+                )
+            command_results.end_answered_commands()
+            driver_rollouts.run()
+        connection.close()
+
+    begun_ops: list[str] = []
+    over = Event()
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def test_a_progress_bar_on_a_terminal_reaches_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    seen = [following.WorkProgress(50, "half of it", False), following.WorkProgress(100, "ended", True)]
+    following.follow_until_ended("install", "cyborg command show", lambda: seen.pop(0))
+    assert "50%" in terminal.getvalue() and "100%" in terminal.getvalue()
+
+
+def get_device_uuid(address: str) -> str:
+    """Its uuid."""
+    return str(Device.objects.get(address=address).uuid)
+
+
+def test_device_ready_waits_until_the_installation_is_done(cyborg: Cyborg, host: Host) -> None:
+    one, other = get_device_uuid("0000:01:00.0"), get_device_uuid("0000:02:00.0")
+    with run_agents():
+        done = cyborg("device-ready", one, other, "--reason", "burnt in", "-f", "json")
+    assert done.exit_code == 0, done.output
+    assert [(row["target"], row["state"]) for row in json.loads(done.stdout)] == [(one, "ready"), (other, "ready")]
+    assert done.stderr.startswith("install: ") and Command.objects.get().reason == "burnt in"
+
+
+def test_device_ready_prints_why_an_installation_failed(cyborg: Cyborg, host: Host) -> None:
+    with run_agents("failed", "no memory for them"):
+        done = cyborg("device-ready", "cmp1/0000:01:00.0")
+    assert done.exit_code == 1 and "no memory for them" in done.stdout and " failed " in done.stdout
+    with run_agents("failed", "no memory for them"):
+        assert cyborg("device-ready", "cmp1/0000:01:00.0", "cmp1/0000:02:00.0").exit_code == 6
+
+
+def test_accelerator_create_reports_each_device_and_its_refusal(cyborg: Cyborg, host: Host) -> None:
+    with run_agents():
+        done = cyborg("accelerator-create", "--host", "cmp1", "--backend", "nics", "--count", "3", "-f", "json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    assert [(row["device"], row["outcome"], row["target"]) for row in rows] == [
+        (get_device_uuid("0000:01:00.0"), "done", "cmp1 nics"),
+        (get_device_uuid("0000:02:00.0"), "done", "cmp1 nics"),
+    ]
+    assert "create: " in done.stderr and " of 2; " in done.stderr
+    assert {command.arguments["layout"]["vfs"] for command in Command.objects.all()} == {"3"}
+    only = cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--no-wait", "-f", "csv")
+    assert (only.exit_code, only.stdout.splitlines()[1].split(",")[1:3]) == (0, ["ordered", "queued"])
+    busy = ("accelerator-create", "--device", "cmp1/0000:01:00.0", "--device", "cmp1/0000:02:00.0", "--count", "2")
+    mixed = cyborg(*busy, "--no-wait", "-f", "json")
+    assert mixed.exit_code == 6 and "is busy with partition" in json.loads(mixed.stdout)[0]["text"]
+    assert_refused(cyborg("accelerator-delete", "--device", "cmp1/0000:01:00.0"), 2, "give --yes")
+    assert_refused(cyborg("accelerator-create", "--host", "cmp1"), 2, "--device, or --host and --backend")
+    assert_refused(cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--layout", "vfs"), 2, "WORD=VALUE")
+
+
+def test_accelerator_update_with_an_outdated_generation_is_refused(cyborg: Cyborg, host: Host) -> None:
+    seen = json.loads(cyborg("device-show", "cmp1/0000:02:00.0", "-f", "json").stdout)["generation"]
+    words = ("accelerator-update", "cmp1/0000:02:00.0", "--layout", "mtu=9000", "--layout", "vfs=2")
+    with run_agents():
+        assert cyborg(*words, "--generation", str(seen)).exit_code == 0
+    assert Command.objects.get().arguments["layout"] == {"mtu": "9000", "vfs": "2"}
+    assert_refused(cyborg(*words, "--generation", str(seen)), 1, "somebody changed it", "generation")
+    assert_refused(cyborg(*words[:2], "--layout", "colour=red"), 1, "colour", "vfs, mtu")
+    with run_agents("failed", "the firmware says no"):
+        failed = cyborg(*words)
+    assert failed.exit_code == 1 and "the firmware says no" in failed.stdout
+
+
+def test_discover_services_orders_a_rescan_on_the_named_hosts(cyborg: Cyborg, host: Host) -> None:
+    get_or_create_host("cmp2")
+    with run_agents():
+        done = cyborg("discover-services", "cmp1", "--driver", "nic_driver")
+        some = cyborg("discover-services", "--all-hosts", "-f", "json")
+    assert done.exit_code == 0 and "succeeded" in done.stdout
+    assert Command.objects.earliest("id").arguments == {"driver": "nic_driver"}
+    assert [row["host"] for row in json.loads(some.stdout)] == ["cmp1", "cmp2"]
+    assert_refused(cyborg("discover-services", "cmp9"), 3, "There is no host 'cmp9'", "agent-list")
+
+
+def test_interrupting_the_wait_says_that_the_command_continues(
+    cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(following.time, "sleep", interrupted)
+    uuid = get_device_uuid("0000:02:00.0")
+    left = cyborg("accelerator-create", "--device", uuid)
+    assert_refused(left, 130, "the ordered work goes on", f"cyborg device-show {uuid}")
+    assert Command.objects.get().state == "queued"
+
+
+def test_accelerator_list_shows_held_and_free_units(cyborg: Cyborg, host: Host) -> None:
+    assert cyborg("accelerator-list").stderr == "No accelerators.\n"
+    rows: list[dict[str, Any]] = json.loads(cyborg("accelerator-list", "--free", "-f", "json").stdout)
+    assert [(row["state"], row["host"]["name"], row["backend"]) for row in rows] == [("free", "cmp1", "nics")] * 2
+    table = cyborg("accelerator-list", "--all", "--device", "cmp1/0000:02:00.0").stdout.splitlines()
+    assert len(table) == 2 and table[1].split()[:5] == ["free", "0000:02:00.0", "PCI", "cmp1", "test_driver"]
+
+
+def test_a_driver_is_installed_updated_and_uninstalled_on_hosts(cyborg: Cyborg, host: Host, tmp_path: Path) -> None:
+    settings = tmp_path / "nic.toml"
+    settings.write_text('[backends.nics]\nkind = "pci"\n')
+    words = ("install-driver", "nic_driver", "--hosts-like", "cmp*", "--settings", str(settings), "--set", "mtu=9000")
+    with run_agents():
+        done = cyborg(*words, "--reason", "new cards", "-f", "json")
+    assert done.exit_code == 0, done.output
+    assert [(row["host"], row["state"]) for row in json.loads(done.stdout)] == [("cmp1", "done")]
+    wish = DriverWish.objects.get()
+    assert (wish.settings, wish.reason) == ({"backends": {"nics": {"kind": "pci"}}, "mtu": 9000}, "new cards")
+    rows = json.loads(cyborg("driver-list", "--driver", "nic_driver", "-f", "json").stdout)
+    assert [(row["host"]["name"], row["wanted"]["enabled"]) for row in rows] == [("cmp1", True)]
+    with run_agents("failed", "it does not load"):
+        failed = cyborg("update-driver", "nic_driver", "--all-hosts", "--disable")
+    assert failed.exit_code == 1 and "it does not load" in failed.stdout and "1 failed" in failed.stderr
+    assert_refused(cyborg("uninstall-driver", "nic_driver", "--all-hosts"), 2, "give --yes")
+    with run_agents():
+        assert cyborg("uninstall-driver", "nic_driver", "--hosts-with", "nic_driver", "--yes").exit_code == 0
+
+
+INVALID_DRIVER_COMMANDS = (
+    (("install-driver", "nic_driver"), 2, "Select hosts"),
+    (("install-driver", "nic_driver", "--host", "cmp1", "--all-hosts"), 2, "Select hosts"),
+    (("install-driver", "nic_driver", "--host", "cmp9"), 3, "There is no host 'cmp9'"),
+    (("update-driver", "nic_driver", "--host", "cmp1"), 2, "Select what to change"),
+    (("install-driver", "nic_driver", "--host", "cmp1", "--settings", "/none.toml"), 2, "cannot be read"),
+    (("install-driver", "nic_driver", "--host", "cmp1", "--settings", __file__), 2, "cannot be understood"),
+    (("install-driver", "nic_driver", "--host", "cmp1", "--set", "password=x"), 1, "password"),
+)
+
+
+def test_invalid_driver_commands_are_refused_and_order_nothing(cyborg: Cyborg, host: Host) -> None:
+    for words, code, says in INVALID_DRIVER_COMMANDS:
+        assert_refused(cyborg(*words), code, says)
+    assert not Command.objects.exists()
+
+
+def test_backends_and_services_are_listed_and_shown(cyborg: Cyborg, host: Host) -> None:
+    services = (Service("sriov", "1", limits={"total_vfs": "8"}), Service("reset", "1", "unavailable", "no way"))
+    found = Backend("nics", "pci", {"rack": "r1"}, services=services)
+    apply_report(
+        host, DriverReport("nic_driver", "", (), backends=(found, Backend("gpus", "mdev", error="it hung"))), seq=2
+    )
+    table = cyborg("backend-list").stdout.splitlines()
+    assert table[1].split()[:3] == ["cmp1", "nic_driver", "gpus"] and "it hung" in table[1]
+    assert "sriov, reset" in table[2] and "rack=r1" in table[2]
+    shown = cyborg("backend-show", "nics").stdout
+    assert "services  sriov  1  ready  total_vfs=8\n          reset  1  unavailable  no way\n" in shown
+    key = json.loads(cyborg("backend-show", "nics", "--host", "cmp1", "-f", "json").stdout)["id"]
+    assert cyborg("backend-show", key).stdout == shown
+    ready = cyborg("service-list", "--state", "ready", "-f", "csv").stdout
+    assert ready.splitlines()[1] == "cmp1,nic_driver,nics,sriov,1,ready,total_vfs=8,"
+    assert_refused(cyborg("backend-show", "disks"), 3, "There is no backend 'disks'", "backend-list")
+    apply_report(get_or_create_host("cmp2"), DriverReport("nic_driver", "", (), backends=(found,)))
+    assert_refused(cyborg("backend-show", "nics"), 3, "give --host")
+
+
+INSTANCE = "6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b"
+
+
+@contextmanager
+def run_attachment_job(**states: str) -> Iterator[None]:
+    """The work of attaching, beside the test: from each state to that one, or to `fault`."""
+
+    def work() -> None:
+        while not over.wait(0.01):
+            for row in Attachment.objects.filter(state__in=states):
+                fault = "Placement has no room" if states[row.state] == "undoing" else row.fault
+                with conductor.writing():
+                    attachments.advance_attachment(row, AttachmentState(states[row.state]), "bound", "", fault=fault)
+        connection.close()
+
+    over = Event()
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def test_attach_instance_and_detach_instance_wait_for_the_outcome(
+    cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = attachments.NovaInstance(INSTANCE, "p1", "ACTIVE", frozenset({"cmp1"}))
+    monkeypatch.setattr(attachments, "_instance_lookups", [lambda instance, project: known])
+    with conductor.writing():
+        Device.objects.update(state="ready")
+        Deployable.objects.filter(device__address="0000:02:00.0").update(rp_uuid=INSTANCE)
+    attach = ("attach-instance", INSTANCE, "--device", "cmp1/0000:02:00.0")
+    with run_attachment_job(asked="attaching", attaching="attached"):
+        done = cyborg(*attach, "--reason", "a test")
+    assert done.exit_code == 0, done.output
+    assert "state" in done.stdout and "attached" in done.stdout and "attach: " in done.stderr
+    with run_attachment_job(asked="attaching", attaching="undoing", undoing="failed"):
+        assert_refused(cyborg(*attach), 1, "Placement has no room")
+    with run_attachment_job(asked="detached"):
+        assert_refused(cyborg(*attach), 1, "The attachment is detached.")
+    assert_refused(cyborg("detach-instance", INSTANCE), 2, "give --yes")
+    with run_attachment_job(detaching="detached"):
+        back = cyborg("detach-instance", INSTANCE, "--yes", "-f", "csv", "-c", "outcome,state")
+    assert (back.exit_code, back.stdout) == (0, "outcome,state\ndone,detached\n")
+    assert_refused(cyborg("detach-instance", INSTANCE, "--yes"), 3, "has nothing that attach-instance attached")
+    assert_refused(cyborg("attach-instance", INSTANCE), 2, "--profile or --device")
+    assert_refused(cyborg("attach-instance", INSTANCE, "--profile", "none"), 3, "none")

@@ -1,0 +1,114 @@
+"""What needs an operator: a sentence for each, the worst first, each with a link to where it is mended; or none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+
+from accelerators import conductor
+from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Intent
+from accelerators.runtime import jobs
+from cyborgweb.monitoring import backlog
+from cyborgweb.pages import alerts, capacity
+from tests.cyborgweb.console.conftest import Fill
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+NOW = datetime(2026, 11, 1, tzinfo=UTC)
+NOTHING_TO_DO = dict.fromkeys(
+    ("spool", "tasks", "binding", "near", "overdue", "commands", "draining", "bulks", "discrepancies", "missing_held"),
+    0,
+) | {"degraded": 0, "broken": 0, "spool_oldest": None, "tick_oldest": None}
+
+
+def list_needs(devices: dict[str, int] | None = None, down: int = 0, failing: int = 0, **doing: Any) -> list[str]:
+    """The needs of a house, each as one line."""
+    hosts, now = {"down": down}, backlog.Backlog(**(NOTHING_TO_DO | doing))
+    house = alerts.SystemState(hosts, Counter(devices or {}), now, [], failing, 0, NOW)
+    return [f"{need.tone} {need.label}: {need.link_text} {need.explanation}" for need in alerts.list_alerts(house)]
+
+
+def test_a_healthy_installation_has_no_needs() -> None:
+    assert list_needs({"ready": 100, "maintenance": 3}) == []
+
+
+def test_needs_are_sorted_worst_first_with_pending_decisions_last() -> None:
+    found = list_needs({"inactive": 2, "missing": 3, "failed": 1}, down=1, failing=2, missing_held=1, discrepancies=1)
+    tones = [line.split()[0] for line in found]
+    assert tones == ["bad"] * 5 + ["warn", "calm"]
+    assert found[0].startswith("bad missing: 1 device still held by instances")
+    assert found[5].startswith("warn missing: 2 devices no longer reported")
+    assert found[-1].startswith("calm new: 2 devices waiting for a decision")
+
+
+def test_a_late_intent_is_shown_with_its_error_and_a_stuck_one_takes_precedence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "_registered", dict(jobs._registered))
+    late = backlog.IntentBacklog(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
+    assert list_needs(intents={"provider": late}) == []  # no cloud is configured: nobody is told
+    jobs.register_job("placement", "none", cluster="work", intent_kind="provider")
+    assert list_needs(intents={"provider": late}) == [
+        "warn behind: Placement is behind by 4 min, 3 changes waiting: 503 from Placement"
+    ]
+    stuck = backlog.IntentBacklog(3, 1, NOW, "x" * 300)
+    (line,) = list_needs(intents={"provider": stuck})
+    assert line.startswith("bad stuck: 1 intent failed ten times or more: xxx") and line.endswith("x…")
+
+
+def test_late_binds_waiting_reports_and_sleeping_workers_are_needs() -> None:
+    assert [line.split(":")[0] for line in list_needs(near=3, overdue=1)] == ["bad stuck", "warn late"]
+    old = NOW - timedelta(seconds=40)
+    assert [line.split(":")[0] for line in list_needs(spool=2, spool_oldest=old, tick_oldest=old)] == [
+        "bad waiting",
+        "bad asleep",
+    ]
+    assert list_needs(spool=2, spool_oldest=NOW, tick_oldest=NOW, binding=5) == []
+
+
+@pytest.mark.django_db
+def test_capacity_counts_held_free_and_out_of_offer_by_class() -> None:
+    apply_report(get_or_create_host(), make_driver_report(*(make_card(n, handles=4) for n in range(3))))
+    with conductor.writing():
+        Device.objects.filter(address__in=["0000:00:00.0", "0000:01:00.0"]).update(state="ready")
+        profile = DeviceProfile.objects.create(name="p", groups=[])
+        for handle in AttachHandle.objects.order_by("id")[:3]:
+            AcceleratorRequest.objects.create(
+                project_id="p",
+                state="Bound",
+                profile=profile,
+                group={},
+                deployable=handle.deployable,
+                attach_handle=handle,
+            )
+    (one,) = capacity.list_resource_classes()
+    assert (one.name, one.total, one.held, one.free, one.reserved) == ("FPGA", 12, 3, 5, 4)
+    assert 'class="free" width="66.67"' in one.bar and 'class="held" width="25.00"' in one.bar
+    with conductor.writing():
+        Device.objects.filter(address="0000:02:00.0").update(state="retired")
+    assert capacity.list_resource_classes()[0].total == 8
+
+
+@pytest.mark.django_db
+def test_the_overview_lists_needs_whose_links_open_lists_with_rows(operator: Client, fill: Fill) -> None:
+    fill(30)
+    with conductor.writing():
+        Device.objects.filter(address="0000:02:00.0").update(state="failed")
+        Device.objects.filter(address="0000:00:00.0").update(state="missing", status="failed")
+        Intent.objects.update(attempts=10, last_error="503")
+        AcceleratorRequest.objects.filter(state="Bound").update(state="BindStarted", deadline=NOW)
+    with CaptureQueriesContext(connection) as captured:
+        page = operator.get("/admin/")
+    assert len(captured) <= 10
+    needs = {need.label: need for _, need in page.context["needs"]}
+    assert {"missing", "failed", "broken", "failing", "stuck", "new"} <= needs.keys() and not page.context["calm"]
+    for need in needs.values():
+        if need.url.startswith("/"):
+            assert operator.get(need.url).status_code == 200, need.url
+            if need.url.startswith("/admin/accelerators/device/") and need.label != "full":
+                assert operator.get(need.url).context["cl"].result_count >= int(need.link_text.split()[0])

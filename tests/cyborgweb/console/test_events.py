@@ -1,0 +1,162 @@
+"""Events at the console: found by beginnings of their words, by index; and the page of one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from django.contrib.auth.models import User
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from accelerators import conductor
+from accelerators.audit import sealing
+from accelerators.devices import lifecycle
+from accelerators.domain.actions import Action
+from accelerators.domain.caller import Caller, request_id
+from accelerators.domain.states import EventSource
+from accelerators.models import Device, Event, Seal
+from accelerators.models.records import event_has_words
+from cyborgweb.models import ApiToken
+from tests.cyborgweb.console.conftest import Fill
+
+pytestmark = pytest.mark.django_db
+
+LIST = reverse("admin:accelerators_event_changelist")
+
+
+def event_page(event: Event) -> str:
+    return reverse("admin:accelerators_event_change", args=[event.pk])
+
+
+@pytest.fixture
+def events(fill: Fill) -> list[Event]:
+    """What three people and an agent did."""
+    fill(2)
+    about = {"subject": (None, "NVIDIA H100 0000:3b:00.0"), "changes": {"state": ["ready", "missing"]}}
+    with conductor.writing():
+        conductor.record_events(
+            [
+                conductor.build_event("device.missing", EventSource.PERSON, "Olga", **about),
+                conductor.build_event("device.back", EventSource.PERSON, "o'hara\\", **about),
+                conductor.build_event("profile.created", EventSource.API, "nova", subject=(None, "small & 'fast':*")),
+            ]
+        )
+    return list(Event.objects.all())
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("device.m", {"device.missing"}),
+        ("missing", {"device.missing"}),
+        ("OLG", {"device.missing"}),
+        ("0000:3b", {"device.missing", "device.back"}),
+        ("h100 back", {"device.back"}),
+        ("o'hara\\", {"device.back"}),
+        ("small & 'fast", {"profile.created"}),
+        ("' | 'nova':* !", set()),
+        ("\\", set()),
+        ("issing", set()),
+        ("x" * 3000, set()),
+        ("n o v a " * 40, set()),
+        ("actor:Olga", {"device.missing"}),
+        ("actor:Olg", set()),
+        ("kind:device h100 since:2020-01-01 until:2100-01-01T10:30+02:00", {"device.missing", "device.back"}),
+        ("kind:device until:2020-01-01", set()),
+        ("action:device.back h100", {"device.back"}),
+        ("host:", set()),
+    ],
+)
+def test_search_finds_events_that_contain_a_word_beginning_with_each_typed_word(
+    operator: Client, events: list[Event], asked: str, found: set[str]
+) -> None:
+    shown = operator.get(LIST, {"q": asked})
+    assert shown.status_code == 200
+    assert {event.action for event in shown.context["cl"].result_list} == found
+
+
+@pytest.mark.parametrize("asked", ["a\0b", "😀" * 300, "since:yesterday", "until:9999-99-99", "actor:a\0b"])
+def test_search_terms_that_the_database_cannot_hold_cause_no_server_error(
+    operator: Client, events: list[Event], asked: str
+) -> None:
+    assert operator.get(LIST, {"q": asked}).status_code in (200, 400)
+
+
+def test_a_search_for_events_uses_indexes_only(operator: Client, events: list[Event]) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+    plan = Event.objects.filter(event_has_words("nova", "olga")).explain()
+    assert plan.count("Bitmap Index Scan on") == plan.count("Bitmap Heap Scan on") > 1 and "Seq Scan" not in plan
+    with CaptureQueriesContext(connection) as captured:
+        operator.get(LIST, {"q": "device"})
+    listed = next(sql["sql"] for sql in captured if "ORDER BY" in sql["sql"] and "event_words" in sql["sql"])
+    assert "'0:00:00'::interval" in listed, "it is sorted: by the index of times a rare word takes reading all events"
+
+
+def test_the_page_of_an_event_shows_changes_actor_and_events_of_the_same_request(operator: Client, fill: Fill) -> None:
+    fill(3)
+    first, second = Device.objects.filter(state="inactive")
+    token = request_id.set("req-7c1f")
+    try:
+        for device in (first, second):
+            lifecycle.apply_action_to_device(
+                Action.ENABLE, device.uuid, Caller("vera", "2", frozenset(), ""), "burnt in"
+            )
+    finally:
+        request_id.reset(token)
+    event = Event.objects.filter(action="device.ready", subject=first.uuid).get()
+    asked = operator.get(event_page(event))
+    shown = asked.content.decode()
+    for fact in ("burnt in", "vera", "req-7c1f", f"?q={first.uuid}", "0000:", '<th scope="col">Before</th>'):
+        assert fact in shown
+    assert ("state", "inactive", "ready") in asked.context["changed"]
+    assert len(asked.context["along"]) == 1 and len(asked.context["lately"]) == 1
+    assert operator.get(f"{LIST}?q=req-7c").context["cl"].result_count == 2
+    assert operator.post(event_page(event)).status_code == 403
+    assert operator.get(event_page(Event(pk=10**17))).status_code == 404
+
+
+def test_texts_of_an_event_are_escaped_on_its_page(operator: Client, events: list[Event]) -> None:
+    evil = "<script>alert(1)</script>"
+    with conductor.writing():
+        said = {evil: [evil, {"nested": evil}], "odd": 7}
+        conductor.record_event("device.changed", EventSource.API, evil, subject=(None, evil), changes=said, reason=evil)
+    shown = operator.get(event_page(Event.objects.get(reason=evil))).content.decode()
+    assert evil not in shown and json.dumps(evil)[1:-1] not in shown
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_page_of_an_event_shows_its_seal(operator: Client, fill: Fill) -> None:
+    fill(1)
+    event = Event.objects.get(action="device.found")
+    assert "not yet" in operator.get(event_page(event)).content.decode()
+    sealing.seal_oldest_events()
+    seal = Seal.objects.get()
+    assert f"in №{seal.number}" in (shown := operator.get(event_page(event)).content.decode()) and seal.hash in shown
+
+
+def test_changes_of_users_and_tokens_are_recorded_as_events_without_secrets(operator: Client) -> None:
+    add = {"username": "vera", "password1": "Xu7-secret-x", "password2": "Xu7-secret-x", "usable_password": "true"}
+    assert operator.post(reverse("admin:auth_user_add"), add).status_code == 302
+    vera = User.objects.get(username="vera")
+    address, at = reverse("admin:auth_user_change", args=[vera.pk]), "1979-01-01"
+    about = {"username": "vera", "is_active": "on", "is_staff": "on", "date_joined_0": at, "date_joined_1": "10:00"}
+    assert operator.post(address, about).status_code == 302
+    anew = {"password1": "Yu8-secret-y", "password2": "Yu8-secret-y", "usable_password": "true"}
+    assert operator.post(reverse("admin:auth_user_password_change", args=[vera.pk]), anew).status_code == 302
+    assert operator.post(reverse("admin:auth_user_delete", args=[vera.pk]), {"post": "yes"}).status_code == 302
+    ApiToken.create_with_secret("nova", User.objects.get(), ["service"], "p1")
+    token = reverse("admin:cyborgweb_apitoken_delete", args=[ApiToken.objects.get().pk])
+    assert operator.post(token, {"post": "yes"}).status_code == 302
+    recorded_events = list(Event.objects.filter(actor="olga").order_by("id"))
+    actions = ["user.created", "user.changed", "user.changed", "user.deleted", "token.deleted"]
+    assert [event.action for event in recorded_events] == actions and {event.source for event in recorded_events} == {
+        "person"
+    }
+    assert recorded_events[1].changes["is_staff"] == [False, True] and recorded_events[2].changes == {
+        "password": [None, "another one"]
+    }
+    assert "secret" not in str([event.changes for event in recorded_events])

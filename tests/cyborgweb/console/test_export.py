@@ -1,0 +1,193 @@
+"""A list as a file: exactly what its filters leave, harmless in spreadsheets, told in the audit, for who may see it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import orjson
+import pytest
+import yaml
+from django.contrib import admin
+from django.contrib.auth.models import Group, Permission, User
+from django.core.signals import request_finished
+from django.db import close_old_connections
+from django.test import Client, RequestFactory
+from django.urls import reverse
+
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.devices import admission_rules
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import DrainTarget, EventSource
+from accelerators.models import Attachment, Device, Event, Host
+from accelerators.models.drivers import RolloutOp
+from accelerators.ui import export
+from accelerators.ui.changelist import ConsoleModelAdmin
+from accelerators.workflows import bulk_actions, driver_config, driver_rollouts
+from cyborgweb.models import Delivery, Maintenance, Subscription
+from placement_sync.models import Discrepancy, Tree
+from tests.cyborgweb.console.conftest import Fill
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+
+DEVICES = "/admin/accelerators/device/export."
+
+
+def download(client: Client, path: str, **query: str) -> str:
+    answered = client.get(path, query)
+    assert answered.status_code == 200
+    return b"".join(answered.streaming_content).decode()
+
+
+def close_unread(response: Any) -> None:
+    """Close an answer that nobody read, twice as some servers do; the test's connection stays open."""
+    request_finished.disconnect(close_old_connections)
+    response.close()
+    response.close()
+    request_finished.connect(close_old_connections)
+
+
+def parse_csv(text: str) -> list[dict[str, Any]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_all_export_formats_contain_the_same_filtered_rows(operator: Client, fill: Fill) -> None:
+    fill(23)
+    asked = {"state__exact": "inactive", "q": "cmp1", "columns": "state,address,since"}
+    one = parse_csv(download(operator, f"{DEVICES}csv", **asked))
+    two, *others = (read(download(operator, f"{DEVICES}{form}", **asked)) for form, read in PARSERS_BY_FORMAT)
+    wanted = Device.objects.filter(state="inactive", host__name="cmp1.example").order_by("host_id", "key")
+    assert [row["uuid"] for row in one] == [str(device.uuid) for device in wanted] != []
+    assert list(one[0]) == ["uuid", "state", "state_reason", "drain_to", "address", "key", "state_since"]
+    assert others == [two, two]
+    assert [{name: value or "" for name, value in row.items()} for row in two] == one
+
+
+def parse_json_lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+PARSERS_BY_FORMAT = (("json", json.loads), ("jsonl", parse_json_lines), ("yaml", yaml.safe_load))
+
+
+def test_a_long_export_is_streamed_in_slices_without_losing_rows(
+    operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(23)
+    monkeypatch.setattr(export, "ROWS_PER_CHUNK", 5)
+    answered = operator.get(f"{DEVICES}json")
+    pieces = list(answered.streaming_content)
+    assert len(pieces) == 6
+    assert len({row["uuid"] for row in json.loads(b"".join(pieces))}) == 23
+    for form, read in PARSERS_BY_FORMAT:
+        assert read(download(operator, f"{DEVICES}{form}", q="nothing")) == []
+
+
+def test_exported_csv_values_cannot_be_spreadsheet_formulas(operator: Client) -> None:
+    apply_report(
+        get_or_create_host(),
+        make_driver_report(make_card(1, model="=HYPERLINK(1)", vendor="@SUM(1)", status="ok", status_reason="-2+3")),
+    )
+    (row,) = parse_csv(download(operator, f"{DEVICES}csv"))
+    assert (row["model"], row["vendor"], row["status_reason"]) == ("'=HYPERLINK(1)", "'@SUM(1)", "'-2+3")
+
+
+def test_an_export_is_recorded_as_an_event_with_actor_filters_and_row_count(operator: Client, fill: Fill) -> None:
+    fill(13)
+    download(operator, f"{DEVICES}csv", q="cmp1")
+    event = Event.objects.get(action="list.exported")
+    assert (event.actor, event.source, event.subject_name) == ("olga", "person", "devices")
+    assert event.changes == {"rows": [None, 3], "as": [None, "csv"], "only": [None, "q=cmp1"]}
+
+
+def test_exports_need_the_view_permission_and_too_many_at_once_are_answered_503(client: Client, fill: Fill) -> None:
+    user = User.objects.create(username="viewer", is_staff=True)
+    client.force_login(user)
+    assert client.get(f"{DEVICES}csv").status_code == 403
+    user.user_permissions.add(Permission.objects.get(codename="view_device"))
+    open_ones = [client.get(f"{DEVICES}csv") for _ in range(export.MAX_CONCURRENT_EXPORTS)]
+    busy = client.get(f"{DEVICES}csv")
+    assert (busy.status_code, busy["Retry-After"]) == (503, "10")
+    for answered in open_ones:
+        close_unread(answered)
+    download(client, f"{DEVICES}csv")
+    client.logout()
+    assert client.get(f"{DEVICES}csv").status_code == 302
+
+
+@pytest.mark.parametrize("asked", ["csv?columns=nonsense", "csv?state__exact=%00", "json?columns="])
+def test_exports_with_invalid_columns_filters_or_formats_are_refused(asked: str, operator: Client) -> None:
+    assert operator.get(f"{DEVICES}{asked}").status_code == 400
+    assert operator.get(f"{DEVICES}exe").status_code == 404
+
+
+def exported_lists() -> list[ConsoleModelAdmin]:
+    """The console's lists that can be had as files."""
+    return [one for one in admin.site._registry.values() if isinstance(one, ConsoleModelAdmin)]
+
+
+def fill_the_other_lists(hosts: list[Host]) -> None:
+    """Make a row of each list that `fill` leaves empty. There are two hosts, as a rollout to one orders it at once."""
+    caller = Caller("olga", "u1", frozenset({"admin"}), "p1")
+    device = Device.objects.order_by("id")[0]
+    bulk_actions.create_draft("maintenance", DrainTarget.MAINTENANCE, Device.objects.all(), caller, "all of them")
+    change = driver_config.DriverChange(RolloutOp.INSTALL, "pci_driver")
+    driver_rollouts.start_rollout(change, hosts, caller, reason="ticket 4711", source=EventSource.API)
+    admission_rules.create_rule({"name": "all of rack 2", "driver": "pci_driver", "action": "ready"}, caller)
+    with conductor.writing():
+        placing.place_commands([placing.CommandOrder("health", device.uuid, actor="olga")])
+        conductor.raise_intents("provider", {str(hosts[0].uuid): {}})
+        attached = Attachment.objects.create(instance=uuid4(), project_id="p1", host=hosts[0].name, actor="olga")
+        about: dict[str, Any] = {"subject": (attached.uuid, str(attached)), "changes": {"state": [None, "asked"]}}
+        conductor.record_event("attachment.asked", EventSource.API, "olga", **about)
+    Tree.objects.create(host=hosts[0], root=uuid4(), problems=["its provider has two parents"])
+    contradiction = {"provider": uuid4(), "provider_name": "node_0000:01:00.0", "instance": uuid4()}
+    seen = {"since": datetime.now(UTC), "seen_at": datetime.now(UTC)}
+    Discrepancy.objects.create(kind="unclaimed", host=hosts[0], device=device, said="why", **contradiction, **seen)
+    Group.objects.create(name="operators")
+    Maintenance.objects.create(id=1, by="olga", reason="an upgrade")
+    wanted = {"name": "mine", "kinds": ["device.found"], "scope": "cloud", "way": "inbox"}
+    subscription = Subscription.objects.create(**wanted, project_id="p1", person="u1", user=User.objects.get())
+    Delivery.objects.create(subscription=subscription, event=Event.objects.order_by("id")[0].pk, kind="device.found")
+
+
+def test_every_list_can_be_exported_with_its_stored_rows_and_values(
+    operator: Client, fill: Fill, rf: RequestFactory
+) -> None:
+    fill_the_other_lists(fill(13))
+    request = rf.get("/")
+    request.user = User.objects.get()
+    lists = exported_lists()
+    assert {"accelerators.device", "accelerators.command", "placement_sync.tree"} < {
+        one.opts.label_lower for one in lists
+    }
+    for one in lists:
+        stored_names = {field.name for field in one.opts.get_fields()}
+        paths = [path for path in export.list_export_fields(one, request) if path.split("__")[0] in stored_names]
+        names = [path.replace("__", "_") for path in paths]
+        assert names, one.opts.label_lower
+        stored = [dict(zip(names, row, strict=True)) for row in one.model._default_manager.values_list(*paths)]
+        before, count = Event.objects.count(), one.model._default_manager.count()
+        rows = json.loads(
+            download(operator, reverse(f"admin:{one.opts.app_label}_{one.opts.model_name}_export", args=["json"]))
+        )
+        assert len(rows) == count > 0, one.opts.label_lower
+        assert sorted(as_text({name: row[name] for name in names}) for row in rows) == sorted(map(as_text, stored))
+        assert all(has_values(row) for row in rows), one.opts.label_lower
+        assert Event.objects.count() == before + 1
+
+
+def as_text(row: dict[str, Any]) -> str:
+    """A row in one order; what JSON has no form for as the export writes it."""
+    return orjson.dumps(row, default=str, option=orjson.OPT_SORT_KEYS).decode()
+
+
+def has_values(row: dict[str, Any]) -> bool:
+    """Whether a row says more than which one it is."""
+    return any(value not in (None, "", [], {}) for name, value in row.items() if name not in ("uuid", "id"))

@@ -1,0 +1,108 @@
+"""What people keep of a list: its view by name, for themselves or for all, and the columns they always want."""
+
+from __future__ import annotations
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.test import Client
+from django.urls import reverse
+
+from cyborgweb.auth import roles
+from cyborgweb.models import SavedView
+from tests.cyborgweb.console.conftest import Fill
+
+pytestmark = pytest.mark.django_db
+
+DEVICES = reverse("admin:accelerators_device_changelist")
+SAVE_URL = reverse("list_keep", args=["accelerators.device"])
+
+
+@pytest.fixture
+def viewer(operator: Client, fill: Fill) -> Client:
+    """Another person, who may look at devices, of which there are three."""
+    fill(3)
+    user = User.objects.create(username="vera", is_staff=True)
+    user.user_permissions.add(Permission.objects.get(codename="view_device"))
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+def list_view_names(client: Client) -> list[str]:
+    return [view.name for view in client.get(DEVICES).context["cl"].saved_views()]
+
+
+def list_columns(client: Client, **query: str) -> list[str]:
+    return [name for name in client.get(DEVICES, query).context["cl"].list_display if name != "action_checkbox"]
+
+
+def test_a_view_is_saved_shown_and_deleted_by_its_owner(operator: Client, viewer: Client) -> None:
+    query = "q=cmp0&state__exact=ready"
+    answered = operator.post(SAVE_URL, {"name": "  what is ready ", "query": query})
+    assert (answered.status_code, answered["location"]) == (302, f"{DEVICES}?{query}")
+    operator.post(SAVE_URL, {"name": "for all", "query": "stale=yes", "shared": "on"})
+    assert list_view_names(operator) == ["for all", "what is ready"]
+    assert list_view_names(viewer) == ["for all"]
+    page = operator.get(DEVICES).content.decode()
+    assert 'href="?q=cmp0&amp;state__exact=ready"' in page
+    shared = SavedView.objects.get(name="for all")
+    viewer.post(SAVE_URL, {"delete": shared.pk})
+    assert list_view_names(viewer) == ["for all"]
+    operator.post(SAVE_URL, {"delete": shared.pk})
+    assert list_view_names(viewer) == []
+
+
+def test_users_of_one_project_see_only_their_own_saved_views(operator: Client) -> None:
+    requests = reverse("admin:accelerators_acceleratorrequest_changelist")
+    keep = reverse("list_keep", args=["accelerators.acceleratorrequest"])
+    tenant = Client()
+    user = User.objects.create(username="tina", is_staff=True)
+    user.groups.add(roles.get_group("project:p1"))
+    tenant.force_login(user)
+    operator.post(keep, {"name": "bank's", "query": "q=bank", "shared": "on"})
+    tenant.post(keep, {"name": "mine", "query": "q=a"})
+    page = tenant.get(requests)
+    assert [view.name for view in page.context["cl"].saved_views()] == ["mine"]
+    assert b"bank" not in page.content
+
+
+def test_saving_a_view_again_replaces_it_and_views_beyond_the_maximum_are_refused(
+    operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for query in ("stale=yes", "stale=no"):
+        operator.post(SAVE_URL, {"name": "mine", "query": query})
+    assert SavedView.objects.get().query == "stale=no"
+    monkeypatch.setattr("cyborgweb.pages.saved_views.MAX_VIEWS", 1)
+    for name in ("second", "", "x" * 65, "\0"):
+        operator.post(SAVE_URL, {"name": name, "query": ""})
+    assert SavedView.objects.count() == 1
+
+
+def test_columns_are_chosen_by_url_or_saved_for_the_user(operator: Client, viewer: Client) -> None:
+    every = list_columns(operator)
+    assert list_columns(operator, columns="type,state") == ["type", "shown_state"]
+    operator.post(SAVE_URL, {"columns": ["model", "state"], "query": "o=3&q=cmp0"})
+    assert list_columns(operator) == ["shown_model", "shown_state"]
+    assert list_columns(viewer) == every
+    assert operator.get(DEVICES).context["cl"].shareable_query() == "columns=model%2Cstate"
+    operator.post(SAVE_URL, {"reset": "yes", "query": ""})
+    assert list_columns(operator) == every
+
+
+def test_invalid_columns_lists_and_missing_permissions_are_refused(operator: Client, viewer: Client) -> None:
+    assert operator.get(DEVICES, {"columns": "state,nonsense"}).status_code == 400
+    assert operator.post(SAVE_URL, {"columns": ["nonsense"]}).status_code == 400
+    assert operator.post(SAVE_URL, {}).status_code == 400
+    assert operator.get(SAVE_URL).status_code == 405
+    assert operator.post(reverse("list_keep", args=["no.list"]), {"name": "x"}).status_code == 404
+    assert viewer.post(reverse("list_keep", args=["accelerators.host"]), {"name": "x"}).status_code == 403
+    for key in ("", "x", "9" * 30):
+        assert operator.post(SAVE_URL, {"delete": key}).status_code == 302
+
+
+def test_a_list_offers_export_links_column_choices_and_the_search_box(operator: Client, fill: Fill) -> None:
+    fill(3)
+    page = operator.get(DEVICES, {"stale": "no", "p": "1"}).content.decode()
+    assert 'href="export.csv?stale=no"' in page
+    assert 'name="columns" value="model" checked' in page
+    assert 'action="/admin/find/"' in page

@@ -1,0 +1,104 @@
+"""One box: whatever people paste opens its page, or a list by kind; by indexes, in one statement, for whom may view."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from accelerators import conductor
+from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
+from cyborgweb.pages.search import uuid_bounds
+from tests.cyborgweb.console.conftest import Fill
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+
+MAX_STATEMENTS = 8
+
+
+def row_page(row: object) -> str:
+    return reverse(f"admin:accelerators_{row._meta.model_name}_change", args=[row.pk])
+
+
+@pytest.fixture
+def known(fill: Fill) -> dict[str, object]:
+    """Terms, and the row each is about."""
+    host = fill(13)[0]
+    apply_report(get_or_create_host("lonely"), make_driver_report(make_card(0x3B, key="serial:XFL1A2", vendor="1ed5")))
+    instance = uuid4()
+    device = Device.objects.get(key="serial:XFL1A2")
+    request = AcceleratorRequest.objects.order_by("id").first()
+    with conductor.writing():
+        AcceleratorRequest.objects.filter(pk=request.pk).update(instance_uuid=instance)
+    handle = AttachHandle.objects.get(deployable__device=device)
+    terms = {str(row.uuid): row for row in (host, device, device.deployables.get(), handle, request)}
+    return terms | {
+        str(device.uuid)[:13]: device,
+        str(instance): request,
+        "cmp0.example": host,
+        "XFL1A2": device,
+        "small-0": DeviceProfile.objects.get(),
+    }
+
+
+def test_an_exact_hit_opens_its_page_in_at_most_eight_statements(operator: Client, known: dict[str, object]) -> None:
+    for term, row in known.items():
+        with CaptureQueriesContext(connection) as captured:
+            answered = operator.get(reverse("find"), {"q": f" {term} "})
+        assert (term, answered.status_code, answered.get("location")) == (term, 302, row_page(row))
+        assert len(captured) <= MAX_STATEMENTS
+
+
+def test_several_hits_are_listed_by_kind(operator: Client, known: dict[str, object]) -> None:
+    found = operator.get(reverse("find"), {"q": "3b:00.0"})
+    assert [group["title"] for group in found.context["groups"]] == ["devices", "attach handles"]
+    shown = operator.get(reverse("find"), {"q": "0000:02:00.0"}).content.decode()
+    assert "cmp0.example" in shown
+    hosts = operator.get(reverse("find"), {"q": "cmp"}).context["groups"]
+    assert [hit["shown"] for hit in hosts[0]["hits"]] == ["cmp0.example", "cmp1.example"]
+    assert "Nothing is called" in operator.get(reverse("find"), {"q": "<script>"}).content.decode()
+
+
+@pytest.mark.parametrize("term", ["", "\0", "%", "a" * 999, "'; --", "0000:zz", "_", "f" * 33], ids=ascii)
+def test_any_search_term_is_answered_without_an_error(term: str, operator: Client, known: dict[str, object]) -> None:
+    assert operator.get(reverse("find"), {"q": term}).status_code == 200
+
+
+def test_search_finds_only_rows_that_the_user_may_view(
+    client: Client, operator: Client, known: dict[str, object]
+) -> None:
+    host = next(row for row in known.values() if isinstance(row, Host))
+    user = User.objects.create(username="viewer", is_staff=True)
+    user.user_permissions.add(Permission.objects.get(codename="view_device"))
+    client.force_login(user)
+    assert client.get(reverse("find"), {"q": host.name}).context["groups"] == []
+    assert client.get(reverse("find"), {"q": "XFL1A2"}).status_code == 302
+
+
+def test_search_uses_indexes_only(operator: Client, known: dict[str, object]) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+    for term in (*known, "cmp", "3b:00", "3b:00.0", "02ab"):
+        with CaptureQueriesContext(connection) as captured:
+            operator.get(reverse("find"), {"q": term})
+        (asked,) = [one["sql"] for one in captured if "UNION ALL" in one["sql"] or "serial:" in one["sql"]]
+        with connection.cursor() as cursor:
+            cursor.execute(f"EXPLAIN {asked}")
+            plan = [line for (line,) in cursor.fetchall()]
+        filtered = [line for line in plan if "Seq Scan" in line]
+        assert not filtered, (term, plan)
+
+
+def test_the_beginning_of_a_uuid_is_converted_to_a_range_of_uuids() -> None:
+    first, last = uuid_bounds("1F2E-")
+    assert str(first) == "1f2e0000-0000-0000-0000-000000000000"
+    assert str(last) == "1f2effff-ffff-ffff-ffff-ffffffffffff"
+    whole = uuid4()
+    assert uuid_bounds(str(whole)) == (whole, whole)
+    assert [uuid_bounds(term) for term in ("abc", "xyz0", "f" * 33, "")] == [None] * 4

@@ -1,0 +1,107 @@
+"""How many units devices are divided into, at the console: of one device, of many across backends, by whom."""
+
+from __future__ import annotations
+
+import html
+import re
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from accelerators.models import Command, Device, Event
+from tests.accelerators.api.own.test_units import build_divisible_card, create_bound_request, get_device, report_cards
+
+pytestmark = pytest.mark.django_db
+
+UNITS_URL = "/admin/accelerators/device/units/"
+
+
+def get_page_text(client: Client, address: str, **fields: object) -> str:
+    """What is shown in the end, tags left out."""
+    response = client.post(address, fields, follow=True) if fields else client.get(address, follow=True)
+    assert response.status_code == 200
+    return html.unescape(re.sub(r"<[^>]*>|\s+", " ", response.content.decode()))
+
+
+def device_page(row: Device) -> str:
+    return reverse("admin:accelerators_device_change", args=[row.pk])
+
+
+def test_a_divisible_device_links_to_the_units_page_and_can_be_divided_there(operator: Client) -> None:
+    report_cards(build_divisible_card(1, 2), build_divisible_card(2, 2, sized_by=""))
+    assert (
+        f'href="{UNITS_URL}?device={get_device(1).uuid}"' in operator.get(device_page(get_device(1))).content.decode()
+    )
+    assert UNITS_URL not in operator.get(device_page(get_device(2))).content.decode()
+    assert "Units now 1044 0000:01:00.0" in re.sub(
+        " +", " ", get_page_text(operator, f"{UNITS_URL}?device={get_device(1).uuid}")
+    )
+    said = {"device": [str(get_device(1).uuid)], "generation": "0", "count": "3", "layout": "bind=x", "reason": "r"}
+    assert "partition 1044 0000:01:00.0" in get_page_text(operator, UNITS_URL, change="more", **said)
+    command = Command.objects.get()
+    assert (command.arguments["layout"], command.reason, command.actor) == ({"bind": "x", "vfs": "5"}, "r", "olga")
+    assert Event.objects.get(subject=command.uuid).source == "person"
+    refused = get_page_text(operator, UNITS_URL, change="fewer", **said)
+    assert "refused" in refused and "is at generation 1 now, not 0" in refused
+
+
+def test_devices_of_several_backends_are_divided_at_once_and_held_ones_refused(operator: Client) -> None:
+    report_cards(
+        build_divisible_card(1, 4, "a"),
+        build_divisible_card(2, 4, "b"),
+        build_divisible_card(3, 4, "b"),
+        build_divisible_card(4, 0, "b", sized_by=""),
+    )
+    held = create_bound_request(get_device(3).deployables.get().attach_handles.first())
+    chosen = {"action": "change_units", "_selected_action": [one.pk for one in Device.objects.all()]}
+    asked = operator.post("/admin/accelerators/device/", chosen).content.decode()
+    uuids = re.findall(r'name="device" value="([^"]+)"', asked)
+    assert uuids == [str(get_device(n).uuid) for n in (1, 2, 3)] and "bind=…" in asked
+    said = get_page_text(operator, UNITS_URL, change="none", device=uuids)
+    assert said.count("vfs=0") == 2 and f"request {held.uuid}" in said
+    assert Command.objects.count() == 2
+
+
+INVALID_CHANGES = (
+    ({"change": "more", "count": "0"}, "The number of units must be 1 to"),
+    ({"change": "more", "count": "x"}, "Enter how many units to add or to remove"),
+    ({"change": "double", "count": "1"}, "Enter how many units to add or to remove"),
+    ({"change": "more", "count": "1", "layout": "nonsense"}, "words of the driver"),
+    ({"change": "more", "count": "1", "reason": "x" * 501}, "A reason is at most"),
+    ({"change": "more", "count": "1", "device": ["x"]}, "Select devices"),
+)
+
+
+def test_invalid_changes_of_units_are_refused_and_order_nothing(operator: Client) -> None:
+    report_cards(build_divisible_card(1, 2))
+    for said, says in INVALID_CHANGES:
+        assert says in get_page_text(operator, UNITS_URL, **{"device": [str(get_device(1).uuid)]} | said)
+    assert not Command.objects.exists()
+
+
+def test_viewers_cannot_change_units(client: Client) -> None:
+    report_cards(build_divisible_card(1, 2))
+    looker = User.objects.create(username="lou", is_staff=True)
+    looker.user_permissions.set(Permission.objects.filter(codename__startswith="view_"))
+    client.force_login(looker)
+    assert UNITS_URL not in client.get(device_page(get_device(1))).content.decode()
+    said = {"device": [str(get_device(1).uuid)], "change": "more", "count": "1"}
+    assert [client.post(UNITS_URL, said).status_code, client.get(UNITS_URL).status_code] == [403, 403]
+    assert not Command.objects.exists()
+
+
+def test_the_units_page_takes_the_same_statements_for_many_devices(operator: Client) -> None:
+    report_cards(*(build_divisible_card(n, 4) for n in range(1, 41)))
+    uuids = [str(uuid) for uuid in Device.objects.values_list("uuid", flat=True)]
+    counts = []
+    for chosen in (uuids[:1], uuids):
+        with CaptureQueriesContext(
+            connection,
+        ) as run:
+            operator.get(UNITS_URL, {"device": chosen})
+        counts.append(len(run))
+    assert counts[0] == counts[1] <= 10

@@ -1,0 +1,299 @@
+"""Deliveries reach receivers that misbehave, at least once, with one id; what fails for days is paused."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.core import mail
+from django.core.mail import EmailMessage
+from django.db import connection, connections
+from django.test.utils import CaptureQueriesContext
+
+from accelerators.models import Event
+from cyborgweb.models.notify import Delivery, Subscription
+from cyborgweb.notify import mail as letters
+from cyborgweb.notify import sender, subscriptions, webhook
+from cyborgweb.notify.webhook import AttemptOutcome
+from tests.cyborgweb.notify.conftest import OLGA, PAST_TIME, Subscribe, make_retries_due
+from tests.cyborgweb.notify.receiver import Receiver
+
+pytestmark = pytest.mark.django_db
+
+
+def create_waiting_deliveries(subscription: Subscription, count: int = 1, **data: Any) -> list[Delivery]:
+    """So many messages for it."""
+    said = {"request": "r", "profile": "small"} | data
+    return [subscription.deliveries.create(kind="request.bound", data=said, event=n) for n in range(count)]
+
+
+def test_a_message_is_retried_with_the_same_id_until_the_receiver_accepts_it(
+    subscribe: Subscribe, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "ATTEMPT_TIMEOUT_S", 0.3)
+    receiver.behaviours = ["500", "hangs", "302", "rubbish", "closes"]
+    hook = subscribe("webhook", target=receiver.url)
+    (one,) = create_waiting_deliveries(hook)
+    for attempts in range(1, 6):
+        sender.run()
+        one.refresh_from_db()
+        assert (one.progress, one.attempts) == ("waiting", attempts)
+        assert one.last_error and one.next_at > datetime.now(UTC)
+        hook.refresh_from_db()
+        assert hook.failures == attempts and hook.failing_since and hook.last_error == one.last_error
+        sender.run()
+        assert len(receiver.calls) == attempts, "not before its time"
+        make_retries_due()
+    sender.run()
+    one.refresh_from_db()
+    hook.refresh_from_db()
+    assert (one.progress, one.attempts, one.last_error) == ("delivered", 6, "")
+    assert (hook.failures, hook.failing_since, hook.last_error) == (0, None, "")
+    assert receiver.accepted_ids() == [f"msg_{one.message}"]
+    assert {headers["webhook-id"] for headers, _ in receiver.calls} == {f"msg_{one.message}"}
+    assert len({body for _, body in receiver.calls}) == 1, "the same bytes at every try"
+    sender.run()
+    assert len(receiver.accepted) == 1
+
+
+def test_a_webhook_message_is_signed_and_its_secret_appears_nowhere_else(
+    subscribe: Subscribe, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook, secret = subscriptions.create(
+        {"name": "n", "kinds": ["request.bound"], "way": "webhook", "target": receiver.url}, OLGA
+    )
+    create_waiting_deliveries(hook)
+    sender.run()
+    ((headers, body),) = receiver.accepted
+    assert receiver.accepted_bodies()[0] == {
+        "type": "request.bound",
+        "timestamp": receiver.accepted_bodies()[0]["timestamp"],
+        "data": {"request": "r", "profile": "small"},
+    }
+    wanted = webhook.sign_message(secret, headers["webhook-id"], int(headers["webhook-timestamp"]), body)
+    assert headers["webhook-signature"] == wanted
+    events = str(list(Event.objects.values()))
+    for hidden in (secret, "in-the-url"):
+        assert hidden not in events + caplog.text + str(Subscription.objects.values_list("secret", flat=True))
+    assert "subscription.created" in events and "127.0.0.1" in events
+
+
+def test_a_message_is_sent_again_with_the_same_id_if_the_sender_was_killed_after_sending(
+    subscribe: Subscribe, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_waiting_deliveries(subscribe("webhook", target=receiver.url))
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sender, "store_outcomes", dies)
+        sender.send_webhooks()
+    sender.run()
+    assert len(receiver.accepted) == 2 and len(set(receiver.accepted_ids())) == 1
+
+
+def test_a_hanging_destination_does_not_delay_others(
+    subscribe: Subscribe, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "ATTEMPT_TIMEOUT_S", 0.5)
+    slow = subscribe("webhook", name="slow", target=receiver.url.replace("127.0.0.1", "127.0.0.2"))
+    twin = subscribe("webhook", name="twin", target=receiver.url)
+    many, few = (
+        create_waiting_deliveries(subscribe("webhook", target=receiver.url), 30),
+        create_waiting_deliveries(twin, 2),
+    )
+    stuck = create_waiting_deliveries(slow, 100)
+    sender.send_webhooks()
+    arrived = Delivery.objects.filter(progress="delivered")
+    assert arrived.filter(pk__in=[row.pk for row in many + few]).count() == sender.MAX_ATTEMPTS_PER_HOST
+    assert receiver.max_concurrent_calls <= sender.MAX_ATTEMPTS_PER_HOST
+    assert Delivery.objects.filter(pk__in=[row.pk for row in stuck], attempts=0).count() == 96
+    sender.run()
+    assert len(receiver.accepted) == 32
+    make_retries_due()
+    sender.send_webhooks()
+    tried = Delivery.objects.filter(pk__in=[row.pk for row in stuck], attempts__gt=0)
+    assert tried.count() <= sender.MAX_ATTEMPTS_PER_HOST + 1, "what fails is probed with one message"
+
+
+def test_a_message_that_is_never_accepted_is_given_up_and_can_be_replayed(
+    subscribe: Subscribe, receiver: Receiver
+) -> None:
+    receiver.behaviours = ["500"] * 20
+    (one,) = create_waiting_deliveries(subscribe("webhook", target=receiver.url))
+    for _ in range(len(sender.RETRY_DELAYS_S) + 1):
+        make_retries_due()
+        sender.run()
+    one.refresh_from_db()
+    assert (one.progress, one.attempts, one.last_error) == ("given up", 10, "The receiver answered 500.")
+    receiver.behaviours.clear()
+    assert subscriptions.replay_deliveries(Delivery.objects.all(), OLGA) == 1
+    assert subscriptions.replay_deliveries(Delivery.objects.all(), OLGA) == 0, "it waits already"
+    make_retries_due()
+    sender.run()
+    assert receiver.accepted_ids() == [f"msg_{one.message}"]
+    assert Event.objects.filter(action="subscription.replayed").count() == 1
+
+
+def test_a_subscription_failing_for_days_is_paused_and_one_answered_410_is_gone(
+    subscribe: Subscribe, receiver: Receiver
+) -> None:
+    hook = subscribe("webhook", target=receiver.url, personal=True)
+    create_waiting_deliveries(hook, 3)
+    receiver.behaviours = ["500"] * 3
+    sender.run()
+    long_ago = datetime.now(UTC) - timedelta(seconds=sender.PAUSE_AFTER_S + 60)
+    Subscription.objects.update(failing_since=long_ago)
+    receiver.behaviours = ["500"]
+    make_retries_due()
+    sender.run()
+    hook.refresh_from_db()
+    assert hook.standing == "paused"
+    assert set(hook.deliveries.exclude(kind="subscription.paused").values_list("progress", flat=True)) == {"given up"}
+    assert "failed for 3 days" in hook.deliveries.get(kind="subscription.paused", reader=OLGA.user_id).data["reason"]
+    assert Event.objects.get(action="subscription.paused").reason
+    hook = subscriptions.edit(hook.pk, {"standing": "active"}, OLGA)
+    assert (hook.failures, hook.failing_since) == (0, None)
+    receiver.behaviours = ["410"]
+    subscriptions.queue_test_message(hook.pk, OLGA)
+    sender.run()
+    hook.refresh_from_db()
+    assert hook.standing == "gone"
+    assert hook.deliveries.get(kind="subscription.test").progress == "given up"
+
+
+def test_deliveries_waiting_for_days_are_given_up_and_old_ones_are_deleted(subscribe: Subscribe) -> None:
+    off = subscribe("webhook", target="https://example.org/", standing="off")
+    old, late, new = create_waiting_deliveries(off, 3)
+    Delivery.objects.filter(pk=old.pk).update(created_at=PAST_TIME)
+    Delivery.objects.filter(pk=late.pk).update(created_at=datetime.now(UTC) - timedelta(seconds=sender.MAX_WAIT_S + 9))
+    sender.run()
+    assert dict(Delivery.objects.values_list("pk", "progress")) == {late.pk: "given up", new.pk: "waiting"}
+
+
+def test_several_waiting_mails_are_sent_as_one_and_headers_cannot_be_injected(subscribe: Subscribe) -> None:
+    letters = subscribe("email", target="olga@example.org")
+    create_waiting_deliveries(letters, 1, host="cmp1\r\nBcc: x@y")
+    sender.run_mails()
+    waiting_more = [letters.deliveries.create(kind="device.failed", data={"name": f"card {n}"}) for n in range(5)]
+    sender.run_mails()
+    assert len(mail.outbox) == 1, "not before its time"
+    make_retries_due()
+    sender.run_mails()
+    first, second = mail.outbox
+    assert first.subject.startswith("[Accelerators] Accelerator ready: r") and "Bcc" not in first.extra_headers
+    assert second.subject == "[Accelerators] 5 messages" and second.to == ["olga@example.org"]
+    assert second.body.count("Device failed: card") == len(waiting_more)
+    assert not Delivery.objects.filter(progress="waiting").exists()
+
+
+def test_mails_wait_while_the_mail_server_is_unreachable(
+    subscribe: Subscribe, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.EMAIL_BACKEND = "django.core.mail.backends.smtp.EmailBackend"
+    settings.EMAIL_HOST, settings.EMAIL_PORT = "127.0.0.1", 1
+    for number in range(3):
+        create_waiting_deliveries(subscribe("email", name=str(number), target=f"p{number}@example.org"))
+    assert not sender.send_mails()
+    sender.run_mails()
+    assert list(Delivery.objects.order_by("id").values_list("attempts", flat=True)) == [1, 0, 0]
+    assert not sender.fetch_due_deliveries("email", 9), "nobody finds out again at once"
+    assert "cannot be reached" in Delivery.objects.order_by("id")[0].last_error
+
+
+def test_a_round_of_mails_ends_early_if_the_mail_server_is_slow(
+    subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MAX_MAIL_ROUND_S", -1)
+    for number in range(3):
+        create_waiting_deliveries(subscribe("email", name=str(number), target=f"p{number}@example.org"))
+    assert sender.send_mails()
+    assert len(mail.outbox) == Delivery.objects.filter(progress="delivered").count() == 1
+    sender.run_mails()
+    assert len(mail.outbox) == 3
+
+
+def test_sending_a_mail_is_aborted_after_its_time_limit(subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(EmailMessage, "send", lambda self: released.wait(30))
+    monkeypatch.setattr(letters, "MAIL_TIMEOUT_S", 0.05)
+    create_waiting_deliveries(subscribe("email", target="olga@example.org"))
+    sender.run_mails()
+    released.set()
+    one = Delivery.objects.get()
+    assert (one.attempts, one.last_error) == (1, "The mail server did not answer in time.")
+
+
+def test_an_unexpected_exception_while_mailing_is_raised(subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmailMessage, "send", lambda self: {}["a fault of ours"])
+    create_waiting_deliveries(subscribe("email", target="olga@example.org"))
+    with pytest.raises(KeyError, match="a fault of ours"):
+        sender.run_mails()
+
+
+COUNT_OPEN_TRANSACTIONS_SQL = """
+SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend'
+  AND xact_start IS NOT NULL AND pid <> pg_backend_pid()
+"""
+
+
+@pytest.mark.django_db(transaction=True)
+def test_no_transaction_is_open_while_sending_and_a_second_sender_sends_nothing(
+    subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def look() -> None:
+        """On the thread that posts: another connection, and the job comes once more."""
+        with closing(connections.create_connection("default")) as other, other.cursor() as cursor:
+            cursor.execute(COUNT_OPEN_TRANSACTIONS_SQL)
+            seen.append(cursor.fetchone()[0])
+        try:
+            sender.run()
+            sender.run_mails()
+        finally:
+            connection.close()
+
+    def post(*_: Any) -> AttemptOutcome:
+        look()
+        return AttemptOutcome()
+
+    monkeypatch.setattr(webhook, "post_message", post)
+    monkeypatch.setattr(EmailMessage, "send", lambda self: look())
+    create_waiting_deliveries(subscribe("webhook", target="https://hook.example/"))
+    create_waiting_deliveries(subscribe("email", target="olga@example.org"))
+    sender.run()
+    sender.run_mails()
+    assert seen == [0, 0]
+    assert set(Delivery.objects.values_list("progress", "attempts")) == {("delivered", 1)}
+
+
+def test_a_secret_encrypted_with_another_key_is_reported_and_nothing_is_sent(
+    subscribe: Subscribe, receiver: Receiver, settings: Any
+) -> None:
+    (one,) = create_waiting_deliveries(subscribe("webhook", target=receiver.url))
+    settings.SECRET_KEY = "another"
+    sender.run()
+    one.refresh_from_db()
+    assert "rotate it" in one.last_error and not receiver.calls
+
+
+def test_a_round_of_sending_takes_the_same_statements_for_many_subscriptions(
+    subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "post_message", lambda *_: AttemptOutcome())
+    counts = []
+    for count in (1, 20):
+        for number in range(count):
+            create_waiting_deliveries(
+                subscribe("webhook", caller=OLGA, name=f"{count}-{number}", target=f"https://h{number}.org/")
+            )
+            Subscription.objects.update(project_id=f"{count}{number}")
+        with CaptureQueriesContext(connection) as captured:
+            sender.send_webhooks()
+        counts.append(len(captured))
+    assert counts[0] == counts[1] <= 8

@@ -1,0 +1,138 @@
+"""One try: the signature, what a receiver may answer, and where messages are never brought."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+
+import pytest
+
+from cyborgweb.notify import webhook
+from cyborgweb.notify.webhook import (
+    AllowedDestinations,
+    AttemptOutcome,
+    parse_networks,
+    parse_webhook_url,
+    post_message,
+)
+from tests.cyborgweb.notify.receiver import Receiver, run_receiver
+
+PUBLIC_ONLY = AllowedDestinations()
+WITH_LOOPBACK = AllowedDestinations(allow_http=True, networks=parse_networks(["127.0.0.0/8"]))
+
+
+def test_the_signature_equals_the_example_of_the_specification() -> None:
+    """The example of the specification, and by hand."""
+    secret, message, at = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330
+    wanted = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+    assert webhook.sign_message(secret, message, at, b'{"test": 2432232314}') == wanted
+    key = base64.b64decode(webhook.generate_secret().removeprefix("whsec_"))
+    assert len(key) == 32
+    assert hmac.new(key, b"a", hashlib.sha256).digest()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254",
+        "127.0.0.1",
+        "::1",
+        "10.1.2.3",
+        "192.168.0.1",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "fe80::1%lo",
+        "fd00::1",
+        "::ffff:169.254.169.254",
+        "64:ff9b::a9fe:a9fe",
+        "2002:7f00:1::",
+        "fec0::1",
+    ],
+)
+def test_a_name_or_address_that_is_not_public_is_refused_when_sending(address: str) -> None:
+    outcome = post_message(
+        "https://hook.example/x", {}, b"{}", PUBLIC_ONLY, lambda host, port: ["93.184.216.34", address]
+    )
+    assert "that is not public" in outcome.error
+    assert address.partition("%")[0] not in outcome.error, "what a name means inside is nobody's"
+    literal = address.partition("%")[0]
+    url = f"https://[{literal}]/" if ":" in literal else f"https://{literal}/"
+    with pytest.raises(webhook.WebhookUrlError, match="not public"):
+        parse_webhook_url(url, PUBLIC_ONLY)
+
+
+def test_the_connection_goes_to_the_address_that_was_checked_without_a_second_lookup() -> None:
+    """A name that means something else a moment later is not asked again."""
+    with run_receiver() as receiver:
+        asked: list[str] = []
+
+        def lookup(host: str, port: int) -> list[str]:
+            asked.append(host)
+            return ["127.0.0.1"] if len(asked) == 1 else ["127.9.9.9"]
+
+        url = receiver.url.replace("127.0.0.1", "hook.example")
+        assert post_message(url, {"webhook-id": "a"}, b"{}", WITH_LOOPBACK, lookup) == AttemptOutcome()
+        assert asked == ["hook.example"]
+        assert receiver.calls[0][0]["host"].startswith("hook.example:")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://example.org/", "begins with https://"),
+        ("ftp://example.org/", "begins with https://"),
+        ("https:///x", "the name of a host"),
+        ("https://u:p@example.org/", "no name, password"),
+        ("https://example.org/#x", "fragment"),
+        ("https://example.org/a b", "without blanks"),
+        ("https://example.org/\r\nX: y", "without blanks"),
+        ("https://example.org:99999/", "no URL"),
+        ("https://exämple.org/", "ASCII"),
+        ("https://example.org\\@127.0.0.1/", "without blanks"),
+        ("https://a_b$.org/", "no name"),
+        ("https://example.org/" + "x" * 2000, "2000"),
+    ],
+)
+def test_unusable_urls_are_refused_with_a_message(url: str, says: str) -> None:
+    with pytest.raises(webhook.WebhookUrlError, match=says):
+        parse_webhook_url(url, PUBLIC_ONLY)
+    assert says in post_message(url, {}, b"", PUBLIC_ONLY).error
+
+
+@pytest.mark.parametrize(
+    ("mood", "error"),
+    [
+        ("200", ""),
+        ("204", ""),
+        ("500", "The receiver answered 500."),
+        ("302", "redirects are not followed"),
+        ("rubbish", "no HTTP"),
+        ("closes", "without an answer"),
+        ("hangs", "did not answer in time"),
+    ],
+)
+def test_each_answer_of_a_receiver_gives_its_outcome(monkeypatch: pytest.MonkeyPatch, mood: str, error: str) -> None:
+    monkeypatch.setattr(webhook, "ATTEMPT_TIMEOUT_S", 0.3)
+    with run_receiver() as receiver:
+        receiver.behaviours = [mood]
+        outcome = post_message(receiver.url, {"webhook-id": "a"}, b"{}", WITH_LOOPBACK)
+        assert error in outcome.error and bool(error) == bool(outcome.error)
+        assert len(receiver.calls) == 1
+
+
+def test_a_410_is_gone_and_unreachable_receivers_are_reported(receiver: Receiver) -> None:
+    receiver.behaviours = ["410"]
+    assert post_message(receiver.url, {"webhook-id": "a"}, b"", WITH_LOOPBACK).is_gone
+    assert "cannot be reached: Connection refused" in post_message("http://127.0.0.1:1/", {}, b"", WITH_LOOPBACK).error
+    assert "cannot be resolved" in post_message("https://nowhere.invalid/", {}, b"", PUBLIC_ONLY).error
+    assert "cannot be reached" in post_message(receiver.url.replace("http:", "https:"), {}, b"", WITH_LOOPBACK).error
+
+
+def test_only_listed_private_networks_may_be_reached() -> None:
+    some = AllowedDestinations(networks=parse_networks(["10.1.0.0/16", "fd00::/8"]))
+    assert parse_webhook_url("https://10.1.2.3/", some).host == "10.1.2.3"
+    assert parse_webhook_url("https://[fd00::1]/", some)
+    with pytest.raises(webhook.WebhookUrlError, match=r"10\.2"):
+        parse_webhook_url("https://10.2.2.3/", some)

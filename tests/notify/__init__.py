@@ -1,1 +1,0 @@
-"""Subscriptions, the fan-out of events, webhooks, mail, the inbox."""

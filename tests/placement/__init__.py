@@ -1,1 +1,0 @@
-"""What OpenStack is told."""

@@ -1,0 +1,248 @@
+"""What Placement, Nova and the hardware contradict is found, shown with an event, and gone when it is mended."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
+from accelerators.requests import binding
+from accelerators.requests.binding import BindSpec
+from placement_sync.jobs import discrepancies, providers
+from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
+from tests.placement_sync.session import PlacementModelSession, placement_session, use_placement_model
+from tests.support.nova import FakeNova, running_nova
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
+LONG_AGO = "2020-01-01T00:00:00Z"
+
+
+class CloudSession(PlacementModelSession):
+    """Placement's model for Placement, a recording Nova for Nova."""
+
+    def request(self, url: str, method: str, **values: Any) -> Any:
+        if values["endpoint_filter"]["service_type"] == "placement":
+            return placement_session.request(url, method, values.get("json"), values.get("headers"))
+        from keystoneauth1.session import Session as Real
+        from keystoneauth1.token_endpoint import Token
+
+        return Real(Token("http://unused", "token")).request(url, method, **values)
+
+
+def cloud() -> PlacementModelSession:
+    return CloudSession()
+
+
+@pytest.fixture(autouse=True)
+def nova(settings: Any) -> Iterator[FakeNova]:
+    use_placement_model(settings)
+    settings.SERVICE_SESSION = "tests.placement_sync.test_discrepancies.cloud"
+    keys = settings.KEYS
+    with running_nova() as one:
+        known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
+        settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
+        yield one
+
+
+def make_bound_cards(cards: int = 1) -> list[str]:
+    """So many cards on cmp1, each held by an instance that Placement knows of; all looked at, all compared."""
+    apply_report(get_or_create_host(), make_driver_report(*(make_card(n, handles=2) for n in range(cards))))
+    for device in Device.objects.values_list("uuid", flat=True):
+        lifecycle.enable_device(device, NOVA)
+    with conductor.writing():
+        DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
+    instances = []
+    for provider in Deployable.objects.order_by("id").values_list("rp_uuid", flat=True):
+        instances.append(str(uuid.uuid4()))
+        (request,) = binding.create_requests("one", NOVA)
+        binding.bind_requests([BindSpec(request, "cmp1", str(provider), instances[-1])], NOVA)
+        set_allocations(str(provider), instances[-1])
+    compare_again()
+    assert list_discrepancies() == []
+    return instances
+
+
+def compare_again() -> None:
+    """A minute or more has passed, Placement is looked at again, and compared."""
+    with conductor.writing():
+        AcceleratorRequest.objects.update(updated_at=LONG_AGO)
+    Tree.objects.update(looked_at=LONG_AGO, compared_at=LONG_AGO)
+    providers.step()
+    while discrepancies.step():
+        pass
+
+
+def list_discrepancies() -> list[tuple[str, str]]:
+    return sorted(Discrepancy.objects.values_list("kind", "provider_name"))
+
+
+def first_provider() -> str:
+    return str(Deployable.objects.order_by("id").first().rp_uuid)
+
+
+def age_unattached_claims() -> None:
+    """As far as the second look is concerned."""
+    for row in WrittenProvider.objects.exclude(claims=None):
+        loose = dict.fromkeys(row.claims["loose"], LONG_AGO)
+        WrittenProvider.objects.filter(pk=row.pk).update(claims=row.claims | {"loose": loose})
+    Tree.objects.update(compare_at=LONG_AGO)
+
+
+def set_allocations(provider: str, *consumers: str) -> None:
+    """These have one each; the generation moves, as a real Placement's does when an allocation is written."""
+    placement_session.model.allocated[provider, "FPGA"] = dict.fromkeys(consumers, 1)
+    if provider in placement_session.model.providers:
+        placement_session.model._raise_generation(provider)
+
+
+def test_a_bound_request_without_an_allocation_is_a_discrepancy_until_it_has_one() -> None:
+    (instance,) = make_bound_cards()
+    set_allocations(first_provider())
+    compare_again()
+    (row,) = Discrepancy.objects.all()
+    assert (row.kind, str(row.instance), row.device) == (DiscrepancyKind.UNCLAIMED, instance, Device.objects.get())
+    assert instance in row.said
+    assert "Shelve and unshelve" in row.said
+    (found,) = discrepancies.list_discrepancies_of_devices([row.device_id])
+    assert (found.kind, found.host, found.instance) == ("attached but unclaimed", "cmp1", instance)
+    assert discrepancies.list_discrepancies_of_host(row.host_id) == [found]
+    event = Event.objects.get(action="discrepancy.appeared")
+    assert (event.subject, event.host, event.changes["instance"]) == (row.device.uuid, "cmp1", [None, instance])
+
+    set_allocations(first_provider(), instance)
+    Tree.objects.update(compare_at=LONG_AGO)
+    discrepancies.step()
+    assert list_discrepancies() == []
+    assert Event.objects.get(action="discrepancy.mended").changes["discrepancy"] == ["attached but unclaimed", None]
+
+
+def test_a_deleted_allocation_is_found_by_rereading_although_the_generation_stays() -> None:
+    make_bound_cards()
+    placement_session.model.allocated.clear()
+    compare_again()
+    assert list_discrepancies() == []
+    discrepancies.invalidate_claims(Tree.objects.values_list("pk", flat=True))
+    compare_again()
+    assert [kind for kind, _ in list_discrepancies()] == ["unclaimed"]
+
+
+def test_only_allocations_of_providers_in_use_are_reread_after_a_while() -> None:
+    make_bound_cards()
+    row = WrittenProvider.objects.get()
+    WrittenProvider.objects.update(claims=row.claims | {"read_at": LONG_AGO})
+    placement_session.model.allocated.clear()
+    compare_again()
+    assert "allocations" in " ".join(placement_session.seen_calls[-3:])
+    with conductor.writing():
+        AcceleratorRequest.objects.update(state="Unbound", attach_handle=None)
+    row = WrittenProvider.objects.get()
+    Discrepancy.objects.all().delete()
+    WrittenProvider.objects.update(claims=row.claims | {"read_at": LONG_AGO})
+    placement_session.seen_calls.clear()
+    compare_again()
+    assert not [call for call in placement_session.seen_calls if "allocations" in call]
+
+
+def test_an_allocation_without_a_request_is_a_discrepancy_only_after_a_minute() -> None:
+    (instance,) = make_bound_cards()
+    stranger = str(uuid.uuid4())
+    set_allocations(first_provider(), instance, stranger)
+    compare_again()
+    assert list_discrepancies() == []
+    age_unattached_claims()
+    discrepancies.step()
+    (row,) = Discrepancy.objects.all()
+    assert (row.kind, str(row.instance)) == (DiscrepancyKind.UNATTACHED, stranger)
+    assert f"allocation unset --provider {first_provider()} {stranger}" in row.said
+    del placement_session.model.allocated[first_provider(), "FPGA"][stranger]
+    Tree.objects.update(compare_at=LONG_AGO)
+    discrepancies.step()
+    assert list_discrepancies() == []
+    assert Tree.objects.get().compare_at is None
+
+
+def test_an_allocation_whose_request_is_bound_meanwhile_is_no_discrepancy() -> None:
+    (instance,) = make_bound_cards()
+    late = str(uuid.uuid4())
+    set_allocations(first_provider(), instance, late)
+    compare_again()
+    (request,) = binding.create_requests("one", NOVA)
+    binding.bind_requests([BindSpec(request, "cmp1", first_provider(), late)], NOVA)
+    age_unattached_claims()
+    discrepancies.step()
+    assert list_discrepancies() == []
+
+
+def test_an_active_instance_whose_device_is_missing_or_failed_is_a_discrepancy(nova: FakeNova) -> None:
+    (instance,) = make_bound_cards()
+    with conductor.writing():
+        Device.objects.update(state="missing", state_reason="its driver did not see it")
+    compare_again()
+    assert list_discrepancies() == [], "Nova has no such instance"
+    for status, place in (("SHUTOFF", "cmp1"), ("ACTIVE", "elsewhere")):
+        nova.shown[instance] = (status, place)
+        compare_again()
+        assert list_discrepancies() == []
+    nova.shown[instance] = ("ACTIVE", "cmp1")
+    compare_again()
+    (row,) = Discrepancy.objects.all()
+    assert (row.kind, str(row.instance)) == (DiscrepancyKind.WITHOUT_DEVICE, instance)
+    assert "the device is missing: its driver did not see it" in row.said
+    nova.status = 503
+    compare_again()
+    assert len(list_discrepancies()) == 1, "nobody could tell"
+    nova.status = 0
+    with conductor.writing():
+        Device.objects.update(state="ready", status="failed", status_reason="it could not be restored")
+    compare_again()
+    assert "it could not be restored" in Discrepancy.objects.get().said
+    with conductor.writing():
+        Device.objects.update(status="ok")
+    compare_again()
+    assert list_discrepancies() == []
+
+
+def test_discrepancies_stay_unchanged_while_placement_is_away() -> None:
+    make_bound_cards()
+    set_allocations(first_provider())
+    compare_again()
+    assert len(list_discrepancies()) == 1
+    placement_session.away = True
+    Tree.objects.update(compare_at=LONG_AGO)
+    assert not discrepancies.step()
+    assert len(list_discrepancies()) == 1
+    placement_session.seen_calls.clear()
+    assert not discrepancies.step(), "not before its next time"
+    assert placement_session.seen_calls == []
+
+
+def test_comparing_unchanged_hosts_reads_nothing_and_costs_constant_statements() -> None:
+    make_bound_cards(2)
+    few = _count_statements()
+    assert placement_session.seen_calls == []
+    with conductor.writing():
+        AcceleratorRequest.objects.all().delete()
+        DeviceProfile.objects.all().delete()
+    placement_session.model.allocated.clear()
+    make_bound_cards(8)
+    assert _count_statements() == few
+    assert placement_session.seen_calls == []
+
+
+def _count_statements() -> int:
+    Tree.objects.update(compared_at=None)
+    placement_session.seen_calls.clear()
+    with CaptureQueriesContext(connection) as asked:
+        discrepancies.step()
+    return len(asked)

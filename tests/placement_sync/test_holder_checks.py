@@ -1,0 +1,200 @@
+"""Before a device is retired Placement is asked who has an allocation, and Nova whether those who had the device from
+us live on; nobody to answer counts as held."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import keystoneauth1.session
+import pytest
+from keystoneauth1.token_endpoint import Token
+
+from accelerators import conductor, safety
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.models import Attachment, Deployable, Device, DeviceProfile, Event
+from accelerators.requests import binding
+from accelerators.requests.binding import BindSpec
+from placement_sync.jobs import holder_checks
+from placement_sync.reconcile import ObservedProvider
+from tests.placement_sync.session import PlacementModelSession, placement_session, use_placement_model
+from tests.support.nova import FakeNova, running_nova
+from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+
+pytestmark = pytest.mark.django_db
+ADMIN = Caller("ops", "u", frozenset({"admin"}), "p", service=True)
+EARLIER = "2026-01-01T00:00:00Z"
+
+
+def real_session() -> keystoneauth1.session.Session:
+    return keystoneauth1.session.Session(Token("http://unused", "token"))
+
+
+@pytest.fixture(autouse=True)
+def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession]:
+    monkeypatch.setattr(holder_checks, "_outages", {})
+    safety.register_holder_check("placement", holder_checks.check_placement)
+    yield use_placement_model(settings)
+    del safety._holder_checks["placement"]
+
+
+@pytest.fixture
+def device() -> Device:
+    """In maintenance, so that it could be retired; its provider is in Placement."""
+    apply_report(get_or_create_host(), make_driver_report(make_card(1)))
+    device = Device.objects.get()
+    lifecycle.enable_device(device.uuid, ADMIN)
+    lifecycle.disable_device(device.uuid, ADMIN)
+    provider = str(Deployable.objects.get().rp_uuid)
+    placement_session.model.providers[provider] = ObservedProvider(provider, "node_0000:01:00.0", "", 0)
+    return device
+
+
+def try_to_retire(device: Device) -> RefusedError | None:
+    try:
+        lifecycle.apply_action_to_device(lifecycle.Action.RETIRE, device.uuid, ADMIN)
+    except RefusedError as refused:
+        return refused
+    return None
+
+
+def test_a_device_with_an_allocation_cannot_be_retired_until_it_is_deleted(
+    device: Device, placement: PlacementModelSession
+) -> None:
+    provider = str(Deployable.objects.get().rp_uuid)
+    placement.model.allocated[provider, "FPGA"] = {"vm-1": 1}
+    refused = try_to_retire(device)
+    assert refused
+    assert (refused.reason, "Placement's consumer vm-1" in refused.text) == (RefusalReason.HELD, True)
+    placement.model.allocated.clear()
+    assert try_to_retire(device) is None
+    assert Device.objects.get().state == "retired"
+
+
+def test_an_empty_answer_of_placement_counts_as_unavailable(device: Device, placement: PlacementModelSession) -> None:
+    placement.empty = True
+    refused = try_to_retire(device)
+    assert refused
+    assert (refused.reason, "the answer is empty" in refused.text) == (RefusalReason.AWAY, True)
+
+
+def test_retiring_is_refused_while_placement_is_away_with_one_call_only(
+    device: Device, placement: PlacementModelSession
+) -> None:
+    placement.away = True
+    for _ in range(3):
+        refused = try_to_retire(device)
+        assert refused
+        assert refused.reason == RefusalReason.AWAY
+    assert len(placement.seen_calls) == 1
+
+
+@pytest.fixture
+def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNova]:
+    """Nova alone is asked, through HTTP."""
+    keys = settings.KEYS
+    settings.SERVICE_SESSION = "tests.placement_sync.test_holder_checks.real_session"
+    monkeypatch.setitem(safety._holder_checks, "placement", lambda _: holder_checks.NO_HOLDERS)
+    monkeypatch.setattr(holder_checks, "_unknown_instances", set())
+    with running_nova() as one:
+        known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
+        settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
+        safety.register_holder_check("nova", holder_checks.check_nova)
+        yield one
+        del safety._holder_checks["nova"]
+
+
+def make_former_instance(device: Device, give_back: Any = binding.delete_requests) -> str:
+    """An instance that had the device, and whose request was then unbound or deleted by hand."""
+    lifecycle.enable_device(device.uuid, ADMIN)
+    instance = str(uuid.uuid4())
+    with conductor.writing():
+        DeviceProfile.objects.get_or_create(name="one", defaults={"groups": [{"resources:FPGA": "1"}]})
+    (request,) = binding.create_requests("one", ADMIN)
+    binding.bind_requests([BindSpec(request, "cmp1", str(Deployable.objects.get().rp_uuid), instance)], ADMIN)
+    give_back([request], ADMIN)
+    lifecycle.disable_device(device.uuid, ADMIN)
+    return instance
+
+
+@pytest.mark.parametrize("give_back", [binding.unbind_requests, binding.delete_requests])
+def test_an_active_instance_that_had_the_device_prevents_retiring(
+    device: Device, nova: FakeNova, give_back: Any
+) -> None:
+    instance = make_former_instance(device, give_back)
+    nova.shown[instance] = ("ACTIVE", "cmp1")
+    refused = try_to_retire(device)
+    assert refused
+    assert refused.reason is RefusalReason.HELD
+    assert f"instance {instance} (ACTIVE on cmp1), which may still use it, according to Nova" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("columns", "free"),
+    [
+        ({"attached_at": EARLIER}, False),
+        ({"attached_at": EARLIER, "ended_at": EARLIER}, True),
+        ({"ended_at": EARLIER, "fault": "none was free"}, True),
+        ({"attached_at": EARLIER, "ended_at": EARLIER, "fault": "its requests were deleted or unbound"}, False),
+    ],
+)
+def test_a_device_attached_to_a_running_instance_is_free_only_after_a_regular_detach(
+    device: Device, nova: FakeNova, columns: dict[str, str], free: bool
+) -> None:
+    """Nova did not plug it; who detaches it has taken it out of the guest, but not who takes its requests away."""
+    instance = make_former_instance(device)
+    nova.shown[instance] = ("ACTIVE", "cmp1")
+    request = Event.objects.get(action="request.deleted").subject
+    said = {"instance": instance, "project_id": "p1", "host": "cmp1", "actor": "olga"}
+    with conductor.writing():
+        Attachment.objects.create(**said, **columns, requests=[request])
+    assert (try_to_retire(device) is None) == free
+
+
+@pytest.mark.parametrize("shown", [("SHELVED_OFFLOADED", ""), ("DELETED", "cmp1"), ("ACTIVE", "cmp2"), None])
+def test_an_instance_that_ended_or_moved_does_not_prevent_retiring(
+    device: Device, nova: FakeNova, shown: tuple[str, str] | None
+) -> None:
+    instance = make_former_instance(device)
+    if shown:
+        nova.shown[instance] = shown
+    assert try_to_retire(device) is None
+
+
+def test_nova_is_asked_once_about_an_instance_that_it_does_not_know(device: Device, nova: FakeNova) -> None:
+    make_former_instance(device)
+    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    assert len(nova.asked) == 1
+    assert holder_checks.check_nova(device) == holder_checks.NO_HOLDERS
+    assert len(nova.asked) == 1, "what Nova does not know it never will"
+
+
+def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova: FakeNova) -> None:
+    instance = make_former_instance(device)
+    nova.status = 503
+    refused = try_to_retire(device)
+    assert refused
+    assert (refused.reason, "Nova answered 503" in refused.text) == (RefusalReason.AWAY, True)
+    nova.status = 0
+    nova.shown[instance] = ("ACTIVE", "")
+    nova.rubbish = True
+    holder_checks._outages.clear()
+    refused = try_to_retire(device)
+    assert refused
+    assert (refused.reason, "does not describe a server" in refused.text) == (RefusalReason.AWAY, True)
+    nova.rubbish = False
+    apply_report(device.host, make_driver_report(make_card(1), make_card(2)), seq=2)
+    assert holder_checks.check_nova(Device.objects.latest("id")) == holder_checks.NO_HOLDERS, (
+        "no instance has had it: Nova is not asked"
+    )
+    refused = try_to_retire(device)
+    assert refused
+    assert refused.reason is RefusalReason.AWAY, "for ten seconds it is not asked again"
+    holder_checks._outages.clear()
+    refused = try_to_retire(device)
+    assert refused
+    assert refused.reason is RefusalReason.HELD, "a Nova that does not tell hosts counts against the act"

@@ -1,0 +1,77 @@
+"""What a device was programmed with is in Placement before its request is Bound, and then Nova hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.models import AttachHandle, Intent
+from accelerators.requests import binding
+from accelerators.runtime import jobs
+from placement_sync.jobs import providers
+from tests.accelerators.requests.test_bind_commands import (
+    ADDER_IMAGE,
+    NOVA,
+    PROVIDER,
+    answer_command,
+    create_and_bind,
+    get_open_command,
+    get_state_and_fault,
+    handle,
+    make_handles_pci,
+)
+from tests.placement_sync.session import PlacementModelSession, use_placement_model
+
+__all__ = ["handle"]
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def placement(settings: Any) -> Iterator[PlacementModelSession]:
+    jobs.register_job("placement", "placement_sync.jobs.providers.run", cluster="work", intent_kind="provider")
+    jobs.register_job("notices", "placement_sync.nova.notices_job.run", cluster="work", intent_kind="notice")
+    yield use_placement_model(settings)
+    for name in ("placement", "notices"):
+        del jobs._registered[name]
+
+
+def test_a_programmed_request_is_bound_only_after_its_traits_are_in_placement(
+    handle: AttachHandle, placement: PlacementModelSession
+) -> None:
+    make_handles_pci()
+    (request,) = create_and_bind("adder")
+    attach = get_open_command("attach")
+    placing.mark_image_ready(attach.id, ADDER_IMAGE)
+    placement.away = True
+    answer_command(attach)
+    assert get_state_and_fault(request) == ("BindStarted", "")
+    providers.step()
+    assert get_state_and_fault(request) == ("BindStarted", "")
+    assert not Intent.objects.filter(kind="notice").exists()
+    placement.away = False
+    with conductor.writing():
+        Intent.objects.filter(kind="provider").update(next_at="2020-01-01T00:00:00Z")
+    providers.step()
+    assert get_state_and_fault(request) == ("Bound", "")
+    assert "CUSTOM_FPGA_FUNCTION_ID_TEST_ADDER" in placement.model.providers[PROVIDER].traits
+    notice = Intent.objects.get(kind="notice")
+    assert (notice.key, notice.payload["completed"]) == (str(request.uuid), True)
+    assert not Intent.objects.filter(kind=binding.PROGRAMMED_INTENT).exists()
+
+
+def test_a_request_unbound_before_placement_is_written_is_skipped(
+    handle: AttachHandle, placement: PlacementModelSession
+) -> None:
+    make_handles_pci()
+    (request,) = create_and_bind("adder")
+    attach = get_open_command("attach")
+    placing.mark_image_ready(attach.id, ADDER_IMAGE)
+    answer_command(attach)
+    binding.unbind_requests([str(request.uuid)], NOVA)
+    providers.step()
+    assert get_state_and_fault(request)[0] == "Unbound"
+    assert not Intent.objects.filter(kind=binding.PROGRAMMED_INTENT).exists()

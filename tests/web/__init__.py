@@ -1,1 +1,0 @@
-"""Tests of the house: servers, commands, configuration."""
