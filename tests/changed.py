@@ -1,7 +1,8 @@
 """`python -m tests.changed`: print the tests of what differs from the last commit, for `make check`.
 
-A changed test file selects itself, any other file below tests/ the folder of tests that it belongs to, a product file
-the test folders of its package, and what all tests share selects all of them. The house rules always run.
+A changed test file selects itself, any other file below tests/ the folder of tests that it belongs to. A product file
+selects the folder of tests that has the name of its module or of its innermost folder. What all tests share selects all
+of them. The house rules always run.
 """
 
 from __future__ import annotations
@@ -12,27 +13,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ALWAYS_RUN = "tests/test_house.py"
 TESTS_BY_PREFIX = {
-    "drivers/": ("tests/drivers",),
     "accelerators/admin": ("tests/cyborgweb/console",),
-    "accelerators/api": ("tests/accelerators/api/v2", "tests/accelerators/api/own"),
-    "accelerators/": ("tests/accelerators",),
-    "agents/host/": ("tests/agents/host",),
-    "agents/": ("tests/agents",),
-    "placement_sync/": ("tests/placement_sync",),
-    "cyborgweb/notify": ("tests/cyborgweb/notify",),
-    "cyborgweb/cli": ("tests/cyborgweb/cli",),
-    "cyborgweb/": ("tests/cyborgweb", "tests/accelerators/api/own"),
+    "accelerators/ui": ("tests/cyborgweb/console",),
+    "accelerators/api/": ("tests/accelerators/api",),
+    "cyborgweb/pages": ("tests/cyborgweb/console",),
+    "cyborgweb/telemetry": ("tests/accelerators/api/own", "tests/cyborgweb/console"),
+    "cyborgweb/api": ("tests/accelerators/api/own",),
     "requirements/": ("tests",),
     "pyproject.toml": ("tests",),
     "templates/": ("tests/cyborgweb/console",),
-    "docs/": ("tests/test_docs.py", "tests/cyborgweb/manual/test_help.py"),
+    "docs/": ("tests/test_docs.py", "tests/cyborgweb/manual"),
     "manage.py": ("tests/cyborgweb/server",),
     "Makefile": ("tests/test_docs.py", "tests/test_house.py"),
     "README.md": ("tests/test_docs.py",),
     "CONTRIBUTING.md": ("tests/test_docs.py",),
     "CHANGELOG.md": ("tests/test_docs.py",),
 }
-"""The first prefix that fits a changed file decides."""
+"""Tests of files that have no folder of tests with their own name. The first prefix that fits decides."""
+PACKAGES = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb")
 FOLDERS_WITHOUT_FAST_TESTS = ("tests/system/", "tests/qemu/", "tests/browser/")
 """Folders without a test of the fast lane."""
 
@@ -41,7 +39,13 @@ def tests_for_file(path: str) -> tuple[str, ...]:
     """Return the tests to run when the file `path` changed; empty where the fast lane has none for it."""
     if path.startswith("tests/"):
         return _tests_for_file_below_tests(Path(path))
-    return next((tests for prefix, tests in TESTS_BY_PREFIX.items() if path.startswith(prefix)), ())
+    for prefix, tests in TESTS_BY_PREFIX.items():
+        if path.startswith(prefix):
+            return tests
+    if not path.startswith(tuple(f"{package}/" for package in PACKAGES)):
+        return ()
+    module = Path("tests", path).with_suffix("")
+    return (f"{next(folder for folder in (module, *module.parents) if (ROOT / folder).is_dir())}",)
 
 
 def _tests_for_file_below_tests(path: Path) -> tuple[str, ...]:

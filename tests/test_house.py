@@ -78,15 +78,18 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
 
 def test_a_changed_file_selects_the_tests_of_its_package() -> None:
     assert changed.select_tests(["accelerators/admin/devices.py"]) == ["tests/cyborgweb/console", changed.ALWAYS_RUN]
-    assert changed.select_tests(["agents/host/connection/link.py", "agents/wire.py"]) == [
-        "tests/agents",
+    assert changed.select_tests(["agents/host/connection/link.py", "agents/wire.py", "agents/gateway/app.py"]) == [
+        "tests/agents/gateway",
+        "tests/agents/host/connection",
+        "tests/agents/wire",
         changed.ALWAYS_RUN,
     ]
+    assert changed.select_tests(["agents/models.py"]) == ["tests/agents", changed.ALWAYS_RUN]
     assert changed.select_tests(["tests/system/test_kill.py", "tests/qemu/boot.py"]) == [changed.ALWAYS_RUN]
     assert changed.select_tests(["tests/drivers/tree.py", "manage.py"]) == [
+        "tests/cyborgweb/server",
         "tests/drivers",
         changed.ALWAYS_RUN,
-        "tests/cyborgweb",
     ]
     assert changed.select_tests(["tests/agents/host/fake_gateway.py"]) == ["tests/agents", changed.ALWAYS_RUN]
     assert changed.select_tests(["tests/agents/wire/transcripts/any.json"]) == ["tests/agents", changed.ALWAYS_RUN]

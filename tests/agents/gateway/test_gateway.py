@@ -116,7 +116,7 @@ def test_L1_a_silent_host_becomes_stale_and_live_again_at_its_next_heartbeat(age
         long_ago = datetime.now(UTC) - timedelta(seconds=31)
 
         def silent() -> bool:
-            Lease.objects.update(seen_at=long_ago)  # again while the Report's own sign of life is being written
+            Lease.objects.update(seen_at=long_ago)  # repeated, because the Report's own heartbeat is written with a delay
             mark_stale_hosts()
             return Host.objects.get().stale_since is not None
 
@@ -127,8 +127,9 @@ def test_L1_a_silent_host_becomes_stale_and_live_again_at_its_next_heartbeat(age
         mark_stale_hosts()
     assert Host.objects.get().stale_since is None
     told = Event.objects.filter(subject_type="host", action__in=["host.stale", "host.live"]).order_by("id")
-    assert [event.action for event in told] == ["host.stale", "host.live"]
-    (was_live, stale), back = (event.changes["stale_since"] for event in told)
+    # The heartbeat of the Report may have made the host live once more in between, so there may be several pairs.
+    assert [event.action for event in told] == ["host.stale", "host.live"] * (len(told) // 2)
+    (was_live, stale), back = (event.changes["stale_since"] for event in list(told)[-2:])
     assert was_live is None and stale
     assert back == [stale, None]
 
