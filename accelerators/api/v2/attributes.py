@@ -91,7 +91,7 @@ class AttributeList(AttributeMethods, V2ListView):
 
 
 class AttributeDetail(AttributeMethods, V2DetailView):
-    """`GET /v2/attributes/{uuid}`: not wrapped."""
+    """`GET /v2/attributes/{uuid}`. The body is the attribute itself, not `{"attribute": {...}}`."""
 
     policy_rules = AttributeMethods.policy_rules | {"GET": "cyborg:attribute:get_one"}
 

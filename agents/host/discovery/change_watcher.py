@@ -83,8 +83,8 @@ class NetlinkUevents:
     def next(self) -> str | None:
         """Read one event, as `UeventSource.next` says.
 
-        All subsystems are returned and the caller filters them: with this source, libudev's own filter ends a poll too
-        early.
+        Events of all subsystems are returned, and the caller filters them: with a filter in libudev, a poll may return
+        None although other events wait.
         """
         device: Any = self._monitor.poll(timeout=0)
         return None if device is None else device.subsystem or ""
