@@ -98,7 +98,10 @@ def collect_gauges() -> Iterator[Metric]:
     """Yield all gauges. If the database fails, yield only the build information and `cyborg_database_up` 0."""
     gauges = GaugeList()
     gauges.add_labelled_gauge(
-        "cyborg_build_info", "Always 1; the label `release` is the installed release.", ["release"], [([version("cyborgweb")], 1)]
+        "cyborg_build_info",
+        "Always 1; the label `release` is the installed release.",
+        ["release"],
+        [([version("cyborgweb")], 1)],
     )
     try:
         # Before the transaction, because it may wait for other gateways.
