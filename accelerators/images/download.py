@@ -20,7 +20,7 @@ from django.db.models import Q
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.domain.errors import RefusedError
+from accelerators.domain.errors import AcceleratorsError, RefusedError
 from accelerators.domain.groups import BITSTREAM_KEY, FUNCTION_KEY
 from accelerators.domain.states import CommandState
 from accelerators.images import store
@@ -38,11 +38,11 @@ WantedImage = tuple[str, str]
 """How a command names its image: `bitstream_id` or `function_id`, and the value."""
 
 
-class ImageUnusableError(Exception):
+class ImageUnusableError(AcceleratorsError):
     """The image does not exist or cannot be used; the text says why. A retry would not help."""
 
 
-class ImageServiceUnavailableError(Exception):
+class ImageServiceUnavailableError(AcceleratorsError):
     """The image cannot be fetched now; the text says why. A later retry may succeed."""
 
 

@@ -30,7 +30,7 @@ from accelerators.commands import placing
 from accelerators.commands.placing import TYPES_CREATED_ON_HOST, CommandOrder
 from accelerators.domain import groups
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.domain.states import BINDABLE_STATES, EventSource, RequestState
 from accelerators.requests import binding_sql as sql
 from accelerators.requests import notices, profiles
@@ -125,7 +125,7 @@ class BindOutcome:
     may_exist_on_host: bool = True
 
 
-class _HandlesContendedError(Exception):
+class _HandlesContendedError(AcceleratorsError):
     """Enough handles are free, but other transactions have them locked: retry the bind."""
 
 

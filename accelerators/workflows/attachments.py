@@ -24,7 +24,7 @@ from django.db.models.functions import Cast
 from accelerators import conductor
 from accelerators.commands.placing import check_reason
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.domain.libvirt_xml import HeldHandle
 from accelerators.domain.states import EventSource, HandleType
 from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile, Host
@@ -66,7 +66,7 @@ belongs to another project; AWAY if a service does not answer; CONFLICT if nothi
 _instance_lookups: list[InstanceLookup] = []
 
 
-class ConcurrentUpdateError(Exception):
+class ConcurrentUpdateError(AcceleratorsError):
     """Another process changed the attachment since the caller read it: read the row again."""
 
 

@@ -20,6 +20,7 @@ from accelerators.requests.capacity import LoadSummary
 from agents import telemetry
 from agents.liveness import get_agent_state
 from agents.telemetry import LoadSnapshot
+from cyborgweb.errors import CyborgwebError
 from cyborgweb.telemetry import usage_with_load
 
 MAX_HOSTS = 10_000
@@ -35,7 +36,7 @@ ASKED_LIVENESS = ("up", "late")
 """Liveness of agents that are asked; the others could not answer."""
 
 
-class CensusBusyError(RefusedError):
+class CensusBusyError(CyborgwebError, RefusedError):
     """This process already runs MAX_CONCURRENT censuses. `wait` is the value for Retry-After, in seconds."""
 
     wait = 5

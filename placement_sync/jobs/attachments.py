@@ -35,6 +35,7 @@ from placement_sync.client import (
     PlacementUnavailableError,
 )
 from placement_sync.cloud import get_cloud_session
+from placement_sync.errors import PlacementSyncError
 from placement_sync.nova import client
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ UNSETTLED_STEPS = ("claiming", "claimed", "returning")
 PLACEMENT_OFF_TEXT = "Placement is switched off, so nothing is claimed there"
 
 
-class RetryLaterError(Exception):
+class RetryLaterError(PlacementSyncError):
     """Another attachment of the same instance has to go first."""
 
 

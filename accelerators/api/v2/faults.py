@@ -13,7 +13,7 @@ from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.db import InterfaceError, OperationalError
 from rest_framework.exceptions import APIException
 
-from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ STATUS_BY_REASON: Mapping[RefusalReason, int] = {
 (contract section 2.3, annex A.4)."""
 
 
-class V2Error(Exception):
+class V2Error(AcceleratorsError):
     """An error raised by a handler (form A). `text` is the message for people, on one line."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -52,7 +52,7 @@ def missing_argument_error(name: str) -> V2Error:
     return V2Error(400, f'Missing argument: "{name}"')
 
 
-class RouterError(Exception):
+class RouterError(AcceleratorsError):
     """An error raised before a handler is reached (form B). The answer has only the headers given here."""
 
     def __init__(
