@@ -31,11 +31,11 @@ class RefusalReason(StrEnum):
     bulk actions store them (at most 16 characters). `docs/cli.md` lists them.
     """
 
-    UNKNOWN = "not_found"
+    NOT_FOUND = "not_found"
     """The object that the caller named does not exist, or is not the caller's."""
     NONE_FREE = "none_free"
     """No handle that fits is free."""
-    STATE = "wrong_state"
+    WRONG_STATE = "wrong_state"
     """The state of the accelerator request does not allow this."""
     CONFLICT = "conflict"
     """The current state of the object or of another one does not allow this; for example the name is in use."""
@@ -45,9 +45,9 @@ class RefusalReason(StrEnum):
     """The uuid that the caller chose is in use."""
     SERVICE_TOKEN = "service_token"
     """Only a caller with a service token may do this."""
-    HELD = "in_use"
+    IN_USE = "in_use"
     """The object is in use, for example a device that a request holds."""
-    AWAY = "unavailable"
+    UNAVAILABLE = "unavailable"
     """A service or a lock that is needed is not available now: the caller may retry."""
 
 

@@ -238,7 +238,7 @@ def _fetch_image(service: ImageService, offer: ServiceImage, deadline: float) ->
 
     Returns the image's SHA-256 and the number of bytes that are stored. The SHA-256 is '' if the deadline passes before
     the image is complete. Raises ImageServiceUnavailableError if the transfer breaks off, ImageUnusableError if the
-    size or the digest is wrong (the file is deleted then), and RefusedError AWAY if the file cannot be written.
+    size or the digest is wrong (the file is deleted then), and RefusedError UNAVAILABLE if the file cannot be written.
     """
     with store.open_partial_file(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in DIGEST_ALGORITHMS else "sha256")]

@@ -32,17 +32,17 @@ MESSAGE_BY_STATUS: Mapping[int, str] = {
     500: "The service failed on this request; its log says why, under this answer's request id.",
 }
 STATUS_BY_REASON: Mapping[RefusalReason, int] = {
-    RefusalReason.UNKNOWN: 404,
+    RefusalReason.NOT_FOUND: 404,
     RefusalReason.INVALID: 400,
     RefusalReason.SERVICE_TOKEN: 403,
-    RefusalReason.AWAY: 503,
+    RefusalReason.UNAVAILABLE: 503,
 }
 """HTTP status for each reason of a RefusedError; a reason that is not listed is answered with 409."""
 REASON_BY_STATUS: Mapping[int, str] = {
     400: RefusalReason.INVALID.value,
     401: "not_authenticated",
     403: "not_allowed",
-    404: RefusalReason.UNKNOWN.value,
+    404: RefusalReason.NOT_FOUND.value,
     405: "method_not_allowed",
     406: "not_acceptable",
     409: RefusalReason.CONFLICT.value,
@@ -51,7 +51,7 @@ REASON_BY_STATUS: Mapping[int, str] = {
     415: "unsupported_media_type",
     429: "throttled",
     500: "internal_error",
-    503: RefusalReason.AWAY.value,
+    503: RefusalReason.UNAVAILABLE.value,
 }
 """Reason of an error that has none of its own, by its HTTP status."""
 READ_ONLY = "read_only"

@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 
 STATUS_BY_REASON: Mapping[RefusalReason, int] = {
-    RefusalReason.UNKNOWN: 404,
+    RefusalReason.NOT_FOUND: 404,
     RefusalReason.NONE_FREE: 404,
-    RefusalReason.STATE: 500,
+    RefusalReason.WRONG_STATE: 500,
     RefusalReason.CONFLICT: 409,
     RefusalReason.INVALID: 400,
     RefusalReason.DUPLICATE: 500,
     RefusalReason.SERVICE_TOKEN: 403,
-    RefusalReason.HELD: 409,
-    RefusalReason.AWAY: 503,
+    RefusalReason.IN_USE: 409,
+    RefusalReason.UNAVAILABLE: 503,
 }
 """HTTP status for each reason of a RefusedError. The two 500 are upstream's; its clients and tests expect them
 (contract section 2.3, annex A.4)."""
