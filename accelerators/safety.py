@@ -69,18 +69,19 @@ register_holder_check(REQUESTS_CHECK, find_requests_of_device)
 def refuse_unless_free(device: Device, act: str, already_checked: Collection[str] = ()) -> None:
     """Raise RefusedError unless all holder checks answer that nobody holds the device.
 
-    The reason is HELD, with the holders, or AWAY, with the check that cannot answer. `act` completes "it cannot be ..."
-    in the message. Call this inside the transaction that locked the device's row: a bind needs a shared lock on it.
-    `already_checked` names checks to skip, because the caller has already made them for many devices at once under that
-    lock.
+    The reason is IN_USE, with the holders, or UNAVAILABLE, with the check that cannot answer. `act` completes "it
+    cannot be ..." in the message. Call this inside the transaction that locked the device's row: a bind needs a shared
+    lock on it. `already_checked` names checks to skip, because the caller has already made them for many devices at
+    once under that lock.
     """
     results = {name: check(device) for name, check in _holder_checks.items() if name not in already_checked}
     if holders := [holder for testimony in results.values() for holder in testimony.holders]:
         raise RefusedError(
-            RefusalReason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}."
+            RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}."
         )
     for name, result in results.items():
         if result.unknown:
             raise RefusedError(
-                RefusalReason.AWAY, f"It is unknown whether device {device.uuid} is held ({name}: {result.unknown})."
+                RefusalReason.UNAVAILABLE,
+                f"It is unknown whether device {device.uuid} is held ({name}: {result.unknown}).",
             )

@@ -20,6 +20,7 @@ from django.db import connection, transaction
 from accelerators import conductor
 from accelerators.domain.states import EventSource
 from agents import credentials, key_revocation, wire
+from agents.errors import AgentsError
 from agents.models import Agent, JoinToken
 
 CHALLENGE_LIFETIME_S = 30.0
@@ -43,7 +44,7 @@ WHERE a.public_key = ANY(%s)
 """The fields of EnrolledAgent for enrolled keys. Each row takes a new connection number."""
 
 
-class ConnectionRejectedError(Exception):
+class ConnectionRejectedError(AgentsError):
     """Raised to refuse a request of an agent: an HTTP status, a code for programs, a sentence for people.
 
     `retry_after` is sent with a 503: the seconds after which the agent should come back.

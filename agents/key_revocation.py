@@ -64,12 +64,12 @@ def read_agent_changes(seconds: float) -> list[AgentChange]:
 
 
 def find_agent(host: str | UUID) -> Agent:
-    """Return the agent of a host, given the host's name or uuid. Raise RefusedError UNKNOWN if there is none."""
+    """Return the agent of a host, given the host's name or uuid. Raise RefusedError NOT_FOUND if there is none."""
     criteria = {"host__uuid": host} if isinstance(host, UUID) else {"host__name": host}
     agent = Agent.objects.select_related("host").filter(**criteria).first()
     if agent is None:
         raise RefusedError(
-            RefusalReason.UNKNOWN, f"no agent has joined for host {host}: `manage.py agents` lists those that did"
+            RefusalReason.NOT_FOUND, f"no agent has joined for host {host}: `manage.py agents` lists those that did"
         )
     return agent
 
@@ -183,7 +183,7 @@ def explain_bar(barred: str, reason: str, host: str) -> str:
 
 
 def _lock_agent(host_id: int) -> Agent:
-    """Lock the host's open join tokens and its agent, and return the agent; raise RefusedError UNKNOWN if there is
+    """Lock the host's open join tokens and its agent, and return the agent; raise RefusedError NOT_FOUND if there is
     none.
 
     The tokens are locked so that nobody joins meanwhile. They are locked first, in the same order as at an enrolment.
@@ -192,7 +192,7 @@ def _lock_agent(host_id: int) -> Agent:
     list(JoinToken.objects.select_for_update().filter(host_name=host and host.name, expires_at__gt=datetime.now(UTC)))
     row = Agent.objects.select_for_update(of=("self",)).select_related("host").filter(host_id=host_id).first()
     if row is None:
-        raise RefusedError(RefusalReason.UNKNOWN, f"no agent has joined for host {host or host_id}")
+        raise RefusedError(RefusalReason.NOT_FOUND, f"no agent has joined for host {host or host_id}")
     return row
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from agents.errors import AgentsError
 from drivers.inventory import AttachHandle, DriverReport, Name, Text, Word
 
 VERSIONS = ("cyborg.agent.1",)
@@ -312,7 +313,7 @@ class UnknownMessage(Struct, frozen=True):
     type: str
 
 
-class MalformedMessageError(ValueError):
+class MalformedMessageError(AgentsError):
     """Raised for bytes that are not a valid message. The text can be sent as the reason of a Refuse."""
 
 

@@ -5,6 +5,7 @@ The event loop must never wait for the database (measured: an ORM call in a cons
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from typing import Any
@@ -18,6 +19,7 @@ from a2wsgi import WSGIMiddleware  # noqa: E402  (these imports need Django's re
 from channels.routing import ProtocolTypeRouter, URLRouter  # type: ignore[import-untyped]  # noqa: E402  (untyped)
 from django.urls import re_path  # noqa: E402
 
+from accelerators.api.own.errors import build_error_body  # noqa: E402
 from agents.gateway.app import AgentGateway  # noqa: E402
 from agents.gateway.image_server import ImageServer  # noqa: E402
 from agents.gateway.sample_rpc import PATH as LOAD_PATH  # noqa: E402
@@ -29,7 +31,10 @@ from cyborgweb.monitoring.served import busy_refusals  # noqa: E402
 from cyborgweb.settings.keys import get_keys  # noqa: E402
 from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
-BUSY_BODY = b'{"error_message": "The service is busy: try again in a second."}'
+BUSY_MESSAGE = "The service is busy: try again in a second."
+BUSY_BODY = json.dumps({"error_message": BUSY_MESSAGE}).encode()
+OWN_API_BUSY_BODY = json.dumps({"error_message": BUSY_MESSAGE} | build_error_body(503, BUSY_MESSAGE)).encode()
+"""The same for `/api/`, with the field `error` that every error answer has there."""
 LONG_PATHS = re.compile(r"/deployables/[^/]+/program(?:[/.]|\Z)|\A/api/images/?\Z|\A/(?:api|admin)/census/?\Z")
 """Paths of requests that may take long: they wait for work on a host, for answers of agents, or for an upload over a
 slow connection. They have their own threads, so that other requests are not delayed."""
@@ -56,7 +61,8 @@ class BoundedThreads:
             busy_refusals.inc()
             headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
             await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": BUSY_BODY})
+            body = OWN_API_BUSY_BODY if scope["path"].startswith("/api/") else BUSY_BODY
+            await send({"type": "http.response.body", "body": body})
             return
         self.active_requests += 1
         try:

@@ -14,10 +14,12 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from drivers.errors import DriversError
+
 ConfigurationT = TypeVar("ConfigurationT")
 
 
-class ConfigurationError(ValueError):
+class ConfigurationError(DriversError, ValueError):
     """A configuration value or file is unusable; the message names the key or file and the reason."""
 
 

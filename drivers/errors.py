@@ -1,11 +1,34 @@
-"""The errors of drivers and of `machine`. They replace errno, so that no other code has to interpret it."""
+"""The base class of the exceptions of `drivers`, and the errors that drivers and `machine` raise.
+
+All exceptions of this package, each with the module that defines it:
+
+    DriversError                        drivers.errors
+      DriverError                       drivers.errors
+        Invalid                         drivers.errors
+        Unsupported                     drivers.errors
+        Busy                            drivers.errors
+        Denied                          drivers.errors
+        Gone                            drivers.errors
+        Failed                          drivers.errors
+        Timeout                         drivers.errors
+      ConfigurationError                drivers.configuration
+      PipeError                         drivers.isolation.pipe
+      WriteRefusedError                 drivers.isolation.write_worker
+
+The subclasses of DriverError replace errno, so that no other code has to interpret it. Their names do not end in
+`Error`, because a driver's process sends them to the agent.
+"""
 
 from __future__ import annotations
 
 import errno
 
 
-class DriverError(Exception):
+class DriversError(Exception):
+    """Base class of all exceptions of `drivers`."""
+
+
+class DriverError(DriversError):
     """Base class of all driver errors; the text is a sentence for the operator that states the reason."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from placement_sync.allocations import ConsumerAllocations
+from placement_sync.errors import PlacementSyncError
 from placement_sync.reconcile import Inventory, ObservedProvider
 
 TIMEOUT_S = 10.0
@@ -35,14 +36,14 @@ type stays as it is.
 """
 
 
-class PlacementUnavailableError(Exception):
+class PlacementUnavailableError(PlacementSyncError):
     """Placement cannot be reached, is too slow, throttles, refuses the credentials, or answers unusably.
 
     Statuses: 401, 403, 408, 429 and 5xx. An answer is unusable if it is not a JSON object, or is empty after a GET.
     """
 
 
-class PlacementConflictError(Exception):
+class PlacementConflictError(PlacementSyncError):
     """Another writer changed the object first, or the object is in use; `code` is Placement's error code."""
 
     def __init__(self, code: str, text: str) -> None:
@@ -50,11 +51,11 @@ class PlacementConflictError(Exception):
         self.code = code
 
 
-class PlacementRejectedError(Exception):
+class PlacementRejectedError(PlacementSyncError):
     """Placement refuses the request; a retry would be refused, too."""
 
 
-class WriterStoppedError(Exception):
+class WriterStoppedError(PlacementSyncError):
     """The caller may not write any more, for example because the writer changed.
 
     `before_call` raises it; no further call is sent.

@@ -22,6 +22,7 @@ from placement_sync.client import (
     PlacementUnavailableError,
     WriterStoppedError,
 )
+from placement_sync.errors import PlacementSyncError
 from placement_sync.mapping import DesiredProvider
 from placement_sync.reconcile import WrittenRecord
 from placement_sync.sync import ProviderMissingError, synchronize_host
@@ -93,7 +94,7 @@ def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable
     return "succeeded", "; ".join([f"writes: {placement.writes}, reads: {placement.reads}", *outcome.problems])[:4096]
 
 
-class _CredentialsError(Exception):
+class _CredentialsError(PlacementSyncError):
     """The credentials cannot be used as they are."""
 
 

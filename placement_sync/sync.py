@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from placement_sync.client import IN_USE_CODES, PlacementClient, PlacementConflictError
+from placement_sync.errors import PlacementSyncError
 from placement_sync.mapping import DesiredProvider
 from placement_sync.reconcile import (
     CreateProvider,
@@ -33,7 +34,7 @@ FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.02, 0.5
 """First and longest back-off between two attempts, in seconds. The pause is random between 0 and the back-off."""
 
 
-class ProviderMissingError(Exception):
+class ProviderMissingError(PlacementSyncError):
     """The host has no compute provider in Placement yet. Nova creates it."""
 
 

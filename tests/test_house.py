@@ -1,19 +1,57 @@
-"""The house rules that a machine can check: who imports whom, what is generated."""
+"""The house rules that a machine can check: who imports whom, which exceptions exist, what is generated."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from django.core import exceptions as django_exceptions
+from rest_framework import exceptions as rest_exceptions
 
+from drivers.errors import KINDS
 from tests import changed
 from tests.support import sharing
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb", "tests")
 SOURCES = [p for room in PACKAGES for p in sorted((ROOT / room).rglob("*.py")) if "migrations" not in p.parts]
+ERROR_MODULES = ("accelerators/domain", "agents", "cyborgweb", "drivers", "placement_sync")
+"""The folder of each package whose `errors.py` has the package's tree of exceptions in its docstring."""
+
+
+def find_exceptions() -> dict[str, tuple[str, str]]:
+    """Every exception class of the product: name → name of its first base, and its module."""
+    libraries = (builtins, django_exceptions, rest_exceptions, click)
+    classes = [value for library in libraries for value in vars(library).values() if isinstance(value, type)]
+    known = {one.__name__ for one in classes if issubclass(one, BaseException)}
+    unknown = [
+        (node.name, [ast.unparse(base).rpartition(".")[2] for base in node.bases], ".".join(path.with_suffix("").parts))
+        for path in (source.relative_to(ROOT) for source in SOURCES)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.ClassDef) and path.parts[0] != "tests"
+    ]
+    found: dict[str, tuple[str, str]] = {}
+    while new := {n: (bases[0], module) for n, bases, module in unknown if n not in found and known & {*bases}}:
+        found |= new
+        known |= {*new}
+    return found
+
+
+def read_documented_exceptions(errors_module: Path) -> dict[str, tuple[str, str]]:
+    """The tree in the docstring of this file: name → name of the parent, and the module. Depth is two blanks each."""
+    parents, found = ["Exception"], {}
+    for line in (ast.get_docstring(ast.parse(errors_module.read_text())) or "").splitlines():
+        if entry := re.fullmatch(r" {4}((?:  )*)(\w+) +([\w.]+)", line):
+            depth = len(entry[1]) // 2
+            found[entry[2]] = (parents[depth], entry[3])
+            parents[depth + 1 :] = [entry[2]]
+    return found
 
 
 def run_python(code: str) -> str:
@@ -32,6 +70,20 @@ def test_the_import_contracts_hold() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_the_exceptions_of_each_package_are_one_documented_tree() -> None:
+    documented: dict[str, tuple[str, str]] = {}
+    for folder in ERROR_MODULES:
+        tree = read_documented_exceptions(ROOT / folder / "errors.py")
+        assert [name for name, (parent, _) in tree.items() if parent == "Exception"] == [next(iter(tree))]
+        assert {module.partition(".")[0] for _, module in tree.values()} == {folder.partition("/")[0]}
+        documented |= tree
+    assert find_exceptions() == documented
+
+
+def test_the_names_of_exceptions_end_in_error() -> None:
+    assert [name for name in find_exceptions() if not name.endswith("Error") and name not in KINDS] == []
 
 
 @pytest.mark.system

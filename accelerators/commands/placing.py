@@ -181,16 +181,16 @@ def order_device_command(
     `layout` is required for `partition`, `image` for `program`. `deployable` selects the deployable to program; it may
     be left out if the device has only one. `generation` is the device generation that the caller has seen.
 
-    Raise RefusedError: UNKNOWN if there is no such device; INVALID for wrong arguments; CONFLICT if the device has
+    Raise RefusedError: NOT_FOUND if there is no such device; INVALID for wrong arguments; CONFLICT if the device has
     another generation, or its state, its driver, another command or its agent does not allow the command. Destructive
-    commands also raise HELD, with the holders, or AWAY if a witness cannot be asked.
+    commands also raise IN_USE, with the holders, or UNAVAILABLE if a witness cannot be asked.
     """
     arguments = _check_arguments(op, layout, image)
     reason = check_reason(reason)
     with conductor.writing():
         device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=device_uuid))), None)
         if device is None:
-            raise RefusedError(RefusalReason.UNKNOWN, f"Device not found with uuid={device_uuid}")
+            raise RefusedError(RefusalReason.NOT_FOUND, f"Device not found with uuid={device_uuid}")
         deployable_id = _choose_deployable(device, deployable) if op == "program" else None
         refuse_if_changed(device, generation)
         _refuse_unknown_words(device, layout or {})
@@ -212,7 +212,7 @@ def order_host_command(
 
     `rescan` and `report` may be limited to one driver; `rescan` also releases that driver from quarantine.
 
-    Raise RefusedError: UNKNOWN if there is no such host; INVALID for wrong arguments; CONFLICT if its agent takes no
+    Raise RefusedError: NOT_FOUND if there is no such host; INVALID for wrong arguments; CONFLICT if its agent takes no
     commands.
     """
     if op not in HOST_OPS:
@@ -225,7 +225,7 @@ def order_host_command(
     with conductor.writing():
         host = Host.objects.filter(uuid=host_uuid).first()
         if host is None:
-            raise RefusedError(RefusalReason.UNKNOWN, f"Host not found with uuid={host_uuid}")
+            raise RefusedError(RefusalReason.NOT_FOUND, f"Host not found with uuid={host_uuid}")
         refuse_if_unreachable(host)
         arguments = {"driver": driver} if driver else {}
         return place_commands(

@@ -60,7 +60,7 @@ def create_rule(values: Mapping[str, Any], caller: Caller, source: EventSource =
 def edit_rule(
     uuid: UUID, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API
 ) -> AdmissionRule:
-    """Change a rule; devices that it admitted keep their state. Raises RefusedError UNKNOWN; CONFLICT for a name in
+    """Change a rule; devices that it admitted keep their state. Raises RefusedError NOT_FOUND; CONFLICT for a name in
     use."""
     try:
         with conductor.writing():
@@ -79,7 +79,7 @@ def edit_rule(
 
 
 def delete_rule(uuid: UUID, caller: Caller, source: EventSource = EventSource.API) -> None:
-    """Delete a rule; devices that it admitted keep their state. Raises RefusedError UNKNOWN."""
+    """Delete a rule; devices that it admitted keep their state. Raises RefusedError NOT_FOUND."""
     with conductor.writing():
         rule = _load_rule_for_update(uuid)
         event_changes = {field: [getattr(rule, field), None] for field in RULE_FIELDS if getattr(rule, field) != ""}
@@ -149,10 +149,10 @@ def _load_enabled_rules() -> tuple[EnabledRule, ...]:
 
 
 def _load_rule_for_update(uuid: UUID) -> AdmissionRule:
-    """Load and lock a rule. Raises RefusedError UNKNOWN."""
+    """Load and lock a rule. Raises RefusedError NOT_FOUND."""
     rule = AdmissionRule.objects.select_for_update().filter(uuid=uuid).first()
     if rule is None:
-        raise RefusedError(RefusalReason.UNKNOWN, f"There is no admission rule with uuid={uuid}.")
+        raise RefusedError(RefusalReason.NOT_FOUND, f"There is no admission rule with uuid={uuid}.")
     return rule
 
 

@@ -37,7 +37,7 @@ SLICE_SIZE = 200
 """Maximum number of devices that are moved in one transaction."""
 HOLDER_CHECKS_TIMEOUT_S = 10.0
 """Seconds that one transaction spends on questions to witnesses. Devices whose witnesses have not been asked by then
-are refused with AWAY, so that they are tried again."""
+are refused with UNAVAILABLE, so that they are tried again."""
 
 DEFAULT_REASONS = {
     Action.ENABLE: "enabled",
@@ -115,8 +115,8 @@ class SeenStates:
 def enable_device(uuid: UUID, caller: Caller, reason: str = "") -> None:
     """Offer a device: it becomes ready, or installing if its driver has to install it first.
 
-    Changes nothing if the device is offered already. Raises RefusedError: UNKNOWN; INVALID for a reason that cannot be
-    stored; CONFLICT if it is missing, quarantined, retired or busy with a command; HELD, naming the holders, if it
+    Changes nothing if the device is offered already. Raises RefusedError: NOT_FOUND; INVALID for a reason that cannot
+    be stored; CONFLICT if it is missing, quarantined, retired or busy with a command; IN_USE, naming the holders, if it
     would have to be installed.
     """
     apply_action_to_device(Action.ENABLE, uuid, caller, reason)
@@ -125,7 +125,7 @@ def enable_device(uuid: UUID, caller: Caller, reason: str = "") -> None:
 def disable_device(uuid: UUID, caller: Caller, reason: str = "") -> None:
     """Take a device out of offer; bound requests stay bound. Changes nothing if the device is not offered.
 
-    Raises RefusedError UNKNOWN, and INVALID for a reason that cannot be stored; a known device is never refused.
+    Raises RefusedError NOT_FOUND, and INVALID for a reason that cannot be stored; a known device is never refused.
     """
     apply_action_to_device(Action.DISABLE, uuid, caller, reason)
 
@@ -141,10 +141,10 @@ def apply_action_to_device(
 ) -> ActionResult:
     """Apply an action to one device and return the result; as `apply_action`, but a refusal is raised.
 
-    Raises RefusedError: UNKNOWN; INVALID for a reason that cannot be stored; CONFLICT if its state or a running command
-    does not allow the action, or the device has changed since it was `seen`; HELD, naming the holders, if it would be
-    retired or installed, or if it was not confirmed for held devices; AWAY if a witness cannot be asked before it is
-    retired.
+    Raises RefusedError: NOT_FOUND; INVALID for a reason that cannot be stored; CONFLICT if its state or a running
+    command does not allow the action, or the device has changed since it was `seen`; IN_USE, naming the holders, if it
+    would be retired or installed, or if it was not confirmed for held devices; UNAVAILABLE if a witness cannot be
+    asked before it is retired.
     """
     (result,) = apply_action(action, [uuid], caller, reason, drain_to, source, seen)
     if result.reason is not None:
@@ -220,7 +220,7 @@ def _decide_new_standing(
 ) -> LifecycleState:
     """Return the new standing of a locked device, equal to `before` if there is nothing to do.
 
-    Raises RefusedError: CONFLICT if its state does not allow the action or differs from the one that was `seen`; HELD
+    Raises RefusedError: CONFLICT if its state does not allow the action or differs from the one that was `seen`; IN_USE
     if requests hold it and the person did not confirm the action for held devices.
     """
     seen_word = seen.words_by_device.get(device.uuid, before.as_text) if seen else before.as_text
@@ -244,7 +244,7 @@ def _decide_new_standing(
     if after != before and before.holding_requests and seen and not seen.held_too:
         holders = ", ".join(safety.find_requests_of_device(device).holders)
         raise RefusedError(
-            RefusalReason.HELD, f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
+            RefusalReason.IN_USE, f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
         )
     return after
 
@@ -377,22 +377,22 @@ def _build_free_check() -> Callable[[Device, LifecycleState], None]:
 
 
 def _refuse_unless_free(give_up_at: float, device: Device, before: LifecycleState) -> None:
-    """Raise RefusedError HELD or AWAY unless every witness says that nobody holds the device; AWAY after the time
-    `give_up_at`."""
+    """Raise RefusedError IN_USE or UNAVAILABLE unless every witness says that nobody holds the device; UNAVAILABLE
+    after the time `give_up_at`."""
     if time.monotonic() > give_up_at:
         raise RefusedError(
-            RefusalReason.AWAY, f"The check whether device {device.uuid} is held took too long: try again."
+            RefusalReason.UNAVAILABLE, f"The check whether device {device.uuid} is held took too long: try again."
         )
     safety.refuse_unless_free(device, "retired", () if before.holding_requests else (safety.REQUESTS_CHECK,))
 
 
 def _refuse_unless_idle(device: Device, after: LifecycleState) -> None:
-    """Raise RefusedError CONFLICT if a command is working on the device, HELD if it is held and would be installed
+    """Raise RefusedError CONFLICT if a command is working on the device, IN_USE if it is held and would be installed
     (S1)."""
     placing.refuse_if_busy(device, "install")
     if after.effective_state == _S.INSTALLING and (holders := safety.find_requests_of_device(device).holders):
         raise RefusedError(
-            RefusalReason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed."
+            RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed."
         )
 
 
@@ -410,7 +410,7 @@ def _build_refused_result(device: Device, reason: RefusalReason, text: str) -> A
 
 def _build_unknown_result(uuid: UUID) -> ActionResult:
     """Return the result for a uuid that no device has."""
-    return ActionResult(uuid, "refused", text=f"Device not found with uuid={uuid}", reason=RefusalReason.UNKNOWN)
+    return ActionResult(uuid, "refused", text=f"Device not found with uuid={uuid}", reason=RefusalReason.NOT_FOUND)
 
 
 def describe_requests_left(number: int) -> str:

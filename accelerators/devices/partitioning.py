@@ -27,6 +27,10 @@ TIME_LIMIT_S = 20.0
 """Seconds after which a call begins no further device. A witness that does not answer may take seconds per device."""
 
 
+KIND_BY_REASON = {RefusalReason.NOT_FOUND: "unknown", RefusalReason.IN_USE: "held", RefusalReason.UNAVAILABLE: "away"}
+"""Words of the field `kind` that differ from the reason's code."""
+
+
 @dataclass(frozen=True)
 class PartitionTarget:
     """One device; or all devices of the backend `backend` on host `host` whose number of units can be chosen."""
@@ -63,6 +67,11 @@ class PartitionResult:
     refused: str = ""
     reason: RefusalReason | None = None
 
+    @property
+    def kind(self) -> str:
+        """The word for the reason in the field `kind` of results, '' if nothing was refused."""
+        return KIND_BY_REASON.get(self.reason, self.reason.value) if self.reason else ""
+
 
 def partition_devices(
     targets: Sequence[PartitionTarget],
@@ -75,8 +84,8 @@ def partition_devices(
 
     A target that matches no device gets a refused result as well. Each device is a transaction of its own, and a
     refusal of one stops no other. A device that is named twice gets one command. Devices that are not begun within
-    TIME_LIMIT_S are refused with AWAY. Raises RefusedError INVALID if the arguments are not valid for any device, or if
-    the targets are none or more than MAX_DEVICES.
+    TIME_LIMIT_S are refused with UNAVAILABLE. Raises RefusedError INVALID if the arguments are not valid for any
+    device, or if the targets are none or more than MAX_DEVICES.
     """
     placing.check_reason(reason)
     if wanted.unit_delta is not None and not 0 < abs(wanted.unit_delta) <= MAX_UNITS:
@@ -95,7 +104,7 @@ def partition_devices(
             results.append(_build_no_match_result(target))
         elif time.monotonic() > give_up_at:
             text = f"There was no time left for device {device}: send the request for it again."
-            results.append(PartitionResult(target, device, None, text, RefusalReason.AWAY))
+            results.append(PartitionResult(target, device, None, text, RefusalReason.UNAVAILABLE))
         else:
             results.append(_order_partition(target, device, wanted, caller, reason, source))
     return results
@@ -183,7 +192,7 @@ def _order_partition(
         with conductor.writing():
             device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=uuid))), None)
             if device is None:
-                raise RefusedError(RefusalReason.UNKNOWN, f"Device not found with uuid={uuid}")
+                raise RefusedError(RefusalReason.NOT_FOUND, f"Device not found with uuid={uuid}")
             placing.refuse_if_changed(device, change.generation)
             layout = _build_layout(device, change)
             command = placing.order_device_command(
@@ -215,4 +224,4 @@ def _build_layout(device: Device, change: PartitionChange) -> dict[str, str]:
 def _build_no_match_result(target: PartitionTarget) -> PartitionResult:
     """Return the result for a target that matches no device."""
     text = f"Host {target.host} has no device of backend {target.backend} whose number of units can be chosen."
-    return PartitionResult(target, None, None, text, RefusalReason.UNKNOWN)
+    return PartitionResult(target, None, None, text, RefusalReason.NOT_FOUND)

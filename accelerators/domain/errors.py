@@ -1,19 +1,41 @@
-"""The error that the modules of `accelerators` raise when they refuse a request of a caller. Each API maps its reason
-to an HTTP status."""
+"""The base class of the exceptions of `accelerators`, and the one that refuses a request of a caller.
+
+All exceptions of this package, each with the module that defines it:
+
+    AcceleratorsError                   accelerators.domain.errors
+      RefusedError                      accelerators.domain.errors
+      GroupError                        accelerators.domain.groups
+      IllegalTransitionError            accelerators.domain.states
+      ImageUnusableError                accelerators.images.download
+      ImageServiceUnavailableError      accelerators.images.download
+      ConcurrentUpdateError             accelerators.workflows.attachments
+      _HandlesContendedError            accelerators.requests.binding
+      ApiError                          accelerators.api.own.errors
+      V2Error                           accelerators.api.v2.faults
+      RouterError                       accelerators.api.v2.faults
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 
-class RefusalReason(StrEnum):
-    """Why something was refused."""
+class AcceleratorsError(Exception):
+    """Base class of all exceptions of `accelerators`."""
 
-    UNKNOWN = "unknown"
+
+class RefusalReason(StrEnum):
+    """Why something was refused.
+
+    The values are stable codes for programs: `/api/` and the `cyborg` command show them, metrics and the outcomes of
+    bulk actions store them (at most 16 characters). `docs/cli.md` lists them.
+    """
+
+    NOT_FOUND = "not_found"
     """The object that the caller named does not exist, or is not the caller's."""
-    NONE_FREE = "none free"
+    NONE_FREE = "none_free"
     """No handle that fits is free."""
-    STATE = "state"
+    WRONG_STATE = "wrong_state"
     """The state of the accelerator request does not allow this."""
     CONFLICT = "conflict"
     """The current state of the object or of another one does not allow this; for example the name is in use."""
@@ -21,15 +43,15 @@ class RefusalReason(StrEnum):
     """The arguments are wrong, whatever the state of the objects."""
     DUPLICATE = "duplicate"
     """The uuid that the caller chose is in use."""
-    SERVICE_TOKEN = "service token"
+    SERVICE_TOKEN = "service_token"
     """Only a caller with a service token may do this."""
-    HELD = "held"
+    IN_USE = "in_use"
     """The object is in use, for example a device that a request holds."""
-    AWAY = "away"
+    UNAVAILABLE = "unavailable"
     """A service or a lock that is needed is not available now: the caller may retry."""
 
 
-class RefusedError(Exception):
+class RefusedError(AcceleratorsError):
     """The action was refused, for `reason`. `text` is a sentence for the caller; it must not name objects that the
     caller may not see."""
 

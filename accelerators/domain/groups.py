@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from accelerators.domain.errors import AcceleratorsError
+
 ProfileGroup = dict[str, str]
 
 KEY_PREFIXES = ("resources:", "trait:", "accel:")
@@ -22,7 +24,7 @@ _PROFILE_NAME = re.compile(r"[a-zA-Z0-9-_]+")
 _AMOUNT = re.compile(r"\s*[+-]?[0-9]{1,9}\s*")
 
 
-class GroupError(ValueError):
+class GroupError(AcceleratorsError):
     """The name or the groups of a profile are invalid. The text is one sentence; upstream's where upstream has one."""
 
 

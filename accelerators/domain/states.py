@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from accelerators.domain.errors import AcceleratorsError
+
 
 class DeviceType(StrEnum):
     """The kind of a device (upstream's types, contract section 5)."""
@@ -200,5 +202,5 @@ ENDED_COMMAND_STATES = frozenset({_C.SUCCEEDED, _C.FAILED, _C.REFUSED, _C.EXPIRE
 """The final states of a command."""
 
 
-class IllegalTransitionError(ValueError):
+class IllegalTransitionError(AcceleratorsError):
     """The life cycle does not allow this action in this state; the text says which actions are possible."""

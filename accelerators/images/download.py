@@ -20,7 +20,7 @@ from django.db.models import Q
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.domain.errors import RefusedError
+from accelerators.domain.errors import AcceleratorsError, RefusedError
 from accelerators.domain.groups import BITSTREAM_KEY, FUNCTION_KEY
 from accelerators.domain.states import CommandState
 from accelerators.images import store
@@ -38,11 +38,11 @@ WantedImage = tuple[str, str]
 """How a command names its image: `bitstream_id` or `function_id`, and the value."""
 
 
-class ImageUnusableError(Exception):
+class ImageUnusableError(AcceleratorsError):
     """The image does not exist or cannot be used; the text says why. A retry would not help."""
 
 
-class ImageServiceUnavailableError(Exception):
+class ImageServiceUnavailableError(AcceleratorsError):
     """The image cannot be fetched now; the text says why. A later retry may succeed."""
 
 
@@ -238,7 +238,7 @@ def _fetch_image(service: ImageService, offer: ServiceImage, deadline: float) ->
 
     Returns the image's SHA-256 and the number of bytes that are stored. The SHA-256 is '' if the deadline passes before
     the image is complete. Raises ImageServiceUnavailableError if the transfer breaks off, ImageUnusableError if the
-    size or the digest is wrong (the file is deleted then), and RefusedError AWAY if the file cannot be written.
+    size or the digest is wrong (the file is deleted then), and RefusedError UNAVAILABLE if the file cannot be written.
     """
     with store.open_partial_file(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in DIGEST_ALGORITHMS else "sha256")]

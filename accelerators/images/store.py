@@ -92,7 +92,8 @@ def store_upload(
     """Store an uploaded image of exactly `size` bytes: its file, its row and an event. Returns the row.
 
     No transaction is open while the bytes arrive. Raises RefusedError, and then stores nothing: INVALID for a wrong
-    size, name or properties; CONFLICT if there are MAX_UPLOADS uploaded images; AWAY if the file cannot be written.
+    size, name or properties; CONFLICT if there are MAX_UPLOADS uploaded images; UNAVAILABLE if the file cannot be
+    written.
     """
     if not 0 < size <= get_max_image_bytes():
         raise RefusedError(
@@ -123,11 +124,12 @@ def store_upload(
 
 
 def delete_image(uuid: UUID, caller: Caller, source: EventSource) -> None:
-    """Delete an image's row and its file. Raises RefusedError: UNKNOWN, or CONFLICT while an open command needs it."""
+    """Delete an image's row and its file. Raises RefusedError: NOT_FOUND, or CONFLICT while an open command needs
+    it."""
     with conductor.writing():
         image = Image.objects.select_for_update().filter(uuid=uuid).first()
         if image is None:
-            raise RefusedError(RefusalReason.UNKNOWN, f"Image not found with uuid={uuid}")
+            raise RefusedError(RefusalReason.NOT_FOUND, f"Image not found with uuid={uuid}")
         if blocking_command := Command.objects.filter(COMMAND_IS_OPEN, arguments__image__id=str(uuid)).first():
             message = (
                 f"Command {blocking_command.uuid} ({blocking_command}) needs image {uuid}:"
@@ -199,7 +201,7 @@ def get_partial_path(uuid: UUID | str) -> Path:
 def open_partial_file(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
     """Open an image's incomplete file for writing: mode "wb" empties it, "r+b" continues an earlier transfer.
 
-    If an OSError occurs inside the block, deletes the file and raises RefusedError AWAY.
+    If an OSError occurs inside the block, deletes the file and raises RefusedError UNAVAILABLE.
     """
     flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if mode == "wb" else 0)
     try:
@@ -208,7 +210,7 @@ def open_partial_file(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
     except OSError as error:
         get_partial_path(uuid).unlink(missing_ok=True)
         raise RefusedError(
-            RefusalReason.AWAY, f"The image cannot be stored in {get_image_directory()}: {error.strerror}."
+            RefusalReason.UNAVAILABLE, f"The image cannot be stored in {get_image_directory()}: {error.strerror}."
         ) from error
 
 

@@ -19,9 +19,9 @@ MAX_VALUE = 65_535
 def set_operator_attribute(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
     """Set an attribute of a deployable, with origin operator, so that reports do not change it. Return its uuid.
 
-    An existing attribute of the agent becomes the operator's. The device's host is locked. Raise RefusedError: UNKNOWN
-    if there is no such deployable; CONFLICT if programming has written the attribute; AWAY if the agent's report
-    inserts it at the same moment.
+    An existing attribute of the agent becomes the operator's. The device's host is locked. Raise RefusedError:
+    NOT_FOUND if there is no such deployable; CONFLICT if programming has written the attribute; UNAVAILABLE if the
+    agent's report inserts it at the same moment.
     """
     with conductor.writing():
         deployable = _load_deployable_with_host_lock(deployable_id)
@@ -34,7 +34,7 @@ def set_operator_attribute(deployable_id: int, key: str, value: str, caller: Cal
                 )
             except IntegrityError:  # a report inserted it meanwhile
                 raise RefusedError(
-                    RefusalReason.AWAY, f"Attribute {key} is being written by its agent: try again."
+                    RefusalReason.UNAVAILABLE, f"Attribute {key} is being written by its agent: try again."
                 ) from None
         else:
             attribute = present
@@ -48,13 +48,13 @@ def set_operator_attribute(deployable_id: int, key: str, value: str, caller: Cal
 def remove_attribute(uuid: UUID, caller: Caller) -> None:
     """Remove an attribute; if the agent reports it, its next report brings it back. The device's host is locked.
 
-    Raise RefusedError: UNKNOWN if there is no such attribute; CONFLICT if programming has written it.
+    Raise RefusedError: NOT_FOUND if there is no such attribute; CONFLICT if programming has written it.
     """
     with conductor.writing():
         attribute = Attribute.objects.filter(uuid=uuid).first()
         deployable = _load_deployable_with_host_lock(attribute.deployable_id) if attribute else None
         if deployable is None or not (attribute := Attribute.objects.select_for_update().filter(uuid=uuid).first()):
-            raise RefusedError(RefusalReason.UNKNOWN, f"Attribute not found with uuid={uuid}")
+            raise RefusedError(RefusalReason.NOT_FOUND, f"Attribute not found with uuid={uuid}")
         _refuse_if_programmed(attribute)
         attribute.delete()
         _record_attribute_change(deployable, attribute.key, attribute.value, None, caller)
@@ -68,14 +68,14 @@ def _refuse_if_programmed(attribute: Attribute | None) -> None:
 
 
 def _load_deployable_with_host_lock(deployable_id: int) -> Deployable:
-    """Return the deployable with its device and host; lock the host. Raise RefusedError UNKNOWN if it does not exist.
+    """Return the deployable with its device and host; lock the host. Raise RefusedError NOT_FOUND if it does not exist.
 
     A merge locks the host first, too; the same order here prevents deadlocks.
     """
     rows = Deployable.objects.select_for_update(of=("device__host",)).select_related("device__host")
     deployable = rows.filter(id=deployable_id).first()
     if deployable is None:
-        raise RefusedError(RefusalReason.UNKNOWN, f"Deployable not found with id={deployable_id}")
+        raise RefusedError(RefusalReason.NOT_FOUND, f"Deployable not found with id={deployable_id}")
     return deployable
 
 

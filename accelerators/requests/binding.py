@@ -30,7 +30,7 @@ from accelerators.commands import placing
 from accelerators.commands.placing import TYPES_CREATED_ON_HOST, CommandOrder
 from accelerators.domain import groups
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.domain.states import BINDABLE_STATES, EventSource, RequestState
 from accelerators.requests import binding_sql as sql
 from accelerators.requests import notices, profiles
@@ -125,7 +125,7 @@ class BindOutcome:
     may_exist_on_host: bool = True
 
 
-class _HandlesContendedError(Exception):
+class _HandlesContendedError(AcceleratorsError):
     """Enough handles are free, but other transactions have them locked: retry the bind."""
 
 
@@ -133,7 +133,7 @@ def create_requests(profile_name: str, caller: Caller) -> list[str]:
     """Create the requests that a device profile asks for, in the caller's project, with an event for each.
 
     Returns their uuids in the order of the profile's groups; empty if the groups ask for nothing. Raises RefusedError
-    UNKNOWN if there is no such profile. The profile comes from the cache; if it was changed or replaced since, it is
+    NOT_FOUND if there is no such profile. The profile comes from the cache; if it was changed or replaced since, it is
     read again and the creation is retried once. One statement if the cached profile is current.
     """
     for _ in range(2):
@@ -154,7 +154,7 @@ def create_requests(profile_name: str, caller: Caller) -> list[str]:
             ):
                 return [str(uuid) for (uuid,) in created_rows]
         profiles.clear_profile_cache()
-    raise RefusedError(RefusalReason.UNKNOWN, f"Device Profile not found with name={profile_name}")
+    raise RefusedError(RefusalReason.NOT_FOUND, f"Device Profile not found with name={profile_name}")
 
 
 @metrics.measure_bind()
@@ -165,10 +165,10 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
     command for the host is placed. `allow_existing=True` allows an instance that already has other requests; Nova never
     needs it.
 
-    Raises RefusedError. With NONE_FREE, with UNKNOWN for a provider and with INVALID for a group, all requests become
-    BindFailed with that reason. With UNKNOWN for a request, with INVALID for an instance that already has requests and
-    with STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a back-off
-    for RETRY_TIMEOUT_S seconds, then AWAY is raised and nothing is changed.
+    Raises RefusedError. With NONE_FREE, with NOT_FOUND for a provider and with INVALID for a group, all requests become
+    BindFailed with that reason. With NOT_FOUND for a request, with INVALID for an instance that already has requests
+    and with WRONG_STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a
+    back-off for RETRY_TIMEOUT_S seconds, then UNAVAILABLE is raised and nothing is changed.
     """
     give_up_at, pause_s = time.monotonic() + RETRY_TIMEOUT_S, 0.01
     while True:
@@ -180,7 +180,9 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
             if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
                 raise
             if time.monotonic() > give_up_at:
-                raise RefusedError(RefusalReason.AWAY, "Others are taking the same accelerators: try again.") from error
+                raise RefusedError(
+                    RefusalReason.UNAVAILABLE, "Others are taking the same accelerators: try again."
+                ) from error
             time.sleep(random.uniform(pause_s, 2 * pause_s))
             pause_s = min(2 * pause_s, 0.1)
     if refusal:
@@ -191,7 +193,7 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
 
     Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
-    made on a host are detached there by a command. Raises RefusedError UNKNOWN if a request does not exist or is not
+    made on a host are detached there by a command. Raises RefusedError NOT_FOUND if a request does not exist or is not
     the caller's.
     """
     with conductor.writing():
@@ -207,8 +209,8 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
 def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Delete all of these requests or none, in any state, and release their handles.
 
-    Raises RefusedError: UNKNOWN if a request does not exist or is not the caller's; SERVICE_TOKEN if a request belongs
-    to an instance and the caller sent no service token.
+    Raises RefusedError: NOT_FOUND if a request does not exist or is not the caller's; SERVICE_TOKEN if a request
+    belongs to an instance and the caller sent no service token.
     """
     with conductor.writing():
         requests = _load_requests_for_update(uuids, caller)
@@ -332,7 +334,7 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
     for request in requests:
         if request.state not in BINDABLE_STATES:
             text = f"Bad state: {request.state} for ARQ: {request.uuid}. Expected state(s): {list(BINDABLE_STATES)}"
-            raise RefusedError(RefusalReason.STATE, text)
+            raise RefusedError(RefusalReason.WRONG_STATE, text)
     pairs = [(request, spec_by_uuid[request.uuid]) for request in requests]
     try:
         handles = _reserve_handles(pairs)
@@ -353,7 +355,7 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
 def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]]) -> dict[int, _FreeHandle]:
     """Lock one free handle for each request; return request id → handle.
 
-    Raises RefusedError: INVALID for a group that names no resource or both a bitstream and a function; UNKNOWN for a
+    Raises RefusedError: INVALID for a group that names no resource or both a bitstream and a function; NOT_FOUND for a
     provider that does not exist; NONE_FREE. Raises _HandlesContendedError if enough handles are free but locked by
     others.
     """
@@ -384,7 +386,7 @@ def _raise_shortage_error(rp: str, count: int) -> None:
     _HandlesContendedError."""
     rows = _fetch_all(sql.SELECT_SHORTAGE_FACTS, {"rp": rp})
     if not rows:
-        raise RefusedError(RefusalReason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
+        raise RefusedError(RefusalReason.NOT_FOUND, f"Deployable not found with resource provider uuid={rp}")
     ((deployable, state, busy, free, has_device_nodes),) = rows
     if free >= count:
         raise _HandlesContendedError
@@ -526,14 +528,14 @@ def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller) -> Non
 
 
 def _load_requests_for_update(uuids: Sequence[str], caller: Caller) -> list[_LockedRequest]:
-    """Lock and return these requests, by id. Raises RefusedError UNKNOWN for the first uuid that does not exist or that
-    the caller may not see."""
+    """Lock and return these requests, by id. Raises RefusedError NOT_FOUND for the first uuid that does not exist or
+    that the caller may not see."""
     rows = _fetch_all(sql.LOCK_REQUESTS, {"uuids": list(uuids), "project": _get_visible_project(caller)})
     requests = [_LockedRequest.from_row(row) for row in rows]
     found_uuids = {request.uuid for request in requests}
     for uuid in uuids:
         if uuid not in found_uuids:
-            raise RefusedError(RefusalReason.UNKNOWN, f"ExtArq not found with uuid={uuid}")
+            raise RefusedError(RefusalReason.NOT_FOUND, f"ExtArq not found with uuid={uuid}")
     return requests
 
 

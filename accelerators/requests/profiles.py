@@ -92,7 +92,7 @@ def create_profile(
 def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
     """Change the name, groups or description of a profile and record an event; locks its row.
 
-    Raises RefusedError: UNKNOWN; CONFLICT if the new name is in use; HELD while there are requests of this profile,
+    Raises RefusedError: NOT_FOUND; CONFLICT if the new name is in use; IN_USE while there are requests of this profile,
     because they refer to its groups.
     """
     try:
@@ -100,7 +100,7 @@ def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
             profile = _load_profile_for_update(uuid)
             if profile.requests.exists():
                 text = f"Device profile {profile.name} is used by accelerator requests: make another one instead."
-                raise RefusedError(RefusalReason.HELD, text)
+                raise RefusedError(RefusalReason.IN_USE, text)
             before = {field: getattr(profile, field) for field in changes}
             for field, value in changes.items():
                 setattr(profile, field, value)
@@ -115,7 +115,7 @@ def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
 def delete_profile(uuid: UUID, caller: Caller) -> None:
     """Delete a profile and record an event; locks its row.
 
-    Raises RefusedError: UNKNOWN; HELD while there are requests of this profile.
+    Raises RefusedError: NOT_FOUND; IN_USE while there are requests of this profile.
     """
     with conductor.writing():
         profile = _load_profile_for_update(uuid)
@@ -123,7 +123,7 @@ def delete_profile(uuid: UUID, caller: Caller) -> None:
             profile.delete()
         except ProtectedError:
             text = f"Device profile {profile.name} is used by accelerator requests: delete those first."
-            raise RefusedError(RefusalReason.HELD, text) from None
+            raise RefusedError(RefusalReason.IN_USE, text) from None
         _record_profile_event(
             "deleted", uuid, profile.name, caller, {"name": [profile.name, None], "groups": [profile.groups, None]}
         )
@@ -131,10 +131,10 @@ def delete_profile(uuid: UUID, caller: Caller) -> None:
 
 
 def _load_profile_for_update(uuid: UUID) -> DeviceProfile:
-    """Lock and return a profile's row; raise RefusedError UNKNOWN if there is none."""
+    """Lock and return a profile's row; raise RefusedError NOT_FOUND if there is none."""
     profile = DeviceProfile.objects.select_for_update().filter(uuid=uuid).first()
     if profile is None:
-        raise RefusedError(RefusalReason.UNKNOWN, f"Device Profile not found with uuid={uuid}")
+        raise RefusedError(RefusalReason.NOT_FOUND, f"Device Profile not found with uuid={uuid}")
     return profile
 
 

@@ -62,7 +62,7 @@ def start_attachment(row: Attachment) -> None:
             row.profile or _ensure_class_profile(chosen, _build_service_caller(row)), _build_service_caller(row)
         )
         if len(requests) != len(chosen.providers):
-            raise RefusedError(RefusalReason.AWAY, f"Profile {row.profile} is being changed: try again.")
+            raise RefusedError(RefusalReason.UNAVAILABLE, f"Profile {row.profile} is being changed: try again.")
         shares = {rp: {"resource_class": name, "amount": amount} for rp, (name, amount) in chosen.shares.items()}
         advance_attachment(
             row,
@@ -80,8 +80,8 @@ def bind_attachment(row: Attachment) -> None:
     """Bind the requests of an attachment in step `claimed`.
 
     It is attached then, or in step `binding` while its host has to prepare something. Asks Nova first; the module
-    `binding` raises the intents that notify Nova. Raises RefusedError: unless the reason is AWAY, the attachment has to
-    be undone.
+    `binding` raises the intents that notify Nova. Raises RefusedError: unless the reason is UNAVAILABLE, the
+    attachment has to be undone.
     """
     host = find_host_of_instance(look_up_instance(str(row.instance)))
     if host.name != row.host:

@@ -24,7 +24,7 @@ from django.db.models.functions import Cast
 from accelerators import conductor
 from accelerators.commands.placing import check_reason
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.domain.libvirt_xml import HeldHandle
 from accelerators.domain.states import EventSource, HandleType
 from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile, Host
@@ -60,13 +60,14 @@ class NovaInstance:
 InstanceLookup = Callable[[str, str | None], NovaInstance]
 """Look up an instance in Nova by its uuid, and check that Placement can take a claim for it; answers in a few seconds.
 
-If a project is given, the instance must belong to it. Raises RefusedError: UNKNOWN if there is no such instance or it
-belongs to another project; AWAY if a service does not answer; CONFLICT if nothing can be claimed for the instance.
+If a project is given, the instance must belong to it. Raises RefusedError: NOT_FOUND if there is no such instance or it
+belongs to another project; UNAVAILABLE if a service does not answer; CONFLICT if nothing can be claimed for the
+instance.
 """
 _instance_lookups: list[InstanceLookup] = []
 
 
-class ConcurrentUpdateError(Exception):
+class ConcurrentUpdateError(AcceleratorsError):
     """Another process changed the attachment since the caller read it: read the row again."""
 
 
@@ -91,8 +92,8 @@ def order_attachment(
     instances of every project, otherwise only of their own. The attachment itself happens later, in the job
     `attachments`.
 
-    Nova (and Placement) are asked before the transaction. Raises RefusedError UNKNOWN, INVALID, CONFLICT, NONE_FREE or
-    AWAY if it is clear already that the attachment cannot succeed; then nothing is written.
+    Nova (and Placement) are asked before the transaction. Raises RefusedError NOT_FOUND, INVALID, CONFLICT, NONE_FREE
+    or UNAVAILABLE if it is clear already that the attachment cannot succeed; then nothing is written.
     """
     if bool(profile) == bool(device):
         raise RefusedError(RefusalReason.INVALID, "Give either a device profile or a device to attach.")
@@ -119,7 +120,7 @@ def order_detachment(
     """Order an attachment to be detached, or to be undone if it is not attached yet. Returns its row.
 
     Does nothing if the attachment is ended or is being taken back already. With `all_projects` the caller may name
-    attachments of every project, otherwise only of their own. Raises RefusedError: UNKNOWN; INVALID for a reason that
+    attachments of every project, otherwise only of their own. Raises RefusedError: NOT_FOUND; INVALID for a reason that
     cannot be stored; CONFLICT if `uuid` is that of an accelerator request: one that Nova made is freed only by Nova.
     """
     reason = check_reason(reason)
@@ -228,7 +229,7 @@ def build_intent_key_expression() -> Cast:
 def choose_providers_for_attachment(row: Attachment, host: Host) -> ProviderChoice:
     """Choose the providers on `host` that would serve this attachment now. Reserves and locks nothing.
 
-    Raises RefusedError: NONE_FREE; UNKNOWN if the profile is gone; INVALID if the profile asks for no accelerator;
+    Raises RefusedError: NONE_FREE; NOT_FOUND if the profile is gone; INVALID if the profile asks for no accelerator;
     CONFLICT as `refuse_mixed_types` does.
     """
     wanted_groups: Sequence[Mapping[str, str]]
@@ -263,18 +264,18 @@ def refuse_mixed_types(row: Attachment, types: Set[str]) -> None:
 
 
 def _find_profile(name_or_uuid: str) -> DeviceProfile:
-    """Find a device profile by its name, else by its uuid. Raises RefusedError UNKNOWN."""
+    """Find a device profile by its name, else by its uuid. Raises RefusedError NOT_FOUND."""
     profile = DeviceProfile.objects.filter(name=name_or_uuid.replace("\0", " ")).first()
     if profile is None:
         with suppress(ValueError):
             profile = DeviceProfile.objects.filter(uuid=UUID(name_or_uuid)).first()
     if profile is None:
-        raise RefusedError(RefusalReason.UNKNOWN, f"There is no device profile {name_or_uuid[:255]!r}.")
+        raise RefusedError(RefusalReason.NOT_FOUND, f"There is no device profile {name_or_uuid[:255]!r}.")
     return profile
 
 
 def _build_no_attachment_error(uuid: UUID, visible: Q) -> RefusedError:
-    """Explain why `uuid` cannot be detached: CONFLICT if it is the uuid of a request, otherwise UNKNOWN."""
+    """Explain why `uuid` cannot be detached: CONFLICT if it is the uuid of a request, otherwise NOT_FOUND."""
     if holder := Attachment.objects.filter(visible, requests__contains=[uuid]).values_list("uuid", flat=True).first():
         return RefusedError(
             RefusalReason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that attachment."
@@ -282,7 +283,7 @@ def _build_no_attachment_error(uuid: UUID, visible: Q) -> RefusedError:
     if AcceleratorRequest.objects.filter(visible, uuid=uuid).exists():
         text = f"Request {uuid} was not made by an attachment but for Nova: it is freed when Nova deletes the instance."
         return RefusedError(RefusalReason.CONFLICT, text)
-    return RefusedError(RefusalReason.UNKNOWN, f"There is no attachment {uuid}.")
+    return RefusedError(RefusalReason.NOT_FOUND, f"There is no attachment {uuid}.")
 
 
 def _build_history_entry(name: str, text: str) -> dict[str, str]:

@@ -57,8 +57,8 @@ def place_command_for_each(
 
     `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was chosen. Locks the devices and their
     hosts. Once HOLDER_CHECKS_TIMEOUT_S have passed, mostly in questions to witnesses, destructive commands for the
-    remaining devices are refused with AWAY, so that they are tried again. A device that is gone is refused with
-    UNKNOWN.
+    remaining devices are refused with UNAVAILABLE, so that they are tried again. A device that is gone is refused with
+    NOT_FOUND.
     """
     give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
     with conductor.writing():
@@ -71,7 +71,7 @@ def place_command_for_each(
         ]
     missing_uuids = words_when_chosen.keys() - devices.keys()
     refused_results = (
-        ActionResult(uuid, "refused", text="The device does not exist any more.", reason=RefusalReason.UNKNOWN)
+        ActionResult(uuid, "refused", text="The device does not exist any more.", reason=RefusalReason.NOT_FOUND)
         for uuid in missing_uuids
     )
     return [*results, *refused_results]
@@ -87,7 +87,7 @@ def _place_command(
             text = f"It was {word_when_chosen} when it was chosen; it is {device.lifecycle_text} now. Look at it again."
             raise RefusedError(RefusalReason.CONFLICT, text)
         if op in DESTRUCTIVE and time.monotonic() > give_up_at:
-            raise RefusedError(RefusalReason.AWAY, "The check whether it is held took too long: try again.")
+            raise RefusedError(RefusalReason.UNAVAILABLE, "The check whether it is held took too long: try again.")
         command = placing.order_device_command(op, device.uuid, caller, reason=reason, source=EventSource.PERSON)
     except RefusedError as refused:
         return ActionResult(device.uuid, "refused", *device_columns, refused.text, refused.reason)

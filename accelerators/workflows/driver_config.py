@@ -146,9 +146,9 @@ def order_driver_change(host: Host, change: DriverChange, origin: ChangeOrigin) 
 
     Returns None if nothing has to be changed. Locks the host and the driver's devices; the devices are busy until the
     command has ended. Raises RefusedError: CONFLICT if the driver to be updated is not installed, another change of it
-    or an exclusive command on one of its devices is under way, or the agent takes no commands; HELD, naming the holder,
-    if a device of a running driver is held; AWAY if a witness cannot be asked, or all of them take longer than
-    HOLDER_CHECKS_TIMEOUT_S.
+    or an exclusive command on one of its devices is under way, or the agent takes no commands; IN_USE, naming the
+    holder, if a device of a running driver is held; UNAVAILABLE if a witness cannot be asked, or all of them take
+    longer than HOLDER_CHECKS_TIMEOUT_S.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -223,7 +223,7 @@ def _refuse_if_devices_busy(devices: Sequence[Device]) -> None:
 
 
 def _refuse_if_devices_held(devices: Sequence[Device], change: DriverChange, host: Host) -> None:
-    """Raise RefusedError HELD if any of these locked devices is held, AWAY if that cannot be found out within
+    """Raise RefusedError IN_USE if any of these locked devices is held, UNAVAILABLE if that cannot be found out within
     HOLDER_CHECKS_TIMEOUT_S."""
     participle = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "reinstalled")
     for pk, request, instance in safety.query_requests_of_devices(
@@ -231,11 +231,13 @@ def _refuse_if_devices_held(devices: Sequence[Device], change: DriverChange, hos
     )[:1]:
         held_device = next(device for device in devices if device.pk == pk)
         text = f"Device {held_device.uuid} is held by request {request} of instance {instance}"
-        raise RefusedError(RefusalReason.HELD, f"{text}: {change.driver} on {host.name} cannot be {participle}.")
+        raise RefusedError(RefusalReason.IN_USE, f"{text}: {change.driver} on {host.name} cannot be {participle}.")
     give_up_at = time.monotonic() + HOLDER_CHECKS_TIMEOUT_S
     for device in devices:
         if time.monotonic() > give_up_at:
-            raise RefusedError(RefusalReason.AWAY, "The check whether its devices are held took too long: try again.")
+            raise RefusedError(
+                RefusalReason.UNAVAILABLE, "The check whether its devices are held took too long: try again."
+            )
         safety.refuse_unless_free(
             device, f"taken out of use while {change.driver} is {participle}", {safety.REQUESTS_CHECK}
         )

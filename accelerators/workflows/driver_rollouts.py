@@ -212,7 +212,7 @@ def _record_ended_commands(rollout: Rollout) -> bool:
 def _order_host(rollout: Rollout, step_row: RolloutStep) -> None:
     """Place the command for one host, or mark it as done if nothing has to be changed there. Raises RefusedError."""
     if step_row.host is None:
-        raise RefusedError(RefusalReason.UNKNOWN, f"Host {step_row.host_name} does not exist any more.")
+        raise RefusedError(RefusalReason.NOT_FOUND, f"Host {step_row.host_name} does not exist any more.")
     token = request_id.set(rollout.request_id)
     try:
         change = DriverChange(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings)

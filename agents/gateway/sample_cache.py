@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from agents import wire
+from agents.errors import AgentsError
 from agents.gateway import metrics
 from agents.gateway.rejections import RefusalCounter
 from agents.gateway.sessions import AgentSession, SessionClosedError
@@ -74,7 +75,7 @@ class _SampleState:
     is_sending: bool = False
 
 
-class TooManyCensusesError(Exception):
+class TooManyCensusesError(AgentsError):
     """Raised when MAX_CENSUSES run at this gateway already; no agent was asked."""
 
 

@@ -18,6 +18,7 @@ from django.core.signing import BadSignature, TimestampSigner
 from msgspec import Meta, Struct
 
 from agents import wire
+from agents.errors import AgentsError
 from agents.gateway.sample_cache import SampleCache, TooManyCensusesError
 
 PATH = "/ws/gateway/load"
@@ -65,7 +66,7 @@ class SampleResponse(Struct, frozen=True):
     hosts: list[HostSamples]
 
 
-class GatewayUnreachableError(OSError):
+class GatewayUnreachableError(AgentsError):
     """Raised when a gateway did not answer a request; the text is the reason."""
 
 

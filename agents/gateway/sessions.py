@@ -22,6 +22,7 @@ from typing import Any
 
 from agents import credentials, key_revocation, wire
 from agents.enrolment import EnrolledAgent, highest_allowed_epoch
+from agents.errors import AgentsError
 from agents.key_revocation import AgentChange, ConnectionIdentity
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ MAX_WAITING_CONNECTIONS = 4
 BarCloneCallback = Callable[[int, str, ConnectionIdentity, ConnectionIdentity], None]
 
 
-class SessionClosedError(Exception):
+class SessionClosedError(AgentsError):
     """Raised to end a connection; the peer is sent a Refuse with `code` and `reason`."""
 
     def __init__(self, code: str, reason: str) -> None:

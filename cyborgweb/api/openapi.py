@@ -21,7 +21,7 @@ from drf_spectacular.utils import Direction, OpenApiParameter
 from drf_spectacular.validation import validate_schema
 from rest_framework.serializers import Serializer
 
-from accelerators.api.own.errors import MESSAGE_BY_STATUS
+from accelerators.api.own.errors import MESSAGE_BY_STATUS, REASONS
 from accelerators.api.own.views import CollectionView
 from accelerators.domain import groups
 from cyborgweb.manual import fields
@@ -44,12 +44,13 @@ ERROR_SCHEMA = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["code", "title", "message", "request_id"],
+            "required": ["code", "title", "message", "request_id", "reason"],
             "properties": {
                 "code": {"type": "integer", "description": "The HTTP status."},
                 "title": {"type": "string"},
                 "message": {"type": "string", "description": "One sentence that says what to do."},
                 "request_id": {"type": "string", "description": "Identifies this request in logs and events."},
+                "reason": {"type": "string", "enum": REASONS, "description": "A stable code for programs."},
             },
         }
     },

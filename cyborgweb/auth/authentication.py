@@ -22,6 +22,7 @@ from accelerators.domain.caller import Caller
 from cyborgweb.auth import keystone
 from cyborgweb.auth.roles import get_session_caller
 from cyborgweb.auth.token_cache import UNREACHABLE_PAUSE_S, TokenCheckUnavailableError
+from cyborgweb.errors import CyborgwebError
 from cyborgweb.models import hash_token
 from cyborgweb.settings.keys import get_keys
 from drivers.configuration import ConfigurationError
@@ -36,7 +37,7 @@ JOIN auth_user u ON u.id = t.user_id WHERE t.token_hash = ANY(%s) AND u.is_activ
 """Plain SQL: it runs with every request, and compiling an ORM query cost more than the rest of authentication."""
 
 
-class KeystoneUnavailableError(APIException):
+class KeystoneUnavailableError(CyborgwebError, APIException):
     """503: the token is not in the cache and Keystone cannot be asked. `wait` is the Retry-After in seconds."""
 
     status_code = 503

@@ -22,6 +22,7 @@ from rest_framework.request import Request
 from accelerators.domain.caller import Caller
 from cyborgweb.auth import read_only
 from cyborgweb.auth.policy_rules import AUDITOR, OPERATOR, RULES, PolicyRule
+from cyborgweb.errors import CyborgwebError
 from cyborgweb.settings.keys import get_keys
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ IMPLIED_ROLES[AUDITOR] = frozenset({AUDITOR, *RANKED_ROLES[:1]})
 reader."""
 
 
-class PolicyDeniedError(PermissionDenied):
+class PolicyDeniedError(CyborgwebError, PermissionDenied):
     """403 with upstream's sentence. `remedy` is our own additional sentence: which role would be sufficient."""
 
     def __init__(self, rule: str | None, remedy: str = "") -> None:
@@ -103,7 +104,7 @@ def _get_policy() -> Policy:
     return Policy(get_keys().policy_path, get_keys().enforce_new_defaults)
 
 
-class PolicyFileError(ValueError):
+class PolicyFileError(CyborgwebError):
     """The policy file cannot be used; the message says what is wrong with it, on one line."""
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 
 from django.db import transaction
-from rest_framework.exceptions import APIException
 
 from accelerators import conductor
+from accelerators.api.own.errors import READ_ONLY, ApiError
 from accelerators.commands.placing import check_reason
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.runtime import pubsub
+from cyborgweb.errors import CyborgwebError
 from cyborgweb.models import Maintenance
 
 TOPIC = "maintenance"
@@ -28,11 +29,13 @@ RETRY_S = 30
 _cached: tuple[float, Maintenance | None] | None = None
 
 
-class ReadOnlyError(APIException):
+class ReadOnlyError(CyborgwebError, ApiError):
     """503: everything is read only now. `wait` is the Retry-After in seconds."""
 
-    status_code = 503
     wait = RETRY_S
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, READ_ONLY)
 
 
 def get_maintenance() -> Maintenance | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from accelerators.domain.caller import Caller
+from cyborgweb.errors import CyborgwebError
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ MAX_ENTRIES = 10_000
 """Valid tokens, and also unknown tokens, that one cache holds at most; the oldest entry is dropped first."""
 
 
-class TokenCheckUnavailableError(Exception):
+class TokenCheckUnavailableError(CyborgwebError):
     """Keystone gave no answer about a token. `reason` is one line.
 
     `unreachable` is True if the network or Keystone itself failed, and False if Keystone rejects the service user or

@@ -134,13 +134,15 @@ def _decode_response(response: Any, server_url: str) -> dict[str, Any]:
     if status < 300:
         return body
     error = body.get("error")
-    message = error.get("message") if isinstance(error, dict) else body.get("error_message") or error
-    request_id = error.get("request_id") if isinstance(error, dict) and status >= 500 else None
+    fields = error if isinstance(error, dict) else {"message": body.get("error_message") or error}
+    message = fields.get("message")
+    request_id = fields.get("request_id") if status >= 500 else None
     if status == 401:
         message = f"Your token is not known there, or has expired: log in with {LOGIN_HELP}."
     raise CliError(
         EXIT_CODE_BY_STATUS.get(status, ExitCode.REFUSED),
         f"{message or f'{server_url} answered {status}.'}" + (f" (request {request_id})" if request_id else ""),
+        str(fields.get("reason") or ""),
     )
 
 

@@ -16,21 +16,23 @@ STOPPING_CODES = (ExitCode.AWAY, ExitCode.NOT_ALLOWED)
 def run_for_each(targets: Sequence[str], action: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
     """Call `action` on every target and return one row for each, with `outcome` `done` or `refused`.
 
-    A CliError becomes a `refused` row with its message and exit code; after one of STOPPING_CODES the remaining targets
-    are not tried. With a single target the CliError is raised instead.
+    A CliError becomes a `refused` row with its message, reason and exit code; after one of STOPPING_CODES the remaining
+    targets are not tried. With a single target the CliError is raised instead.
     """
     rows: list[dict[str, Any]] = []
     stopping_error: CliError | None = None
     for target in targets:
         try:
             if stopping_error:
-                raise CliError(ExitCode(stopping_error.exit_code), f"Not tried: {stopping_error.message}")
+                text = f"Not tried: {stopping_error.message}"
+                raise CliError(ExitCode(stopping_error.exit_code), text, stopping_error.reason)
             rows.append({"outcome": "done", "text": ""} | action(target))
         except CliError as problem:
             if len(targets) == 1:
                 raise
             stopping_error = stopping_error or (problem if problem.exit_code in STOPPING_CODES else None)
-            rows.append({"target": target, "outcome": "refused", "text": problem.message, "code": problem.exit_code})
+            row = {"target": target, "outcome": "refused", "text": problem.message, "reason": problem.reason}
+            rows.append(row | {"code": problem.exit_code})
     return rows
 
 

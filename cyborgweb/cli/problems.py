@@ -7,6 +7,8 @@ from typing import IO, Any
 
 import click
 
+from cyborgweb.errors import CyborgwebError
+
 
 class ExitCode(IntEnum):
     """Exit codes of the command, documented in `docs/cli.md`."""
@@ -21,16 +23,21 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-class CliError(click.ClickException):
-    """An error that ends the command with one sentence on standard error and the given exit code."""
+class CliError(CyborgwebError, click.ClickException):
+    """An error that ends the command with one sentence on standard error and the given exit code.
 
-    def __init__(self, code: int, sentence: str) -> None:
+    `reason` is the stable code of an error of the API, '' for any other error. It is printed after the sentence.
+    """
+
+    def __init__(self, code: int, sentence: str, reason: str = "") -> None:
         super().__init__(to_printable_line(sentence))
+        self.reason = to_printable_line(reason)
         self.exit_code = code  # type: ignore[misc]  # click declares it on the class, but reads it from the instance
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message, after the command's name, on `file` or standard error."""
-        click.echo(f"cyborg: {self.message}", file=file, err=True)
+        suffix = f" [{self.reason}]" if self.reason else ""
+        click.echo(f"cyborg: {self.message}{suffix}", file=file, err=True)
 
 
 def to_printable_line(text: str) -> str:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cyborgweb.errors import CyborgwebError
+
 MIN_MAJOR = 15
 """The oldest supported major version of PostgreSQL."""
 START_S = 15.0
@@ -36,7 +38,7 @@ NON_DURABLE_SETTINGS = ("fsync=off", "synchronous_commit=off", "full_page_writes
 autovacuum's statistics would always be wrong; this led to query plans that took half a minute."""
 
 
-class PostgresError(RuntimeError):
+class PostgresError(CyborgwebError):
     """The database cannot be started, or a program of PostgreSQL is missing. The message says why and what to do."""
 
 

@@ -11,8 +11,10 @@ import hashlib
 from cryptography.fernet import Fernet, InvalidToken
 from django.conf import settings
 
+from cyborgweb.errors import CyborgwebError
 
-class DecryptionError(Exception):
+
+class DecryptionError(CyborgwebError):
     """The stored secret was encrypted with another key; the subscription's secret must be rotated."""
 
 

@@ -94,7 +94,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
     """Change a subscription, record an event, wake its delivery job and return it.
 
     A change also resets its failures and back-off, so a paused subscription that is made active starts afresh. Raises
-    RefusedError UNKNOWN if it does not exist, CONFLICT if `way` would change, INVALID if the values do not fit
+    RefusedError NOT_FOUND if it does not exist, CONFLICT if `way` would change, INVALID if the values do not fit
     together.
     """
     with conductor.writing():
@@ -121,7 +121,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource
 
 
 def delete(pk: int, caller: Caller, source: EventSource = EventSource.API) -> None:
-    """Delete the subscription with its deliveries and record an event. Raises RefusedError UNKNOWN if it does not
+    """Delete the subscription with its deliveries and record an event. Raises RefusedError NOT_FOUND if it does not
     exist.
     """
     with conductor.writing():
@@ -140,12 +140,12 @@ def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API
     """Give a webhook a new secret, valid from the next attempt on. Return the subscription and the secret in plain
     text.
 
-    Raises RefusedError UNKNOWN if it does not exist, STATE if it is no webhook.
+    Raises RefusedError NOT_FOUND if it does not exist, WRONG_STATE if it is no webhook.
     """
     with conductor.writing():
         row = _lock_subscription(pk)
         if row.way != DeliveryWay.WEBHOOK:
-            raise RefusedError(RefusalReason.STATE, "Only webhooks have a secret.")
+            raise RefusedError(RefusalReason.WRONG_STATE, "Only webhooks have a secret.")
         secret = webhook.generate_secret()
         row.secret, row.updated_at = keyring.encrypt_secret(secret), datetime.now(UTC)
         row.save(update_fields=["secret", "updated_at"])
@@ -156,13 +156,13 @@ def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API
 def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSource.API) -> Delivery:
     """Queue a test message for the subscription and return its delivery, which will show the outcome.
 
-    Raises RefusedError UNKNOWN if the subscription does not exist, STATE if it is not active, CONFLICT if a test is
-    already waiting.
+    Raises RefusedError NOT_FOUND if the subscription does not exist, WRONG_STATE if it is not active, CONFLICT if a
+    test is already waiting.
     """
     with conductor.writing():
         row = _lock_subscription(pk)
         if row.standing != SubscriptionStanding.ACTIVE:
-            raise RefusedError(RefusalReason.STATE, f"This subscription is {row.standing}: make it active first.")
+            raise RefusedError(RefusalReason.WRONG_STATE, f"This subscription is {row.standing}: make it active first.")
         waiting = row.deliveries.filter(kind=TEST_KIND, progress=DeliveryProgress.WAITING)
         if waiting.exists():
             raise RefusedError(
@@ -186,7 +186,7 @@ def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSourc
 def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: EventSource = EventSource.API) -> int:
     """Deliver these messages again with the same ids; return how many were queued, at most `MAX_REPLAYED`.
 
-    Inbox messages and deliveries that are still waiting are left out. Raises RefusedError STATE if one of their
+    Inbox messages and deliveries that are still waiting are left out. Raises RefusedError WRONG_STATE if one of their
     subscriptions is not active; then nothing is queued.
     """
     with conductor.writing():
@@ -198,7 +198,7 @@ def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: Ev
         )
         if inactive_subscription is not None:
             raise RefusedError(
-                RefusalReason.STATE,
+                RefusalReason.WRONG_STATE,
                 f"The subscription {inactive_subscription.name} is {inactive_subscription.standing}:"
                 " make it active first.",
             )
@@ -279,7 +279,7 @@ def _recorded_values(row: Subscription) -> dict[str, Any]:
 def _lock_subscription(pk: int) -> Subscription:
     subscription = Subscription.objects.select_for_update().filter(pk=pk).first()
     if subscription is None:
-        raise RefusedError(RefusalReason.UNKNOWN, "The subscription does not exist any more.")
+        raise RefusedError(RefusalReason.NOT_FOUND, "The subscription does not exist any more.")
     return subscription
 
 

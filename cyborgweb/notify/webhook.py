@@ -23,6 +23,8 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
+from cyborgweb.errors import CyborgwebError
+
 CONNECT_TIMEOUT_S, ATTEMPT_TIMEOUT_S = 3.0, 10.0
 MAX_ANSWER_SIZE = 1024
 """Bytes of an answer that are read at most to find its status."""
@@ -39,7 +41,7 @@ _lookup_threads = ThreadPoolExecutor(64, thread_name_prefix="webhook-names")
 """One thread per simultaneous attempt, so that a DNS server that hangs for one name delays no other."""
 
 
-class WebhookUrlError(ValueError):
+class WebhookUrlError(CyborgwebError):
     """The URL cannot be used for a webhook. The text gives the reason and, where possible, what would be accepted."""
 
 

@@ -24,6 +24,7 @@ from psycopg.conninfo import make_conninfo
 
 from cyborgweb.database import libpq
 from cyborgweb.database.postgres import Postgres, find_client_program
+from cyborgweb.errors import CyborgwebError
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import get_keys
 from drivers.files import sync_directory, write_private
@@ -42,7 +43,7 @@ WHERE datname = current_database() AND pid <> pg_backend_pid()
   AND coalesce(backend_type, 'client backend') = 'client backend'"""
 
 
-class BackupError(RuntimeError):
+class BackupError(CyborgwebError):
     """The backup or restore is not possible. The message says why and what to do, in one sentence."""
 
 

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from accelerators.runtime import metric_files
 from cyborgweb.database.postgres import Postgres, PostgresError
+from cyborgweb.errors import CyborgwebError
 from cyborgweb.server.child_process import ChildProcess, log_line
 from cyborgweb.server.cluster_watchdog import ClusterWatchdog
 from cyborgweb.settings.keys import Keys, get_keys, parse_listen_address
@@ -56,7 +57,7 @@ rules = [{{ vendor = "1af4", type = "FPGA" }}]
 """
 
 
-class StartError(RuntimeError):
+class StartError(CyborgwebError):
     """The product cannot be started. The message says why, in one sentence for the person at the terminal."""
 
 

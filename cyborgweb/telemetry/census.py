@@ -20,6 +20,7 @@ from accelerators.requests.capacity import LoadSummary
 from agents import telemetry
 from agents.liveness import get_agent_state
 from agents.telemetry import LoadSnapshot
+from cyborgweb.errors import CyborgwebError
 from cyborgweb.telemetry import usage_with_load
 
 MAX_HOSTS = 10_000
@@ -35,14 +36,15 @@ ASKED_LIVENESS = ("up", "late")
 """Liveness of agents that are asked; the others could not answer."""
 
 
-class CensusBusyError(RefusedError):
+class CensusBusyError(CyborgwebError, RefusedError):
     """This process already runs MAX_CONCURRENT censuses. `wait` is the value for Retry-After, in seconds."""
 
     wait = 5
 
     def __init__(self) -> None:
         super().__init__(
-            RefusalReason.AWAY, f"{MAX_CONCURRENT} censuses are under way in this process: try again in a few seconds."
+            RefusalReason.UNAVAILABLE,
+            f"{MAX_CONCURRENT} censuses are under way in this process: try again in a few seconds.",
         )
 
 
@@ -105,7 +107,7 @@ class Census:
 def take_census(question: CensusQuestion) -> Census:
     """Take a census; blocks for up to the question's `within_s` seconds, plus the time of the statements.
 
-    Raises CensusBusyError if MAX_CONCURRENT are running, RefusedError UNKNOWN for a host or a profile that does not
+    Raises CensusBusyError if MAX_CONCURRENT are running, RefusedError NOT_FOUND for a host or a profile that does not
     exist, CONFLICT for a profile that asks for no accelerator.
     """
     if not _slots.acquire(blocking=False):
@@ -148,7 +150,7 @@ def _load_profile_groups(name: str) -> tuple[Mapping[str, str], ...] | None:
         return None
     profile = profiles.get_profile_by_name(name)
     if profile is None:
-        raise RefusedError(RefusalReason.UNKNOWN, f"There is no device profile {name!r}.")
+        raise RefusedError(RefusalReason.NOT_FOUND, f"There is no device profile {name!r}.")
     if not groups.list_requested_groups(profile.groups):
         raise RefusedError(RefusalReason.CONFLICT, f"Profile {name} asks for no accelerator.")
     return profile.groups
@@ -157,13 +159,13 @@ def _load_profile_groups(name: str) -> tuple[Mapping[str, str], ...] | None:
 def _load_hosts(names: tuple[str, ...] | None) -> tuple[list[Host], int]:
     """Return the hosts with their agents, and the number of hosts beyond MAX_HOSTS.
 
-    Raises RefusedError UNKNOWN for a name that does not exist.
+    Raises RefusedError NOT_FOUND for a name that does not exist.
     """
     queryset = Host.objects.select_related("agent", "lease").defer("drivers")
     if names is not None:
         hosts = list(queryset.filter(name__in=names))
         if unknown := sorted(set(names) - {host.name for host in hosts}):
-            raise RefusedError(RefusalReason.UNKNOWN, f"There is no host {', '.join(unknown)[:300]}.")
+            raise RefusedError(RefusalReason.NOT_FOUND, f"There is no host {', '.join(unknown)[:300]}.")
         return hosts, 0
     hosts = list(queryset[: MAX_HOSTS + 1])
     return hosts[:MAX_HOSTS], Host.objects.count() - MAX_HOSTS if len(hosts) > MAX_HOSTS else 0

@@ -13,6 +13,8 @@ import signal
 from collections import deque
 from typing import cast
 
+from drivers.errors import DriversError
+
 MAX_STDERR = 1024 * 1024
 """Maximum bytes on stderr per request; more is an error. The last MAX_STDERR_TAIL bytes are kept for error messages."""
 MAX_STDERR_TAIL = 2048
@@ -24,7 +26,7 @@ REAP_S = 2.0
 """How long after SIGKILL, in seconds, a process that has not ended counts as stuck in the kernel."""
 
 
-class PipeError(Exception):
+class PipeError(DriversError):
     """Communication with the process is no longer possible; the text states the reason."""
 
 

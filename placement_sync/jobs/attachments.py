@@ -35,6 +35,7 @@ from placement_sync.client import (
     PlacementUnavailableError,
 )
 from placement_sync.cloud import get_cloud_session
+from placement_sync.errors import PlacementSyncError
 from placement_sync.nova import client
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ UNSETTLED_STEPS = ("claiming", "claimed", "returning")
 PLACEMENT_OFF_TEXT = "Placement is switched off, so nothing is claimed there"
 
 
-class RetryLaterError(Exception):
+class RetryLaterError(PlacementSyncError):
     """Another attachment of the same instance has to go first."""
 
 
@@ -101,9 +102,10 @@ def step() -> bool:
 def look_up_instance(uuid: str, project: str | None = None) -> NovaInstance:
     """Ask Nova for an instance, and check that Placement has allocations of it, to which a claim can be added.
 
-    Takes at most 4 s (2 s per service). Raises RefusedError: UNKNOWN if Nova has no such instance, or it is not of
-    `project`; AWAY if a service does not answer; CONFLICT if nothing can be attached now or with this configuration.
-    For an instance of another project Placement is not asked: the answer would reveal that the instance exists.
+    Takes at most 4 s (2 s per service). Raises RefusedError: NOT_FOUND if Nova has no such instance, or it is not of
+    `project`; UNAVAILABLE if a service does not answer; CONFLICT if nothing can be attached now or with this
+    configuration. For an instance of another project Placement is not asked: the answer would reveal that the instance
+    exists.
     """
     keys = settings.KEYS
     if (cloud := get_cloud_session(keys.nova_endpoint)) is None:
@@ -114,7 +116,7 @@ def look_up_instance(uuid: str, project: str | None = None) -> NovaInstance:
             uuid, client.send_get(cloud, keys.nova_endpoint, f"/servers/{uuid}", {}, client.DEADLINE_S)
         )
         if project not in (None, instance.project):
-            raise RefusedError(RefusalReason.UNKNOWN, UNKNOWN_INSTANCE_TEXT.format(uuid))
+            raise RefusedError(RefusalReason.NOT_FOUND, UNKNOWN_INSTANCE_TEXT.format(uuid))
         if keys.placement_endpoint != "off":
             consumer = PlacementClient(cloud, keys.placement_endpoint, client.DEADLINE_S).read_consumer(uuid)
             if consumer.generation is None:
@@ -129,15 +131,15 @@ def look_up_instance(uuid: str, project: str | None = None) -> NovaInstance:
         PlacementRejectedError,
     ) as error:
         raise RefusedError(
-            RefusalReason.AWAY, f"Instance {uuid} cannot be asked for now: {error}. Try again."
+            RefusalReason.UNAVAILABLE, f"Instance {uuid} cannot be asked for now: {error}. Try again."
         ) from None
     return instance
 
 
 def _parse_instance(uuid: str, answer: Any) -> NovaInstance:
-    """Convert Nova's answer into an Instance. Raises RefusedError UNKNOWN and NovaUnavailableError."""
+    """Convert Nova's answer into an Instance. Raises RefusedError NOT_FOUND and NovaUnavailableError."""
     if answer.status_code == 404:
-        raise RefusedError(RefusalReason.UNKNOWN, UNKNOWN_INSTANCE_TEXT.format(uuid))
+        raise RefusedError(RefusalReason.NOT_FOUND, UNKNOWN_INSTANCE_TEXT.format(uuid))
     if answer.status_code != 200:
         raise client.NovaUnavailableError(f"Nova answered {answer.status_code}")
     try:
@@ -154,8 +156,8 @@ def _take_next_step(row: Attachment) -> None:
     """Take the next step of an attachment.
 
     Raises PlacementUnavailableError, ConcurrentUpdateError, RetryLaterError, PlacementConflictError,
-    PlacementRejectedError and RefusedError AWAY if the step has to be retried. Any other refusal fails the attachment
-    or starts its undo.
+    PlacementRejectedError and RefusedError UNAVAILABLE if the step has to be retried. Any other refusal fails the
+    attachment or starts its undo.
     """
     try:
         match row.state, row.step:
@@ -172,7 +174,7 @@ def _take_next_step(row: Attachment) -> None:
             case _:
                 _release_shares(row)
     except RefusedError as refused:
-        if refused.reason is RefusalReason.AWAY:
+        if refused.reason is RefusalReason.UNAVAILABLE:
             raise
         if row.state == AttachmentState.ASKED:
             steps.mark_attachment_failed(row, refused.text)

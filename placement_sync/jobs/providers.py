@@ -29,6 +29,7 @@ from placement_sync.client import (
     PlacementUnavailableError,
 )
 from placement_sync.cloud import get_cloud_session
+from placement_sync.errors import PlacementSyncError
 from placement_sync.jobs import repository, writer_election
 from placement_sync.jobs.writer_election import JOB, WriteTurn
 from placement_sync.sync import ProviderMissingError, SyncOutcome, synchronize_host
@@ -109,7 +110,7 @@ def step() -> bool:
     return len(due) == INTENT_BATCH
 
 
-class AgentWritesError(Exception):
+class AgentWritesError(PlacementSyncError):
     """The host's agent writes for this host. The job sends it what differs."""
 
 

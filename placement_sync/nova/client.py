@@ -22,6 +22,7 @@ from typing import Any
 
 from accelerators.api.own.instances import InstanceKey, InstanceState
 from drivers.configuration import ConfigurationError
+from placement_sync.errors import PlacementSyncError
 
 DEADLINE_S = 2.0
 CACHE_S = 10.0
@@ -94,7 +95,7 @@ def make_fetcher(session: Any, endpoint: str = "", timeout_s: float = DEADLINE_S
     return fetch
 
 
-class NovaUnavailableError(Exception):
+class NovaUnavailableError(PlacementSyncError):
     """Nova gave no answer, or not a complete one, so nothing can be concluded from it."""
 
 

@@ -228,8 +228,8 @@ def test_an_impossible_attachment_is_refused_at_once_with_the_reason(cloud: Fake
     make_ready_cards()
     nobody = str(uuid.uuid4())
     assert "Give either a device profile" in expect_refusal(RefusalReason.INVALID, profile="")
-    assert "no device profile 'none'" in expect_refusal(RefusalReason.UNKNOWN, profile="none")
-    assert f"Nova has no instance {nobody}" in expect_refusal(RefusalReason.UNKNOWN, instance=nobody)
+    assert "no device profile 'none'" in expect_refusal(RefusalReason.NOT_FOUND, profile="none")
+    assert f"Nova has no instance {nobody}" in expect_refusal(RefusalReason.NOT_FOUND, instance=nobody)
     for status, place in (("SHELVED_OFFLOADED", ""), ("ERROR", "cmp1"), ("VERIFY_RESIZE", "cmp1")):
         cloud.nova.shown[INSTANCE] = (status, place)
         assert f"is {status}: devices can only be attached to one that is ACTIVE" in expect_refusal(
@@ -248,13 +248,13 @@ def test_an_impossible_attachment_is_refused_at_once_with_the_reason(cloud: Fake
             RefusalReason.NONE_FREE, profile=profile
         )
     cloud.placement.away = True
-    assert "cannot be asked for now" in expect_refusal(RefusalReason.AWAY)
+    assert "cannot be asked for now" in expect_refusal(RefusalReason.UNAVAILABLE)
     cloud.placement.away = False
     cloud.placement.model.allocated[ROOT, "VCPU"].clear()
     assert "nothing allocated to instance" in expect_refusal(RefusalReason.CONFLICT)
     cloud.boot_instance(INSTANCE)
     cloud.nova.status = 503
-    assert "Nova answered 503" in expect_refusal(RefusalReason.AWAY)
+    assert "Nova answered 503" in expect_refusal(RefusalReason.UNAVAILABLE)
     cloud.nova.status = 0
     lifecycle.disable_device(Device.objects.get().uuid, ADMIN_CALLER)
     assert "no free unit that is ready" in expect_refusal(RefusalReason.NONE_FREE)
@@ -266,7 +266,7 @@ def test_an_impossible_attachment_is_refused_at_once_with_the_reason(cloud: Fake
 
 def test_a_caller_of_another_project_can_neither_attach_nor_detach(cloud: FakeCloud) -> None:
     make_ready_cards()
-    for project, reason in (("p2", RefusalReason.UNKNOWN), ("", RefusalReason.UNKNOWN)):
+    for project, reason in (("p2", RefusalReason.NOT_FOUND), ("", RefusalReason.NOT_FOUND)):
         stranger = Caller("eve", "u", frozenset({"member"}), project)
         with pytest.raises(RefusedError) as error:
             attachments.order_attachment(uuid.UUID(INSTANCE), stranger, profile="one", all_projects=False)

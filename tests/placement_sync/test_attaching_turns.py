@@ -191,7 +191,7 @@ def test_an_attachment_whose_instance_nova_cannot_show_does_not_delay_others(
 ) -> None:
     def half_blind(instance: str, project: str | None = None) -> attachments.NovaInstance:
         if instance == INSTANCE:
-            raise RefusedError(RefusalReason.AWAY, "Nova cannot tell.")
+            raise RefusedError(RefusalReason.UNAVAILABLE, "Nova cannot tell.")
         return lab.attaching.look_up_instance(instance, project)
 
     make_ready_cards(handles=4)
@@ -210,7 +210,7 @@ def test_x4_a_caller_of_another_project_does_not_learn_that_an_instance_exists(c
     stranger = Caller("eve", "u", frozenset({"member"}), "p2")
     with pytest.raises(RefusedError) as error:
         attachments.order_attachment(uuid.UUID(INSTANCE), stranger, profile="one", all_projects=False)
-    assert (error.value.reason, error.value.text) == (RefusalReason.UNKNOWN, f"Nova has no instance {INSTANCE}.")
+    assert (error.value.reason, error.value.text) == (RefusalReason.NOT_FOUND, f"Nova has no instance {INSTANCE}.")
 
 
 def test_a_recreated_consumer_of_the_same_generation_is_claimed_from_its_present_amounts() -> None:

@@ -69,7 +69,7 @@ def test_a_device_with_an_allocation_cannot_be_retired_until_it_is_deleted(
     placement.model.allocated[provider, "FPGA"] = {"vm-1": 1}
     refused = try_to_retire(device)
     assert refused
-    assert (refused.reason, "Placement's consumer vm-1" in refused.text) == (RefusalReason.HELD, True)
+    assert (refused.reason, "Placement's consumer vm-1" in refused.text) == (RefusalReason.IN_USE, True)
     placement.model.allocated.clear()
     assert try_to_retire(device) is None
     assert Device.objects.get().state == "retired"
@@ -79,7 +79,7 @@ def test_an_empty_answer_of_placement_counts_as_unavailable(device: Device, plac
     placement.empty = True
     refused = try_to_retire(device)
     assert refused
-    assert (refused.reason, "the answer is empty" in refused.text) == (RefusalReason.AWAY, True)
+    assert (refused.reason, "the answer is empty" in refused.text) == (RefusalReason.UNAVAILABLE, True)
 
 
 def test_retiring_is_refused_while_placement_is_away_with_one_call_only(
@@ -89,7 +89,7 @@ def test_retiring_is_refused_while_placement_is_away_with_one_call_only(
     for _ in range(3):
         refused = try_to_retire(device)
         assert refused
-        assert refused.reason == RefusalReason.AWAY
+        assert refused.reason == RefusalReason.UNAVAILABLE
     assert len(placement.seen_calls) == 1
 
 
@@ -129,7 +129,7 @@ def test_an_active_instance_that_had_the_device_prevents_retiring(
     nova.shown[instance] = ("ACTIVE", "cmp1")
     refused = try_to_retire(device)
     assert refused
-    assert refused.reason is RefusalReason.HELD
+    assert refused.reason is RefusalReason.IN_USE
     assert f"instance {instance} (ACTIVE on cmp1), which may still use it, according to Nova" in refused.text
 
 
@@ -178,14 +178,14 @@ def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova:
     nova.status = 503
     refused = try_to_retire(device)
     assert refused
-    assert (refused.reason, "Nova answered 503" in refused.text) == (RefusalReason.AWAY, True)
+    assert (refused.reason, "Nova answered 503" in refused.text) == (RefusalReason.UNAVAILABLE, True)
     nova.status = 0
     nova.shown[instance] = ("ACTIVE", "")
     nova.rubbish = True
     holder_checks._outages.clear()
     refused = try_to_retire(device)
     assert refused
-    assert (refused.reason, "does not describe a server" in refused.text) == (RefusalReason.AWAY, True)
+    assert (refused.reason, "does not describe a server" in refused.text) == (RefusalReason.UNAVAILABLE, True)
     nova.rubbish = False
     apply_report(device.host, make_driver_report(make_card(1), make_card(2)), seq=2)
     assert holder_checks.check_nova(Device.objects.latest("id")) == holder_checks.NO_HOLDERS, (
@@ -193,8 +193,8 @@ def test_retiring_is_refused_while_nova_is_away_or_unclear(device: Device, nova:
     )
     refused = try_to_retire(device)
     assert refused
-    assert refused.reason is RefusalReason.AWAY, "for ten seconds it is not asked again"
+    assert refused.reason is RefusalReason.UNAVAILABLE, "for ten seconds it is not asked again"
     holder_checks._outages.clear()
     refused = try_to_retire(device)
     assert refused
-    assert refused.reason is RefusalReason.HELD, "a Nova that does not tell hosts counts against the act"
+    assert refused.reason is RefusalReason.IN_USE, "a Nova that does not tell hosts counts against the act"

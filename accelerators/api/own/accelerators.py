@@ -233,6 +233,9 @@ class ResultSerializer(serializers.Serializer[Any]):
     kind = serializers.CharField(
         read_only=True, help_text="The kind of refusal: held, away, conflict, invalid or unknown."
     )
+    reason = serializers.CharField(
+        read_only=True, help_text="The stable code of the refusal, as in the body of an error; empty if not refused."
+    )
 
 
 class ResultsSerializer(serializers.Serializer[Any]):
@@ -346,5 +349,6 @@ def _describe_result(result: partitioning.PartitionResult) -> dict[str, Any]:
         "device": result.device,
         "command": result.command and result.command.uuid,
         "refused": result.refused,
-        "kind": result.reason.value if result.reason else "",
+        "kind": result.kind,
+        "reason": result.reason.value if result.reason else "",
     }

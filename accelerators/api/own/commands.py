@@ -272,7 +272,7 @@ class CommandView(CollectionView):
                 else placing.order_host_command(op, host, self.caller, **values)
             )
         except RefusedError as refused:
-            if refused.reason is RefusalReason.UNKNOWN:
+            if refused.reason is RefusalReason.NOT_FOUND:
                 raise serializers.ValidationError({"device" if device else "host": refused.text}) from refused
             raise
         data = self.get_serializer(self.get_queryset().get(pk=command.pk)).data

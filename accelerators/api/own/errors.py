@@ -1,6 +1,7 @@
-"""The error format of `/api/`: `{"error": {"code", "title", "message", "request_id"}}`.
+"""The error format of `/api/`: `{"error": {"code", "title", "message", "request_id", "reason"}}`.
 
-The message is one sentence that tells the caller what to do.
+The code is the HTTP status. The message is one sentence that tells the caller what to do. The reason is a stable code
+for programs, one of REASONS.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from django.http import Http404
 from rest_framework import exceptions
 from rest_framework.response import Response
 
-from accelerators.domain import errors
 from accelerators.domain.caller import request_id
-from accelerators.domain.errors import RefusalReason
+from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
@@ -32,20 +32,41 @@ MESSAGE_BY_STATUS: Mapping[int, str] = {
     500: "The service failed on this request; its log says why, under this answer's request id.",
 }
 STATUS_BY_REASON: Mapping[RefusalReason, int] = {
-    RefusalReason.UNKNOWN: 404,
+    RefusalReason.NOT_FOUND: 404,
     RefusalReason.INVALID: 400,
     RefusalReason.SERVICE_TOKEN: 403,
-    RefusalReason.AWAY: 503,
+    RefusalReason.UNAVAILABLE: 503,
 }
 """HTTP status for each reason of a RefusedError; a reason that is not listed is answered with 409."""
+REASON_BY_STATUS: Mapping[int, str] = {
+    400: RefusalReason.INVALID.value,
+    401: "not_authenticated",
+    403: "not_allowed",
+    404: RefusalReason.NOT_FOUND.value,
+    405: "method_not_allowed",
+    406: "not_acceptable",
+    409: RefusalReason.CONFLICT.value,
+    411: "length_required",
+    413: "too_large",
+    415: "unsupported_media_type",
+    429: "throttled",
+    500: "internal_error",
+    503: RefusalReason.UNAVAILABLE.value,
+}
+"""Reason of an error that has none of its own, by its HTTP status."""
+READ_ONLY = "read_only"
+"""Reason of a change that is refused while everything is read only."""
+REASONS = sorted({*(reason.value for reason in RefusalReason), *REASON_BY_STATUS.values(), READ_ONLY})
+"""Every reason that an error body can have. They are documented in `docs/cli.md`; existing ones never change."""
 
 
-class ApiError(exceptions.APIException):
-    """An error with its own status and its own sentence."""
+class ApiError(AcceleratorsError, exceptions.APIException):
+    """An error with its own status and its own sentence, and with its own reason if the status does not say enough."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.status_code = status
+        self.reason = reason or REASON_BY_STATUS[status]
 
 
 def body_too_large_error() -> ApiError:
@@ -53,10 +74,16 @@ def body_too_large_error() -> ApiError:
     return ApiError(413, MESSAGE_BY_STATUS[413])
 
 
-def build_error_body(status: int, message: str) -> dict[str, dict[str, object]]:
-    """Return the body of an error answer, with the id of the current request."""
-    title = HTTPStatus(status).phrase
-    return {"error": {"code": status, "title": title, "message": message, "request_id": request_id.get()}}
+def build_error_body(status: int, message: str, reason: str = "") -> dict[str, dict[str, object]]:
+    """Return the body of an error answer, with the id of the current request. Without `reason`, the status gives it."""
+    error = {
+        "code": status,
+        "title": HTTPStatus(status).phrase,
+        "message": message,
+        "request_id": request_id.get(),
+        "reason": reason or REASON_BY_STATUS[status],
+    }
+    return {"error": error}
 
 
 def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
@@ -66,7 +93,8 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
     Retry-After where they apply.
     """
     status, message = explain_error(error)
-    response = Response(build_error_body(status, message), status)
+    reason = error.reason if isinstance(error, RefusedError | ApiError) else ""
+    response = Response(build_error_body(status, message, reason), status)
     if challenge := getattr(error, "auth_header", None):
         response["WWW-Authenticate"] = challenge
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -79,7 +107,7 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
 def explain_error(error: Exception) -> tuple[int, str]:
     """Return the status and the message for an exception. Logs an unexpected exception, and a database outage."""
     match error:
-        case errors.RefusedError():
+        case RefusedError():
             return STATUS_BY_REASON.get(error.reason, 409), error.text
         case Http404():
             return 404, MESSAGE_BY_STATUS[404]

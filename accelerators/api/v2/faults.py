@@ -13,28 +13,28 @@ from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.db import InterfaceError, OperationalError
 from rest_framework.exceptions import APIException
 
-from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
 
 
 STATUS_BY_REASON: Mapping[RefusalReason, int] = {
-    RefusalReason.UNKNOWN: 404,
+    RefusalReason.NOT_FOUND: 404,
     RefusalReason.NONE_FREE: 404,
-    RefusalReason.STATE: 500,
+    RefusalReason.WRONG_STATE: 500,
     RefusalReason.CONFLICT: 409,
     RefusalReason.INVALID: 400,
     RefusalReason.DUPLICATE: 500,
     RefusalReason.SERVICE_TOKEN: 403,
-    RefusalReason.HELD: 409,
-    RefusalReason.AWAY: 503,
+    RefusalReason.IN_USE: 409,
+    RefusalReason.UNAVAILABLE: 503,
 }
 """HTTP status for each reason of a RefusedError. The two 500 are upstream's; its clients and tests expect them
 (contract section 2.3, annex A.4)."""
 
 
-class V2Error(Exception):
+class V2Error(AcceleratorsError):
     """An error raised by a handler (form A). `text` is the message for people, on one line."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -52,7 +52,7 @@ def missing_argument_error(name: str) -> V2Error:
     return V2Error(400, f'Missing argument: "{name}"')
 
 
-class RouterError(Exception):
+class RouterError(AcceleratorsError):
     """An error raised before a handler is reached (form B). The answer has only the headers given here."""
 
     def __init__(

@@ -160,7 +160,7 @@ class RequestDetail(RequestMethods, V2DetailView):
 
 
 def _check_canonical_uuids(uuids: list[str]) -> None:
-    """Raise RefusedError UNKNOWN (404) for the first text that is not a uuid in the stored form."""
+    """Raise RefusedError NOT_FOUND (404) for the first text that is not a uuid in the stored form."""
     for uuid in uuids:
         if not arguments.is_canonical_uuid(uuid):
-            raise RefusedError(RefusalReason.UNKNOWN, f"ExtArq not found with uuid={uuid}")
+            raise RefusedError(RefusalReason.NOT_FOUND, f"ExtArq not found with uuid={uuid}")

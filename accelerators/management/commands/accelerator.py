@@ -144,7 +144,7 @@ def _order_change(options: dict[str, Any]) -> list[PartitionResult]:
 
 
 def _result_to_dict(result: PartitionResult, command: Row | None) -> dict[str, Any]:
-    about = {"device": result.device, "refused": result.refused, "kind": result.reason.value if result.reason else ""}
+    about = {"device": result.device, "refused": result.refused, "kind": result.kind}
     return about | {"command": following.command_to_dict(command) if command else None}
 
 

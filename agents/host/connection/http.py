@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from agents import credentials, wire
+from agents.errors import AgentsError
 
 MAX_RESPONSE_BYTES = 64 * 1024
 """Largest HTTP answer to read, in bytes, downloads excepted; a challenge has some 200."""
@@ -46,7 +47,7 @@ class GatewayEndpoint:
         return "ws" + self.address.removeprefix("http").rstrip("/") + wire.AGENT_PATH
 
 
-class HttpStatusError(Exception):
+class HttpStatusError(AgentsError):
     """The gateway refused a request. The text holds the reason, `status` the HTTP status, `code` the error code.
 
     `retry_after` is the number of seconds that the gateway asks to wait, 0 when it names none.

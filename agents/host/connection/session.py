@@ -19,6 +19,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from agents import wire
+from agents.errors import AgentsError
 from agents.host.backoff import PendingAcks, wait_for_event
 from drivers.configuration import ConfigurationError
 from drivers.inventory import Health
@@ -43,11 +44,11 @@ class CommandSink(Protocol):
         """Accept a command. When this returns, it is in the journal or its refusal waits to be sent."""
 
 
-class ConnectionLostError(Exception):
+class ConnectionLostError(AgentsError):
     """The connection ended or must be closed, and the agent has to reconnect. The text is the reason."""
 
 
-class SessionRefusedError(Exception):
+class SessionRefusedError(AgentsError):
     """The gateway sent Refuse, which ends the connection. The text is the gateway's reason and code."""
 
 

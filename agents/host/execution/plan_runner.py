@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from agents import wire
+from agents.errors import AgentsError
 from agents.host.execution import preflight
 from agents.host.journal.command_log import CommandLog
 from drivers.errors import Busy, DriverError, Failed, Gone, Timeout
@@ -97,7 +98,7 @@ class HostContext:
     boot_id: str
 
 
-class PlanFailedError(Exception):
+class PlanFailedError(AgentsError):
     """An act was not completed. `outcome` and `text` go into the command's result.
 
     `undone`: the host is as it was before. `stuck_writer` is the writer whose write hangs in the kernel, else None.

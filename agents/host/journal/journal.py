@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from agents import wire
+from agents.errors import AgentsError
 from agents.host.journal import command_log, desired_drivers
 from drivers.files import sync_directory
 from drivers.inventory import DriverReport
@@ -54,11 +55,11 @@ CREATE TABLE journal (
 _content_decoder = msgspec.json.Decoder(tuple[DriverReport, ...])
 
 
-class JournalCorruptError(Exception):
+class JournalCorruptError(AgentsError):
     """The file is damaged, is not a journal, or has the format of a later release."""
 
 
-class WrongHostError(Exception):
+class WrongHostError(AgentsError):
     """The journal belongs to another host. The text is a sentence for the operator."""
 
 

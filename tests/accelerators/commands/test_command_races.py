@@ -112,8 +112,8 @@ def test_S1_of_a_racing_bind_and_command_exactly_one_gets_the_device(
         holds = AcceleratorRequest.objects.filter(attach_handle__isnull=False).count()
         alone = Command.objects.filter(COMMAND_IS_OPEN, op=op).count()
         assert (holds, alone) in ((1, 0), (0, 1))
-        assert bound is None or bound.reason in (RefusalReason.NONE_FREE, RefusalReason.AWAY), bound
-        assert ordered is None or ordered.reason in (RefusalReason.HELD, RefusalReason.CONFLICT), ordered
+        assert bound is None or bound.reason in (RefusalReason.NONE_FREE, RefusalReason.UNAVAILABLE), bound
+        assert ordered is None or ordered.reason in (RefusalReason.IN_USE, RefusalReason.CONFLICT), ordered
         won[alone] += 1
         free_everything()
     assert sum(won) == ROUNDS

@@ -270,7 +270,7 @@ AskForCommand = Callable[[Device], object]
 @pytest.mark.parametrize(
     ("ask", "reason", "text"),
     [
-        (lambda d: placing.order_device_command("health", uuid4(), OLGA), RefusalReason.UNKNOWN, "Device not found"),
+        (lambda d: placing.order_device_command("health", uuid4(), OLGA), RefusalReason.NOT_FOUND, "Device not found"),
         (lambda d: placing.order_device_command("attach", d.uuid, OLGA), RefusalReason.INVALID, "these are: uninstall"),
         (lambda d: placing.order_device_command("partition", d.uuid, OLGA), RefusalReason.INVALID, "takes a layout"),
         (
@@ -314,7 +314,7 @@ AskForCommand = Callable[[Device], object]
             RefusalReason.INVALID,
             "Only rescan",
         ),
-        (lambda d: placing.order_host_command("logs", uuid4(), OLGA), RefusalReason.UNKNOWN, "Host not found"),
+        (lambda d: placing.order_host_command("logs", uuid4(), OLGA), RefusalReason.NOT_FOUND, "Host not found"),
     ],
 )
 def test_invalid_commands_are_refused_with_reason_and_text(
@@ -343,8 +343,8 @@ def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unk
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for testimony, reason in (
-        (safety.HolderCheckResult(("instance i",)), RefusalReason.HELD),
-        (safety.HolderCheckResult(unknown="no answer"), RefusalReason.AWAY),
+        (safety.HolderCheckResult(("instance i",)), RefusalReason.IN_USE),
+        (safety.HolderCheckResult(unknown="no answer"), RefusalReason.UNAVAILABLE),
     ):
         monkeypatch.setitem(safety._holder_checks, "placement", lambda device, said=testimony: said)
         for op, more in (

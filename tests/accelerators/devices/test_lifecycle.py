@@ -163,7 +163,7 @@ def test_S1_retiring_a_held_device_is_refused_naming_the_holder(device: Device) 
     lifecycle.disable_device(device.uuid, OLGA)
     with pytest.raises(RefusedError, match=f"request {request} of instance") as refused:
         lifecycle.apply_action_to_device(Action.RETIRE, device.uuid, OLGA)
-    assert refused.value.reason == RefusalReason.HELD
+    assert refused.value.reason == RefusalReason.IN_USE
     assert get_state_and_drain(device) == ("maintenance", None)
     assert AcceleratorRequest.objects.get().state == "Bound"
 
@@ -177,7 +177,7 @@ def test_retiring_is_refused_while_a_holder_check_gets_no_answer(
     lifecycle.disable_device(device.uuid, OLGA)
     with pytest.raises(RefusedError, match="placement: it does not answer") as refused:
         lifecycle.apply_action_to_device(Action.RETIRE, device.uuid, OLGA)
-    assert refused.value.reason == RefusalReason.AWAY
+    assert refused.value.reason == RefusalReason.UNAVAILABLE
     assert (
         lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, drain_to=DrainTarget.RETIRED).text
         == "draining: 0 requests left"
@@ -267,7 +267,7 @@ def test_many_devices_are_moved_in_a_constant_number_of_statements_each_with_its
     results = lifecycle.apply_action(Action.ENABLE, [*uuids, nowhere], OLGA)
     assert [result.uuid for result in results] == [*uuids, nowhere]
     assert [result.outcome for result in results[:3]] == ["refused", "moved", "moved"]
-    assert (results[0].reason, results[-1].reason) == (RefusalReason.CONFLICT, RefusalReason.UNKNOWN)
+    assert (results[0].reason, results[-1].reason) == (RefusalReason.CONFLICT, RefusalReason.NOT_FOUND)
     assert Device.objects.filter(state="ready").count() == 59
     assert Deployable.objects.filter(rp_uuid__isnull=False).count() == 60
     assert Event.objects.filter(action="device.ready").count() == 59

@@ -113,7 +113,7 @@ def test_an_upload_to_a_full_disk_is_refused_and_leaves_no_file(monkeypatch: pyt
     monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(RefusedError, match="No space left on device") as refused:
         upload_image()
-    assert refused.value.reason == RefusalReason.AWAY and not [*store.get_image_directory().iterdir()]
+    assert refused.value.reason == RefusalReason.UNAVAILABLE and not [*store.get_image_directory().iterdir()]
 
 
 def test_waiting_commands_get_uploaded_images_by_id_or_by_function(wait: OrderCommand) -> None:

@@ -230,7 +230,7 @@ def test_a_bind_whose_handles_are_locked_by_others_is_refused_and_can_be_retried
     over.set()
     thread.join(10)
     request = AcceleratorRequest.objects.get()
-    assert (refused.value.reason, request.state) == (RefusalReason.AWAY, "Initial")
+    assert (refused.value.reason, request.state) == (RefusalReason.UNAVAILABLE, "Initial")
     binding.bind_requests([BindSpec(str(request.uuid), "cmp1", PROVIDER, str(uuid4()))], NOVA)
     assert get_state_and_fault(request)[0] == "BindStarted"
 

@@ -192,7 +192,7 @@ class RequestsMachine(RuleBasedStateMachine):
             binding.bind_requests([BindSpec(uuid, "cmp1", self.providers[card], instance) for uuid in uuids], NOVA)
         except RefusedError as refused:
             if not legal:
-                assert refused.reason == RefusalReason.STATE
+                assert refused.reason == RefusalReason.WRONG_STATE
                 return
             assert refused.reason == RefusalReason.NONE_FREE
             assert not possible
@@ -226,7 +226,7 @@ class RequestsMachine(RuleBasedStateMachine):
         try:
             placing.order_device_command("reset", UUID(device.uuid), NOVA)
         except RefusedError as refused:
-            assert refused.reason == (RefusalReason.CONFLICT if device.busy_with else RefusalReason.HELD)
+            assert refused.reason == (RefusalReason.CONFLICT if device.busy_with else RefusalReason.IN_USE)
             assert held or device.busy_with
         else:
             assert not held and not device.busy_with

@@ -214,7 +214,7 @@ def test_S1_changing_a_driver_whose_devices_are_held_is_refused(fill: Fill) -> N
     for op, change in ((UNINSTALL, {}), (UPDATE, {"enabled": False}), (UPDATE, {"settings": {}}), (INSTALL, {})):
         with pytest.raises(RefusedError, match=r"is held by request .* of instance .* cannot be") as refused:
             start_rollout(op, [host], driver="pci_driver", **change)
-        assert refused.value.reason == RefusalReason.HELD
+        assert refused.value.reason == RefusalReason.IN_USE
     assert held is not None
     assert not DriverWish.objects.exists()
     assert not Rollout.objects.filter(driver="pci_driver").exists()
@@ -232,7 +232,7 @@ def test_S1_changing_a_driver_is_refused_while_a_holder_check_gets_no_answer(mon
         RefusedError, match=r"unknown whether device .* is held \(nova: it does not answer\)"
     ) as refused:
         start_rollout(UNINSTALL, [host])
-    assert refused.value.reason == RefusalReason.AWAY
+    assert refused.value.reason == RefusalReason.UNAVAILABLE
 
 
 def test_S1_changing_a_driver_is_refused_if_the_holder_checks_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_S1_changing_a_driver_is_refused_if_the_holder_checks_take_too_long(monk
     monkeypatch.setattr(driver_config, "HOLDER_CHECKS_TIMEOUT_S", -1.0)
     with pytest.raises(RefusedError, match="took too long: try again") as refused:
         start_rollout(UNINSTALL, [host])
-    assert (refused.value.reason, asked) == (RefusalReason.AWAY, [])
+    assert (refused.value.reason, asked) == (RefusalReason.UNAVAILABLE, [])
     assert not Rollout.objects.exists()
 
 

@@ -136,12 +136,12 @@ def test_refusals_have_their_exit_codes_and_say_what_to_do(cyborg: Cyborg, url: 
         2,
         "cannot be read: No such file",
     )
-    assert_refused(cyborg("device-list", role="member"), 4, "cyborg:inventory:get_all")
-    assert_refused(cyborg("device-show", "00000000-0000-4000-8000-000000000000"), 3, "nothing here")
+    assert_refused(cyborg("device-list", role="member"), 4, "cyborg:inventory:get_all", "[not_allowed]")
+    assert_refused(cyborg("device-show", "00000000-0000-4000-8000-000000000000"), 3, "nothing here", "[not_found]")
     assert_refused(cyborg("device-ready", "cmp1/0000:00:00.0", "--reason", "x" * 501), 2, "at most 500")
     assert_refused(cyborg("device-retire", "cmp1/0000:00:00.0"), 2, "give --yes")
     assert cyborg("device-ready", "cmp1/0000:00:00.0").exit_code == 0
-    assert_refused(cyborg("device-retire", "cmp1/0000:00:00.0", "--yes"), 1, "drain or disable it first")
+    assert_refused(cyborg("device-retire", "cmp1/0000:00:00.0", "--yes"), 1, "drain or disable it first. [conflict]")
 
 
 @uses_database
@@ -160,6 +160,8 @@ def test_an_action_on_several_devices_reports_each_outcome_and_exits_with_6(cybo
     ]
     barred = cyborg("device-ready", "cmp1/0000:00:00.0", "cmp1/0000:01:00.0", "-f", "csv", role="manager")
     assert barred.exit_code == 4 and ",Not tried: " in barred.stdout.splitlines()[2]
+    barred = cyborg("device-ready", "cmp1/0000:00:00.0", "cmp1/0000:01:00.0", "-f", "json", role="manager")
+    assert [row["reason"] for row in json.loads(barred.stdout)] == ["not_allowed", "not_allowed"]
 
 
 @uses_database
@@ -301,6 +303,7 @@ def strange() -> Iterator[str]:
             1,
             "(request req-1)",
         ),
+        ((409, "application/json", '{"error": {"message": "It is.", "reason": "in_use"}}', ""), 1, "It is. [in_use]"),
         ((200, "application/json", '{"rows": []}', ""), 5, "/api/devices/ answered no list"),
     ],
 )

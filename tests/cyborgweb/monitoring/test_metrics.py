@@ -145,7 +145,7 @@ def test_binds_are_counted_by_outcome() -> None:
     after = compute_increase(before, scrape())
     assert [after("cyborg_binds_total", outcome=word) for word in ("bound", "started", "failed")] == [1, 1, 2]
     assert after("cyborg_bind_answer_seconds_count", outcome="reserved") == 2
-    assert after("cyborg_bind_answer_seconds_count", outcome="none free") == 1
+    assert after("cyborg_bind_answer_seconds_count", outcome="none_free") == 1
     assert after("cyborg_bind_host_seconds_count", outcome="failed") == 1
     assert after("cyborg_requests", state="Bound") == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -53,12 +54,17 @@ def slow() -> Iterator[SlowApplication]:
     made.released.set()
 
 
-def get_status_and_retry_after(port: int) -> tuple[int, str | None]:
+def get_answer(port: int, path: str) -> tuple[http.client.HTTPResponse, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.request("GET", "/")
+    connection.request("GET", path)
     answer = connection.getresponse()
-    answer.read()
+    body = answer.read()
     connection.close()
+    return answer, body
+
+
+def get_status_and_retry_after(port: int) -> tuple[int, str | None]:
+    answer, _ = get_answer(port, "/")
     return answer.status, answer.headers["Retry-After"]
 
 
@@ -73,6 +79,8 @@ def test_requests_beyond_threads_and_queue_are_answered_503_and_accepted_ones_co
             client.start()
         until(lambda: slow.running_requests == 2 and bounded.active_requests == 3)
         assert get_status_and_retry_after(port) == (503, "1")
+        v2_error, own_error = (json.loads(get_answer(port, path)[1]) for path in ("/v2/devices", "/api/devices/"))
+        assert [*v2_error] == ["error_message"] and own_error["error"]["reason"] == "unavailable"
         slow.released.set()
         for client in clients:
             client.join(20)

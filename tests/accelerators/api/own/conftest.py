@@ -14,6 +14,7 @@ from django.http import HttpResponse
 from django.test import Client
 
 from accelerators import conductor
+from accelerators.api.own.errors import REASONS
 from accelerators.commands import placing
 from accelerators.models import (
     AcceleratorRequest,
@@ -117,11 +118,12 @@ def get_results(response: HttpResponse) -> list[dict[str, Any]]:
     return json.loads(response.content)["results"]
 
 
-def get_error_message(response: HttpResponse, status: int) -> str:
-    """The sentence of a refusal with this status, in the one shape."""
+def get_error_message(response: HttpResponse, status: int, reason: str = "") -> str:
+    """The sentence of a refusal with this status and, if given, this reason, in the one shape."""
     assert response.status_code == status, response.content
     error = json.loads(response.content)["error"]
-    assert list(error) == ["code", "title", "message", "request_id"]
-    assert error["code"] == status
+    assert list(error) == ["code", "title", "message", "request_id", "reason"]
+    assert (error["code"], error["reason"] in REASONS) == (status, True), error
+    assert reason in ("", error["reason"]), error
     assert error["request_id"] == response["x-openstack-request-id"]
     return error["message"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from django.test import Client
 
 from accelerators import conductor
-from accelerators.api.own import instances
+from accelerators.api.own import errors, instances
 from accelerators.audit import sealing
+from accelerators.domain.errors import RefusalReason
 from accelerators.domain.states import EventSource
-from accelerators.models import AcceleratorRequest, Event
+from accelerators.models import AcceleratorRequest, BulkItem, Event
 from tests.accelerators.api.own.conftest import INSTANCES, Ask, Fill, get_error_message, get_results
 
 pytestmark = pytest.mark.django_db
@@ -77,6 +80,18 @@ def test_a_token_without_a_project_is_refused_everywhere(ask: Ask, fill: Fill) -
         get_error_message(ask(f"/api/{collection}/", "admin", project=""), 403)
 
 
+REASON_BY_STATUS = {
+    400: "invalid",
+    401: "not_authenticated",
+    403: "not_allowed",
+    404: "not_found",
+    405: "method_not_allowed",
+    406: "not_acceptable",
+    413: "too_large",
+    415: "unsupported_media_type",
+}
+
+
 @pytest.mark.parametrize(
     ("path", "options", "status", "says"),
     [
@@ -107,12 +122,25 @@ def test_every_refusal_has_the_same_shape_and_says_what_to_do(
     ask: Ask, path: str, options: dict[str, object], status: int, says: str
 ) -> None:
     response = ask(path, **options)
-    assert says in get_error_message(response, status)
+    assert says in get_error_message(response, status, REASON_BY_STATUS[status])
     assert response["Content-Type"] == "application/json"
     if status == 401:
         assert response["WWW-Authenticate"].startswith("Keystone uri=")
     if status == 405:
         assert response["Allow"] in ("GET, HEAD", "GET, HEAD, POST", "GET, POST")
+
+
+def test_the_manual_lists_every_reason_with_its_status() -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs" / "cli.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE)
+    statuses = {reason: status for status, reason in errors.REASON_BY_STATUS.items()} | {errors.READ_ONLY: 503}
+    statuses |= {reason.value: errors.STATUS_BY_REASON.get(reason, 409) for reason in RefusalReason}
+    assert [(reason, int(status)) for reason, status in listed] == sorted(statuses.items())
+    assert [reason for reason, _ in listed] == errors.REASONS
+
+
+def test_reasons_of_refusals_fit_where_bulk_actions_store_them() -> None:
+    assert max(len(reason) for reason in RefusalReason) <= (BulkItem._meta.get_field("why").max_length or 0)
 
 
 def test_the_root_lists_all_collections_without_a_token(client: Client) -> None:

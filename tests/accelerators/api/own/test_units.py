@@ -133,6 +133,7 @@ def test_a_refused_target_does_not_stop_the_others(ask: Ask) -> None:
     targets = [{"device": uuid} for uuid in (*uuids, UNKNOWN_UUID)] + [{"host": "cmp1", "backend": "z"}]
     made = post_units(ask, "delete/", targets=targets, count=1)
     assert [row["kind"] for row in made] == ["held", "conflict", "", "invalid", "unknown", "unknown"]
+    assert [row["reason"] for row in made] == ["in_use", "conflict", "", "invalid", "not_found", "not_found"]
     assert [row["device"] for row in made] == [*uuids, UNKNOWN_UUID, None]
     assert f"request {held.uuid} of instance {INSTANCES[0]}" in made[0]["refused"]
     assert "is retired" in made[1]["refused"] and "does not let the number" in made[3]["refused"]

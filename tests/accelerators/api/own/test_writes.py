@@ -47,7 +47,7 @@ def test_editing_or_deleting_a_profile_in_use_is_refused(ask: Ask, fill: Fill) -
     (profile,) = get_results(ask("/api/profiles/?used=true"))
     path = profile["url"].removeprefix("http://testserver")
     assert "make another one instead" in get_error_message(ask(path, method="PATCH", data={"description": "x"}), 409)
-    assert "delete those first" in get_error_message(ask(path, method="DELETE"), 409)
+    assert "delete those first" in get_error_message(ask(path, method="DELETE"), 409, "in_use")
 
 
 def test_a_duplicate_profile_name_is_refused(ask: Ask) -> None:
@@ -55,7 +55,7 @@ def test_a_duplicate_profile_name_is_refused(ask: Ask) -> None:
     other = create_profile(ask, name="other")
     assert "already exists" in get_error_message(ask("/api/profiles/", method="POST", data=SMALL_PROFILE), 409)
     path = other["url"].removeprefix("http://testserver")
-    assert "already exists" in get_error_message(ask(path, method="PATCH", data={"name": "small"}), 409)
+    assert "already exists" in get_error_message(ask(path, method="PATCH", data={"name": "small"}), 409, "conflict")
 
 
 @pytest.mark.parametrize(

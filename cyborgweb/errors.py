@@ -1,0 +1,24 @@
+"""The base class of the exceptions of `cyborgweb`. This module is free of Django, because the command line imports it.
+
+All exceptions of this package, each with the module that defines it:
+
+    CyborgwebError                      cyborgweb.errors
+      CliError                          cyborgweb.cli.problems
+      KeystoneUnavailableError          cyborgweb.auth.authentication
+      PolicyDeniedError                 cyborgweb.auth.policy
+      PolicyFileError                   cyborgweb.auth.policy
+      ReadOnlyError                     cyborgweb.auth.read_only
+      TokenCheckUnavailableError        cyborgweb.auth.token_cache
+      CensusBusyError                   cyborgweb.telemetry.census
+      DecryptionError                   cyborgweb.notify.keyring
+      WebhookUrlError                   cyborgweb.notify.webhook
+      BackupError                       cyborgweb.server.backup
+      StartError                        cyborgweb.server.supervisor
+      PostgresError                     cyborgweb.database.postgres
+"""
+
+from __future__ import annotations
+
+
+class CyborgwebError(Exception):
+    """Base class of all exceptions of `cyborgweb`."""
