@@ -116,9 +116,7 @@ def test_L1_a_silent_host_becomes_stale_and_live_again_at_its_next_heartbeat(age
         long_ago = datetime.now(UTC) - timedelta(seconds=31)
 
         def silent() -> bool:
-            Lease.objects.update(
-                seen_at=long_ago
-            )  # repeated, because the Report's own heartbeat is written with a delay
+            Lease.objects.update(seen_at=long_ago)  # repeated: the heartbeat of the Report is written later
             mark_stale_hosts()
             return Host.objects.get().stale_since is not None
 
