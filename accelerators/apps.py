@@ -1,4 +1,4 @@
-"""Django app configuration. It also declares the periodic jobs of this app."""
+"""Django app configuration: registers the jobs and the holder check of this app."""
 
 from typing import Any
 
@@ -12,17 +12,19 @@ class AcceleratorsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from accelerators.runtime import jobs
+        from accelerators import safety
+        from accelerators.runtime.jobs import JOBS, Job
 
         post_migrate.connect(_renumber_transactions, sender=self)
-        jobs.register_job("sweep", "accelerators.workflows.sweep.run", cluster="work")
-        jobs.register_job("seals", "accelerators.audit.retention.run", cluster="work")
-        jobs.register_job("deadlines", "accelerators.requests.binding.run_deadlines", cluster="work", periodic=True)
-        jobs.register_job("commands", "accelerators.workflows.command_results.run", cluster="work", periodic=True)
-        jobs.register_job("images", "accelerators.images.download.run", cluster="work", periodic=True)
-        jobs.register_job("drains", "accelerators.devices.lifecycle.run_drains", cluster="work", periodic=True)
-        jobs.register_job("bulks", "accelerators.workflows.bulk_actions.run", cluster="work", periodic=True)
-        jobs.register_job("rollouts", "accelerators.workflows.driver_rollouts.run", cluster="work", periodic=True)
+        safety.HOLDER_CHECKS.register(safety.REQUESTS_CHECK, safety.find_requests_of_device)
+        JOBS.register("sweep", Job("accelerators.workflows.sweep.run"))
+        JOBS.register("seals", Job("accelerators.audit.retention.run"))
+        JOBS.register("deadlines", Job("accelerators.requests.binding.run_deadlines", periodic=True))
+        JOBS.register("commands", Job("accelerators.workflows.command_results.run", periodic=True))
+        JOBS.register("images", Job("accelerators.images.download.run", periodic=True))
+        JOBS.register("drains", Job("accelerators.devices.lifecycle.run_drains", periodic=True))
+        JOBS.register("bulks", Job("accelerators.workflows.bulk_actions.run", periodic=True))
+        JOBS.register("rollouts", Job("accelerators.workflows.driver_rollouts.run", periodic=True))
 
 
 def _renumber_transactions(**signal_arguments: Any) -> None:

@@ -16,14 +16,14 @@ class CyborgwebConfig(AppConfig):
 
     def ready(self) -> None:
         """Register deployment checks, the handlers of `migrate`, and the jobs of notifications."""
-        from accelerators.runtime import jobs
+        from accelerators.runtime.jobs import JOBS, Job
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
 
         pre_migrate.connect(_refuse_development_database, sender=self)
         post_migrate.connect(_create_role_groups, sender=self)
-        jobs.register_job("messages", "cyborgweb.notify.fanout.run", cluster="work", periodic=True)
-        jobs.register_job("deliveries", "cyborgweb.notify.sender.run", cluster="work", periodic=True)
-        jobs.register_job("mails", "cyborgweb.notify.sender.run_mails", cluster="work", periodic=True)
+        JOBS.register("messages", Job("cyborgweb.notify.fanout.run", periodic=True))
+        JOBS.register("deliveries", Job("cyborgweb.notify.sender.run", periodic=True))
+        JOBS.register("mails", Job("cyborgweb.notify.sender.run_mails", periodic=True))
 
 
 def _refuse_development_database(using: str, **about: Any) -> None:

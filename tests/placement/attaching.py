@@ -76,12 +76,8 @@ def configured_cloud(settings: Any) -> Iterator[FakeCloud]:
         troubled_session.__init__(fake_cloud)  # type: ignore[misc]
         fake_cloud.placement.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
         fake_cloud.boot_instance(INSTANCE)
-        looks = list(attachments._instance_lookups)
-        attachments.register_instance_lookup(attaching.look_up_instance)
-        try:
+        with attachments.INSTANCE_LOOKUP.replaced("nova", attaching.look_up_instance):
             yield fake_cloud
-        finally:
-            attachments._instance_lookups[:] = looks
 
 
 def make_ready_cards(count: int = 1, handles: int = 2, **changes: Any) -> None:

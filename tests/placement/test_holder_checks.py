@@ -37,9 +37,8 @@ def real_session() -> keystoneauth1.session.Session:
 @pytest.fixture(autouse=True)
 def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession]:
     monkeypatch.setattr(holder_checks, "_outages", {})
-    safety.register_holder_check("placement", holder_checks.check_placement)
-    yield use_placement_model(settings)
-    del safety._holder_checks["placement"]
+    with safety.HOLDER_CHECKS.replaced("placement", holder_checks.check_placement):
+        yield use_placement_model(settings)
 
 
 @pytest.fixture
@@ -98,14 +97,15 @@ def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.Mo
     """Nova alone is asked, through HTTP."""
     keys = settings.KEYS
     settings.SERVICE_SESSION = "tests.placement.test_holder_checks.real_session"
-    monkeypatch.setitem(safety._holder_checks, "placement", lambda _: holder_checks.NO_HOLDERS)
     monkeypatch.setattr(holder_checks, "_unknown_instances", set())
-    with running_nova() as one:
+    with (
+        safety.HOLDER_CHECKS.replaced("placement", None),
+        safety.HOLDER_CHECKS.replaced("nova", holder_checks.check_nova),
+        running_nova() as one,
+    ):
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
-        safety.register_holder_check("nova", holder_checks.check_nova)
         yield one
-        del safety._holder_checks["nova"]
 
 
 def make_former_instance(device: Device, give_back: Any = binding.delete_requests) -> str:

@@ -32,11 +32,11 @@ pytestmark = pytest.mark.django_db
 
 @pytest.fixture
 def placement(settings: Any) -> Iterator[PlacementModelSession]:
-    jobs.register_job("placement", "placement_sync.jobs.providers.run", cluster="work", intent_kind="provider")
-    jobs.register_job("notices", "placement_sync.nova.notices_job.run", cluster="work", intent_kind="notice")
-    yield use_placement_model(settings)
-    for name in ("placement", "notices"):
-        del jobs._registered[name]
+    with (
+        jobs.JOBS.replaced("placement", jobs.Job("placement_sync.jobs.providers.run", intent_kind="provider")),
+        jobs.JOBS.replaced("notices", jobs.Job("placement_sync.nova.notices_job.run", intent_kind="notice")),
+    ):
+        yield use_placement_model(settings)
 
 
 def test_a_programmed_request_is_bound_only_after_its_traits_are_in_placement(

@@ -78,18 +78,16 @@ def take_write_calls(placement: PlacementModelSession) -> list[str]:
     return found
 
 
-def test_only_a_report_that_changes_devices_triggers_the_placement_job(
-    monkeypatch: pytest.MonkeyPatch, django_capture_on_commit_callbacks: Any
-) -> None:
-    monkeypatch.setitem(jobs._registered, "placement", jobs.Job("placement", "unused", "work", intent_kind="provider"))
+def test_only_a_report_that_changes_devices_triggers_the_placement_job(django_capture_on_commit_callbacks: Any) -> None:
     host = get_or_create_host()
-    with django_capture_on_commit_callbacks(execute=True):
-        apply_report(host, make_driver_report(make_card(1)))
-    assert Tick.objects.filter(name="placement").count() == 1
-    jobs.clear_tick("placement")
-    with django_capture_on_commit_callbacks(execute=True):
-        apply_report(host, make_driver_report(make_card(1)), seq=2)
-    assert not Tick.objects.filter(name="placement").exists()
+    with jobs.JOBS.replaced("placement", jobs.Job("unused", intent_kind="provider")):
+        with django_capture_on_commit_callbacks(execute=True):
+            apply_report(host, make_driver_report(make_card(1)))
+        assert Tick.objects.filter(name="placement").count() == 1
+        jobs.clear_tick("placement")
+        with django_capture_on_commit_callbacks(execute=True):
+            apply_report(host, make_driver_report(make_card(1)), seq=2)
+        assert not Tick.objects.filter(name="placement").exists()
 
 
 def test_L4_reconciling_twice_writes_once(placement: PlacementModelSession) -> None:
