@@ -1,9 +1,11 @@
-"""Django app configuration: registers the jobs and the holder check of this app."""
+"""Django app configuration: registers the jobs, the holder check and the search providers of this app."""
 
 from typing import Any
 
 from django.apps import AppConfig
 from django.db import connection
+from django.db.models import F, Value
+from django.db.models.functions import Concat
 from django.db.models.signals import post_migrate
 
 
@@ -12,8 +14,10 @@ class AcceleratorsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from accelerators import safety
+        from accelerators import models, safety
         from accelerators.runtime.jobs import JOBS, Job
+        from accelerators.ui import badges
+        from accelerators.ui.search_providers import SEARCH_PROVIDERS, SearchProvider
 
         post_migrate.connect(_renumber_transactions, sender=self)
         safety.HOLDER_CHECKS.register(safety.REQUESTS_CHECK, safety.find_requests_of_device)
@@ -25,6 +29,25 @@ class AcceleratorsConfig(AppConfig):
         JOBS.register("drains", Job("accelerators.devices.lifecycle.run_drains", periodic=True))
         JOBS.register("bulks", Job("accelerators.workflows.bulk_actions.run", periodic=True))
         JOBS.register("rollouts", Job("accelerators.workflows.driver_rollouts.run", periodic=True))
+        for provider in (
+            SearchProvider(models.Host, ("uuid",), ("name",), F("name"), F("node")),
+            SearchProvider(
+                models.Device, ("uuid",), ("address", "key"), Concat("model", Value(" "), "key"), F("host__name")
+            ),
+            SearchProvider(models.Deployable, ("uuid", "rp_uuid"), (), F("name"), F("device__host__name")),
+            SearchProvider(
+                models.AttachHandle,
+                ("uuid",),
+                ("attach_info",),
+                F("attach_info"),
+                F("deployable__device__host__name"),
+                badges.describe_handle,
+            ),
+            SearchProvider(models.AcceleratorRequest, ("uuid", "instance_uuid"), (), F("uuid"), F("state")),
+            SearchProvider(models.DeviceProfile, ("uuid",), ("name",), F("name"), Value("")),
+            SearchProvider(models.Command, ("uuid",), (), Concat("op", Value(" "), "device_name"), F("host__name")),
+        ):
+            SEARCH_PROVIDERS.register(provider.model._meta.label_lower, provider)
 
 
 def _renumber_transactions(**signal_arguments: Any) -> None:

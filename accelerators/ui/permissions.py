@@ -1,17 +1,18 @@
-"""Check whether a console user may do something, by the same policy rules as in the APIs, and explain refusals.
-
-The function that knows users and rules is named by the setting CONSOLE_WHY_NOT.
-"""
+"""Check whether a console user may do something, by the same policy rules as in the APIs, and explain refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from django.conf import settings
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest
-from django.utils.module_loading import import_string
 
+from accelerators.runtime.registry import Registry
+
+DENIAL_REASON: Registry[Callable[[HttpRequest, str, str], str]] = Registry("explanation of denials", single=True)
+"""Function that returns why the user of a request may not do what a policy rule covers, unless they have a Django
+permission; '' if they may. `explain_denial` calls it."""
 UPDATE_DEVICE = "cyborg:device:update"
 CREATE_COMMAND = "cyborg:command:create"
 RESCAN = "cyborg:service:discover"
@@ -31,7 +32,7 @@ def explain_denial(
 
     Django's `permission` is sufficient, too.
     """
-    return str(import_string(settings.CONSOLE_WHY_NOT)(request, rule, permission))
+    return DENIAL_REASON.only()(request, rule, permission)
 
 
 def is_allowed(request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device") -> bool:
