@@ -17,7 +17,7 @@ class AcceleratorsConfig(AppConfig):
         from accelerators import models, safety
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui import badges
-        from accelerators.ui.search_providers import SEARCH_PROVIDERS, SearchProvider
+        from accelerators.ui.extensions import SEARCH_PROVIDERS, SearchProvider
 
         post_migrate.connect(_renumber_transactions, sender=self)
         safety.HOLDER_CHECKS.register(safety.REQUESTS_CHECK, safety.find_requests_of_device)

@@ -10,9 +10,8 @@ class AgentsConfig(AppConfig):
     def ready(self) -> None:
         from accelerators.commands.placement_delegation import WRITER_STATUSES
         from accelerators.commands.placing import REACH_CHECKS
-        from accelerators.models import Host
         from accelerators.runtime.jobs import JOBS, Job
-        from accelerators.ui.page_sections import PAGE_SECTIONS, PageSection
+        from accelerators.ui.extensions import PAGE_SECTIONS
         from agents import admin, liveness
         from agents.gateway import command_dispatch
 
@@ -20,4 +19,4 @@ class AgentsConfig(AppConfig):
         JOBS.register("leases", Job("agents.tasks.watch_leases", periodic=True))
         REACH_CHECKS.register("agent", command_dispatch.explain_unreachable)
         WRITER_STATUSES.register("agents", liveness.get_writer_statuses)
-        PAGE_SECTIONS.register("host.agent", PageSection(Host, "agent", admin.build_host_section))
+        PAGE_SECTIONS.register("host.agent", admin.build_host_section)

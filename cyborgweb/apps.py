@@ -17,11 +17,8 @@ class CyborgwebConfig(AppConfig):
 
     def ready(self) -> None:
         """Register deployment checks, the handlers of `migrate`, jobs, and functions of the console."""
-        from accelerators.models import Device, Host
         from accelerators.runtime.jobs import JOBS, Job
-        from accelerators.ui.changelist import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
-        from accelerators.ui.page_sections import PAGE_SECTIONS, PageSection
-        from accelerators.ui.permissions import DENIAL_REASON
+        from accelerators.ui.extensions import DENIAL_REASON, FIELD_SENTENCE, LIST_MEMORY, PAGE_SECTIONS, USER_PROJECT
         from agents.enrolment import CONDUCTOR_ADDRESS
         from cyborgweb.auth import roles
         from cyborgweb.manual.fields import field_sentence
@@ -35,8 +32,8 @@ class CyborgwebConfig(AppConfig):
         JOBS.register("messages", Job("cyborgweb.notify.fanout.run", periodic=True))
         JOBS.register("deliveries", Job("cyborgweb.notify.sender.run", periodic=True))
         JOBS.register("mails", Job("cyborgweb.notify.sender.run_mails", periodic=True))
-        PAGE_SECTIONS.register("host.load", PageSection(Host, "load", load.build_host_load))
-        PAGE_SECTIONS.register("device.load", PageSection(Device, "load", load.build_device_load))
+        PAGE_SECTIONS.register("host.load", load.build_host_load)
+        PAGE_SECTIONS.register("device.load", load.build_device_load)
         DENIAL_REASON.register("roles", roles.explain_refusal)
         USER_PROJECT.register("roles", roles.get_only_project)
         LIST_MEMORY.register("saved_views", load_list_memory)

@@ -24,10 +24,9 @@ class PlacementSyncConfig(AppConfig):
         from accelerators.api.own.instances import INSTANCE_STATES
         from accelerators.commands.placement_delegation import WRITER_EPOCH
         from accelerators.images.download import IMAGE_SERVICE
-        from accelerators.models import AcceleratorRequest, Device, Host
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.safety import HOLDER_CHECKS
-        from accelerators.ui.page_sections import PAGE_SECTIONS, PageSection
+        from accelerators.ui.extensions import PAGE_SECTIONS
         from accelerators.workflows.attachments import INSTANCE_LOOKUP
         from placement_sync.admin import sections
         from placement_sync.glance import GlanceClient
@@ -39,10 +38,9 @@ class PlacementSyncConfig(AppConfig):
 
         keys = settings.KEYS
         WRITER_EPOCH.register("placement_sync", writer_election.get_epoch)
-        PAGE_SECTIONS.register("host.discrepancies", PageSection(Host, "faults", sections.build_host_section))
-        PAGE_SECTIONS.register("device.discrepancies", PageSection(Device, "faults", sections.build_device_section))
-        request_section = PageSection(AcceleratorRequest, "faults", sections.build_request_section)
-        PAGE_SECTIONS.register("request.discrepancies", request_section)
+        PAGE_SECTIONS.register("host.faults", sections.build_host_section)
+        PAGE_SECTIONS.register("device.faults", sections.build_device_section)
+        PAGE_SECTIONS.register("request.faults", sections.build_request_section)
         # Registered without a cloud, too: what was attached while a cloud was configured can still be detached.
         JOBS.register(
             "attachments", Job("placement_sync.jobs.attachments.run", periodic=True, intent_kind="attachment")

@@ -22,7 +22,7 @@ from accelerators.domain import driver_status
 from accelerators.models import Device, Event, Host
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
-from accelerators.ui.page_sections import build_sections
+from accelerators.ui.extensions import build_sections
 
 MAX_DEVICE_ROWS = 64
 """Maximum number of devices that a host's page draws and lists; the filtered device list has them all."""
@@ -153,7 +153,7 @@ class HostAdmin(ReadOnlyModelAdmin):
             request, host
         )
         return TemplateResponse(
-            request, "accelerators/host.html", context | build_sections(host) | (extra_context or {})
+            request, "accelerators/host.html", context | build_sections("host", host) | (extra_context or {})
         )
 
 

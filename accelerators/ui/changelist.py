@@ -31,16 +31,8 @@ from unfold.admin import ModelAdmin, checkbox
 from unfold.decorators import display
 from unfold.views import ChangeList
 
-from accelerators.runtime.registry import Registry
 from accelerators.ui import export
-
-USER_PROJECT: Registry[Callable[[Any], str]] = Registry("function for a user's project", single=True)
-"""Function that returns the only project whose rows a user sees in the console; '' means all. All lists call it."""
-LIST_MEMORY: Registry[Callable[[Any, str], Any]] = Registry("memory of lists", single=True)
-"""Function that returns the columns that a user has chosen for the list of a model (`app.model`), and the saved views.
-All lists call it."""
-FIELD_SENTENCE: Registry[Callable[[str, str], str]] = Registry("description of fields", single=True)
-"""Function that returns the description of a field (model, field), for forms whose model has no help text for it."""
+from accelerators.ui.extensions import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
 
 COLUMNS_PARAM = "columns"
 """Name of the URL parameter that lists the columns to show, in their order, separated by commas."""

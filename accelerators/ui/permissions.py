@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest
 
-from accelerators.runtime.registry import Registry
+from accelerators.ui.extensions import DENIAL_REASON
 
-DENIAL_REASON: Registry[Callable[[HttpRequest, str, str], str]] = Registry("explanation of denials", single=True)
-"""Function that returns why the user of a request may not do what a policy rule covers, unless they have a Django
-permission; '' if they may. `explain_denial` calls it."""
 UPDATE_DEVICE = "cyborg:device:update"
 CREATE_COMMAND = "cyborg:command:create"
 RESCAN = "cyborg:service:discover"

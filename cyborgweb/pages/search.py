@@ -24,7 +24,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 
-from accelerators.ui.search_providers import SEARCH_PROVIDERS
+from accelerators.ui.extensions import SEARCH_PROVIDERS
 
 MAX_HITS_PER_KIND = 20
 """Results that are listed for each kind."""
