@@ -20,12 +20,13 @@ class CyborgwebConfig(AppConfig):
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui.extensions import DENIAL_REASON, FIELD_SENTENCE, LIST_MEMORY, PAGE_SECTIONS, USER_PROJECT
         from agents.enrolment import CONDUCTOR_ADDRESS
-        from cyborgweb.auth import roles
+        from cyborgweb.auth import keystone, roles
         from cyborgweb.manual.fields import field_sentence
         from cyborgweb.pages import load
         from cyborgweb.pages.saved_views import load_list_memory
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
         from cyborgweb.server.tls import choose_agent_address
+        from placement_sync.cloud import SERVICE_SESSION
 
         pre_migrate.connect(_refuse_development_database, sender=self)
         post_migrate.connect(_create_role_groups, sender=self)
@@ -38,6 +39,7 @@ class CyborgwebConfig(AppConfig):
         USER_PROJECT.register("roles", roles.get_only_project)
         LIST_MEMORY.register("saved_views", load_list_memory)
         FIELD_SENTENCE.register("manual", field_sentence)
+        SERVICE_SESSION.register("keystone", keystone.service_session)
         CONDUCTOR_ADDRESS.register("tls", choose_agent_address)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from django.apps import AppConfig
 
 
@@ -19,7 +17,6 @@ class PlacementSyncConfig(AppConfig):
         sections of pages are always registered.
         """
         from django.conf import settings
-        from django.utils.module_loading import import_string
 
         from accelerators.api.own.instances import INSTANCE_STATES
         from accelerators.commands.placement_delegation import WRITER_EPOCH
@@ -29,12 +26,10 @@ class PlacementSyncConfig(AppConfig):
         from accelerators.ui.extensions import PAGE_SECTIONS
         from accelerators.workflows.attachments import INSTANCE_LOOKUP
         from placement_sync.admin import sections
+        from placement_sync.cloud import get_service_session
         from placement_sync.glance import GlanceClient
         from placement_sync.jobs import attachments, holder_checks, writer_election
         from placement_sync.nova.client import InstanceStateCache
-
-        def session() -> Any:
-            return import_string(settings.SERVICE_SESSION)()
 
         keys = settings.KEYS
         WRITER_EPOCH.register("placement_sync", writer_election.get_epoch)
@@ -46,7 +41,7 @@ class PlacementSyncConfig(AppConfig):
             "attachments", Job("placement_sync.jobs.attachments.run", periodic=True, intent_kind="attachment")
         )
         if keys.nova_endpoint != "off":
-            INSTANCE_STATES.register("nova", InstanceStateCache(session, keys.nova_endpoint))
+            INSTANCE_STATES.register("nova", InstanceStateCache(get_service_session, keys.nova_endpoint))
         if keys.has_cloud and keys.placement_endpoint != "off":
             JOBS.register("placement", Job("placement_sync.jobs.providers.run", periodic=True, intent_kind="provider"))
             JOBS.register("faults", Job("placement_sync.jobs.discrepancies.run", periodic=True))
@@ -56,5 +51,5 @@ class PlacementSyncConfig(AppConfig):
             JOBS.register("instances", Job("placement_sync.nova.deleted_instances.run", periodic=True))
             INSTANCE_LOOKUP.register("nova", attachments.look_up_instance)
             HOLDER_CHECKS.register("nova", holder_checks.check_nova)
-        if settings.KEYS.glance_endpoint != "off":
-            IMAGE_SERVICE.register("glance", GlanceClient(session, settings.KEYS.glance_endpoint))
+        if keys.glance_endpoint != "off":
+            IMAGE_SERVICE.register("glance", GlanceClient(get_service_session, keys.glance_endpoint))

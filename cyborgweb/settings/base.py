@@ -184,8 +184,6 @@ SPECTACULAR_SETTINGS = {
         "cyborgweb.api.openapi.complete_document",
     ],
 }
-SERVICE_SESSION = "cyborgweb.auth.keystone.service_session"
-"""Function that makes the keystoneauth1 session with which other packages send requests to the cloud."""
 
 Q_CLUSTER = {
     "name": "work",

@@ -17,9 +17,10 @@ from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
-from tests.placement.session import PlacementModelSession, placement_session, use_placement_model
+from tests.placement.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -40,16 +41,10 @@ class CloudSession(PlacementModelSession):
         return Real(Token("http://unused", "token")).request(url, method, **values)
 
 
-def cloud() -> PlacementModelSession:
-    return CloudSession()
-
-
 @pytest.fixture(autouse=True)
 def nova(settings: Any) -> Iterator[FakeNova]:
-    use_placement_model(settings)
-    settings.SERVICE_SESSION = "tests.placement.test_discrepancies.cloud"
     keys = settings.KEYS
-    with running_nova() as one:
+    with using_placement_model(), SERVICE_SESSION.replaced("keystone", CloudSession), running_nova() as one:
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
         yield one

@@ -19,9 +19,10 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Attachment, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import holder_checks
 from placement_sync.reconcile import ObservedProvider
-from tests.placement.session import PlacementModelSession, placement_session, use_placement_model
+from tests.placement.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -35,10 +36,10 @@ def real_session() -> keystoneauth1.session.Session:
 
 
 @pytest.fixture(autouse=True)
-def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession]:
+def placement(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession]:
     monkeypatch.setattr(holder_checks, "_outages", {})
-    with safety.HOLDER_CHECKS.replaced("placement", holder_checks.check_placement):
-        yield use_placement_model(settings)
+    with safety.HOLDER_CHECKS.replaced("placement", holder_checks.check_placement), using_placement_model() as session:
+        yield session
 
 
 @pytest.fixture
@@ -96,11 +97,11 @@ def test_retiring_is_refused_while_placement_is_away_with_one_call_only(
 def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNova]:
     """Nova alone is asked, through HTTP."""
     keys = settings.KEYS
-    settings.SERVICE_SESSION = "tests.placement.test_holder_checks.real_session"
     monkeypatch.setattr(holder_checks, "_unknown_instances", set())
     with (
         safety.HOLDER_CHECKS.replaced("placement", None),
         safety.HOLDER_CHECKS.replaced("nova", holder_checks.check_nova),
+        SERVICE_SESSION.replaced("keystone", real_session),
         running_nova() as one,
     ):
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
