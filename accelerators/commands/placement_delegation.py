@@ -39,11 +39,6 @@ WRITER_STATUSES: Registry[Callable[[Collection[int]], dict[int, WriterStatus]]] 
 `placement_sync` decides by it who writes."""
 
 
-def get_writer_epoch() -> int:
-    """Return the current epoch of the Placement writer."""
-    return WRITER_EPOCH.only()()
-
-
 def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:
     """Return for each host (by id) whether its agent can write to Placement; `NO_AGENT` for a host without an agent."""
     return dict.fromkeys(hosts, NO_AGENT) | WRITER_STATUSES.only()(hosts)

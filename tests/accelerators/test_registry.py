@@ -10,6 +10,11 @@ import pytest
 from accelerators.runtime.registry import RegistrationError, Registry
 
 ROOT = Path(__file__).parents[2]
+PRODUCT_FILES = [
+    path
+    for package in ("accelerators", "agents", "placement_sync", "cyborgweb", "drivers")
+    for path in (ROOT / package).rglob("*.py")
+]
 
 
 @pytest.fixture
@@ -72,9 +77,15 @@ def test_the_architecture_page_lists_every_registry_of_the_product() -> None:
     listed = re.findall(r"^\| `([a-z_.]+\.[A-Z_]+)` \|", page, re.MULTILINE)
     declared = {
         f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}.{name}"
-        for package in ("accelerators", "agents", "placement_sync", "cyborgweb", "drivers")
-        for path in (ROOT / package).rglob("*.py")
+        for path in PRODUCT_FILES
         for name in re.findall(r"^([A-Z_]+): Registry\[", path.read_text(), re.MULTILINE)
     }
     assert len(declared) >= 8
     assert (set(listed), len(listed)) == (declared, len(declared))
+
+
+def test_entries_are_registered_in_apps_modules_only() -> None:
+    registering = {path for path in PRODUCT_FILES if re.search(r"\b[A-Z_]{2,}\.register\(", path.read_text())}
+    assert registering == {
+        ROOT / package / "apps.py" for package in ("accelerators", "agents", "placement_sync", "cyborgweb")
+    }
