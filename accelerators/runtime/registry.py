@@ -32,18 +32,17 @@ class Registry(Mapping[str, Entry]):
 
         Of a `single` registry, the only entry must have this name.
         """
-        if name in self._entries and self._entries[name] == entry:
-            return
-        if name in self._entries or (self._single and self._entries):
-            taken = ", ".join(self._entries) if self._single else name
-            raise RegistrationError(f"The {self._kind} {name!r} cannot be registered: {taken!r} is registered already.")
+        if self._entries.get(name, entry) != entry:
+            raise RegistrationError(f"Another {self._kind} is already registered as {name!r}.")
+        if self._single and any(other != name for other in self._entries):
+            raise RegistrationError(f"The {self._kind} {name!r} is one too many: {', '.join(self)} is registered.")
         self._entries[name] = entry
 
     def only(self) -> Entry:
         """Return the entry of a `single` registry. Raises LookupError if nothing is registered."""
-        for entry in self._entries.values():
-            return entry
-        raise LookupError(f"No {self._kind} is registered.")
+        if not self._entries:
+            raise LookupError(f"No {self._kind} is registered.")
+        return next(iter(self._entries.values()))
 
     @contextmanager
     def replaced(self, name: str, entry: Entry | None) -> Iterator[None]:
@@ -51,9 +50,12 @@ class Registry(Mapping[str, Entry]):
 
         A `single` registry has no other entry meanwhile.
         """
-        before = self._entries
-        others = {} if self._single else before
-        self._entries = {**others, name: entry} if entry is not None else {n: e for n, e in others.items() if n != name}
+        before, entries = self._entries, {} if self._single else dict(self._entries)
+        if entry is None:
+            entries.pop(name, None)
+        else:
+            entries[name] = entry
+        self._entries = entries
         try:
             yield
         finally:
