@@ -1,9 +1,11 @@
-"""Django app configuration. It also declares the periodic jobs of this app."""
+"""Django app configuration: registers the jobs, the holder check and the search providers of this app."""
 
 from typing import Any
 
 from django.apps import AppConfig
 from django.db import connection
+from django.db.models import F, Value
+from django.db.models.functions import Concat
 from django.db.models.signals import post_migrate
 
 
@@ -12,17 +14,40 @@ class AcceleratorsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from accelerators.runtime import jobs
+        from accelerators import models, safety
+        from accelerators.runtime.jobs import JOBS, Job
+        from accelerators.ui import badges
+        from accelerators.ui.extensions import SEARCH_PROVIDERS, SearchProvider
 
         post_migrate.connect(_renumber_transactions, sender=self)
-        jobs.register_job("sweep", "accelerators.workflows.sweep.run", cluster="work")
-        jobs.register_job("seals", "accelerators.audit.retention.run", cluster="work")
-        jobs.register_job("deadlines", "accelerators.requests.binding.run_deadlines", cluster="work", periodic=True)
-        jobs.register_job("commands", "accelerators.workflows.command_results.run", cluster="work", periodic=True)
-        jobs.register_job("images", "accelerators.images.download.run", cluster="work", periodic=True)
-        jobs.register_job("drains", "accelerators.devices.lifecycle.run_drains", cluster="work", periodic=True)
-        jobs.register_job("bulks", "accelerators.workflows.bulk_actions.run", cluster="work", periodic=True)
-        jobs.register_job("rollouts", "accelerators.workflows.driver_rollouts.run", cluster="work", periodic=True)
+        safety.HOLDER_CHECKS.register(safety.REQUESTS_CHECK, safety.find_requests_of_device)
+        JOBS.register("sweep", Job("accelerators.workflows.sweep.run"))
+        JOBS.register("seals", Job("accelerators.audit.retention.run"))
+        JOBS.register("deadlines", Job("accelerators.requests.binding.run_deadlines", periodic=True))
+        JOBS.register("commands", Job("accelerators.workflows.command_results.run", periodic=True))
+        JOBS.register("images", Job("accelerators.images.download.run", periodic=True))
+        JOBS.register("drains", Job("accelerators.devices.lifecycle.run_drains", periodic=True))
+        JOBS.register("bulks", Job("accelerators.workflows.bulk_actions.run", periodic=True))
+        JOBS.register("rollouts", Job("accelerators.workflows.driver_rollouts.run", periodic=True))
+        for provider in (
+            SearchProvider(models.Host, ("uuid",), ("name",), F("name"), F("node")),
+            SearchProvider(
+                models.Device, ("uuid",), ("address", "key"), Concat("model", Value(" "), "key"), F("host__name")
+            ),
+            SearchProvider(models.Deployable, ("uuid", "rp_uuid"), (), F("name"), F("device__host__name")),
+            SearchProvider(
+                models.AttachHandle,
+                ("uuid",),
+                ("attach_info",),
+                F("attach_info"),
+                F("deployable__device__host__name"),
+                badges.describe_handle,
+            ),
+            SearchProvider(models.AcceleratorRequest, ("uuid", "instance_uuid"), (), F("uuid"), F("state")),
+            SearchProvider(models.DeviceProfile, ("uuid",), ("name",), F("name"), Value("")),
+            SearchProvider(models.Command, ("uuid",), (), Concat("op", Value(" "), "device_name"), F("host__name")),
+        ):
+            SEARCH_PROVIDERS.register(provider.model._meta.label_lower, provider)
 
 
 def _renumber_transactions(**signal_arguments: Any) -> None:

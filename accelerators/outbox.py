@@ -1,8 +1,8 @@
 """Outbox: read due intents and store the result of each attempt.
 
 An intent is work that has to be done outside the database because of a change in it; `conductor.raise_intents` writes
-it. The job that was registered for its kind (`jobs.register_job(..., intent_kind=kind)`) loads the due intents, does
-the work, and reports each as done, waiting or failed. No intent is dropped: a failed one is retried with exponential
+it. The job that is registered with its kind as `intent_kind` (`jobs.JOBS`) loads the due intents, does the work, and
+reports each as done, waiting or failed. No intent is dropped: a failed one is retried with exponential
 back-off. No row is locked while the job calls other services, so raising an intent never waits for them. An intent that
 was raised again meanwhile is not deleted as done; the job handles it again.
 """

@@ -1,8 +1,7 @@
 """Refuse destructive acts on a device that somebody holds (promise S1).
 
 Before every destructive act all registered holder checks are asked whether the device is held: the check of our own
-requests, and those that other apps register in `AppConfig.ready()` (Placement, Nova). If a check cannot answer, the act
-is refused.
+requests, and those of other apps (Placement, Nova). If a check cannot answer, the act is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from django.db.models import QuerySet
 
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, Device
+from accelerators.runtime.registry import Registry
 
 HOLDER_CHECK_DEADLINE_S = 2.0
 """Seconds that a holder check may take to answer. The check itself must enforce this limit."""
@@ -34,13 +34,8 @@ class HolderCheckResult:
 
 REQUESTS_CHECK = "requests"
 """Name of the holder check for our own accelerator requests."""
-HolderCheckFunction = Callable[[Device], HolderCheckResult]
-_holder_checks: dict[str, HolderCheckFunction] = {}
-
-
-def register_holder_check(name: str, check: HolderCheckFunction) -> None:
-    """Register a holder check that is asked before every destructive act; it replaces one of the same name."""
-    _holder_checks[name] = check
+HOLDER_CHECKS: Registry[Callable[[Device], HolderCheckResult]] = Registry("holder check")
+"""Functions that tell who holds a device. `refuse_unless_free` asks all of them."""
 
 
 def find_requests_of_device(device: Device) -> HolderCheckResult:
@@ -63,9 +58,6 @@ def query_requests_of_devices(devices: Collection[int], *columns: str) -> QueryS
     return by_deployable.union(by_handle)
 
 
-register_holder_check(REQUESTS_CHECK, find_requests_of_device)
-
-
 def refuse_unless_free(device: Device, act: str, already_checked: Collection[str] = ()) -> None:
     """Raise RefusedError unless all holder checks answer that nobody holds the device.
 
@@ -74,7 +66,7 @@ def refuse_unless_free(device: Device, act: str, already_checked: Collection[str
     lock on it. `already_checked` names checks to skip, because the caller has already made them for many devices at
     once under that lock.
     """
-    results = {name: check(device) for name, check in _holder_checks.items() if name not in already_checked}
+    results = {name: check(device) for name, check in HOLDER_CHECKS.items() if name not in already_checked}
     if holders := [holder for testimony in results.values() for holder in testimony.holders]:
         raise RefusedError(
             RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}."

@@ -13,20 +13,18 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.domain.errors import RefusedError
+from accelerators.models import Host
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
 from agents import key_revocation
 from agents.liveness import (
     AGENT_STATES,
-    build_liveness_condition,
     build_state_condition,
     explain_cannot_write,
     get_agent_state,
     get_last_heard,
 )
 from agents.models import Agent, JoinToken
-
-__all__ = ["LIVENESS_TONES", "build_liveness_condition", "get_last_heard", "render_liveness_badge"]
 
 LIVENESS_TONES = {"up": "good", "late": "warn", "down": "bad"}
 BAR_TONES = {"revoked": "bad", "clone": "bad"}
@@ -39,6 +37,21 @@ def render_liveness_badge(agent: Agent) -> SafeString:
     return badges.render_badge(
         state, (LIVENESS_TONES | BAR_TONES)[state], agent.barred_reason if agent.barred else heard
     )
+
+
+def build_host_section(host: Host) -> dict[str, Any] | None:
+    """Return the agent of a host and how long it is there, for the host's page; None if no agent has joined."""
+    agent: Agent | None = getattr(host, "agent", None)
+    if agent is None:
+        return None
+    return {
+        "row": agent,
+        "liveness": render_liveness_badge(agent),
+        "heard": badges.render_relative_time(get_last_heard(agent)),
+        "connected": badges.render_relative_time(agent.connected_at),
+        "enrolled": badges.render_relative_time(agent.enrolled_at),
+        "key_since": badges.render_relative_time(agent.key_since),
+    }
 
 
 class LivenessFilter(admin.SimpleListFilter):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -19,10 +19,15 @@ from django.db import connection, transaction
 
 from accelerators import conductor
 from accelerators.domain.states import EventSource
+from accelerators.runtime.registry import Registry
 from agents import credentials, key_revocation, wire
 from agents.errors import AgentsError
 from agents.models import Agent, JoinToken
 
+CONDUCTOR_ADDRESS: Registry[Callable[[str, bool], tuple[str, str]]] = Registry("address for agents", single=True)
+"""Function that returns the address at which agents reach the conductor, and the certificate fingerprint that they
+pin. It gets the requested address ('' for the default), and whether nothing is to be pinned. `manage.py join_token`
+calls it."""
 CHALLENGE_LIFETIME_S = 30.0
 """Seconds for which a challenge is valid."""
 MAX_EPOCH_LEAP = 2**33

@@ -1,4 +1,5 @@
-"""Django application of the console: registers jobs and checks, and prepares the database with each `migrate`."""
+"""Django application of the console: registers what it adds to other packages, and prepares the database with each
+`migrate`."""
 
 from typing import Any
 
@@ -15,15 +16,31 @@ class CyborgwebConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register deployment checks, the handlers of `migrate`, and the jobs of notifications."""
-        from accelerators.runtime import jobs
+        """Register deployment checks, the handlers of `migrate`, jobs, and functions of the console."""
+        from accelerators.runtime.jobs import JOBS, Job
+        from accelerators.ui.extensions import DENIAL_REASON, FIELD_SENTENCE, LIST_MEMORY, PAGE_SECTIONS, USER_PROJECT
+        from agents.enrolment import CONDUCTOR_ADDRESS
+        from cyborgweb.auth import keystone, roles
+        from cyborgweb.manual.fields import field_sentence
+        from cyborgweb.pages import load
+        from cyborgweb.pages.saved_views import load_list_memory
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
+        from cyborgweb.server.tls import choose_agent_address
+        from placement_sync.cloud import SERVICE_SESSION
 
         pre_migrate.connect(_refuse_development_database, sender=self)
         post_migrate.connect(_create_role_groups, sender=self)
-        jobs.register_job("messages", "cyborgweb.notify.fanout.run", cluster="work", periodic=True)
-        jobs.register_job("deliveries", "cyborgweb.notify.sender.run", cluster="work", periodic=True)
-        jobs.register_job("mails", "cyborgweb.notify.sender.run_mails", cluster="work", periodic=True)
+        JOBS.register("messages", Job("cyborgweb.notify.fanout.run", periodic=True))
+        JOBS.register("deliveries", Job("cyborgweb.notify.sender.run", periodic=True))
+        JOBS.register("mails", Job("cyborgweb.notify.sender.run_mails", periodic=True))
+        PAGE_SECTIONS.register("host.load", load.build_host_load)
+        PAGE_SECTIONS.register("device.load", load.build_device_load)
+        DENIAL_REASON.register("roles", roles.explain_refusal)
+        USER_PROJECT.register("roles", roles.get_only_project)
+        LIST_MEMORY.register("saved_views", load_list_memory)
+        FIELD_SENTENCE.register("manual", field_sentence)
+        SERVICE_SESSION.register("keystone", keystone.service_session)
+        CONDUCTOR_ADDRESS.register("tls", choose_agent_address)
 
 
 def _refuse_development_database(using: str, **about: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from django.apps import AppConfig
 
 
@@ -15,50 +13,43 @@ class PlacementSyncConfig(AppConfig):
     def ready(self) -> None:
         """Register everything that the configured endpoints allow.
 
-        An endpoint that is `off` registers nothing of its service. The job `attachments` and the writer's epoch are
-        always registered.
+        An endpoint that is `off` registers nothing of its service. The job `attachments`, the writer's epoch and the
+        sections of pages are always registered.
         """
         from django.conf import settings
-        from django.utils.module_loading import import_string
 
-        from accelerators import safety
-        from accelerators.api.own import instances
-        from accelerators.commands import placement_delegation
-        from accelerators.images import download
-        from accelerators.runtime import jobs
-        from accelerators.workflows import attachments
+        from accelerators.api.own.instances import INSTANCE_STATES
+        from accelerators.commands.placement_delegation import WRITER_EPOCH
+        from accelerators.images.download import IMAGE_SERVICE
+        from accelerators.runtime.jobs import JOBS, Job
+        from accelerators.safety import HOLDER_CHECKS
+        from accelerators.ui.extensions import PAGE_SECTIONS
+        from accelerators.workflows.attachments import INSTANCE_LOOKUP
+        from placement_sync.admin import sections
+        from placement_sync.cloud import get_service_session
         from placement_sync.glance import GlanceClient
-        from placement_sync.jobs import attachments as attaching
-        from placement_sync.jobs import holder_checks, writer_election
+        from placement_sync.jobs import attachments, holder_checks, writer_election
         from placement_sync.nova.client import InstanceStateCache
 
-        def session() -> Any:
-            return import_string(settings.SERVICE_SESSION)()
-
         keys = settings.KEYS
-        placement_delegation.register_sources(epoch_source=writer_election.get_epoch)
+        WRITER_EPOCH.register("placement_sync", writer_election.get_epoch)
+        PAGE_SECTIONS.register("host.faults", sections.build_host_section)
+        PAGE_SECTIONS.register("device.faults", sections.build_device_section)
+        PAGE_SECTIONS.register("request.faults", sections.build_request_section)
         # Registered without a cloud, too: what was attached while a cloud was configured can still be detached.
-        jobs.register_job(
-            "attachments",
-            "placement_sync.jobs.attachments.run",
-            cluster="work",
-            periodic=True,
-            intent_kind="attachment",
+        JOBS.register(
+            "attachments", Job("placement_sync.jobs.attachments.run", periodic=True, intent_kind="attachment")
         )
         if keys.nova_endpoint != "off":
-            instances.register_source(InstanceStateCache(session, keys.nova_endpoint))
+            INSTANCE_STATES.register("nova", InstanceStateCache(get_service_session, keys.nova_endpoint))
         if keys.has_cloud and keys.placement_endpoint != "off":
-            jobs.register_job(
-                "placement", "placement_sync.jobs.providers.run", cluster="work", periodic=True, intent_kind="provider"
-            )
-            jobs.register_job("faults", "placement_sync.jobs.discrepancies.run", cluster="work", periodic=True)
-            safety.register_holder_check("placement", holder_checks.check_placement)
+            JOBS.register("placement", Job("placement_sync.jobs.providers.run", periodic=True, intent_kind="provider"))
+            JOBS.register("faults", Job("placement_sync.jobs.discrepancies.run", periodic=True))
+            HOLDER_CHECKS.register("placement", holder_checks.check_placement)
         if keys.has_cloud and keys.nova_endpoint != "off":
-            jobs.register_job(
-                "notices", "placement_sync.nova.notices_job.run", cluster="work", periodic=True, intent_kind="notice"
-            )
-            jobs.register_job("instances", "placement_sync.nova.deleted_instances.run", cluster="work", periodic=True)
-            attachments.register_instance_lookup(attaching.look_up_instance)
-            safety.register_holder_check("nova", holder_checks.check_nova)
-        if settings.KEYS.glance_endpoint != "off":
-            download.register_image_service(GlanceClient(session, settings.KEYS.glance_endpoint))
+            JOBS.register("notices", Job("placement_sync.nova.notices_job.run", periodic=True, intent_kind="notice"))
+            JOBS.register("instances", Job("placement_sync.nova.deleted_instances.run", periodic=True))
+            INSTANCE_LOOKUP.register("nova", attachments.look_up_instance)
+            HOLDER_CHECKS.register("nova", holder_checks.check_nova)
+        if keys.glance_endpoint != "off":
+            IMAGE_SERVICE.register("glance", GlanceClient(get_service_session, keys.glance_endpoint))

@@ -73,7 +73,7 @@ def test_every_link_of_a_page_has_an_existing_target_and_anchor(page: Path) -> N
 def test_the_code_files_and_tests_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     for name in CODE_REFERENCE.findall(text):
-        assert name.endswith(".toml") or pkgutil.resolve_name(name), name
+        assert name.endswith(".toml") or pkgutil.resolve_name(name) is not None, name
     assert not [path for path in FILE_REFERENCE.findall(text) if not (ROOT / path).exists()], "files that do not exist"
     gone = [f"{path}::{name}" for path, name in TEST_REFERENCE.findall(text) if name not in list_function_names(path)]
     assert not gone, "tests that do not exist"

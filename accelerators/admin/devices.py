@@ -30,6 +30,7 @@ from accelerators.devices import lifecycle
 from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.extensions import build_sections
 
 MAX_HANDLES = 256
 """Maximum number of attach handles on a device's page; held and missing ones come first. The list has them all."""
@@ -192,11 +193,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             | commands.load_latest_context(request, device)
             | partitioning.build_units_context(request, device)
         )
-        return TemplateResponse(request, "accelerators/device.html", context | self.get_extra_context(device))
-
-    def get_extra_context(self, device: Device) -> dict[str, Any]:
-        """Return template context that other apps add to the page; subclasses override this method."""
-        return {}
+        return TemplateResponse(request, "accelerators/device.html", context | build_sections("device", device))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Device]:
         return super().get_queryset(request).select_related("host")

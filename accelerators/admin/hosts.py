@@ -22,6 +22,7 @@ from accelerators.domain import driver_status
 from accelerators.models import Device, Event, Host
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.extensions import build_sections
 
 MAX_DEVICE_ROWS = 64
 """Maximum number of devices that a host's page draws and lists; the filtered device list has them all."""
@@ -120,8 +121,7 @@ class HostAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """Show the page of one host with its drivers, devices, commands and events.
 
-        `extra_context` and `get_extra_context` add what other apps know. Raises PermissionDenied for methods other than
-        GET and HEAD.
+        Raises PermissionDenied for methods other than GET and HEAD.
         """
         host = self.get_object(request, object_id)
         if host is None:
@@ -153,12 +153,8 @@ class HostAdmin(ReadOnlyModelAdmin):
             request, host
         )
         return TemplateResponse(
-            request, "accelerators/host.html", context | self.get_extra_context(host) | (extra_context or {})
+            request, "accelerators/host.html", context | build_sections("host", host) | (extra_context or {})
         )
-
-    def get_extra_context(self, host: Host) -> dict[str, Any]:
-        """Return template context that other apps add to the page; subclasses override this method."""
-        return {}
 
 
 def render_freshness(host: Host) -> SafeString:

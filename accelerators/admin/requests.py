@@ -17,6 +17,7 @@ from accelerators.admin import request_timeline
 from accelerators.models import AcceleratorRequest, Command, DeviceProfile, Event
 from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnlyModelAdmin
+from accelerators.ui.extensions import build_sections
 
 MAX_SIBLINGS = 20
 """Maximum number of other requests of the same instance on a request's page."""
@@ -113,11 +114,7 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
             if arq.instance_uuid
             else [],
         }
-        return TemplateResponse(request, "accelerators/request.html", context | self.get_extra_context(arq))
-
-    def get_extra_context(self, request: AcceleratorRequest) -> dict[str, Any]:
-        """Return template context that other apps add to the page; subclasses override this method."""
-        return {}
+        return TemplateResponse(request, "accelerators/request.html", context | build_sections("request", arq))
 
     @display(description="Request", ordering="uuid")
     def shown_uuid(self, request: AcceleratorRequest) -> SafeString:

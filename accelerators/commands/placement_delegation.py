@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from accelerators.runtime.registry import Registry
+
 PLACEMENT_OP = "placement"
 """The command that makes a host's agent write to Placement."""
 WRITER_TOPIC = "writer"
@@ -28,27 +30,15 @@ class WriterStatus(NamedTuple):
 
 NO_AGENT = WriterStatus("no agent of this host has ever connected", True)
 
-EpochSource = Callable[[], int]
-WriterStatusSource = Callable[[Collection[int]], dict[int, WriterStatus]]
-_epoch_sources: list[EpochSource] = []
-_status_sources: list[WriterStatusSource] = []
-
-
-def register_sources(epoch_source: EpochSource | None = None, status_source: WriterStatusSource | None = None) -> None:
-    """Register the sources for `get_writer_epoch` and `get_writer_statuses`. Call it from `AppConfig.ready()` of the
-    app that knows them."""
-    _epoch_sources.extend([epoch_source] if epoch_source else [])
-    _status_sources.extend([status_source] if status_source else [])
-
-
-def get_writer_epoch() -> int:
-    """Return the current epoch of the Placement writer; 0 if no source is registered."""
-    return max((source() for source in _epoch_sources), default=0)
+WRITER_EPOCH: Registry[Callable[[], int]] = Registry("source of the writer's epoch", single=True)
+"""Function that returns the current epoch of the Placement writer. `agents` sends it to the agents."""
+WRITER_STATUSES: Registry[Callable[[Collection[int]], dict[int, WriterStatus]]] = Registry(
+    "source of writer statuses", single=True
+)
+"""Function that returns, for those of these hosts (by id) that have an agent, whether it can write to Placement.
+`placement_sync` decides by it who writes."""
 
 
 def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:
     """Return for each host (by id) whether its agent can write to Placement; `NO_AGENT` for a host without an agent."""
-    statuses = dict.fromkeys(hosts, NO_AGENT)
-    for source in _status_sources:
-        statuses |= source(hosts)
-    return statuses
+    return dict.fromkeys(hosts, NO_AGENT) | WRITER_STATUSES.only()(hosts)

@@ -25,6 +25,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, EventSource
 from accelerators.models import Command, Deployable, Device, Host
 from accelerators.runtime import jobs, pubsub
+from accelerators.runtime.registry import Registry
 from drivers.plan import DESTRUCTIVE
 
 COMMANDS_TOPIC = "commands"
@@ -60,8 +61,9 @@ _ORDER_COLUMNS = ("op", "device", "handle", "part", "host", "arguments", "exclus
 _json = msgspec.json.Encoder()
 CommandId = tuple[int, int]
 """How an agent identifies a command: the host's id and the command's number (its primary key)."""
-ReachCheck = Callable[[Host], str]
-_reach_checks: list[ReachCheck] = []
+REACH_CHECKS: Registry[Callable[[Host], str]] = Registry("reach check")
+"""Functions that return why a host's agent takes no commands, or '' if they know no reason. `refuse_if_unreachable`
+calls them."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,6 @@ class CommandAnswer(NamedTuple):
     epoch: int = 0
     seq: int = 0
     hash: str = ""
-
-
-def register_reach_check(check: ReachCheck) -> None:
-    """Register a check whether a host's agent takes commands.
-
-    `check(host)` returns the reason why it does not, or '' if no reason is known.
-    """
-    _reach_checks.append(check)
 
 
 def get_time_limits(op: str, is_programming: bool = False) -> tuple[int, int]:
@@ -455,7 +449,7 @@ def refuse_if_busy(device: Device, op: str) -> None:
 
 def refuse_if_unreachable(host: Host) -> None:
     """Raise RefusedError CONFLICT if the host's agent is known to take no commands."""
-    for check in _reach_checks:
+    for check in REACH_CHECKS.values():
         if text := check(host):
             raise RefusedError(RefusalReason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
 

@@ -1,8 +1,7 @@
 """The job `images`: give commands the images they wait for, and fetch images that are not stored here from Glance.
 
-The client of the image service is registered when `placement_sync` starts. Images are fetched in threads that do
-not use the database, and no transaction is open meanwhile. A fetch continues where the last one ended, so an image may
-take longer than the time slice of one run (SLICE_S).
+Images are fetched in threads that do not use the database, and no transaction is open meanwhile. A fetch continues
+where the last one ended, so an image may take longer than the time slice of one run (SLICE_S).
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from accelerators.domain.states import CommandState
 from accelerators.images import store
 from accelerators.models import Command, Image, ImageSource
 from accelerators.runtime import jobs
+from accelerators.runtime.registry import Registry
 
 SLICE_S = 25.0
 """Seconds after which a run of the job ends; it wakes itself again if there is more to do."""
@@ -81,12 +81,8 @@ class ImageService(Protocol):
         ...
 
 
-_services: list[ImageService] = []
-
-
-def register_image_service(service: ImageService) -> None:
-    """Fetch images from `service` from now on; it replaces the one registered before."""
-    _services[:] = [service]
+IMAGE_SERVICE: Registry[ImageService] = Registry("image service", single=True)
+"""The service from which the job `images` fetches. Without it, only uploaded images can be used."""
 
 
 def run() -> None:
@@ -128,7 +124,7 @@ def _give_stored_images(waiting: Mapping[WantedImage, list[int]]) -> dict[Wanted
             continue
         if image:
             _give_image(command_ids, image)
-        elif not _services:
+        elif not IMAGE_SERVICE:
             _refuse_commands(
                 command_ids,
                 f"no image with {_describe_wanted_image(*wanted)} is uploaded, and no image service is configured",
@@ -178,7 +174,7 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
     Commands whose image is complete get it. Commands whose image is unusable are refused. All others show why they
     wait.
     """
-    service, offers, command_ids_by_uuid = _services[-1], dict[str, ServiceImage](), dict[str, list[int]]()
+    service, offers, command_ids_by_uuid = IMAGE_SERVICE.only(), dict[str, ServiceImage](), dict[str, list[int]]()
     for wanted, command_ids in missing.items():
         if time.monotonic() > deadline:
             return True

@@ -16,6 +16,8 @@ from functools import partial
 
 from django.db import connection, transaction
 
+from accelerators.runtime.registry import Registry
+
 TIME_SLICE_S = 20.0
 """Seconds after which a job with more to do wakes itself again and returns. Well below the cluster's time-out."""
 LOCK_CLASS = 0x7161
@@ -30,36 +32,26 @@ class Job:
     `intent_kind` is woken whenever an intent of that kind is raised.
     """
 
-    name: str
     function: str
-    cluster: str
+    cluster: str = "work"
     periodic: bool = False
     intent_kind: str = ""
 
 
-_registered: dict[str, Job] = {}
-
-
-def register_job(name: str, function: str, *, cluster: str, periodic: bool = False, intent_kind: str = "") -> None:
-    """Declare a job. Call it from `AppConfig.ready()`."""
-    _registered[name] = Job(name, function, cluster, periodic, intent_kind)
+JOBS: Registry[Job] = Registry("job")
+"""All background jobs. This module wakes them, and the jobs with an `intent_kind` are the handlers of intents."""
 
 
 def has_handler(intent_kind: str) -> bool:
     """Return True if a job is registered for intents of this kind."""
-    return any(job.intent_kind == intent_kind for job in list_jobs())
+    return any(job.intent_kind == intent_kind for job in JOBS.values())
 
 
 def enqueue_handler_after_commit(intent_kind: str) -> None:
     """Wake the job for intents of this kind, if there is one, after the current transaction has committed."""
-    for job in list_jobs():
+    for name, job in JOBS.items():
         if job.intent_kind == intent_kind:
-            transaction.on_commit(partial(enqueue_job, job.name), robust=True)
-
-
-def list_jobs() -> list[Job]:
-    """Return all declared jobs."""
-    return list(_registered.values())
+            transaction.on_commit(partial(enqueue_job, name), robust=True)
 
 
 def lock_id(name: str) -> int:
@@ -96,7 +88,7 @@ def _enqueue_jobs(names: Iterable[str]) -> None:
             "INSERT INTO tick (name) SELECT unnest(%s::text[]) ON CONFLICT DO NOTHING RETURNING name", [asleep]
         )
         for (name,) in cursor.fetchall():
-            job = _registered[name]
+            job = JOBS[name]
             async_task(job.function, cluster=job.cluster, task_name=name)
 
 
@@ -105,10 +97,10 @@ def requeue_all_jobs(cluster: str | None = None) -> None:
 
     Needed after a start, or after tasks were lost with the cluster that held them.
     """
-    for job in list_jobs():
+    for name, job in JOBS.items():
         if cluster in (None, job.cluster):
-            clear_tick(job.name)
-            enqueue_job(job.name)
+            clear_tick(name)
+            enqueue_job(name)
 
 
 def enqueue_periodic_jobs() -> None:
@@ -117,7 +109,7 @@ def enqueue_periodic_jobs() -> None:
     One transaction wakes all of them, because reports wait for the gateway's writer meanwhile, and many statements
     would take long when the database is slow.
     """
-    _enqueue_jobs(job.name for job in list_jobs() if job.periodic)
+    _enqueue_jobs(name for name, job in JOBS.items() if job.periodic)
 
 
 def backstop() -> None:
@@ -125,7 +117,7 @@ def backstop() -> None:
 
     Therefore a job that some code forgot to wake is late by at most a minute.
     """
-    _enqueue_jobs(job.name for job in list_jobs())
+    _enqueue_jobs(JOBS)
 
 
 def clear_tick(name: str) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 from urllib.parse import urlencode
 from uuid import UUID
 
-from django.conf import settings
 from django.contrib.admin import ShowFacets
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.options import IncorrectLookupParameters
@@ -26,7 +25,6 @@ from django.http.response import HttpResponseBase
 from django.urls import path
 from django.utils.functional import cached_property
 from django.utils.html import format_html
-from django.utils.module_loading import import_string
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from unfold.admin import ModelAdmin, checkbox
@@ -34,6 +32,7 @@ from unfold.decorators import display
 from unfold.views import ChangeList
 
 from accelerators.ui import export
+from accelerators.ui.extensions import FIELD_SENTENCE, LIST_MEMORY, USER_PROJECT
 
 COLUMNS_PARAM = "columns"
 """Name of the URL parameter that lists the columns to show, in their order, separated by commas."""
@@ -203,7 +202,7 @@ class ConsoleModelAdmin(ModelAdmin):
         Lists, pages, exports and the live feed all start from this query.
         """
         rows: QuerySet[Any] = super().get_queryset(request)
-        project = import_string(settings.CONSOLE_PROJECT)(request.user) if self.project_field else ""
+        project = USER_PROJECT.only()(request.user) if self.project_field else ""
         return rows.filter(**{self.project_field: project}) if project else rows
 
     def get_urls(self) -> list[Any]:
@@ -223,10 +222,10 @@ class ConsoleModelAdmin(ModelAdmin):
         return format_html(_checkbox_template(), obj.pk)
 
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
-        """Build the form field; if the model has no help text, use the manual's sentence (setting FIELD_SENTENCE)."""
+        """Build the form field; if the model has no help text, use the sentence of FIELD_SENTENCE."""
         form_field = super().formfield_for_dbfield(db_field, request, **kwargs)
         if form_field and not form_field.help_text:
-            form_field.help_text = import_string(settings.FIELD_SENTENCE)(self.opts.model_name, db_field.name)
+            form_field.help_text = FIELD_SENTENCE.only()(self.opts.model_name or "", db_field.name)
         return form_field
 
     def column_heading(self, column: str) -> str:
@@ -238,10 +237,10 @@ class ConsoleModelAdmin(ModelAdmin):
         return capfirst(str(heading_text))
 
     def load_list_memory(self, request: HttpRequest) -> Any:
-        """Return this user's columns and saved views of this list (setting LIST_MEMORY); loaded once per request."""
+        """Return this user's columns and saved views of this list (LIST_MEMORY); loaded once per request."""
         cache: Any = request
         if not hasattr(cache, "list_memory"):
-            cache.list_memory = import_string(settings.LIST_MEMORY)(request.user, self.opts.label_lower)
+            cache.list_memory = LIST_MEMORY.only()(request.user, self.opts.label_lower)
         return cache.list_memory
 
 

@@ -1,16 +1,13 @@
-"""Check whether a console user may do something, by the same policy rules as in the APIs, and explain refusals.
-
-The function that knows users and rules is named by the setting CONSOLE_WHY_NOT.
-"""
+"""Check whether a console user may do something, by the same policy rules as in the APIs, and explain refusals."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from django.conf import settings
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest
-from django.utils.module_loading import import_string
+
+from accelerators.ui.extensions import DENIAL_REASON
 
 UPDATE_DEVICE = "cyborg:device:update"
 CREATE_COMMAND = "cyborg:command:create"
@@ -31,7 +28,7 @@ def explain_denial(
 
     Django's `permission` is sufficient, too.
     """
-    return str(import_string(settings.CONSOLE_WHY_NOT)(request, rule, permission))
+    return DENIAL_REASON.only()(request, rule, permission)
 
 
 def is_allowed(request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device") -> bool:

@@ -2,8 +2,8 @@
 
 `order_attachment` and `order_detachment` only write the `Attachment` row, its event and an intent. The job
 `attachments` (`placement_sync.jobs.attachments`) then does the work, with the functions of `attachment_steps`. This
-module imports nothing that talks to Nova or Placement: the function that looks up an instance there is passed to
-`register_instance_lookup`.
+module imports nothing that talks to Nova or Placement: the function that looks up an instance there is registered in
+`INSTANCE_LOOKUP`.
 
 Only `advance_attachment` changes the state of an attachment. It compares and sets, so of two processes that move the
 same attachment the second one gets `ConcurrentUpdateError` and has to read the row again.
@@ -31,6 +31,7 @@ from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile, H
 from accelerators.models.attachments import ENDED_ATTACHMENT_STATES, AttachmentState
 from accelerators.requests import candidates
 from accelerators.requests.candidates import ProviderChoice
+from accelerators.runtime.registry import Registry
 
 ATTACHMENT_INTENT = "attachment"
 """Kind of the intents for attachments; the key of each is the uuid of the attachment."""
@@ -57,23 +58,18 @@ class NovaInstance:
     task_state: str = ""
 
 
-InstanceLookup = Callable[[str, str | None], NovaInstance]
-"""Look up an instance in Nova by its uuid, and check that Placement can take a claim for it; answers in a few seconds.
+INSTANCE_LOOKUP: Registry[Callable[[str, str | None], NovaInstance]] = Registry("instance lookup", single=True)
+"""Function that looks up an instance in Nova by its uuid, and checks that Placement can take a claim for it; it answers
+in a few seconds. `look_up_instance` calls it.
 
 If a project is given, the instance must belong to it. Raises RefusedError: NOT_FOUND if there is no such instance or it
 belongs to another project; UNAVAILABLE if a service does not answer; CONFLICT if nothing can be claimed for the
 instance.
 """
-_instance_lookups: list[InstanceLookup] = []
 
 
 class ConcurrentUpdateError(AcceleratorsError):
     """Another process changed the attachment since the caller read it: read the row again."""
-
-
-def register_instance_lookup(lookup: InstanceLookup) -> None:
-    """Use `lookup` to look up instances from now on; it replaces the function registered before."""
-    _instance_lookups[:] = [lookup]
 
 
 def order_attachment(
@@ -139,14 +135,14 @@ def order_detachment(
 
 
 def look_up_instance(instance: str, project: str | None = None) -> NovaInstance:
-    """Return what Nova knows of an instance, by the registered `InstanceLookup`.
+    """Return what Nova knows of an instance.
 
-    Raises RefusedError as `InstanceLookup` does, and CONFLICT if no cloud is configured.
+    Raises RefusedError as the function in `INSTANCE_LOOKUP` does, and CONFLICT if no cloud is configured.
     """
-    if not _instance_lookups:
+    if not INSTANCE_LOOKUP:
         text = "No cloud is configured (CYBORG_CLOUD), and only Nova knows the instance's project and host."
         raise RefusedError(RefusalReason.CONFLICT, text)
-    return _instance_lookups[0](instance, project)
+    return INSTANCE_LOOKUP.only()(instance, project)
 
 
 def find_host_of_instance(instance: NovaInstance) -> Host:

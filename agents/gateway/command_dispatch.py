@@ -289,7 +289,7 @@ class CommandDispatcher(threading.Thread):
         These messages do not wait in the session's outbox behind commands: the agent obeys the highest epoch it has
         received, so the order does not matter.
         """
-        epoch = placement_delegation.get_writer_epoch()
+        epoch = placement_delegation.WRITER_EPOCH.only()()
         outdated = [line for line in self._states.values() if line.knows_writes and line.sent_epoch != epoch]
         for state in outdated:
             state.sent_epoch = epoch

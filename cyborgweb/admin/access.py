@@ -15,7 +15,7 @@ from django_q.models import Failure, OrmQ, Schedule, Success
 from unfold.decorators import display
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
-from accelerators.models import AcceleratorRequest, Device, Host
+from accelerators.models import Host
 from accelerators.ui import badges
 from accelerators.ui.changelist import ConsoleModelAdmin
 from cyborgweb.admin.read_only import MaintenanceAdmin
@@ -24,9 +24,7 @@ from cyborgweb.auth.admin_audit import AuditedAdminMixin
 from cyborgweb.models import ApiToken, Maintenance
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify.admin import DeliveryAdmin, SubscriptionAdmin
-from cyborgweb.pages.device import DevicePage
 from cyborgweb.pages.host import HostPage
-from cyborgweb.pages.request import RequestPage
 from placement_sync.admin.writer import WriterAdmin
 from placement_sync.models import Writer
 
@@ -35,13 +33,11 @@ if TYPE_CHECKING:
 else:  # at run time Django's class takes no type parameter
     UserAdminBase = StockUserAdmin
 
-for stock in (User, Group, Host, Device, AcceleratorRequest):
+for stock in (User, Group, Host):
     admin.site.unregister(stock)
 for queue in (Failure, OrmQ, Schedule, Success):  # a person who can write these can make the workers run any function
     admin.site.unregister(queue)
 admin.site.register(Host, HostPage)
-admin.site.register(Device, DevicePage)
-admin.site.register(AcceleratorRequest, RequestPage)
 admin.site.register(Writer, WriterAdmin)
 admin.site.register(Subscription, SubscriptionAdmin)
 admin.site.register(Delivery, DeliveryAdmin)

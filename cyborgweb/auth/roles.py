@@ -2,8 +2,7 @@
 
 With Keystone, `cyborgweb.auth.login` puts a person into the group of their roles at every login; without it, an
 administrator does so by hand. The console checks an action with the same rules as the APIs (`cyborgweb.auth.policy`),
-so that a person can do the same things in the console as with a token. The settings name `explain_refusal` as
-`CONSOLE_WHY_NOT`, and `get_only_project` as `CONSOLE_PROJECT`.
+so that a person can do the same things in the console as with a token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The list and page of hosts, with the agent, discrepancies and loads added."""
+"""The list of hosts, with the agents added, and the part of a host's page that shows its loads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from unfold.decorators import display
 from accelerators.admin.hosts import HostAdmin
 from accelerators.models import Host
 from accelerators.ui import badges
-from agents.admin import get_last_heard, render_liveness_badge
-from agents.models import Agent
-from cyborgweb.pages import discrepancies, load
-from placement_sync.jobs.discrepancies import list_discrepancies_of_host
+from agents.admin import render_liveness_badge
+from cyborgweb.pages import load
 
 
 class HostPage(HostAdmin):
@@ -46,20 +44,3 @@ class HostPage(HostAdmin):
     def shown_agent(self, host: Host) -> SafeString:
         agent = getattr(host, "agent", None)
         return render_liveness_badge(agent) if agent else badges.render_badge("not enrolled", "calm")
-
-    def get_extra_context(self, host: Host) -> dict[str, Any]:
-        agent: Agent | None = getattr(host, "agent", None)
-        context = {
-            "agent": agent,
-            "faults": discrepancies.render_discrepancies(list_discrepancies_of_host(host.pk)),
-            "load": load.build_host_load(host),
-        }
-        if agent is None:
-            return context
-        return context | {
-            "agent_liveness": render_liveness_badge(agent),
-            "agent_heard": badges.render_relative_time(get_last_heard(agent)),
-            "agent_connected": badges.render_relative_time(agent.connected_at),
-            "agent_enrolled": badges.render_relative_time(agent.enrolled_at),
-            "agent_key_since": badges.render_relative_time(agent.key_since),
-        }

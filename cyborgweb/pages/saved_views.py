@@ -1,6 +1,6 @@
 """What users save for the console's lists: named views, private or shared, and the columns they want to see.
 
-`accelerators.ui.changelist` reads them through the setting LIST_MEMORY; the forms in `console/chips.html` post to
+`accelerators.ui.changelist` reads them through the registry LIST_MEMORY; the forms in `console/chips.html` post to
 `store_list_memory`.
 """
 

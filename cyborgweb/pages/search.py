@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
 from operator import or_
@@ -19,14 +18,13 @@ from uuid import UUID
 
 from django.contrib import admin
 from django.contrib.admin.utils import quote
-from django.db.models import BooleanField, Case, CharField, F, Q, QuerySet, Value, When
-from django.db.models.functions import Cast, Concat
+from django.db.models import BooleanField, Case, CharField, Q, QuerySet, Value, When
+from django.db.models.functions import Cast
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 
-from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile, Host
-from accelerators.ui import badges
+from accelerators.ui.extensions import SEARCH_PROVIDERS
 
 MAX_HITS_PER_KIND = 20
 """Results that are listed for each kind."""
@@ -34,35 +32,6 @@ MAX_TERM_LENGTH = 255
 MIN_HEX_DIGITS = 4
 """Fewest hexadecimal digits for which uuids are searched."""
 PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7])?)?", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class SearchableKind:
-    """What can be found: `uuid_fields` and `name_fields` are fields that are searched by prefix; `result_text` is the
-    result's text, `side_text` the text next to it.
-    """
-
-    model: type[Any]
-    uuid_fields: tuple[str, ...]
-    name_fields: tuple[str, ...]
-    result_text: Any
-    side_text: Any
-
-    @property
-    def name(self) -> str:
-        """The model's name as it appears in permissions and addresses."""
-        return str(self.model._meta.model_name)
-
-
-SEARCHABLE_KINDS = (
-    SearchableKind(Host, ("uuid",), ("name",), F("name"), F("node")),
-    SearchableKind(Device, ("uuid",), ("address", "key"), Concat("model", Value(" "), "key"), F("host__name")),
-    SearchableKind(Deployable, ("uuid", "rp_uuid"), (), F("name"), F("device__host__name")),
-    SearchableKind(AttachHandle, ("uuid",), ("attach_info",), F("attach_info"), F("deployable__device__host__name")),
-    SearchableKind(AcceleratorRequest, ("uuid", "instance_uuid"), (), F("uuid"), F("state")),
-    SearchableKind(DeviceProfile, ("uuid",), ("name",), F("name"), Value("")),
-    SearchableKind(Command, ("uuid",), (), Concat("op", Value(" "), "device_name"), F("host__name")),
-)
 
 
 def show_search(request: HttpRequest) -> HttpResponse:
@@ -90,41 +59,41 @@ def show_search(request: HttpRequest) -> HttpResponse:
 
 
 def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
-    """Yield the results of all kinds, in the order of `SEARCHABLE_KINDS`, exact ones first. One statement."""
-    queries = [
-        (kind, rows)
-        for kind in SEARCHABLE_KINDS
-        if request.user.has_perm(f"accelerators.view_{kind.name}")
-        and (rows := _build_query(kind, term, admin.site._registry[kind.model].get_queryset(request))) is not None
-    ]
+    """Yield the results of all kinds, in the order of `SEARCH_PROVIDERS`, exact ones first. One statement."""
+    queries = {
+        name: rows
+        for name, provider in SEARCH_PROVIDERS.items()
+        if request.user.has_perm(name.replace(".", ".view_"))
+        and (rows := _build_query(name, term, admin.site._registry[provider.model].get_queryset(request))) is not None
+    }
     if not queries:
         return
-    (_, first), *others = queries
-    rows = first.union(*(rows for _, rows in others), all=True) if others else first
-    kinds = {kind.name: kind for kind, _ in queries}
-    for name, key, shown, beside, exact in sorted(
-        rows, key=lambda row: (list(kinds).index(row[0]), not row[4], row[2])
-    ):
-        list_url = reverse(f"admin:accelerators_{name}_changelist")
+    first, *others = queries.values()
+    rows = first.union(*others, all=True) if others else first
+    order = list(queries)
+    for name, key, text, beside, exact in sorted(rows, key=lambda row: (order.index(row[0]), not row[4], row[2])):
+        provider = SEARCH_PROVIDERS[name]
+        page = f"admin:{name.replace('.', '_')}"
         yield {
-            "title": str(kinds[name].model._meta.verbose_name_plural),
-            "url": reverse(f"admin:accelerators_{name}_change", args=[quote(str(key))]),
-            "shown": badges.describe_handle(shown) if name == "attachhandle" else shown,
+            "title": str(provider.model._meta.verbose_name_plural),
+            "url": reverse(f"{page}_change", args=[quote(str(key))]),
+            "shown": provider.describe(text),
             "beside": beside,
             "exact": exact,
-            "all": f"{list_url}?{urlencode({'q': term})}",
+            "all": f"{reverse(f'{page}_changelist')}?{urlencode({'q': term})}",
         }
 
 
-def _build_query(kind: SearchableKind, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
+def _build_query(name: str, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
     """Return the query for the rows that match, at most `MAX_HITS_PER_KIND` and one more; None if the term cannot match
     this kind.
     """
+    provider = SEARCH_PROVIDERS[name]
     exact_conditions, prefix_conditions = [], []
     if bounds := uuid_bounds(term):
-        prefix_conditions += [Q(**{f"{field}__range": bounds}) for field in kind.uuid_fields]
-        exact_conditions += [Q(**{field: bounds[0]}) for field in kind.uuid_fields if bounds[0] == bounds[1]]
-    for field in kind.name_fields:
+        prefix_conditions += [Q(**{f"{field}__range": bounds}) for field in provider.uuid_fields]
+        exact_conditions += [Q(**{field: bounds[0]}) for field in provider.uuid_fields if bounds[0] == bounds[1]]
+    for field in provider.name_fields:
         for word in _search_prefixes(field, term):
             prefix_conditions.append(Q(**{f"{field}__startswith": word}))
             exact_conditions.append(Q(**{field: word}))
@@ -136,10 +105,10 @@ def _build_query(kind: SearchableKind, term: str, rows: QuerySet[Any]) -> QueryS
         rows.filter(reduce(or_, prefix_conditions))
         .order_by()
         .values_list(
-            Value(kind.name, text),
+            Value(name, text),
             "pk",
-            Cast(kind.result_text, text),
-            Cast(kind.side_text, text),
+            Cast(provider.result_text, text),
+            Cast(provider.side_text, text),
             Cast(is_exact, BooleanField()),
         )[: MAX_HITS_PER_KIND + 1]
     )

@@ -184,18 +184,6 @@ SPECTACULAR_SETTINGS = {
         "cyborgweb.api.openapi.complete_document",
     ],
 }
-SERVICE_SESSION = "cyborgweb.auth.keystone.service_session"
-"""Function that makes the keystoneauth1 session with which other packages send requests to the cloud."""
-CONSOLE_WHY_NOT = "cyborgweb.auth.roles.explain_refusal"
-"""Function that returns why a person may not do something in the console; '' if they may."""
-CONSOLE_PROJECT = "cyborgweb.auth.roles.get_only_project"
-"""Function that returns the only project whose requests a person sees in the console; '' means all projects."""
-LIST_MEMORY = "cyborgweb.pages.saved_views.load_list_memory"
-"""Function that returns the columns a person has chosen for a list of the console, and the saved views."""
-FIELD_SENTENCE = "cyborgweb.manual.fields.field_sentence"
-"""Function that returns a field's description, which a form shows when the field's model has no help text."""
-AGENTS_DOOR = "cyborgweb.server.tls.choose_agent_address"
-"""Function that returns the address at which agents reach us, and the certificate fingerprint that they must pin."""
 
 Q_CLUSTER = {
     "name": "work",

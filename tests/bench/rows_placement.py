@@ -16,7 +16,6 @@ from typing import Any
 from uuid import uuid4
 
 import psycopg
-from django.conf import settings
 from django.db import connection
 from keystoneauth1.identity import V3Password
 from keystoneauth1.session import Session
@@ -26,6 +25,7 @@ from accelerators.domain.diff import HostReport
 from accelerators.inventory import merge
 from accelerators.models import Host
 from drivers.inventory import DriverReport
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import providers as tasks
 from placement_sync.models import Tree, WrittenProvider
 from tests.bench import fixtures, messages
@@ -67,35 +67,25 @@ class Recorder:
         return self.session.request(url, method, **more)
 
 
-_recorder: list[Recorder] = []
-
-
-def cloud() -> Recorder:
-    """What `settings.SERVICE_SESSION` names meanwhile."""
-    return _recorder[0]
-
-
 def rows(placement: Placement, hosts: int, turns: int, progress: Callable[[str], None]) -> list[Row]:
     """Two figures: the rate of our calls against the bare client's, and calls per host when nothing has changed."""
     progress(f"{hosts} hosts of {DEVICES} new devices each become providers, and again by a bare client, {turns} times")
     recorder = Recorder(_session(placement))
-    _recorder[:] = [recorder]
-    before, settings.SERVICE_SESSION = settings.SERVICE_SESSION, "tests.bench.rows_placement.cloud"
     try:
-        _offer(hosts)
-        _compute(recorder.session, hosts)
-        ours, bare = list[float](), list[float]()
-        for turn in range(turns):
-            ours.append(_ours(recorder, hosts))
-            if turn == 0:
-                calls = recorder.methods.total()
-                unchanged = _unchanged(recorder, hosts)
-            _taken_away(placement)
-            bare.append(_bare(_session(placement), list(recorder.kept.values())))
-            _taken_away(placement)
-            forget()
+        with SERVICE_SESSION.replaced("keystone", lambda: recorder):
+            _offer(hosts)
+            _compute(recorder.session, hosts)
+            ours, bare = list[float](), list[float]()
+            for turn in range(turns):
+                ours.append(_ours(recorder, hosts))
+                if turn == 0:
+                    calls = recorder.methods.total()
+                    unchanged = _unchanged(recorder, hosts)
+                _taken_away(placement)
+                bare.append(_bare(_session(placement), list(recorder.kept.values())))
+                _taken_away(placement)
+                forget()
     finally:
-        settings.SERVICE_SESSION = before
         fixtures.empty_inventory()
     return [_rate(ours, bare, hosts * DEVICES, calls), unchanged]
 

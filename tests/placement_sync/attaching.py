@@ -17,6 +17,7 @@ from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Attachment, Deployable, Device, DeviceProfile, Intent
 from accelerators.workflows import attachments
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import attachments as attaching
 from placement_sync.jobs import providers
 from placement_sync.reconcile import ObservedProvider
@@ -59,29 +60,19 @@ class FakeCloud:
 troubled_session = TroubledSession(None)
 
 
-def session() -> TroubledSession:
-    """For SERVICE_SESSION."""
-    return troubled_session
-
-
 @contextmanager
 def configured_cloud(settings: Any) -> Iterator[FakeCloud]:
     """Configured, with the host cmp1 in Placement and an instance VM of p1 there."""
-    settings.SERVICE_SESSION = "tests.placement_sync.attaching.session"
     keys = settings.KEYS
-    with running_nova() as nova:
+    with running_nova() as nova, SERVICE_SESSION.replaced("keystone", lambda: troubled_session):
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": nova.url})
         fake_cloud = FakeCloud(nova)
         troubled_session.__init__(fake_cloud)  # type: ignore[misc]
         fake_cloud.placement.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
         fake_cloud.boot_instance(INSTANCE)
-        looks = list(attachments._instance_lookups)
-        attachments.register_instance_lookup(attaching.look_up_instance)
-        try:
+        with attachments.INSTANCE_LOOKUP.replaced("nova", attaching.look_up_instance):
             yield fake_cloud
-        finally:
-            attachments._instance_lookups[:] = looks
 
 
 def make_ready_cards(count: int = 1, handles: int = 2, **changes: Any) -> None:

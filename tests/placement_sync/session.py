@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -13,6 +14,7 @@ import requests
 from keystoneauth1.exceptions import ConnectFailure
 
 from placement_sync.client import PlacementConflictError
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.reconcile import ObservedProvider
 from tests.placement_sync.model import PlacementModel
 
@@ -120,17 +122,13 @@ COMPUTE_PROVIDER = "11111111-1111-1111-1111-111111111111"
 placement_session = PlacementModelSession()
 
 
-def get_placement_session() -> PlacementModelSession:
-    """Return the session that the setting SERVICE_SESSION names after `use_placement_model`."""
-    return placement_session
-
-
-def use_placement_model(settings: Any) -> PlacementModelSession:
+@contextmanager
+def using_placement_model() -> Iterator[PlacementModelSession]:
     """Let the product talk to an empty model of Placement that has only the compute provider of cmp1."""
     placement_session.__init__()  # type: ignore[misc]  # tests import this one object, so it is emptied, not replaced
     placement_session.model.providers[COMPUTE_PROVIDER] = ObservedProvider(COMPUTE_PROVIDER, "cmp1", "", 0)
-    settings.SERVICE_SESSION = "tests.placement_sync.session.get_placement_session"
-    return placement_session
+    with SERVICE_SESSION.replaced("keystone", lambda: placement_session):
+        yield placement_session
 
 
 def _parse_microversion(headers: Mapping[str, str]) -> tuple[int, int]:

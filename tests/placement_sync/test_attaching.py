@@ -57,13 +57,13 @@ def expect_refusal(reason: RefusalReason, **said: Any) -> str:
 
 
 def test_an_attachment_is_claimed_and_bound_and_detaching_releases_claim_and_request(
-    cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch
+    cloud: FakeCloud,
 ) -> None:
-    monkeypatch.setitem(jobs._registered, "notices", jobs.Job("notices", "unused", "work", intent_kind="notice"))
     make_ready_cards()
     row = ask_attachment(reason="he asked for it")
     assert (row.state, row.host, row.project_id, request_states()) == ("asked", "cmp1", "p1", [])
-    run_steps()
+    with jobs.JOBS.replaced("notices", jobs.Job("unused", intent_kind="notice")):
+        run_steps()
     assert current_state(row) == "attached"
     assert [step["step"] for step in row.steps] == ["asked", "chosen", "claiming", "claimed", "bound"]
     assert cloud.device_allocations() == {provider_of_card(): {"FPGA": 1}}
@@ -260,8 +260,8 @@ def test_an_impossible_attachment_is_refused_at_once_with_the_reason(cloud: Fake
     assert "no free unit that is ready" in expect_refusal(RefusalReason.NONE_FREE)
     settings.KEYS.nova_endpoint = "off"
     assert "Nova is switched off" in expect_refusal(RefusalReason.CONFLICT)
-    attachments._instance_lookups.clear()
-    assert "No cloud is configured" in expect_refusal(RefusalReason.CONFLICT)
+    with attachments.INSTANCE_LOOKUP.replaced("nova", None):
+        assert "No cloud is configured" in expect_refusal(RefusalReason.CONFLICT)
 
 
 def test_a_caller_of_another_project_can_neither_attach_nor_detach(cloud: FakeCloud) -> None:

@@ -17,6 +17,7 @@ from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.models import Look, Vanished
 from placement_sync.nova import deleted_instances
 from tests.support.nova import FakeNova, running_nova
@@ -27,14 +28,10 @@ NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 LONG_AGO = "2020-01-01T00:00:00Z"
 
 
-def cloud() -> Session:
-    return Session(Token("http://unused", "token"))
-
-
 @pytest.fixture
 def nova(settings: Any) -> Iterator[FakeNova]:
-    with running_nova() as one:
-        settings.SERVICE_SESSION = "tests.placement_sync.test_deleted_instances.cloud"
+    session = Session(Token("http://unused", "token"))
+    with running_nova() as one, SERVICE_SESSION.replaced("keystone", lambda: session):
         settings.KEYS.nova_endpoint, before = one.url, settings.KEYS.nova_endpoint
         yield one
         settings.KEYS.nova_endpoint = before

@@ -8,18 +8,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.db import connection
+from django.db.models import Model
+from django.test import Client
 from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
 
 from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
+from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Host
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
-from tests.placement_sync.session import PlacementModelSession, placement_session, use_placement_model
+from tests.placement_sync.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -40,16 +45,10 @@ class CloudSession(PlacementModelSession):
         return Real(Token("http://unused", "token")).request(url, method, **values)
 
 
-def cloud() -> PlacementModelSession:
-    return CloudSession()
-
-
 @pytest.fixture(autouse=True)
 def nova(settings: Any) -> Iterator[FakeNova]:
-    use_placement_model(settings)
-    settings.SERVICE_SESSION = "tests.placement_sync.test_discrepancies.cloud"
     keys = settings.KEYS
-    with running_nova() as one:
+    with using_placement_model(), SERVICE_SESSION.replaced("keystone", CloudSession), running_nova() as one:
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
         yield one
@@ -125,6 +124,25 @@ def test_a_bound_request_without_an_allocation_is_a_discrepancy_until_it_has_one
     discrepancies.step()
     assert list_discrepancies() == []
     assert Event.objects.get(action="discrepancy.mended").changes["discrepancy"] == ["attached but unclaimed", None]
+
+
+def test_pages_of_the_host_the_device_and_the_request_show_a_discrepancy(client: Client) -> None:
+    instance, _ = make_bound_cards(2)
+    client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
+
+    def list_faults(row: Model) -> list[str]:
+        page = client.get(reverse(f"admin:accelerators_{row._meta.model_name}_change", args=[row.pk]))
+        assert ('id="faults"' in page.content.decode()) is bool(page.context["faults"])
+        return [fault["said"] for fault in page.context["faults"]]
+
+    requests = AcceleratorRequest.objects.order_by("id")
+    rows = (Host.objects.get(), *Device.objects.order_by("id"), *requests)
+    assert [list_faults(row) for row in rows] == [[]] * 5
+    set_allocations(first_provider())
+    compare_again()
+    host, device, other_device, request, other_request = map(list_faults, rows)
+    assert len(host) == 1 and instance in host[0]
+    assert (device, other_device, request, other_request) == (host, [], host, [])
 
 
 def test_a_deleted_allocation_is_found_by_rereading_although_the_generation_stays() -> None:

@@ -19,9 +19,10 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Attachment, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import holder_checks
 from placement_sync.reconcile import ObservedProvider
-from tests.placement_sync.session import PlacementModelSession, placement_session, use_placement_model
+from tests.placement_sync.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -35,11 +36,10 @@ def real_session() -> keystoneauth1.session.Session:
 
 
 @pytest.fixture(autouse=True)
-def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession]:
+def placement(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession]:
     monkeypatch.setattr(holder_checks, "_outages", {})
-    safety.register_holder_check("placement", holder_checks.check_placement)
-    yield use_placement_model(settings)
-    del safety._holder_checks["placement"]
+    with safety.HOLDER_CHECKS.replaced("placement", holder_checks.check_placement), using_placement_model() as session:
+        yield session
 
 
 @pytest.fixture
@@ -97,15 +97,16 @@ def test_retiring_is_refused_while_placement_is_away_with_one_call_only(
 def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNova]:
     """Nova alone is asked, through HTTP."""
     keys = settings.KEYS
-    settings.SERVICE_SESSION = "tests.placement_sync.test_holder_checks.real_session"
-    monkeypatch.setitem(safety._holder_checks, "placement", lambda _: holder_checks.NO_HOLDERS)
     monkeypatch.setattr(holder_checks, "_unknown_instances", set())
-    with running_nova() as one:
+    with (
+        safety.HOLDER_CHECKS.replaced("placement", None),
+        safety.HOLDER_CHECKS.replaced("nova", holder_checks.check_nova),
+        SERVICE_SESSION.replaced("keystone", real_session),
+        running_nova() as one,
+    ):
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
-        safety.register_holder_check("nova", holder_checks.check_nova)
         yield one
-        del safety._holder_checks["nova"]
 
 
 def make_former_instance(device: Device, give_back: Any = binding.delete_requests) -> str:

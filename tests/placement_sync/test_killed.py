@@ -22,6 +22,7 @@ from accelerators.models import AcceleratorRequest, Attribute, Device, DevicePro
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import sweep
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import providers
 from placement_sync.models import Look, Vanished
 from placement_sync.nova import deleted_instances, notices_job
@@ -39,15 +40,12 @@ LONG_AGO = "2020-01-01T00:00:00Z"
 troubled_session = TroubledSession(None)
 
 
-def cloud() -> TroubledSession:
-    return troubled_session
-
-
 @pytest.fixture(autouse=True)
-def _cloud(settings: Any) -> None:
+def _cloud(settings: Any) -> Iterator[None]:
     keys = settings.KEYS
     settings.KEYS = SimpleNamespace(**{name: getattr(keys, name) for name in keys.__dataclass_fields__})
-    settings.SERVICE_SESSION = "tests.placement_sync.test_killed.cloud"
+    with SERVICE_SESSION.replaced("keystone", lambda: troubled_session):
+        yield
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from keystoneauth1.token_endpoint import Token
 
 from accelerators import conductor
 from accelerators.models import Event, Intent
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.nova import notices_job
 from placement_sync.nova.notices import Notice, interpret_answer
 from tests.support.nova import FakeNova, running_nova
@@ -20,14 +21,10 @@ from tests.support.nova import FakeNova, running_nova
 pytestmark = pytest.mark.django_db
 
 
-def cloud() -> Session:
-    return Session(Token("http://unused", "token"))
-
-
 @pytest.fixture
 def nova(settings: Any) -> Iterator[FakeNova]:
-    with running_nova() as one:
-        settings.SERVICE_SESSION = "tests.placement_sync.test_notices.cloud"
+    session = Session(Token("http://unused", "token"))
+    with running_nova() as one, SERVICE_SESSION.replaced("keystone", lambda: session):
         settings.KEYS = SimpleNamespace(nova_endpoint=one.url)
         yield one
 

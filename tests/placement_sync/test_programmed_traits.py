@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -24,19 +23,20 @@ from tests.accelerators.requests.test_bind_commands import (
     handle,
     make_handles_pci,
 )
-from tests.placement_sync.session import PlacementModelSession, use_placement_model
+from tests.placement_sync.session import PlacementModelSession, using_placement_model
 
 __all__ = ["handle"]
 pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
-def placement(settings: Any) -> Iterator[PlacementModelSession]:
-    jobs.register_job("placement", "placement_sync.jobs.providers.run", cluster="work", intent_kind="provider")
-    jobs.register_job("notices", "placement_sync.nova.notices_job.run", cluster="work", intent_kind="notice")
-    yield use_placement_model(settings)
-    for name in ("placement", "notices"):
-        del jobs._registered[name]
+def placement() -> Iterator[PlacementModelSession]:
+    with (
+        jobs.JOBS.replaced("placement", jobs.Job("placement_sync.jobs.providers.run", intent_kind="provider")),
+        jobs.JOBS.replaced("notices", jobs.Job("placement_sync.nova.notices_job.run", intent_kind="notice")),
+        using_placement_model() as session,
+    ):
+        yield session
 
 
 def test_a_programmed_request_is_bound_only_after_its_traits_are_in_placement(

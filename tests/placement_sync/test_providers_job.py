@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from typing import Any
@@ -17,6 +18,8 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.models import Device, Host, Intent, Tick
 from accelerators.runtime import jobs
+from cyborgweb.auth import keystone
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import providers
 from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import ObservedProvider
@@ -24,7 +27,7 @@ from tests.placement_sync.session import (
     COMPUTE_PROVIDER,
     PlacementModelSession,
     placement_session,
-    use_placement_model,
+    using_placement_model,
 )
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -33,8 +36,9 @@ ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
 
 
 @pytest.fixture(autouse=True)
-def placement(settings: Any) -> PlacementModelSession:
-    return use_placement_model(settings)
+def placement() -> Iterator[PlacementModelSession]:
+    with using_placement_model() as session:
+        yield session
 
 
 def make_ready_host(cards: int = 1, seq: int = 1) -> Host:
@@ -78,18 +82,16 @@ def take_write_calls(placement: PlacementModelSession) -> list[str]:
     return found
 
 
-def test_only_a_report_that_changes_devices_triggers_the_placement_job(
-    monkeypatch: pytest.MonkeyPatch, django_capture_on_commit_callbacks: Any
-) -> None:
-    monkeypatch.setitem(jobs._registered, "placement", jobs.Job("placement", "unused", "work", intent_kind="provider"))
+def test_only_a_report_that_changes_devices_triggers_the_placement_job(django_capture_on_commit_callbacks: Any) -> None:
     host = get_or_create_host()
-    with django_capture_on_commit_callbacks(execute=True):
-        apply_report(host, make_driver_report(make_card(1)))
-    assert Tick.objects.filter(name="placement").count() == 1
-    jobs.clear_tick("placement")
-    with django_capture_on_commit_callbacks(execute=True):
-        apply_report(host, make_driver_report(make_card(1)), seq=2)
-    assert not Tick.objects.filter(name="placement").exists()
+    with jobs.JOBS.replaced("placement", jobs.Job("unused", intent_kind="provider")):
+        with django_capture_on_commit_callbacks(execute=True):
+            apply_report(host, make_driver_report(make_card(1)))
+        assert Tick.objects.filter(name="placement").count() == 1
+        jobs.clear_tick("placement")
+        with django_capture_on_commit_callbacks(execute=True):
+            apply_report(host, make_driver_report(make_card(1)), seq=2)
+        assert not Tick.objects.filter(name="placement").exists()
 
 
 def test_L4_reconciling_twice_writes_once(placement: PlacementModelSession) -> None:
@@ -193,10 +195,10 @@ def test_a_provider_deleted_by_others_is_restored_by_the_periodic_check(placemen
     assert uuid in placement.model.providers
 
 
-def test_the_job_calls_nobody_without_a_service_session(placement: PlacementModelSession, settings: Any) -> None:
+def test_the_job_calls_nobody_without_a_service_session(placement: PlacementModelSession) -> None:
     make_ready_host()
-    settings.SERVICE_SESSION = "cyborgweb.auth.keystone.service_session"
-    assert not providers.step()
+    with SERVICE_SESSION.replaced("keystone", keystone.service_session):
+        assert not providers.step()
     assert placement.seen_calls == []
 
 

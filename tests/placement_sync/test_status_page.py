@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from io import StringIO
 from typing import Any
@@ -27,7 +28,7 @@ from tests.placement_sync.session import (
     COMPUTE_PROVIDER,
     PlacementModelSession,
     placement_session,
-    use_placement_model,
+    using_placement_model,
 )
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -36,8 +37,9 @@ ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
 
 
 @pytest.fixture(autouse=True)
-def placement(settings: Any) -> PlacementModelSession:
-    return use_placement_model(settings)
+def placement() -> Iterator[PlacementModelSession]:
+    with using_placement_model() as session:
+        yield session
 
 
 @pytest.fixture

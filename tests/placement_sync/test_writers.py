@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from io import StringIO
 from typing import Any
@@ -29,7 +30,7 @@ from placement_sync.sync import synchronize_host
 from tests.placement_sync.session import (
     PlacementModelSession,
     placement_session,
-    use_placement_model,
+    using_placement_model,
 )
 from tests.placement_sync.test_providers_job import ADMIN, make_intents_due, make_ready_host, observed_provider
 
@@ -37,8 +38,9 @@ pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
-def placement(settings: Any) -> PlacementModelSession:
-    return use_placement_model(settings)
+def placement() -> Iterator[PlacementModelSession]:
+    with using_placement_model() as session:
+        yield session
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from accelerators.models import AcceleratorRequest, Deployable, Device, DevicePr
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from drivers.inventory import Device as Card
+from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
 from tests.support.nova import FakeNova, running_nova
@@ -28,18 +29,12 @@ from tests.system.placement import Placement
 pytestmark = [pytest.mark.system, pytest.mark.django_db]
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 LONG_AGO = "2020-01-01T00:00:00Z"
-_cloud: list[Session] = []
-
-
-def cloud() -> Session:
-    return _cloud[-1]
 
 
 @pytest.fixture
-def host(keystone: Keystone, placement: Placement, settings: Any) -> Iterator[Host]:
+def host(keystone: Keystone, placement: Placement) -> Iterator[Host]:
     """A host of one ready card with four handles, in Placement, looked at and compared."""
-    _cloud.append(Session(V3Password(**keystone.credentials("admin"))))
-    settings.SERVICE_SESSION = "tests.system.test_discrepancies.cloud"
+    session = Session(V3Password(**keystone.credentials("admin")))
     name = f"cmp-{uuid.uuid4().hex[:8]}"
     placement.create_compute_provider(name)
     host = get_or_create_host(name)
@@ -47,9 +42,9 @@ def host(keystone: Keystone, placement: Placement, settings: Any) -> Iterator[Ho
     lifecycle.enable_device(Device.objects.get().uuid, NOVA)
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
-    compare_again()
-    yield host
-    _cloud.clear()
+    with SERVICE_SESSION.replaced("keystone", lambda: session):
+        compare_again()
+        yield host
 
 
 def _with_provider_name(one: Card, host: str) -> Card:

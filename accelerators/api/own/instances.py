@@ -1,13 +1,12 @@
-"""Look up the state and the name of instances from a registered source, without importing the Nova client.
-
-`placement_sync` registers its source when it starts. The `accelerators` resource adds the answers to its rows.
-"""
+"""Look up the state and the name of instances from a registered source, without importing the Nova client."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
+
+from accelerators.runtime.registry import Registry
 
 UNKNOWN_STATE = "unknown"
 log = logging.getLogger(__name__)
@@ -31,16 +30,11 @@ class InstanceState(NamedTuple):
     name: str = ""
 
 
-InstanceStateSource = Callable[[Collection[InstanceKey]], Mapping[str, InstanceState]]
-"""A function that returns, by uuid, the states of one page of instances within 2 s. An instance that it leaves out is
-`unknown`."""
-
-_sources: list[InstanceStateSource] = []
-
-
-def register_source(source: InstanceStateSource) -> None:
-    """Use `source` from now on; it replaces the source registered before."""
-    _sources[:] = [source]
+INSTANCE_STATES: Registry[Callable[[Collection[InstanceKey]], Mapping[str, InstanceState]]] = Registry(
+    "source of instance states", single=True
+)
+"""Function that returns, by uuid, the states of one page of instances within 2 s; an instance that it leaves out is
+`unknown`. The resource `accelerators` adds the answers to its rows."""
 
 
 def fetch_instance_states(instances: Collection[InstanceKey]) -> Mapping[str, InstanceState]:
@@ -49,10 +43,10 @@ def fetch_instance_states(instances: Collection[InstanceKey]) -> Mapping[str, In
     Returns an empty mapping if no source is registered. If the source raises, the error is logged and the mapping is
     empty.
     """
-    if not instances or not _sources:
+    if not instances or not INSTANCE_STATES:
         return {}
     try:
-        return _sources[0](instances)
+        return INSTANCE_STATES.only()(instances)
     except Exception:
         log.exception("the states of instances could not be looked up")
         return {}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
-from django.utils.module_loading import import_string
 
 from agents import enrolment
 from drivers.configuration import ConfigurationError
@@ -38,7 +36,7 @@ class Command(BaseCommand):
         if requested_address and not requested_address.startswith(("http://", "https://")):
             raise CommandError("--address must begin with http:// or https://")
         try:
-            address, fingerprint = import_string(settings.AGENTS_DOOR)(requested_address, options["unpinned"])
+            address, fingerprint = enrolment.CONDUCTOR_ADDRESS.only()(requested_address, options["unpinned"])
         except ConfigurationError as error:
             raise CommandError(f"{error}; or give the address with --address") from None
         token = enrolment.create_join_token(

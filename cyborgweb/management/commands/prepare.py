@@ -68,7 +68,7 @@ class Command(BaseCommand):
             "login": login,
             "login_file": str(path) if get_keys().auth != "keystone" and path.exists() else "",
             "join": _create_join_token(options["address"]) if options["address"] else "",
-            "jobs": {j.name: (j.cluster, jobs.LOCK_CLASS, jobs.lock_id(j.name)) for j in jobs.list_jobs()},
+            "jobs": {name: (job.cluster, jobs.LOCK_CLASS, jobs.lock_id(name)) for name, job in jobs.JOBS.items()},
             "dsn": make_conninfo("", **libpq.get_connection_parameters()),
         }
         self.stdout.write(json.dumps(facts))

@@ -76,8 +76,7 @@ def cloud(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Placement and Nova; images lie in a directory of the test's own, and there is room for two copies of Glance's."""
     monkeypatch.setattr(store, "get_image_directory", lambda: tmp_path)
     monkeypatch.setattr(store, "MAX_COPIES", 2)
-    monkeypatch.setattr(download, "_services", [])
-    with configured_cloud(settings) as one:
+    with download.IMAGE_SERVICE.replaced("glance", None), configured_cloud(settings) as one:
         yield one
 
 
@@ -98,9 +97,10 @@ class EventReplayMachine(RuleBasedStateMachine):
             self.cloud.boot_instance(instance, host.name, root)
         names = {instance: host.name for host, instance in zip(self.hosts, self.instances, strict=True)}
         # Without Nova's HTTP, which would be most of the time; the stories below have it.
-        attachments.register_instance_lookup(
-            lambda uuid, _: NovaInstance(uuid, "p1", "ACTIVE", frozenset({names[uuid]}))
+        self.replaced_lookup = attachments.INSTANCE_LOOKUP.replaced(
+            "nova", lambda uuid, _: NovaInstance(uuid, "p1", "ACTIVE", frozenset({names[uuid]}))
         )
+        self.replaced_lookup.__enter__()
         self.seq = 0
         for host in self.hosts:
             self.report(host, 2, 2, "ok")
@@ -273,6 +273,7 @@ class EventReplayMachine(RuleBasedStateMachine):
         assert told() == read_tables()
 
     def teardown(self) -> None:
+        self.replaced_lookup.__exit__(None, None, None)
         transaction.savepoint_rollback(self.before)
         self.cloud.placement.away = False
 

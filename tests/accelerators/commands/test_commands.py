@@ -339,23 +339,21 @@ def test_commands_that_state_driver_or_a_running_command_forbid_are_refused(devi
     assert placing.order_device_command("health", device.uuid, OLGA).state == "queued"
 
 
-def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unknown(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unknown(device: Device) -> None:
     for testimony, reason in (
         (safety.HolderCheckResult(("instance i",)), RefusalReason.IN_USE),
         (safety.HolderCheckResult(unknown="no answer"), RefusalReason.UNAVAILABLE),
     ):
-        monkeypatch.setitem(safety._holder_checks, "placement", lambda device, said=testimony: said)
-        for op, more in (
-            ("uninstall", {}),
-            ("reset", {}),
-            ("partition", {"layout": {"a": "b"}}),
-            ("program", {"image": IMAGE}),
-        ):
-            with pytest.raises(RefusedError) as refused:
-                placing.order_device_command(op, device.uuid, OLGA, **more)
-            assert refused.value.reason == reason
+        with safety.HOLDER_CHECKS.replaced("placement", lambda device, said=testimony: said):
+            for op, more in (
+                ("uninstall", {}),
+                ("reset", {}),
+                ("partition", {"layout": {"a": "b"}}),
+                ("program", {"image": IMAGE}),
+            ):
+                with pytest.raises(RefusedError) as refused:
+                    placing.order_device_command(op, device.uuid, OLGA, **more)
+                assert refused.value.reason == reason
     placing.order_device_command("health", device.uuid, OLGA)
 
 

@@ -168,23 +168,19 @@ def test_S1_retiring_a_held_device_is_refused_naming_the_holder(device: Device) 
     assert AcceleratorRequest.objects.get().state == "Bound"
 
 
-def test_retiring_is_refused_while_a_holder_check_gets_no_answer(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(
-        safety._holder_checks, "placement", lambda device: safety.HolderCheckResult(unknown="it does not answer")
-    )
-    lifecycle.disable_device(device.uuid, OLGA)
-    with pytest.raises(RefusedError, match="placement: it does not answer") as refused:
-        lifecycle.apply_action_to_device(Action.RETIRE, device.uuid, OLGA)
-    assert refused.value.reason == RefusalReason.UNAVAILABLE
-    assert (
-        lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, drain_to=DrainTarget.RETIRED).text
-        == "draining: 0 requests left"
-    )
-    lifecycle.run_drains()
-    assert get_state_and_drain(device) == ("maintenance", "retired")
-    monkeypatch.delitem(safety._holder_checks, "placement")
+def test_retiring_is_refused_while_a_holder_check_gets_no_answer(device: Device) -> None:
+    unknown = safety.HolderCheckResult(unknown="it does not answer")
+    with safety.HOLDER_CHECKS.replaced("placement", lambda device: unknown):
+        lifecycle.disable_device(device.uuid, OLGA)
+        with pytest.raises(RefusedError, match="placement: it does not answer") as refused:
+            lifecycle.apply_action_to_device(Action.RETIRE, device.uuid, OLGA)
+        assert refused.value.reason == RefusalReason.UNAVAILABLE
+        assert (
+            lifecycle.apply_action_to_device(Action.DRAIN, device.uuid, OLGA, drain_to=DrainTarget.RETIRED).text
+            == "draining: 0 requests left"
+        )
+        lifecycle.run_drains()
+        assert get_state_and_drain(device) == ("maintenance", "retired")
     lifecycle.run_drains()
     assert get_state_and_drain(device) == ("retired", None)
 

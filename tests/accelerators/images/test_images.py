@@ -32,17 +32,18 @@ OrderCommand = Callable[..., Command]
 
 
 @pytest.fixture(autouse=True)
-def _here(settings: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "_services", [])
+def _here(settings: object, tmp_path: Path) -> Iterator[None]:
     settings.KEYS = Keys(state_dir=str(tmp_path), image_max_bytes=4 * 1024 * 1024)  # type: ignore[attr-defined]
+    with download.IMAGE_SERVICE.replaced("glance", None):
+        yield
 
 
 @pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGlance]:
+def cloud() -> Iterator[FakeGlance]:
     with glance() as known:
         session = Session(Token(known.url, "secret"))
-        monkeypatch.setattr(download, "_services", [Client(lambda: session, known.url)])
-        yield known
+        with download.IMAGE_SERVICE.replaced("glance", Client(lambda: session, known.url)):
+            yield known
 
 
 @pytest.fixture
@@ -173,7 +174,7 @@ def test_unusable_images_of_glance_end_the_command_as_refused(
 
 
 def test_images_that_glance_does_not_have_are_reported_to_the_waiting_command(
-    wait: OrderCommand, cloud: FakeGlance, monkeypatch: pytest.MonkeyPatch
+    wait: OrderCommand, cloud: FakeGlance
 ) -> None:
     for _ in range(2):
         cloud.add_image(IMAGE_CONTENT, **{"accel:function_id": "twice"})
@@ -186,9 +187,9 @@ def test_images_that_glance_does_not_have_are_reported_to_the_waiting_command(
     def no_cloud() -> None:
         raise ConfigurationError("No cloud is configured")
 
-    monkeypatch.setattr(download, "_services", [Client(no_cloud)])
     lonely = wait(bitstream_id=str(uuid4()))
-    download.run()
+    with download.IMAGE_SERVICE.replaced("glance", Client(no_cloud)):
+        download.run()
     assert "No cloud is configured" in get_state_and_image_or_text(lonely)[1]
 
 
@@ -221,7 +222,8 @@ def test_a_download_is_done_in_slices_and_the_next_slice_continues_it(
     uuid = cloud.add_image(IMAGE_CONTENT)
     command = wait(bitstream_id=uuid)
     monkeypatch.setattr(download, "SLICE_S", 0.0)
-    offer, service = download._services[0].image(uuid), download._services[0]
+    service = download.IMAGE_SERVICE.only()
+    offer = service.image(uuid)
     assert download._fetch_image(service, offer, 0.0) == ("", 1024 * 1024)
     cloud.ranges = False
     assert download._fetch_image(service, offer, 0.0) == ("", 1024 * 1024)

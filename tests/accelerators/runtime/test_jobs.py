@@ -60,7 +60,7 @@ def test_runs_of_one_job_never_overlap_and_finish_all_work() -> None:
 
 def test_kick_timely_queues_each_timely_job_once_with_few_statements() -> None:
     """A gateway's writer wakes them, and reports wait for it: a slow database makes each statement dear."""
-    timely = {job.name for job in jobs.list_jobs() if job.periodic}
+    timely = {name for name, job in jobs.JOBS.items() if job.periodic}
     former = min(timely)
     jobs.enqueue_job(former)
     with CaptureQueriesContext(connection) as statements:
@@ -76,5 +76,5 @@ def test_kick_timely_queues_each_timely_job_once_with_few_statements() -> None:
 def test_kick_all_queues_every_job_of_one_cluster_again() -> None:
     jobs.enqueue_job("merge")
     jobs.requeue_all_jobs("ingest")
-    assert {t.name for t in Tick.objects.all()} == {job.name for job in jobs.list_jobs() if job.cluster == "ingest"}
+    assert {t.name for t in Tick.objects.all()} == {name for name, job in jobs.JOBS.items() if job.cluster == "ingest"}
     assert OrmQ.objects.count() == 2

@@ -223,26 +223,25 @@ def test_S1_changing_a_driver_whose_devices_are_held_is_refused(fill: Fill) -> N
     assert (rollout.state, list_step_states(rollout)) == ("stopped", ["failed", "skipped"])
 
 
-def test_S1_changing_a_driver_is_refused_while_a_holder_check_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S1_changing_a_driver_is_refused_while_a_holder_check_gets_no_answer() -> None:
     (host,) = create_hosts(1, make_driver_report(make_card(1)))
-    monkeypatch.setitem(
-        safety._holder_checks, "nova", lambda device: safety.HolderCheckResult(unknown="it does not answer")
-    )
-    with pytest.raises(
-        RefusedError, match=r"unknown whether device .* is held \(nova: it does not answer\)"
-    ) as refused:
+    unknown = safety.HolderCheckResult(unknown="it does not answer")
+    with (
+        safety.HOLDER_CHECKS.replaced("nova", lambda device: unknown),
+        pytest.raises(RefusedError, match=r"unknown whether device .* is held \(nova: it does not answer\)") as refused,
+    ):
         start_rollout(UNINSTALL, [host])
     assert refused.value.reason == RefusalReason.UNAVAILABLE
 
 
 def test_S1_changing_a_driver_is_refused_if_the_holder_checks_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Device] = []
-    monkeypatch.setitem(
-        safety._holder_checks, "nova", lambda device: asked.append(device) or safety.HolderCheckResult()
-    )
     (host,) = create_hosts(1, make_driver_report(make_card(1), make_card(2)))
     monkeypatch.setattr(driver_config, "HOLDER_CHECKS_TIMEOUT_S", -1.0)
-    with pytest.raises(RefusedError, match="took too long: try again") as refused:
+    with (
+        safety.HOLDER_CHECKS.replaced("nova", lambda device: asked.append(device) or safety.HolderCheckResult()),
+        pytest.raises(RefusedError, match="took too long: try again") as refused,
+    ):
         start_rollout(UNINSTALL, [host])
     assert (refused.value.reason, asked) == (RefusalReason.UNAVAILABLE, [])
     assert not Rollout.objects.exists()

@@ -72,13 +72,11 @@ def test_a_missing_device_is_not_removed_while_its_driver_fails(host: Host) -> N
 def test_S1_a_missing_device_is_not_removed_unless_every_holder_check_says_it_is_free(
     host: Host, said: HolderCheckResult
 ) -> None:
-    safety.register_holder_check("stranger", lambda device: said)
-    try:
+    with safety.HOLDER_CHECKS.replaced("stranger", lambda device: said):
         assert remove_missing_devices(LATER) is False
         assert count_missing() == 1
-    finally:
-        safety.register_holder_check("stranger", lambda device: HolderCheckResult())
-    remove_missing_devices(LATER)
+    with safety.HOLDER_CHECKS.replaced("stranger", lambda device: HolderCheckResult()):
+        remove_missing_devices(LATER)
     assert count_missing() == 0
 
 

@@ -4,6 +4,7 @@ gateway and the spool, the merge job, the intent, and the job that writes provid
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from cyborgweb.models import ApiToken
 from placement_sync.jobs import providers as placement_tasks
 from tests.agents.conftest import GatewaySlot
 from tests.agents.gateway.test_gateway import make_join_secret, make_report
-from tests.placement_sync.session import PlacementModelSession, placement_session, use_placement_model
+from tests.placement_sync.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.reports import make_card
 from tests.support.wireagent import WireAgent, ask
 
@@ -32,8 +33,9 @@ ADMIN = Caller("ops", "u", frozenset({"admin"}), "p1")
 
 
 @pytest.fixture
-def placement(settings: Any) -> PlacementModelSession:
-    return use_placement_model(settings)
+def placement() -> Iterator[PlacementModelSession]:
+    with using_placement_model() as session:
+        yield session
 
 
 @pytest.fixture

@@ -254,11 +254,17 @@ def run_attachment_job(**states: str) -> Iterator[None]:
         thread.join(10)
 
 
-def test_attach_instance_and_detach_instance_wait_for_the_outcome(
-    cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def nova_instance() -> Iterator[None]:
+    """Nova has the instance INSTANCE of the project p1 on the host."""
     known = attachments.NovaInstance(INSTANCE, "p1", "ACTIVE", frozenset({"cmp1"}))
-    monkeypatch.setattr(attachments, "_instance_lookups", [lambda instance, project: known])
+    with attachments.INSTANCE_LOOKUP.replaced("nova", lambda instance, project: known):
+        yield
+
+
+def test_attach_instance_and_detach_instance_wait_for_the_outcome(
+    cyborg: Cyborg, host: Host, nova_instance: None
+) -> None:
     with conductor.writing():
         Device.objects.update(state="ready")
         Deployable.objects.filter(device__address="0000:02:00.0").update(rp_uuid=INSTANCE)

@@ -46,16 +46,13 @@ def test_needs_are_sorted_worst_first_with_pending_decisions_last() -> None:
     assert found[-1].startswith("calm new: 2 devices waiting for a decision")
 
 
-def test_a_late_intent_is_shown_with_its_error_and_a_stuck_one_takes_precedence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(jobs, "_registered", dict(jobs._registered))
+def test_a_late_intent_is_shown_with_its_error_and_a_stuck_one_takes_precedence() -> None:
     late = backlog.IntentBacklog(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
     assert list_needs(intents={"provider": late}) == []  # no cloud is configured: nobody is told
-    jobs.register_job("placement", "none", cluster="work", intent_kind="provider")
-    assert list_needs(intents={"provider": late}) == [
-        "warn behind: Placement is behind by 4 min, 3 changes waiting: 503 from Placement"
-    ]
+    with jobs.JOBS.replaced("placement", jobs.Job("none", intent_kind="provider")):
+        assert list_needs(intents={"provider": late}) == [
+            "warn behind: Placement is behind by 4 min, 3 changes waiting: 503 from Placement"
+        ]
     stuck = backlog.IntentBacklog(3, 1, NOW, "x" * 300)
     (line,) = list_needs(intents={"provider": stuck})
     assert line.startswith("bad stuck: 1 intent failed ten times or more: xxx") and line.endswith("x…")

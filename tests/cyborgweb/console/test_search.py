@@ -7,12 +7,15 @@ from uuid import uuid4
 import pytest
 from django.contrib.auth.models import Permission, User
 from django.db import connection
+from django.db.models import F
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
+from accelerators.ui.extensions import SEARCH_PROVIDERS, SearchProvider
+from agents.models import Agent
 from cyborgweb.pages.search import uuid_bounds
 from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -53,6 +56,15 @@ def test_an_exact_hit_opens_its_page_in_at_most_eight_statements(operator: Clien
             answered = operator.get(reverse("find"), {"q": f" {term} "})
         assert (term, answered.status_code, answered.get("location")) == (term, 302, row_page(row))
         assert len(captured) <= MAX_STATEMENTS
+
+
+def test_rows_of_a_model_that_another_package_registers_are_found(operator: Client, known: dict[str, object]) -> None:
+    agent = Agent.objects.create(host=Host.objects.get(name="lonely"), public_key="key-of-lonely", boot_id="b")
+    provider = SearchProvider(Agent, (), ("public_key",), F("public_key"), F("host__name"))
+    assert operator.get(reverse("find"), {"q": "key-of"}).status_code == 200
+    with SEARCH_PROVIDERS.replaced("agents.agent", provider):
+        answered = operator.get(reverse("find"), {"q": "key-of"})
+    assert (answered.status_code, answered["location"]) == (302, reverse("admin:agents_agent_change", args=[agent.pk]))
 
 
 def test_several_hits_are_listed_by_kind(operator: Client, known: dict[str, object]) -> None:

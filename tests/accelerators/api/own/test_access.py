@@ -157,21 +157,14 @@ def test_the_root_lists_all_collections_without_a_token(client: Client) -> None:
     assert client.get(found["hosts"]).status_code == 401
 
 
-def test_without_nova_the_state_of_an_instance_is_unknown(
-    ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_nova_the_state_of_an_instance_is_unknown(ask: Ask, fill: Fill) -> None:
     fill(2)
-    monkeypatch.setattr(instances, "_sources", [])
-    assert get_results(ask("/api/accelerators/"))[0]["instance"] == {
-        "uuid": INSTANCES[0],
-        "state": "unknown",
-        "name": "",
-    }
+    with instances.INSTANCE_STATES.replaced("nova", None):
+        shown = get_results(ask("/api/accelerators/"))[0]["instance"]
+    assert shown == {"uuid": INSTANCES[0], "state": "unknown", "name": ""}
 
 
-def test_an_accelerator_shows_the_instances_state_and_name_from_nova(
-    ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accelerator_shows_the_instances_state_and_name_from_nova(ask: Ask, fill: Fill) -> None:
     fill(3)
     asked = []
 
@@ -179,12 +172,12 @@ def test_an_accelerator_shows_the_instances_state_and_name_from_nova(
         asked.append(wanted)
         return {INSTANCES[0]: instances.InstanceState("ACTIVE", "web-1")}
 
-    monkeypatch.setattr(instances, "_sources", [nova])
-    first, second = get_results(ask("/api/accelerators/"))
-    assert asked == [{instances.InstanceKey(INSTANCES[0], "p1"), instances.InstanceKey(INSTANCES[1], "p2")}]
+    with instances.INSTANCE_STATES.replaced("nova", nova):
+        first, second = get_results(ask("/api/accelerators/"))
+        assert asked == [{instances.InstanceKey(INSTANCES[0], "p1"), instances.InstanceKey(INSTANCES[1], "p2")}]
+        tag = ask("/api/accelerators/")["ETag"]
     assert first["instance"] == {"uuid": INSTANCES[0], "state": "ACTIVE", "name": "web-1"}
     assert second["instance"]["state"] == "unknown"
     assert (first["driver"], first["host"]["name"], first["handle"]["info"]["bus"]) == ("pci_driver", "cmp0", "00")
-    tag = ask("/api/accelerators/")["ETag"]
-    monkeypatch.setattr(instances, "_sources", [lambda wanted: {}])
-    assert ask("/api/accelerators/", **{"If-None-Match": tag}).status_code == 200
+    with instances.INSTANCE_STATES.replaced("nova", lambda wanted: {}):
+        assert ask("/api/accelerators/", **{"If-None-Match": tag}).status_code == 200

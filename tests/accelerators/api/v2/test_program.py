@@ -45,9 +45,10 @@ Offered = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
-def _here(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(settings: Any, tmp_path: Path) -> Iterator[None]:
     settings.KEYS = Keys(state_dir=str(tmp_path))
-    monkeypatch.setattr(download, "_services", [])
+    with download.IMAGE_SERVICE.replaced("glance", None):
+        yield
 
 
 def upload_image(**properties: str) -> Image:

@@ -1,0 +1,75 @@
+"""The shape of every extension point: a registry with named entries, which other packages add when they start.
+
+A package that declares a registry imports nothing of the packages that fill it. They register in `AppConfig.ready()`.
+`docs/architecture.md` lists all registries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
+
+
+class RegistrationError(Exception):
+    """The name is taken by another entry, or the registry takes no more entries."""
+
+
+class Registry(Mapping[str, Entry]):
+    """Entries of one kind by name, in the order in which they were registered.
+
+    `kind` names an entry in error messages. A `single` registry takes only one entry.
+    """
+
+    def __init__(self, kind: str, *, single: bool = False) -> None:
+        self._kind, self._single = kind, single
+        self._entries: dict[str, Entry] = {}
+
+    def register(self, name: str, entry: Entry) -> None:
+        """Add an entry. Do nothing if an equal one has this name already; raise RegistrationError if another one has.
+
+        Of a `single` registry, the only entry must have this name.
+        """
+        if self._entries.get(name, entry) != entry:
+            raise RegistrationError(f"Another {self._kind} is already registered as {name!r}.")
+        if self._single and any(other != name for other in self._entries):
+            raise RegistrationError(f"The {self._kind} {name!r} is one too many: {', '.join(self)} is registered.")
+        self._entries[name] = entry
+
+    def only(self) -> Entry:
+        """Return the entry of a `single` registry. Raises LookupError if nothing is registered."""
+        if not self._entries:
+            raise LookupError(f"No {self._kind} is registered.")
+        return next(iter(self._entries.values()))
+
+    @contextmanager
+    def replaced(self, name: str, entry: Entry | None) -> Iterator[None]:
+        """Have `entry` under this name, or no such entry if it is None, until the block ends; for tests.
+
+        A `single` registry has no other entry meanwhile.
+        """
+        before, entries = self._entries, {} if self._single else dict(self._entries)
+        if entry is None:
+            entries.pop(name, None)
+        else:
+            entries[name] = entry
+        self._entries = entries
+        try:
+            yield
+        finally:
+            self._entries = before
+
+    def __getitem__(self, name: str) -> Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            known = ", ".join(self._entries) or "none"
+            raise KeyError(f"no {self._kind} {name!r} is registered; registered are: {known}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,53 @@
+"""Registries of the console: what other packages add to its pages and lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from django.http import HttpRequest
+
+from accelerators.runtime.registry import Registry
+
+DENIAL_REASON: Registry[Callable[[HttpRequest, str, str], str]] = Registry("denial reason", single=True)
+"""Function that returns why the user of a request may not do what a policy rule covers, unless they have a Django
+permission; '' if they may. `accelerators.ui.permissions` calls it."""
+USER_PROJECT: Registry[Callable[[Any], str]] = Registry("user's project", single=True)
+"""Function that returns the only project whose rows a user sees in lists; '' means all projects."""
+LIST_MEMORY: Registry[Callable[[Any, str], Any]] = Registry("list memory", single=True)
+"""Function that returns the columns that a user has chosen for the list of a model, and the saved views."""
+FIELD_SENTENCE: Registry[Callable[[str, str], str]] = Registry("field sentence", single=True)
+"""Function that returns the description of a model's field. Forms show it if the model has no help text."""
+PAGE_SECTIONS: Registry[Callable[[Any], Any]] = Registry("page section")
+"""Functions that return the content of a section for a row. The name of an entry is that of the page and that of the
+template's variable: `host.load`. The pages of hosts, devices and requests call `build_sections`."""
+
+
+def build_sections(page: str, row: Any) -> dict[str, Any]:
+    """Return the template variables of all sections that are registered for this page."""
+    return {
+        name.removeprefix(f"{page}."): build(row)
+        for name, build in PAGE_SECTIONS.items()
+        if name.startswith(f"{page}.")
+    }
+
+
+@dataclass(frozen=True)
+class SearchProvider:
+    """Rows that the search page finds; their model has a list in the console.
+
+    `uuid_fields` and `name_fields` are fields that are searched by prefix. `result_text` and `side_text` are database
+    expressions for the result's text and the text next to it; `describe` makes the shown text of the former.
+    """
+
+    model: type[Any]
+    uuid_fields: tuple[str, ...]
+    name_fields: tuple[str, ...]
+    result_text: Any
+    side_text: Any
+    describe: Callable[[str], str] = str
+
+
+SEARCH_PROVIDERS: Registry[SearchProvider] = Registry("search provider")
+"""What `cyborgweb.pages.search` finds, in the order in which it lists it. The name of an entry is `app.model`."""

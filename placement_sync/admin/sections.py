@@ -1,0 +1,43 @@
+"""Discrepancies with Placement and Nova, as the pages of hosts, devices and requests show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from accelerators.models import AcceleratorRequest, Device, Host
+from accelerators.ui import badges
+from placement_sync.jobs.discrepancies import (
+    DiscrepancySummary,
+    list_discrepancies_of_devices,
+    list_discrepancies_of_host,
+)
+
+
+def build_host_section(host: Host) -> list[dict[str, Any]]:
+    """Return the discrepancies of a host as the template `accelerators/faults.html` needs them."""
+    return _render_discrepancies(list_discrepancies_of_host(host.pk))
+
+
+def build_device_section(device: Device) -> list[dict[str, Any]]:
+    """Do the same as `build_host_section` for a device."""
+    return _render_discrepancies(list_discrepancies_of_devices([device.pk]))
+
+
+def build_request_section(request: AcceleratorRequest) -> list[dict[str, Any]]:
+    """Do the same as `build_host_section` for a request: those of its device that are about its instance."""
+    if request.instance_uuid is None or request.deployable is None:
+        return []
+    discrepancies = list_discrepancies_of_devices([request.deployable.device_id])
+    return _render_discrepancies(one for one in discrepancies if one.instance == str(request.instance_uuid))
+
+
+def _render_discrepancies(discrepancies: Iterable[DiscrepancySummary]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": badges.render_badge(one.kind, "bad"),
+            "since": badges.render_relative_time(one.since),
+            "said": one.explanation,
+        }
+        for one in discrepancies
+    ]
