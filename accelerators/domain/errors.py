@@ -6,6 +6,7 @@ All exceptions of this package, each with the module that defines it:
       RefusedError                      accelerators.domain.errors
       GroupError                        accelerators.domain.groups
       IllegalTransitionError            accelerators.domain.states
+      RegistrationError                 accelerators.runtime.registry
       ImageUnusableError                accelerators.images.download
       ImageServiceUnavailableError      accelerators.images.download
       ConcurrentUpdateError             accelerators.workflows.attachments

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
+from accelerators.domain.errors import AcceleratorsError
+
 Entry = TypeVar("Entry")
 
 
-class RegistrationError(Exception):
+class RegistrationError(AcceleratorsError):
     """The name is taken by another entry, or the registry takes no more entries."""
 
 

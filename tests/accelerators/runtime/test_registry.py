@@ -9,7 +9,7 @@ import pytest
 
 from accelerators.runtime.registry import RegistrationError, Registry
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PRODUCT_FILES = [
     path
     for package in ("accelerators", "agents", "placement_sync", "cyborgweb", "drivers")
