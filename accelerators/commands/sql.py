@@ -1,10 +1,11 @@
 """SQL statements of `placing` and `command_results`. Most of them handle any number of commands at once."""
 
-_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject,
-  subject_name, host, changes, reason)
-SELECT clock_timestamp(), {source}, {actor}, m.request_id, 'command.' || {action}, 'command', m.uuid,
-  left(m.op || ' ' || m.device_name, 255), h.name, {changes}, {reason}
-FROM {rows} m JOIN accelerators_host h ON h.id = m.host_id {more}"""
+from accelerators.conductor_sql import build_event_insert
+
+_INSERT_EVENTS = build_event_insert("""
+SELECT {source} AS source, {actor} AS actor, m.request_id, 'command.' || {action} AS action, m.uuid AS subject,
+  m.op || ' ' || m.device_name AS subject_name, h.name AS host, {changes} AS changes, {reason} AS reason
+FROM {rows} m JOIN accelerators_host h ON h.id = m.host_id {more}""")
 
 INSERT_COMMANDS = f"""
 WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(n int, op text, host bigint, device uuid,

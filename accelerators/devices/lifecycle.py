@@ -25,7 +25,7 @@ from accelerators.commands import placing
 from accelerators.commands.placing import CommandOrder, check_reason
 from accelerators.conductor import lock_devices
 from accelerators.domain.actions import Action, LifecycleState, state_after_action, state_after_last_request
-from accelerators.domain.caller import Caller, request_id
+from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.states import DeviceState, DrainTarget, EventSource, IllegalTransitionError
@@ -323,18 +323,15 @@ def _build_state_event(change: DeviceStateChange, source: EventSource, at: datet
     changes: dict[str, Any] = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
     if "state" in changes:
         changes["state_since"] = [moment.isoformat(timespec="seconds") for moment in (change.device.state_since, at)]
-    return {
-        "source": source,
-        "actor": change.actor[:255],
-        "request_id": request_id.get(),
-        "action": f"device.{change.name or change.after.effective_state}",
-        "subject_type": "device",
-        "subject": str(change.device.uuid),
-        "subject_name": str(change.device)[:255],
-        "host": change.device.host.name,
-        "changes": changes,
-        "reason": change.reason,
-    }
+    return conductor.build_event(
+        f"device.{change.name or change.after.effective_state}",
+        source,
+        change.actor,
+        host=change.device.host,
+        subject=(change.device.uuid, str(change.device)),
+        changes=changes,
+        reason=change.reason,
+    )
 
 
 STATE_FIELDS = ("state", "returns_to", "drain_to")

@@ -1,12 +1,14 @@
 """SQL statements of `binding`. The parameter `project` is NULL for a caller who sees the requests of every project."""
 
+from accelerators.conductor_sql import build_event_insert
+
 VISIBLE_CONDITION = "(%(project)s::text IS NULL OR q.project_id = %(project)s::text)"
 """Condition: the caller may see the request that is aliased `q` (promise X4)."""
 
-_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject,
-  subject_name, host, changes, reason)
-SELECT clock_timestamp(), {source}, %(actor)s::text, %(request_id)s::text, 'request.' || {action}, 'request', m.uuid,
-  coalesce(m.profile_name, ''), coalesce(m.hostname, ''), {changes}, {reason} FROM {rows} m"""
+_INSERT_EVENTS = build_event_insert("""
+SELECT {source} AS source, %(actor)s::text AS actor, %(request_id)s::text AS request_id,
+  'request.' || {action} AS action, m.uuid AS subject, coalesce(m.profile_name, '') AS subject_name,
+  coalesce(m.hostname, '') AS host, {changes} AS changes, {reason} AS reason FROM {rows} m""")
 
 INSERT_REQUESTS = f"""
 WITH made AS (
