@@ -11,26 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from django.db import connection
+from django.contrib.postgres.aggregates import ArrayAgg
+from django.contrib.postgres.expressions import ArraySubquery
+from django.db.models import Count, OuterRef, QuerySet, Subquery
 
 from accelerators.domain import groups
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.models import Host
-from accelerators.requests.binding_sql import FROM_FREE_HANDLES, OFFERED_COUNT
-
-_HELD_COUNT = """(SELECT count(*) FROM accelerators_acceleratorrequest q
-    WHERE q.deployable_id = p.id AND q.attach_handle_id IS NOT NULL)"""
-SELECT_CANDIDATES = f"""
-SELECT d.host_id, p.rp_uuid::text,
-  coalesce((SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key = 'rc'), ''),
-  ARRAY(SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key LIKE 'trait%%'),
-  {OFFERED_COUNT.format(free="count(*)", held=_HELD_COUNT)}, array_agg(DISTINCT t.attach_type::text)
-{FROM_FREE_HANDLES} AND d.host_id = ANY(%(hosts)s::bigint[]) AND (%(device)s::uuid IS NULL OR d.uuid = %(device)s::uuid)
-  AND p.rp_uuid IS NOT NULL
-GROUP BY d.host_id, p.id ORDER BY p.id
-"""
-"""Return, for each provider of these hosts with free handles: the host's id, the provider's id, its resource class, its
-traits, the number of handles that requests can get, and the attach types of the free handles."""
+from accelerators.domain.states import DeviceState, HandleType
+from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Host
 
 
 @dataclass(frozen=True)
@@ -78,15 +66,41 @@ def find_candidates_by_host(
     hosts: Collection[int], device: UUID | None = None
 ) -> defaultdict[int, list[ProviderCandidate]]:
     """Return host id → providers with free handles (of one `device` if it is given), for these hosts; one statement."""
+    handles = query_free_handles().filter(deployable__device__host__in=hosts, deployable__rp_uuid__isnull=False)
+    if device:
+        handles = handles.filter(deployable__device__uuid=device)
+    attributes = Attribute.objects.filter(deployable=OuterRef("deployable")).order_by()
+    holders = AcceleratorRequest.objects.filter(deployable=OuterRef("deployable"), attach_handle__isnull=False)
+    rows = (
+        handles.order_by("deployable_id")
+        .values_list("deployable__device__host", "deployable__rp_uuid", "deployable__num_accelerators")
+        .annotate(
+            held=Subquery(holders.order_by().values("deployable").annotate(held=Count("pk")).values("held")),
+            resource_class=Subquery(attributes.filter(key="rc").values("value")),
+            traits=ArraySubquery(attributes.filter(key__startswith="trait").values("value")),
+            free=Count("pk"),
+            types=ArrayAgg("attach_type", distinct=True),
+        )
+    )
     candidates_by_host = defaultdict(list)
-    with connection.cursor() as cursor:
-        cursor.execute(SELECT_CANDIDATES, {"hosts": list(hosts), "device": device})
-        for host, provider, resource_class, traits, free, types in cursor.fetchall():
-            if free:
-                candidates_by_host[host].append(
-                    ProviderCandidate(provider, resource_class, frozenset(traits), free, frozenset(types))
-                )
+    for host, provider, total, held, resource_class, traits, free, types in rows:
+        # Placement never allocates more than the total, even if more handles are free.
+        if (offered := min(free, total - (held or 0))) > 0:
+            candidates_by_host[host].append(
+                ProviderCandidate(str(provider), resource_class or "", frozenset(traits), offered, frozenset(types))
+            )
     return candidates_by_host
+
+
+def query_free_handles() -> QuerySet[AttachHandle]:
+    """Query the handles that a request can get now: those that a bind finds by `binding_sql.FROM_FREE_HANDLES`."""
+    return AttachHandle.objects.filter(
+        request__isnull=True,
+        missing_since__isnull=True,
+        deployable__missing_since__isnull=True,
+        deployable__device__state=DeviceState.READY,
+        deployable__device__busy_with__isnull=True,
+    ).exclude(attach_type=HandleType.DEV)
 
 
 def choose_providers(
