@@ -274,7 +274,9 @@ def cancel_preparing_commands(requests: Sequence[UUID | str]) -> None:
     if requests:
         preparing = Command.objects.filter(request__in=requests, state=CommandState.PREPARING, answered_at__isnull=True)
         unlocked = preparing.select_for_update(no_key=True, skip_locked=True)
-        if _refuse(Command.objects.filter(id__in=unlocked.values("id")), "its request does not need it any more"):
+        if _refuse(
+            Command.objects.filter(id__in=unlocked.order_by().values("id")), "its request does not need it any more"
+        ):
             transaction.on_commit(partial(jobs.enqueue_job, COMMANDS_JOB), robust=True)
 
 

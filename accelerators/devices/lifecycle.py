@@ -58,7 +58,13 @@ FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, was text, state text, returns
   who text)
 WHERE t.id = x.id AND t.state = x.was
 """
-"""Change the state of devices by compare and set."""
+"""Change the state of devices by compare and set. It is raw SQL because the ORM's `bulk_update` of 200 devices took
+17 times as long, and cannot compare."""
+STORE_PROVIDER_IDS = """
+UPDATE accelerators_deployable t SET rp_uuid = x.rp, updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, rp uuid) WHERE t.id = x.id AND t.rp_uuid IS NULL
+"""
+"""Store the provider ids of deployables that have none. It is raw SQL for the same reason."""
 
 _S = DeviceState
 _json = msgspec.json.Encoder()
@@ -285,11 +291,11 @@ def store_state_changes(state_changes: Sequence[DeviceStateChange], source: Even
         change.device.id for change in state_changes if change.after.state not in (_S.INACTIVE, _S.MISSING)
     ]
     # A device that leaves inactive gets its provider ids. An id that is recorded already (adopted, say) is kept.
-    without_provider = Deployable.objects.filter(rp_uuid__isnull=True)
-    deployables = list(without_provider.filter(device__in=offered_devices))
-    for deployable in deployables:
-        deployable.rp_uuid, deployable.updated_at = compute_provider_uuid(deployable.name), changed_at
-    without_provider.bulk_update(deployables, ["rp_uuid", "updated_at"])
+    unnamed_deployables = Deployable.objects.filter(device__in=offered_devices, rp_uuid__isnull=True).values_list(
+        "id", "name"
+    )
+    if provider_rows := [{"id": id, "rp": str(compute_provider_uuid(name))} for id, name in unnamed_deployables]:
+        cursor.execute(STORE_PROVIDER_IDS, [_encode_json(provider_rows)])
     conductor.record_events([_build_state_event(step, source, changed_at) for step in state_changes])
     conductor.raise_provider_intents({step.device.host_id: step.device.host for step in state_changes}.values())
     installs = [step for step in state_changes if step.after.state == _S.INSTALLING != step.before.state]

@@ -11,14 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from django.contrib.postgres.aggregates import ArrayAgg
 from django.contrib.postgres.expressions import ArraySubquery
-from django.db.models import Count, OuterRef, QuerySet, Subquery
+from django.db.models import OuterRef, Subquery
 
 from accelerators.domain import groups
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, HandleType
-from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Host
+from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Host
 
 
 @dataclass(frozen=True)
@@ -66,41 +65,37 @@ def find_candidates_by_host(
     hosts: Collection[int], device: UUID | None = None
 ) -> defaultdict[int, list[ProviderCandidate]]:
     """Return host id → providers with free handles (of one `device` if it is given), for these hosts; one statement."""
-    handles = query_free_handles().filter(deployable__device__host__in=hosts, deployable__rp_uuid__isnull=False)
+    # A handle is free if a bind would reserve it: `binding_sql.FROM_FREE_HANDLES`.
+    deployables = Deployable.objects.filter(
+        device__host__in=hosts,
+        device__state=DeviceState.READY,
+        device__busy_with__isnull=True,
+        missing_since__isnull=True,
+        rp_uuid__isnull=False,
+    )
     if device:
-        handles = handles.filter(deployable__device__uuid=device)
-    attributes = Attribute.objects.filter(deployable=OuterRef("deployable")).order_by()
-    holders = AcceleratorRequest.objects.filter(deployable=OuterRef("deployable"), attach_handle__isnull=False)
-    rows = (
-        handles.order_by("deployable_id")
-        .values_list("deployable__device__host", "deployable__rp_uuid", "deployable__num_accelerators")
-        .annotate(
-            held=Subquery(holders.order_by().values("deployable").annotate(held=Count("pk")).values("held")),
-            resource_class=Subquery(attributes.filter(key="rc").values("value")),
-            traits=ArraySubquery(attributes.filter(key__startswith="trait").values("value")),
-            free=Count("pk"),
-            types=ArrayAgg("attach_type", distinct=True),
-        )
+        deployables = deployables.filter(device__uuid=device)
+    attributes = Attribute.objects.filter(deployable=OuterRef("pk")).order_by()
+    handles = AttachHandle.objects.filter(deployable=OuterRef("pk"), missing_since__isnull=True, request__isnull=True)
+    requests = AcceleratorRequest.objects.filter(deployable=OuterRef("pk"), attach_handle__isnull=False)
+    rows = deployables.order_by("id").values_list(
+        "device__host",
+        "rp_uuid",
+        "num_accelerators",
+        Subquery(attributes.filter(key="rc").values("value")),
+        ArraySubquery(attributes.filter(key__startswith="trait").values("value")),
+        ArraySubquery(handles.exclude(attach_type=HandleType.DEV).order_by().values("attach_type")),
+        ArraySubquery(requests.order_by().values("id")),
     )
     candidates_by_host = defaultdict(list)
-    for host, provider, total, held, resource_class, traits, free, types in rows:
+    for host, provider, total, resource_class, traits, free_types, holding_requests in rows:
         # Placement never allocates more than the total, even if more handles are free.
-        if (offered := min(free, total - (held or 0))) > 0:
+        free = min(len(free_types), total - len(holding_requests))
+        if free > 0:
             candidates_by_host[host].append(
-                ProviderCandidate(str(provider), resource_class or "", frozenset(traits), offered, frozenset(types))
+                ProviderCandidate(str(provider), resource_class or "", frozenset(traits), free, frozenset(free_types))
             )
     return candidates_by_host
-
-
-def query_free_handles() -> QuerySet[AttachHandle]:
-    """Query the handles that a request can get now: those that a bind finds by `binding_sql.FROM_FREE_HANDLES`."""
-    return AttachHandle.objects.filter(
-        request__isnull=True,
-        missing_since__isnull=True,
-        deployable__missing_since__isnull=True,
-        deployable__device__state=DeviceState.READY,
-        deployable__device__busy_with__isnull=True,
-    ).exclude(attach_type=HandleType.DEV)
 
 
 def choose_providers(
