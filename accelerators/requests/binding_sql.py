@@ -1,4 +1,7 @@
-"""SQL statements of `binding`. The parameter `project` is NULL for a caller who sees the requests of every project."""
+"""SQL statements of `binding`. The parameter `project` is NULL for a caller who sees the requests of every project.
+
+They are raw SQL because they lock rows, or write requests and their events in one statement.
+"""
 
 from accelerators.conductor_sql import build_event_insert
 
@@ -68,7 +71,9 @@ WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready' 
   AND t.attach_type <> 'DEV'
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
 """
-"""FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`."""
+"""FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`.
+
+`candidates.find_candidates_by_host` has the same conditions."""
 OFFERED_COUNT = "least({free}, greatest(p.num_accelerators - {held}, 0))"
 """Expression: how many handles of the deployable `p` requests can still get. It is limited by the deployable's total,
 because Placement never allocates more than that, even if more handles are free."""
