@@ -58,7 +58,7 @@ def _renumber_transactions(**signal_arguments: Any) -> None:
     if (
         "plan" in signal_arguments and signal_arguments.get("using") == connection.alias
     ):  # `flush` in tests sends this signal without a plan
-        with connection.cursor() as cursor:
+        with connection.cursor() as cursor:  # the ORM does not call SQL functions
             cursor.execute("SELECT to_regproc('accelerators_event_renumber') IS NOT NULL")
             if cursor.fetchone()[0]:
                 cursor.execute("SELECT accelerators_event_renumber()")

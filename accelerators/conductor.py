@@ -144,7 +144,6 @@ def build_event(action: str, source: EventSource, actor: str, **details: Unpack[
         "actor": actor[:255],
         "request_id": request_id.get(),
         "action": action,
-        "subject_type": action.split(".", maxsplit=1)[0],
         "subject": subject[0],
         "subject_name": subject[1][:255],
         "host": host_name,
@@ -154,10 +153,7 @@ def build_event(action: str, source: EventSource, actor: str, **details: Unpack[
 
 
 def record_events(events: list[dict[str, Any]]) -> None:
-    """Write many events in one statement. Each is a row for `sql.INSERT_EVENTS`, as `build_event` builds it.
-
-    A row may leave out `source` (default 'agent') and `request_id` (default '').
-    """
+    """Write many events, which `build_event` builds, in one statement."""
     with writing():
         open_cursor().execute(sql.INSERT_EVENTS, [_encode_json(events).decode()])
 

@@ -11,38 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import connection
-from psycopg.types.json import Jsonb
+from django.db.models import DurationField, ExpressionWrapper, F, Value
+from django.db.models.functions import Coalesce, Least, Now, Power
 
 from accelerators import conductor
+from accelerators.models import Intent
 from accelerators.runtime import jobs
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 STUCK_AFTER_FAILURES = 10
 """Number of failures after which an intent is shown as stuck."""
 
-SELECT_DUE = """
-SELECT id, key, payload::json, attempts, coalesce(updated_at, created_at) FROM accelerators_intent
-WHERE kind = %s AND next_at <= statement_timestamp() ORDER BY next_at, id LIMIT %s
-"""
+RAISED_AT = Coalesce("updated_at", "created_at")
+RETRY_PAUSE = ExpressionWrapper(
+    Least(LONGEST_RETRY_S, FIRST_RETRY_S * Power(2.0, Least(F("attempts"), 16))) * timedelta(seconds=1), DurationField()
+)
+"""The back-off after a failure, computed from the number of failures before it."""
 DELETE_DONE = """
 DELETE FROM accelerators_intent t USING unnest(%s::bigint[], %s::timestamptz[]) AS x(id, at)
 WHERE t.id = x.id AND coalesce(t.updated_at, t.created_at) = x.at
 """
-POSTPONE = """
-UPDATE accelerators_intent t SET payload = t.payload || %s::jsonb, last_error = %s,
-  next_at = statement_timestamp() + make_interval(secs => %s)
-WHERE t.id = %s AND coalesce(t.updated_at, t.created_at) = %s
-"""
-MAKE_DUE = "UPDATE accelerators_intent SET next_at = statement_timestamp() WHERE kind = %s AND key = ANY(%s)"
-RECORD_FAILURE = """
-UPDATE accelerators_intent SET attempts = attempts + 1, last_error = %s,
-  next_at = statement_timestamp() + make_interval(secs => coalesce(%s, least(%s, %s * 2 ^ least(attempts, 16))))
-WHERE id = ANY(%s)
-"""
+"""Delete a batch of intents by pairs of id and RAISED_AT. The ORM cannot compare with a list of pairs."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +50,8 @@ class DueIntent:
 
 def load_due_intents(kind: str, count: int) -> list[DueIntent]:
     """Load at most `count` due intents of `kind`, the longest due first. Locks nothing."""
-    with connection.cursor() as cursor:
-        cursor.execute(SELECT_DUE, [kind, count])
-        return [DueIntent(*row) for row in cursor.fetchall()]
+    due = Intent.objects.filter(kind=kind, next_at__lte=Now()).order_by("next_at", "id")
+    return [DueIntent(*row) for row in due.values_list("id", "key", "payload", "attempts", RAISED_AT)[:count]]
 
 
 def delete_done_intents(intents: Iterable[DueIntent]) -> None:
@@ -79,13 +70,15 @@ def postpone_intent(intent: DueIntent, text: str, pause_s: float, **progress: An
     payload. Do nothing if the intent was raised again after it was loaded.
     """
     with conductor.writing():
-        conductor.open_cursor().execute(POSTPONE, [Jsonb(progress), text[:1000], pause_s, intent.id, intent.raised_at])
+        Intent.objects.alias(raised_at=RAISED_AT).filter(id=intent.id, raised_at=intent.raised_at).update(
+            payload=intent.payload | progress, last_error=text[:1000], next_at=Now() + timedelta(seconds=pause_s)
+        )
 
 
 def make_intents_due(kind: str, keys: Iterable[str]) -> None:
     """Make the intents with these keys due now, and wake their job after the commit."""
     with conductor.writing():
-        conductor.open_cursor().execute(MAKE_DUE, [kind, list(keys)])
+        Intent.objects.filter(kind=kind, key__in=list(keys)).update(next_at=Now())
         jobs.enqueue_handler_after_commit(kind)
 
 
@@ -95,9 +88,9 @@ def record_failures(intents: Iterable[DueIntent], error: str, pause_s: float | N
     The retry is due after `pause_s` seconds; if that is None, after a back-off that doubles with every failure, from
     `FIRST_RETRY_S` to `LONGEST_RETRY_S`.
     """
-    ids = [intent.id for intent in intents]
-    if ids:
+    pause = RETRY_PAUSE if pause_s is None else Value(timedelta(seconds=pause_s))
+    if ids := [intent.id for intent in intents]:
         with conductor.writing():
-            conductor.open_cursor().execute(
-                RECORD_FAILURE, [error[:1000], pause_s, LONGEST_RETRY_S, FIRST_RETRY_S, ids]
+            Intent.objects.filter(id__in=ids).update(
+                attempts=F("attempts") + 1, last_error=error[:1000], next_at=Now() + pause
             )

@@ -106,6 +106,12 @@ def test_the_supervisor_does_not_import_django() -> None:
     assert run_python("import cyborgweb.server.supervisor, sys; print('django' in sys.modules)") == "False"
 
 
+def test_one_statement_inserts_events() -> None:
+    inserting = [path.relative_to(ROOT) for path in SOURCES if "INSERT INTO accelerators_event" in path.read_text()]
+    product = [path for path in inserting if path.parts[0] != "tests"]
+    assert product == [Path("accelerators/conductor_sql.py")], "call `conductor_sql.build_event_insert`"
+
+
 @pytest.mark.django_db
 def test_migrations_match_the_models() -> None:
     from django.core.management import call_command

@@ -28,6 +28,7 @@ LOCK_TIMEOUT = "200ms"
 """Lock timeout for creating or dropping a month's partition. All new writers of events have to wait behind a statement
 that waits for this lock, so the statement gives up soon, and the next run of the job tries again."""
 SET_LOCK_TIMEOUT = "SELECT set_config('lock_timeout', %s, true)"
+"""This module has raw SQL because the ORM knows neither settings of a transaction nor partitions of a table."""
 SELECT_OLDEST_MONTH = """
 SELECT min(right(inhrelid::regclass::text, 7)) FROM pg_inherits
 WHERE inhparent = 'accelerators_event'::regclass AND inhrelid::regclass::text ~ '_\\d{4}_\\d\\d$'

@@ -31,11 +31,13 @@ EVENT_TEXT = """json_build_array(e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM
 """SQL expression of an event's canonical text (docs/audit.md): a JSON array with `, ` between its values."""
 EVENT_DIGEST = f"sha256(convert_to({EVENT_TEXT}, 'UTF8'))"
 SELECT_FINAL_TX = "SELECT accelerators_event_final()"
+"""This and `accelerators_event_renumber` are SQL functions, which are called by name."""
 SELECT_UNSEALED = f"""
 SELECT e.tx, e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM'), {EVENT_DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND e.tx < %s ORDER BY e.tx, e.id LIMIT %s
 """
-"""Events that can be sealed: those after the last seal, of transactions below that of SELECT_FINAL_TX."""
+"""Events that can be sealed: those after the last seal, of transactions below that of SELECT_FINAL_TX. It is raw SQL
+for the reasons of `verification.SELECT_SEALED_EVENTS`."""
 
 
 def seal_oldest_events(max_events: int = MAX_EVENTS_PER_SEAL) -> bool:

@@ -16,7 +16,7 @@ from django.db.models import Sum
 
 from accelerators.audit.sealing import EVENT_DIGEST, build_link, get_newest_seal
 from accelerators.domain import hash_chain
-from accelerators.models import Seal
+from accelerators.models import Event, Seal
 
 MAX_FINDINGS = 20
 """The verification stops when it has this many findings."""
@@ -24,11 +24,8 @@ SELECT_SEALED_EVENTS = f"""
 SELECT e.id, {EVENT_DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND (e.tx, e.id) <= (%s, %s) ORDER BY e.tx, e.id LIMIT %s
 """
-"""The events between two seals, with their digests."""
-SELECT_EVENT_BEFORE_FIRST_SEAL = "SELECT e.id FROM accelerators_event e WHERE e.tx < 0 ORDER BY e.tx, e.id LIMIT 1"
-"""Find an event with a negative transaction number. No transaction has one, so somebody inserted it in front of the
-first seal."""
-COUNT_UNSEALED = "SELECT count(*) FROM accelerators_event e WHERE (e.tx, e.id) > (%s, %s)"
+"""The events between two seals, with their digests. It is raw SQL because PostgreSQL computes the digests, and because
+the ORM cannot compare rows, which lets the index find the range."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +91,12 @@ def verify_seals(
             text = f"seal №{number} ({anchor[:12]}…) was kept elsewhere and is gone: the end of the chain was cut off"
             result.findings.append(SealFinding(number, 0, text))
     if last is None:
-        with connection.cursor() as cursor:
-            cursor.execute(COUNT_UNSEALED, [newest_seal.tx, newest_seal.event])
-            (result.unsealed,) = cursor.fetchone()
-            cursor.execute(SELECT_EVENT_BEFORE_FIRST_SEAL)
-            if below := cursor.fetchone():
-                result.findings.append(
-                    SealFinding(0, below[0], f"event {below[0]} was inserted: no transaction wrote it")
-                )
+        events_from_seal = Event.objects.filter(tx__gte=newest_seal.tx)
+        result.unsealed = events_from_seal.exclude(tx=newest_seal.tx, id__lte=newest_seal.event).count()
+        # No transaction has a negative number: somebody inserted such an event in front of the first seal.
+        if inserted_event := Event.objects.filter(tx__lt=0).order_by("tx", "id").values_list("id", flat=True).first():
+            text = f"event {inserted_event} was inserted: no transaction wrote it"
+            result.findings.append(SealFinding(0, inserted_event, text))
     return result
 
 

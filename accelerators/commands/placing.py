@@ -17,13 +17,16 @@ from uuid import UUID
 import msgspec
 from django.conf import settings
 from django.db import transaction
+from django.db.models import Exists, OuterRef, QuerySet
+from django.db.models.functions import Now
 
 from accelerators import conductor, safety
 from accelerators.commands import placement_delegation, sql
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.domain.states import DeviceState, EventSource
-from accelerators.models import Command, Deployable, Device, Host
+from accelerators.domain.states import CommandState, DeviceState, EventSource
+from accelerators.models import AttachHandle, Command, Deployable, Device, Host
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import jobs, pubsub
 from accelerators.runtime.registry import Registry
 from drivers.plan import DESTRUCTIVE
@@ -43,6 +46,8 @@ BIND_MARGIN_S = 6
 MAX_REASON = 500
 MAX_LAYOUT, MAX_WORD, MAX_VALUE = 64, 64, 255
 
+NOT_BEGUN_STATES = (CommandState.PREPARING.value, CommandState.QUEUED.value)
+"""States of commands that no agent has taken."""
 _S = DeviceState
 _PRESENT_STATES = frozenset(_S) - {_S.MISSING, _S.RETIRED}
 ALLOWED_STATES = {
@@ -250,7 +255,7 @@ def refuse_undelivered_commands(numbers: Sequence[int], text: str) -> None:
     After the commit the job `commands` is woken, which ends them.
     """
     with conductor.writing():
-        _execute(sql.REFUSE_UNDELIVERED, {"numbers": list(numbers), "text": text[:4096].replace("\0", "")})
+        _refuse(Command.objects.filter(id__in=numbers, state__in=NOT_BEGUN_STATES), text[:4096].replace("\0", ""))
         transaction.on_commit(partial(jobs.enqueue_job, COMMANDS_JOB), robust=True)
 
 
@@ -261,15 +266,25 @@ def cancel_preparing_commands(requests: Sequence[UUID | str]) -> None:
     `commands` is woken. Call it inside `conductor.writing()`.
     """
     if requests:
-        values = {"requests": [str(uuid) for uuid in requests], "text": "its request does not need it any more"}
-        if _execute(sql.REFUSE_PREPARING, values).rowcount:
+        preparing = Command.objects.filter(request__in=requests, state=CommandState.PREPARING, answered_at__isnull=True)
+        unlocked = preparing.select_for_update(no_key=True, skip_locked=True)
+        if _refuse(
+            Command.objects.filter(id__in=unlocked.order_by().values("id")), "its request does not need it any more"
+        ):
             transaction.on_commit(partial(jobs.enqueue_job, COMMANDS_JOB), robust=True)
+
+
+def _refuse(commands: QuerySet[Command], text: str) -> int:
+    """Store the answer "refused" for those of these commands that have no answer yet; return their number."""
+    unanswered = commands.filter(answered_at__isnull=True)
+    return unanswered.update(answered_at=Now(), updated_at=Now(), outcome=CommandState.REFUSED, text=text)
 
 
 def mark_commands_taken(ids: Iterable[CommandId]) -> None:
     """Mark queued commands as taken: their agents have written them to their journals."""
     with conductor.writing():
-        _execute(sql.MARK_TAKEN, _build_id_arrays(ids))
+        pairs = list(ids)
+        _execute(sql.MARK_TAKEN, {"hosts": [host for host, _ in pairs], "numbers": [number for _, number in pairs]})
 
 
 def store_progress(messages: Iterable[CommandProgress]) -> None:
@@ -307,7 +322,10 @@ def store_answers(answers: Iterable[CommandAnswer]) -> set[CommandId]:
 
 def select_open_commands(ids: Iterable[CommandId]) -> set[CommandId]:
     """Return those of these commands that have not ended. Commands that wait for an image are left out."""
-    return set(_execute(sql.SELECT_OPEN, _build_id_arrays(ids)).fetchall())
+    ids = set(ids)
+    open_commands = Command.objects.filter(COMMAND_IS_OPEN, id__in=[number for _, number in ids])
+    delivered = open_commands.exclude(state=CommandState.PREPARING).order_by()
+    return ids.intersection(delivered.values_list("host_id", "id"))
 
 
 def order_missing_detaches(numbers: Sequence[int]) -> None:
@@ -317,14 +335,22 @@ def order_missing_detaches(numbers: Sequence[int]) -> None:
     inside `conductor.writing()`.
     """
     if numbers:
-        rows = _execute(
-            sql.SELECT_MISSING_DETACHES, {"numbers": list(numbers), "types": list(TYPES_CREATED_ON_HOST)}
-        ).fetchall()
-        requests = dict(Command.objects.filter(id__in=[id for id, *_ in rows]).values_list("id", "request"))
+        later_detaches = Command.objects.filter(request=OuterRef("request"), op="detach", id__gt=OuterRef("id"))
+        attaches = list(Command.objects.filter(~Exists(later_detaches), id__in=numbers, op="attach").order_by("id"))
+        handles = AttachHandle.objects.filter(
+            uuid__in=[command.arguments["uuid"] for command in attaches], attach_type__in=TYPES_CREATED_ON_HOST
+        )
+        handle_ids = {str(uuid): id for uuid, id in handles.values_list("uuid", "id")}
         place_commands(
             [
-                build_detach_order(handle, consumer, requests[id], "its request does not need it any more")
-                for id, handle, consumer in rows
+                build_detach_order(
+                    handle_ids[command.arguments["uuid"]],
+                    command.arguments["consumer"],
+                    command.request,
+                    "its request does not need it any more",
+                )
+                for command in attaches
+                if command.arguments["uuid"] in handle_ids
             ]
         )
 
@@ -342,7 +368,7 @@ def wake_job_for_answers() -> None:
 
     Call it after a report was applied.
     """
-    if _execute(sql.SELECT_ANY_ANSWERED, {}).fetchone()[0]:
+    if Command.objects.filter(COMMAND_IS_OPEN, answered_at__isnull=False).exists():
         jobs.enqueue_job(COMMANDS_JOB)
 
 
@@ -460,11 +486,6 @@ def check_reason(text: str) -> str:
     if len(text) > MAX_REASON or "\0" in text:
         raise RefusedError(RefusalReason.INVALID, f"A reason is at most {MAX_REASON} characters of text.")
     return text
-
-
-def _build_id_arrays(ids: Iterable[CommandId]) -> dict[str, list[int]]:
-    pairs = list(ids)
-    return {"hosts": [host for host, _ in pairs], "numbers": [number for _, number in pairs]}
 
 
 def _execute(statement: str, values: Mapping[str, Any]) -> Any:

@@ -1,10 +1,15 @@
-"""SQL statements of `placing` and `command_results`. Most of them handle any number of commands at once."""
+"""SQL statements of `placing` and `command_results`.
 
-_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject,
-  subject_name, host, changes, reason)
-SELECT clock_timestamp(), {source}, {actor}, m.request_id, 'command.' || {action}, 'command', m.uuid,
-  left(m.op || ' ' || m.device_name, 255), h.name, {changes}, {reason}
-FROM {rows} m JOIN accelerators_host h ON h.id = m.host_id {more}"""
+They are raw SQL because each gives any number of commands values of their own, and some of them also write devices and
+events, in one statement; the ORM would need one for each table.
+"""
+
+from accelerators.conductor_sql import build_event_insert
+
+_INSERT_EVENTS = build_event_insert("""
+SELECT {source} AS source, {actor} AS actor, m.request_id, 'command.' || {action} AS action, m.uuid AS subject,
+  m.op || ' ' || m.device_name AS subject_name, h.name AS host, {changes} AS changes, {reason} AS reason
+FROM {rows} m JOIN accelerators_host h ON h.id = m.host_id {more}""")
 
 INSERT_COMMANDS = f"""
 WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(n int, op text, host bigint, device uuid,
@@ -45,6 +50,7 @@ made AS (
 """
 """Insert commands, mark their devices busy, record the events. Device and handle arguments are read from their rows."""
 
+# The next statements select commands by pairs, because an agent can only answer commands of its own host (promise X1).
 MARK_TAKEN = """
 UPDATE accelerators_command c SET state = 'taken', taken_at = now(), updated_at = now()
 FROM unnest(%(hosts)s::bigint[], %(numbers)s::bigint[]) AS x(host, number)
@@ -94,42 +100,12 @@ WITH m AS ({
 """
 """Note answers to commands that have already ended as expired or unknown, with an event each. Nobody waits for them."""
 
-SELECT_OPEN = """
-SELECT c.host_id, c.id FROM accelerators_command c
-JOIN unnest(%(hosts)s::bigint[], %(numbers)s::bigint[]) AS x(host, number) ON c.id = x.number AND c.host_id = x.host
-WHERE c.ended_at IS NULL AND c.state <> 'preparing'
-"""
-
-REFUSE_UNDELIVERED = """
-UPDATE accelerators_command c SET answered_at = now(), updated_at = now(), outcome = 'refused', text = %(text)s::text
-WHERE c.id = ANY(%(numbers)s::bigint[]) AND c.state IN ('preparing', 'queued') AND c.answered_at IS NULL
-"""
-
-REFUSE_PREPARING = """
-UPDATE accelerators_command c SET answered_at = now(), updated_at = now(), outcome = 'refused', text = %(text)s::text
-WHERE c.id IN (SELECT w.id FROM accelerators_command w WHERE w.request = ANY(%(requests)s::uuid[])
-  AND w.state = 'preparing' AND w.answered_at IS NULL FOR NO KEY UPDATE SKIP LOCKED)
-"""
-"""Locked rows are skipped: another transaction is ending those commands."""
-
 MARK_IMAGE_READY = """
 UPDATE accelerators_command c SET state = 'queued', updated_at = now(), progress = '',
   arguments = c.arguments || jsonb_build_object('image', %(image)s::jsonb)
 WHERE c.id = %(number)s::bigint AND c.state = 'preparing' AND c.answered_at IS NULL RETURNING c.host_id
 """
-
-SELECT_ANY_ANSWERED = (
-    "SELECT EXISTS (SELECT FROM accelerators_command WHERE ended_at IS NULL AND answered_at IS NOT NULL)"
-)
-
-SELECT_MISSING_DETACHES = """
-SELECT c.id, t.id, c.arguments ->> 'consumer' FROM accelerators_command c
-JOIN accelerators_attachhandle t ON t.uuid = (c.arguments ->> 'uuid')::uuid
-WHERE c.id = ANY(%(numbers)s::bigint[]) AND c.op = 'attach' AND t.attach_type = ANY(%(types)s::text[])
-  AND NOT EXISTS (SELECT FROM accelerators_command l WHERE l.request = c.request AND l.op = 'detach' AND l.id > c.id)
-ORDER BY c.id
-"""
-"""Select attachments made on hosts (command, handle, consumer) for which no later `detach` was ordered."""
+"""Add the image to a command's arguments. It returns the host, for which the ORM would need a second statement."""
 
 END_COMMANDS = f"""
 WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, text text)),
@@ -151,3 +127,4 @@ done AS (
         more="JOIN x ON x.id = m.id",
     )
 }"""
+"""End commands, free their devices, record the events."""

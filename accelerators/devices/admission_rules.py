@@ -28,7 +28,6 @@ from accelerators.domain.admission import AdmissionFacts, EnabledRule
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import AdmittedState, EventSource
-from accelerators.inventory import merge_sql as sql
 from accelerators.models import AdmissionRule, Device
 
 MAX_RULES = 200
@@ -46,6 +45,7 @@ def create_rule(values: Mapping[str, Any], caller: Caller, source: EventSource =
     rule = AdmissionRule(**values)
     try:
         with conductor.writing():
+            # An advisory lock is a PostgreSQL function: no row can be locked against the creation of another rule.
             connection.cursor().execute("SELECT pg_advisory_xact_lock(%s)", [_RULES_LOCK_KEY])
             if AdmissionRule.objects.count() >= MAX_RULES:
                 raise RefusedError(RefusalReason.CONFLICT, f"There are {MAX_RULES} rules already: delete one first.")
@@ -143,9 +143,8 @@ def _plan_change(rules: tuple[EnabledRule, ...], device: Device, caller: Caller)
 
 def _load_enabled_rules() -> tuple[EnabledRule, ...]:
     """Return the enabled rules in the order in which they are tried."""
-    with connection.cursor() as cursor:
-        cursor.execute(sql.SELECT_ENABLED_RULES)
-        return admission.decode_rules(cursor.fetchone()[0])
+    rules = AdmissionRule.objects.filter(enabled=True).order_by("order", "id")
+    return tuple(EnabledRule(*row) for row in rules.values_list(*EnabledRule.__struct_fields__))
 
 
 def _load_rule_for_update(uuid: UUID) -> AdmissionRule:

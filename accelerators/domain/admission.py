@@ -50,7 +50,7 @@ class EnabledRule(msgspec.Struct, frozen=True, array_like=True):
 
 
 decode_rules = msgspec.json.Decoder(tuple[EnabledRule, ...]).decode
-"""Decode the result of `merge_sql.SELECT_ENABLED_RULES`: the enabled rules in the order in which they are tried."""
+"""Decode the enabled rules, in the order in which they are tried, as `merge_sql.LOCK_HOSTS` returns them."""
 
 
 def first_matching_rule(rules: Iterable[EnabledRule], device: AdmissionFacts) -> EnabledRule | None:

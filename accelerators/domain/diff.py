@@ -506,11 +506,10 @@ def _build_backend_entries(
 def _build_agent_event(
     host: StoredHost, action: str, subject: str | None, name: str, changes: RowValues, reason: str
 ) -> RowValues:
-    """Build the row of an event whose actor is the host's agent. The subject's type is the first word of `action`."""
+    """Build the row of an event whose actor and source are the host's agent."""
     return {
         "actor": host.name,
         "action": action,
-        "subject_type": action.split(".", maxsplit=1)[0],
         "subject": subject,
         "subject_name": name[:255],
         "host": host.name,

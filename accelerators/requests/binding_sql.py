@@ -1,12 +1,17 @@
-"""SQL statements of `binding`. The parameter `project` is NULL for a caller who sees the requests of every project."""
+"""SQL statements of `binding`. The parameter `project` is NULL for a caller who sees the requests of every project.
+
+They are raw SQL because they lock rows, or write requests and their events in one statement.
+"""
+
+from accelerators.conductor_sql import build_event_insert
 
 VISIBLE_CONDITION = "(%(project)s::text IS NULL OR q.project_id = %(project)s::text)"
 """Condition: the caller may see the request that is aliased `q` (promise X4)."""
 
-_INSERT_EVENTS = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject,
-  subject_name, host, changes, reason)
-SELECT clock_timestamp(), {source}, %(actor)s::text, %(request_id)s::text, 'request.' || {action}, 'request', m.uuid,
-  coalesce(m.profile_name, ''), coalesce(m.hostname, ''), {changes}, {reason} FROM {rows} m"""
+_INSERT_EVENTS = build_event_insert("""
+SELECT {source} AS source, %(actor)s::text AS actor, %(request_id)s::text AS request_id,
+  'request.' || {action} AS action, m.uuid AS subject, coalesce(m.profile_name, '') AS subject_name,
+  coalesce(m.hostname, '') AS host, {changes} AS changes, {reason} AS reason FROM {rows} m""")
 
 INSERT_REQUESTS = f"""
 WITH made AS (
@@ -66,7 +71,9 @@ WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready' 
   AND t.attach_type <> 'DEV'
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
 """
-"""FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`."""
+"""FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`.
+
+`candidates.find_candidates_by_host` has the same conditions."""
 OFFERED_COUNT = "least({free}, greatest(p.num_accelerators - {held}, 0))"
 """Expression: how many handles of the deployable `p` requests can still get. It is limited by the deployable's total,
 because Placement never allocates more than that, even if more handles are free."""

@@ -293,7 +293,10 @@ class BoundedPaginator(AnyPaginator):
 
 
 def estimate_row_count(table: str) -> int:
-    """Return the number of rows of a table and its partitions, as estimated by PostgreSQL's statistics."""
+    """Return the number of rows of a table and its partitions, as estimated by PostgreSQL's statistics.
+
+    It is raw SQL because PostgreSQL's catalogue has no models.
+    """
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT coalesce(sum(greatest(c.reltuples, 0)), 0)::bigint FROM pg_class c"

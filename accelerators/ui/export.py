@@ -115,7 +115,7 @@ def _stream_and_record(
     row_counter = [0]
     try:
         with transaction.atomic():
-            with connection.cursor() as cursor:
+            with connection.cursor() as cursor:  # the ORM has no statement for a setting of the transaction
                 cursor.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, true)", [STALL_TIMEOUT])
             row_values = rows.prefetch_related(None).values_list(*field_paths).iterator(chunk_size=ROWS_PER_CHUNK)
             names = [path.replace("__", "_") for path in field_paths]

@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
+from django.contrib.postgres.expressions import ArraySubquery
+from django.db.models import OuterRef
+
 from accelerators import conductor
 from accelerators.domain import groups
 from accelerators.domain.caller import ADMIN_ROLE, Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile
-from accelerators.models.attachments import AttachmentState
+from accelerators.models.attachments import HOLDS_ACCELERATORS, AttachmentState
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from accelerators.requests.candidates import ProviderChoice
@@ -40,14 +43,6 @@ LONGEST_WRITE = timedelta(minutes=10)
 SERVICE_ROLE = "service"
 
 _S = AttachmentState
-
-SELECT_LOST_ATTACHMENTS = """
-SELECT a.id FROM accelerators_attachment a WHERE a.state = 'attached' AND cardinality(a.requests) > (
-  SELECT count(*) FROM accelerators_acceleratorrequest q
-  WHERE q.uuid = ANY(a.requests) AND q.state = 'Bound' AND q.instance_uuid = a.instance)
-ORDER BY a.id LIMIT %(count)s::bigint
-"""
-"""Select attached attachments of which a request is gone or no longer Bound to the instance."""
 
 
 def start_attachment(row: Attachment) -> None:
@@ -183,8 +178,10 @@ def count_units_of_other_requests(row: Attachment) -> dict[str, int]:
 def detach_lost_attachments() -> bool:
     """Start to detach attachments whose requests others deleted or unbound, at most BATCH_SIZE; True if there were
     any."""
-    lost = [id for (id,) in conductor.open_cursor().execute(SELECT_LOST_ATTACHMENTS, {"count": BATCH_SIZE}).fetchall()]
-    if lost:
+    bound = AcceleratorRequest.objects.filter(instance_uuid=OuterRef("instance"), state=RequestState.BOUND).order_by()
+    attached = Attachment.objects.filter(HOLDS_ACCELERATORS).order_by("id")
+    incomplete = attached.exclude(requests__contained_by=ArraySubquery(bound.values("uuid")))
+    if lost := list(incomplete.values_list("id", flat=True)[:BATCH_SIZE]):
         with conductor.writing():
             for row in Attachment.objects.filter(id__in=lost, state=_S.ATTACHED).order_by("id").select_for_update():
                 text = "its requests were deleted or unbound: the instance is deleted or shelved"

@@ -39,7 +39,6 @@ REPORT_IS_APPLIED = (
     | Q(end_by__lt=Now())
 )
 """The report that shows what the command did is applied, or the deadline has passed, so it is not waited for."""
-NOT_BEGUN_STATES = (_C.PREPARING.value, _C.QUEUED.value)
 BEGUN_STATES = (_C.TAKEN.value, _C.STARTED.value)
 
 
@@ -89,7 +88,7 @@ def end_answered_commands() -> bool:
 
 def end_late_commands() -> bool:
     """End one batch of the commands that were not begun, or not answered, in time; True if there may be more."""
-    late = Q(state__in=NOT_BEGUN_STATES, start_by__lt=Now()) | Q(state__in=BEGUN_STATES, end_by__lt=Now())
+    late = Q(state__in=placing.NOT_BEGUN_STATES, start_by__lt=Now()) | Q(state__in=BEGUN_STATES, end_by__lt=Now())
     return _end_batch(Command.objects.filter(late, answered_at__isnull=True), _judge_late_command)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from uuid import UUID
 
 from django.conf import settings
 
@@ -80,14 +81,12 @@ def _store_results(intents: list[outbox.DueIntent], answers: list[NoticeResult])
 
 def _build_event(intent: outbox.DueIntent, answer: NoticeResult) -> dict[str, Any]:
     status = "completed" if intent.payload["completed"] else "failed"
-    return {
-        "source": EventSource.SYSTEM,
-        "actor": "nova",
-        "action": "request.notified" if answer.is_final else "request.notice_refused",
-        "subject_type": "request",
-        "subject": intent.key,
-        "subject_name": "",
-        "host": intent.payload.get("host", "")[:255],
-        "changes": {"notice": [None, status]},
-        "reason": f"Nova was told {status}: {answer.text}"[:4096],
-    }
+    return conductor.build_event(
+        "request.notified" if answer.is_final else "request.notice_refused",
+        EventSource.SYSTEM,
+        "nova",
+        host_name=intent.payload.get("host", ""),
+        subject=(UUID(intent.key), ""),
+        changes={"notice": [None, status]},
+        reason=f"Nova was told {status}: {answer.text}",
+    )

@@ -18,7 +18,7 @@ from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from accelerators.requests.candidates import ProviderCandidate, choose_providers
 from accelerators.runtime import jobs
-from accelerators.workflows import attachments, command_results
+from accelerators.workflows import attachment_steps, attachments, command_results
 from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, Look, Tree, Vanished
 from placement_sync.nova import deleted_instances
@@ -354,6 +354,20 @@ def test_an_attachment_is_detached_and_unclaimed_when_nova_deletes_its_requests(
     run_steps()
     assert (current_state(row), cloud.device_allocations()) == ("detached", {})
     assert "deleted or unbound" in row.fault, "its guest may run on with the device"
+
+
+@pytest.mark.parametrize("change", [{"state": "Unbound", "attach_handle": None}, {"instance_uuid": uuid.uuid4()}])
+def test_an_attachment_is_detached_if_a_request_is_not_bound_to_its_instance(
+    cloud: FakeCloud, change: dict[str, Any]
+) -> None:
+    make_ready_cards()
+    row = ask_attachment()
+    run_steps()
+    assert not attachment_steps.detach_lost_attachments()
+    with conductor.writing():
+        AcceleratorRequest.objects.update(**change)
+    assert attachment_steps.detach_lost_attachments()
+    assert current_state(row) == "detaching"
 
 
 def test_a_claim_that_a_resize_dropped_is_a_discrepancy_until_the_attachment_is_detached(cloud: FakeCloud) -> None:

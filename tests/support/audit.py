@@ -70,8 +70,8 @@ ITSELF = {"acceleratorrequest", "admissionrule", "attachment", "command", "devic
 EACH = object()
 """Stands for any number of subjects: one SQL statement wrote the changes and an event for each, or an event without a
 subject records only their number."""
-TYPE_IN_SQL = re.compile(r"'(\w+)', m\.uuid")
-"""Finds the subject type in a statement that writes both the changes and their events (binding_sql, commands_sql)."""
+TYPE_IN_SQL = re.compile(r"'(\w+)\.' \|\| [^,]+ AS action")
+"""Finds the subject type in a statement that writes both the changes and their events (binding_sql, commands.sql)."""
 
 
 class Write(NamedTuple):
@@ -117,11 +117,11 @@ def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
 def _remember_events(told: dict[str, set[Any]], sql: str, params: Any) -> None:
     """Add the subjects of the events that this statement records to `told`.
 
-    For `record_all` each event's subject is known; for other statements only the subject type is (EACH).
+    For `record_events` each event's subject is known; for other statements only the subject type is (EACH).
     """
     if sql == INSERT_EVENTS:
         for one in json.loads(params[0]):
-            told.setdefault(one["subject_type"], set()).add(one["subject"] or EACH)
+            told.setdefault(one["action"].split(".")[0], set()).add(one["subject"] or EACH)
     else:
         told.setdefault(TYPE_IN_SQL.findall(sql)[0], set()).add(EACH)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
 from django.db import connection, transaction
+from django.db.models import Model
 
 from accelerators import conductor
 from accelerators.commands import placing
@@ -53,6 +56,28 @@ def handle(db: None) -> AttachHandle:
             DeviceProfile.objects.create(name=name, groups=[{"resources:FPGA": "1"} | more])
         DeviceProfile.objects.create(name="pair", groups=[{"resources:FPGA": "2", "accel:function_id": "adder"}])
     return AttachHandle.objects.order_by("id")[0]
+
+
+@contextmanager
+def lock_all_rows(model: type[Model]) -> Iterator[None]:
+    """Another transaction holds the locks of all rows of this table until the block ends."""
+    locked, over = threading.Event(), threading.Event()
+
+    def others() -> None:
+        with transaction.atomic():
+            list(model._default_manager.select_for_update())
+            locked.set()
+            over.wait(5)
+        connection.close()
+
+    thread = threading.Thread(target=others, daemon=True)
+    thread.start()
+    assert locked.wait(10)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
 
 
 def make_handles_pci() -> None:
@@ -213,26 +238,27 @@ def test_a_bind_whose_handles_are_locked_by_others_is_refused_and_can_be_retried
     handle: AttachHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binding, "RETRY_TIMEOUT_S", 0.05)
-    locked, over = threading.Event(), threading.Event()
-
-    def others() -> None:
-        with transaction.atomic(), connection.cursor() as cursor:
-            cursor.execute("SELECT FROM accelerators_attachhandle FOR UPDATE")
-            locked.set()
-            over.wait(5)
-        connection.close()
-
-    thread = threading.Thread(target=others, daemon=True)
-    thread.start()
-    assert locked.wait(10)
-    with pytest.raises(RefusedError, match="Others are taking the same accelerators") as refused:
+    with (
+        lock_all_rows(AttachHandle),
+        pytest.raises(RefusedError, match="Others are taking the same accelerators") as refused,
+    ):
         create_and_bind()
-    over.set()
-    thread.join(10)
     request = AcceleratorRequest.objects.get()
     assert (refused.value.reason, request.state) == (RefusalReason.UNAVAILABLE, "Initial")
     binding.bind_requests([BindSpec(str(request.uuid), "cmp1", PROVIDER, str(uuid4()))], NOVA)
     assert get_state_and_fault(request)[0] == "BindStarted"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_commands_that_another_transaction_is_ending_are_not_cancelled_and_not_waited_for(handle: AttachHandle) -> None:
+    (request,) = create_and_bind("adder")
+    with lock_all_rows(Command), conductor.writing(), connection.cursor() as cursor:
+        cursor.execute("SET LOCAL lock_timeout TO '1s'")
+        placing.cancel_preparing_commands([request.uuid])
+    assert get_open_command("attach").answered_at is None
+    with conductor.writing():
+        placing.cancel_preparing_commands([request.uuid])
+    assert get_open_command("attach").outcome == "refused"
 
 
 def test_a_bind_that_needs_two_images_on_one_device_is_refused(handle: AttachHandle) -> None:

@@ -146,6 +146,37 @@ def test_free_counts_exactly_the_units_that_a_bind_would_get(ask: Ask, heard: Se
         candidates.choose_providers([{"resources:FPGA": "2"}], host_candidates, "there")
 
 
+def hold_all_handles(device: Device) -> None:
+    """Bind all handles of a device whose total would allow more requests."""
+    Deployable.objects.filter(device=device).update(num_accelerators=9)
+    values = {"project_id": "p1", "state": "Bound", "profile": DeviceProfile.objects.create(name="one", groups=[])}
+    for handle in AttachHandle.objects.filter(deployable__device=device):
+        AcceleratorRequest.objects.create(group={}, deployable=handle.deployable, attach_handle=handle, **values)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        hold_all_handles,
+        lambda device: Device.objects.filter(pk=device.pk).update(state="maintenance"),
+        lambda device: Device.objects.filter(pk=device.pk).update(busy_with=uuid4()),
+        lambda device: Deployable.objects.filter(device=device).update(missing_since=datetime.now(UTC)),
+        lambda device: Deployable.objects.filter(device=device).update(rp_uuid=None),
+        lambda device: AttachHandle.objects.filter(deployable__device=device).update(missing_since=datetime.now(UTC)),
+        lambda device: AttachHandle.objects.filter(deployable__device=device).update(attach_type="DEV"),
+    ],
+)
+def test_a_device_of_which_a_bind_would_reserve_nothing_has_no_candidates(change: Callable[[Device], object]) -> None:
+    host = create_heard_host("cmp0", 1)
+    make_ready(host)
+    device = host.devices.get()
+    (candidate,) = candidates.find_candidates(host)
+    assert (candidate.resource_class, candidate.traits, candidate.free) == ("FPGA", {"CUSTOM_TEST"}, 2)
+    with conductor.writing():
+        change(device)
+    assert candidates.find_candidates(host) == []
+
+
 def test_impossible_sample_values_are_left_out_of_the_load(ask: Ask, fill: Fill, heard: SetLoad) -> None:
     (host,) = fill(3)
     heard(host, 1e308, -5.0, 40.0)
