@@ -101,8 +101,7 @@ def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionFo
 
 def _build_fields(view: Any, action: str, method: str, values: Mapping[str, Any]) -> tuple[FormField, ...]:
     """Return the input fields of an action, filled with the current `values`."""
-    body = view.body_serializers[action]() if action in view.body_serializers else view.get_serializer()
-    fields = body.fields.items()
+    fields = view.get_body_serializer_class(action)(context=view.get_serializer_context()).fields.items()
     return tuple(_build_field(name, field, values.get(name), method) for name, field in fields if not field.read_only)
 
 

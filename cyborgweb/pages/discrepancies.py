@@ -13,7 +13,7 @@ def render_discrepancies(discrepancies: Iterable[DiscrepancySummary]) -> list[di
     """Return the discrepancies as the template `accelerators/faults.html` needs them."""
     return [
         {
-            "kind": badges.render_badge(one.kind, "bad"),
+            "kind": badges.render_choice(one.kind),
             "since": badges.render_relative_time(one.since),
             "said": one.explanation,
         }
