@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from django.test import Client
 
-from accelerators.api.own.fields import RowSerializer
 from cyborgweb.api import openapi
 from tests.own.conftest import Ask, Fill
 
@@ -71,9 +70,3 @@ def test_usage_is_documented_as_json_and_as_an_event_stream() -> None:
     said = openapi.generate_document()["paths"]["/api/devices/{uuid}/usage/"]["get"]
     assert {*said["responses"]["200"]["content"]} == {"application/json", "text/event-stream"}
     assert "every second" in said["description"]
-
-
-def test_columns_are_read_only_unless_their_serializer_declares_them() -> None:
-    for serializer_class in RowSerializer.__subclasses__():
-        for name, field in serializer_class().fields.items():
-            assert field.read_only or name in serializer_class._declared_fields, f"{serializer_class.__name__}.{name}"
