@@ -146,14 +146,16 @@ class ViewSchema(AutoSchema):
         fields_parameter = OpenApiParameter(
             "fields", field_names, style="form", explode=False, description="Only these fields are shown."
         )
-        orderings = [sign + word for word in self.collection.sort_fields for sign in ("", "-")]
         ordering_description = f"A leading - reverses the order; {self.collection.default_ordering} if left out."
         if self.collection.detail:
             return [
                 fields_parameter,
                 *(OpenApiParameter(name, **said) for name, said in self.collection.detail_parameters.items()),
             ]
-        return [fields_parameter, OpenApiParameter("ordering", str, enum=orderings, description=ordering_description)]
+        return [
+            fields_parameter,
+            OpenApiParameter("ordering", str, enum=self.collection.list_orderings(), description=ordering_description),
+        ]
 
 
 class GroupsFieldExtension(OpenApiSerializerFieldExtension):

@@ -110,6 +110,7 @@ class UsageView(CollectionView):
     """
 
     policy = "usage"
+    elevated_rule = "cyborg:usage:elevated"
     http_method_names = ["get", "head"]
     pagination_class = UsageGroupPaginator
     sort_fields = {"group": "group"}
@@ -128,10 +129,6 @@ class UsageView(CollectionView):
         """The paginator of the groups."""
         return cast(UsageGroupPaginator, super().paginator)
 
-    def can_see_all_projects(self) -> bool:
-        """Return whether the caller sees all projects: administrators, and callers that the policy elevates."""
-        return self.caller.is_admin or self.is_rule_satisfied("cyborg:usage:elevated")
-
     def list(self, request: Request) -> HttpResponse:
         """Return a page of groups. The parameters are validated before anything is counted."""
         self.filter_queryset(self.get_queryset())
@@ -146,7 +143,7 @@ class UsageView(CollectionView):
         if not 1 <= len(set(by)) == len(by) <= 2 or not set(by) <= capacity.GROUP_COLUMNS.keys():
             raise ParseError(f"by: say one or two of {', '.join(capacity.GROUP_COLUMNS)}.")
         if not elevated and ("project" not in by or not set(by) <= set(PROJECT_COLUMNS) or parameters.get("host")):
-            self.require_rule("cyborg:usage:elevated")
+            self.require_rule(self.elevated_rule)
         return CapacityQuery(
             by,
             host=parameters.get("host") or None,

@@ -243,6 +243,7 @@ class AcceleratorView(CollectionView):
     nobody holds."""
 
     policy = "accelerator"
+    elevated_rule = "cyborg:accelerator:elevated"
     lookup_field = "request__uuid"
     lookup_url_kwarg = "uuid"
     serializer_class = AcceleratorSerializer
@@ -254,10 +255,6 @@ class AcceleratorView(CollectionView):
     response_serializers = dict.fromkeys(body_serializers, (202, ResultsSerializer))
     collection_actions = {"delete": "remove_units"}
     queryset = AttachHandle.objects.select_related("request__profile", "deployable__device__host")
-
-    def can_see_all_projects(self) -> bool:
-        """Return whether the caller is an administrator or satisfies `cyborg:accelerator:elevated`."""
-        return self.caller.is_admin or self.is_rule_satisfied("cyborg:accelerator:elevated")
 
     def get_queryset(self) -> QuerySet[AttachHandle]:
         """Return the units that the caller may see.

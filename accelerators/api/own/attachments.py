@@ -125,6 +125,7 @@ class AttachmentView(ProjectOwnedView):
     not listed."""
 
     policy = "attachment"
+    elevated_rule = "cyborg:attachment:elevated"
     default_ordering = "-created"
     member_actions = {"detach": ReasonSerializer}
     actions_to_confirm = ("detach",)
@@ -141,11 +142,6 @@ class AttachmentView(ProjectOwnedView):
         rule = f"cyborg:{self.policy}"
         post = "delete" if self.detail else "create"
         return {"GET": f"{rule}:get", "HEAD": f"{rule}:get", "POST": f"{rule}:{post}"}
-
-    def can_see_all_projects(self) -> bool:
-        """Return whether the caller is an administrator or satisfies `cyborg:attachment:elevated`. Other callers see
-        only their own project."""
-        return self.caller.is_admin or self.is_rule_satisfied("cyborg:attachment:elevated")
 
     def load_row_details(self, rows: list[Attachment]) -> list[Attachment]:
         """Load the attach handles of all rows in one statement, and return the rows."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import django_filters as filters
-from django.db.models import Count, IntegerField, OuterRef, Subquery, Value
-from django.db.models.functions import Coalesce
+from django.db.models import OuterRef
 from rest_framework import serializers
 
 from accelerators.api.own.fields import HostReference, RowSerializer, UrlField
 from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.inventory import count_related_rows
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import DriverState
 from accelerators.models import AcceleratorRequest, HostDriver
@@ -90,18 +90,9 @@ class DriverView(CollectionView):
     serializer_class = DriverSerializer
     filterset_class = DriverFilter
     queryset = HostDriver.objects.select_related("host", "wish__command").annotate(
-        held=Coalesce(
-            Subquery(
-                AcceleratorRequest.objects.filter(
-                    attach_handle__deployable__device__host=OuterRef("host"),
-                    attach_handle__deployable__device__driver=OuterRef("driver"),
-                )
-                .order_by()
-                .values("attach_handle__deployable__device__driver")
-                .annotate(n=Count("*"))
-                .values("n")
-            ),
-            Value(0),
-            output_field=IntegerField(),
+        held=count_related_rows(
+            AcceleratorRequest.objects.filter(attach_handle__deployable__device__host=OuterRef("host")),
+            "attach_handle__deployable__device__driver",
+            "driver",
         )
     )

@@ -35,10 +35,12 @@ from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Dep
 from accelerators.models.devices import build_driver_error_expression
 
 
-def count_related_rows(rows: QuerySet[Any], column: str) -> Coalesce:
-    """Return an expression that counts the `rows` whose `column` refers to the outer row. It is a subquery of the same
-    statement."""
-    counts = rows.filter(**{column: OuterRef("pk")}).order_by().values(column).annotate(n=Count("*")).values("n")
+def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk") -> Coalesce:
+    """Return an expression that counts the `rows` whose `column` equals `outer_column` of the outer row. It is a
+    subquery of the same statement."""
+    counts = (
+        rows.filter(**{column: OuterRef(outer_column)}).order_by().values(column).annotate(n=Count("*")).values("n")
+    )
     return Coalesce(Subquery(counts), Value(0), output_field=IntegerField())
 
 

@@ -9,7 +9,7 @@ ETag, but never older.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -95,6 +95,8 @@ class CollectionView(GenericViewSet[Any]):
     filterset_class: ClassVar[Any] = None
     policy: ClassVar[str]
     """Prefix of its policy rules: `cyborg:<policy>:get_all`, `get_one`, `create`, `update`, `delete`."""
+    elevated_rule: ClassVar[str] = ""
+    """The policy rule that allows callers who are no administrators to see the rows of all projects."""
     sort_fields: ClassVar[Mapping[str, str]] = {"created": "id"}
     """The words that `ordering` accepts, each with the indexed field that it sorts by."""
     default_ordering: ClassVar[str] = "created"
@@ -181,14 +183,19 @@ class CollectionView(GenericViewSet[Any]):
             raise PermissionDenied
 
     def can_see_all_projects(self) -> bool:
-        """Return whether the caller may see the rows of all projects."""
-        return self.caller.is_admin
+        """Return whether the caller may see the rows of all projects: an administrator, or whom `elevated_rule` allows
+        it."""
+        return self.caller.is_admin or (bool(self.elevated_rule) and self.is_rule_satisfied(self.elevated_rule))
+
+    def list_orderings(self) -> Sequence[str]:
+        """Return the values that `ordering` accepts: each key of `sort_fields`, also with a leading `-`."""
+        return tuple(sign + word for word in self.sort_fields for sign in ("", "-"))
 
     def get_requested_ordering(self, request: Request) -> str:
         """Return the requested order: a key of `sort_fields`, with a leading `-` for descending. Raise 400 for any
         other value."""
         requested = request.query_params.get("ordering", self.default_ordering)
-        if requested.removeprefix("-") not in self.sort_fields:
+        if requested not in self.list_orderings():
             raise ParseError(f"ordering: say one of {', '.join(self.sort_fields)}; a leading - reverses the order.")
         return requested
 
