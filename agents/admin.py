@@ -13,12 +13,12 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.domain.errors import RefusedError
+from accelerators.domain.states import AgentState
 from accelerators.models import Host
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ConsoleModelAdmin, ReadOnlyModelAdmin
 from agents import key_revocation
 from agents.liveness import (
-    AGENT_STATES,
     build_state_condition,
     explain_cannot_write,
     get_agent_state,
@@ -26,17 +26,12 @@ from agents.liveness import (
 )
 from agents.models import Agent, JoinToken
 
-LIVENESS_TONES = {"up": "good", "late": "warn", "down": "bad"}
-BAR_TONES = {"revoked": "bad", "clone": "bad"}
-
 
 def render_liveness_badge(agent: Agent) -> SafeString:
     """Return the badge of an agent's state: up, late or down by the age of its lease, or revoked or clone if barred."""
     state, last_heard = get_agent_state(agent), get_last_heard(agent)
     heard = f"last heard {last_heard:%Y-%m-%d %H:%M:%S} UTC" if last_heard else "never heard since it enrolled"
-    return badges.render_badge(
-        state, (LIVENESS_TONES | BAR_TONES)[state], agent.barred_reason if agent.barred else heard
-    )
+    return badges.render_choice(state, agent.barred_reason if agent.barred else heard)
 
 
 def build_host_section(host: Host) -> dict[str, Any] | None:
@@ -60,10 +55,10 @@ class LivenessFilter(admin.SimpleListFilter):
     title, parameter_name = "liveness", "is"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [(word, word) for word in AGENT_STATES]
+        return AgentState.choices()
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Agent]) -> QuerySet[Agent]:
-        return queryset.filter(build_state_condition(str(self.value()))) if self.value() in AGENT_STATES else queryset
+        return queryset.filter(build_state_condition(str(self.value()))) if self.value() in [*AgentState] else queryset
 
 
 @admin.register(Agent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal, cast
+from typing import Any
 
 import django_filters as filters
 from django.db.models import QuerySet
@@ -17,19 +17,20 @@ from accelerators.api.browsable import BrowsableRenderer
 from accelerators.api.json import JsonRenderer
 from accelerators.api.own import errors
 from accelerators.api.own.fields import DeviceReference, HostReference, ReasonSerializer, RowSerializer, UrlField
+from accelerators.api.own.filters import host_filter, single_choice_filter
 from accelerators.api.own.views import CollectionView
-from accelerators.domain.states import EventSource
+from accelerators.domain.states import AgentState, EventSource
 from accelerators.models import Device
 from agents import key_revocation, telemetry
-from agents.liveness import AGENT_STATES, build_state_condition, get_agent_state, get_last_heard
+from agents.liveness import build_state_condition, get_agent_state, get_last_heard
 from agents.models import Agent
 
 
 class AgentFilter(filters.FilterSet):
     """Filters agents by host name, state and version."""
 
-    host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
-    state = filters.ChoiceFilter(method="filter_by_state", choices=[(word, word) for word in AGENT_STATES])
+    host = host_filter("host__name")
+    state = single_choice_filter(AgentState, method="filter_by_state")
     version = filters.CharFilter()
 
     def filter_by_state(self, agents: QuerySet[Agent], name: str, state: str) -> QuerySet[Agent]:
@@ -69,11 +70,10 @@ class AgentSerializer(RowSerializer):
             "connected_at",
             "enrolled_at",
         )
-        read_only_fields = fields
 
-    def get_state(self, agent: Agent) -> Literal["up", "late", "down", "revoked", "clone"]:
+    def get_state(self, agent: Agent) -> AgentState:
         """State of the agent: up, late, down, revoked or clone."""
-        return cast(Literal["up", "late", "down", "revoked", "clone"], get_agent_state(agent))
+        return get_agent_state(agent)
 
     def get_seen_at(self, agent: Agent) -> datetime | None:
         """When the agent was last heard; null if never."""
@@ -99,7 +99,7 @@ class AgentView(CollectionView):
 
         The host can come back only with a new join token and a new key.
         """
-        reason = self.validate_member_action_body(request).get("reason", "")
+        reason = self.validate_body().get("reason", "")
         key_revocation.revoke_agent(self.get_object(), self.caller.name, reason, EventSource.API)
         return Response(self.get_serializer(self.get_object()).data)
 

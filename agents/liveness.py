@@ -9,11 +9,11 @@ from django.conf import settings
 from django.db.models import Q
 
 from accelerators.commands.placement_delegation import WriterStatus
-from agents.models import Agent, BarKind
+from accelerators.domain.states import AgentState
+from agents.models import Agent
 
-LIVENESS_STATES = ("up", "late", "down")
-AGENT_STATES = (*LIVENESS_STATES, BarKind.REVOKED.value, BarKind.CLONE.value)
-"""All states of an agent."""
+LIVENESS_STATES = (AgentState.UP, AgentState.LATE, AgentState.DOWN)
+"""The states of an agent that may connect."""
 
 
 def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]:
@@ -42,7 +42,7 @@ def build_liveness_condition(state: str, lease_path: str = "") -> Q:
 
 
 def build_state_condition(state: str) -> Q:
-    """Return the query condition on Agent for any of AGENT_STATES."""
+    """Return the query condition on Agent for an `AgentState`."""
     return Q(barred="") & build_liveness_condition(state) if state in LIVENESS_STATES else Q(barred=state)
 
 
@@ -54,13 +54,15 @@ def get_last_heard(agent: Agent) -> datetime | None:
     return lease.seen_at if lease else None
 
 
-def get_agent_state(agent: Agent) -> str:
-    """Return the agent's state, one of AGENT_STATES."""
+def get_agent_state(agent: Agent) -> AgentState:
+    """Return the agent's state."""
     if agent.barred:
-        return agent.barred
+        return AgentState(agent.barred)
     last_heard = get_last_heard(agent)
     up, down = compute_thresholds()
-    return "down" if last_heard is None or last_heard < down else "late" if last_heard < up else "up"
+    if last_heard is None or last_heard < down:
+        return AgentState.DOWN
+    return AgentState.LATE if last_heard < up else AgentState.UP
 
 
 def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:

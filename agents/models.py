@@ -6,15 +6,16 @@ from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from accelerators.domain.choices import Choice
 from accelerators.models import Host
 
 
-class BarKind(models.TextChoices):
+class BarKind(Choice):
     """Why an agent may not connect."""
 
-    NONE = ""
-    REVOKED = "revoked"
-    CLONE = "clone"
+    NONE = "", "calm", "None"
+    REVOKED = "revoked", "bad", "Revoked"
+    CLONE = "clone", "bad", "Clone"
 
 
 class Agent(models.Model):
@@ -28,7 +29,7 @@ class Agent(models.Model):
     public_key = models.CharField(max_length=64, db_collation="C", unique=True)
     enrolled_at = models.DateTimeField(db_default=Now())
     key_since = models.DateTimeField(db_default=Now(), help_text="Since when it has this key.")
-    barred = models.CharField(max_length=16, choices=BarKind, db_default="", default="", blank=True)
+    barred = models.CharField(max_length=16, choices=BarKind.choices(), db_default="", default="", blank=True)
     barred_reason = models.CharField(max_length=500, db_default="", default="", blank=True)
     rotate_asked_at = models.DateTimeField(
         null=True, blank=True, help_text="When a new key was requested that the agent has not sent yet."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import django_filters as filters
 
 from accelerators.api.own.fields import DeviceReference, HostReference, RowSerializer, UrlField
+from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from placement_sync.models import Discrepancy, DiscrepancyKind
 
@@ -12,8 +13,8 @@ from placement_sync.models import Discrepancy, DiscrepancyKind
 class DiscrepancyFilter(filters.FilterSet):
     """Filter by kind, and by host, device, provider or instance."""
 
-    kind = filters.MultipleChoiceFilter(choices=DiscrepancyKind.choices, distinct=False)
-    host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
+    kind = choice_filter(DiscrepancyKind)
+    host = host_filter("host__name")
     device = filters.UUIDFilter(field_name="device__uuid")
     provider = filters.UUIDFilter(help_text="The resource provider in Placement.")
     instance = filters.UUIDFilter()
@@ -44,7 +45,6 @@ class DiscrepancySerializer(RowSerializer):
             "since",
             "seen_at",
         )
-        read_only_fields = fields
 
 
 class DiscrepancyView(CollectionView):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from django.db import models
 from django.db.models.functions import Now
 
+from accelerators.domain.choices import Choice
 from accelerators.models import Device, Host, fields
 
 
@@ -48,11 +49,11 @@ class WrittenProvider(models.Model):
         return str(self.uuid)
 
 
-class WriterChoice(models.TextChoices):
+class WriterChoice(Choice):
     """The two possible writers to Placement."""
 
-    CONDUCTOR = "conductor"
-    AGENTS = "agents"
+    CONDUCTOR = "conductor", "calm", "Conductor"
+    AGENTS = "agents", "calm", "Agents"
 
 
 class Writer(models.Model):
@@ -61,7 +62,7 @@ class Writer(models.Model):
     `writer_election.switch_writer` changes it. If there is no row, the conductor writes, and the epoch is 0.
     """
 
-    who = models.CharField(max_length=16, choices=WriterChoice, default=WriterChoice.CONDUCTOR)
+    who = models.CharField(max_length=16, choices=WriterChoice.choices(), default=WriterChoice.CONDUCTOR.value)
     epoch = models.BigIntegerField(
         default=0, help_text="Increases by one with every change; writers with a smaller epoch stop writing."
     )
@@ -73,7 +74,7 @@ class Writer(models.Model):
         verbose_name_plural = "writer"
         constraints = [
             models.CheckConstraint(condition=models.Q(id=1), name="writer_is_one_row"),
-            models.CheckConstraint(condition=models.Q(who__in=WriterChoice.values), name="writer_known"),
+            fields.one_of_constraint("who", WriterChoice, "writer_known"),
         ]
 
     def __str__(self) -> str:
@@ -103,23 +104,23 @@ class Vanished(models.Model):
         return str(self.instance)
 
 
-class DiscrepancyKind(models.TextChoices):
+class DiscrepancyKind(Choice):
     """The kinds of contradiction between the bound requests and Placement, Nova or the hardware.
 
     * UNCLAIMED: a bound request has no allocation in Placement.
-    * UNATTACHED: an allocation in Placement has no request that holds a handle there.
+    * UNATTACHED: an allocation in Placement has no request that holds a handle there. It only wastes capacity.
     * WITHOUT_DEVICE: Nova shows the instance as running, but its device is missing or has failed.
     """
 
-    UNCLAIMED = "unclaimed", "attached but unclaimed"
-    UNATTACHED = "unattached", "claimed but not attached"
-    WITHOUT_DEVICE = "without_device", "instance without its device"
+    UNCLAIMED = "unclaimed", "bad", "attached but unclaimed"
+    UNATTACHED = "unattached", "warn", "claimed but not attached"
+    WITHOUT_DEVICE = "without_device", "bad", "instance without its device"
 
 
 class Discrepancy(fields.Row):
     """A contradiction about one instance on one provider. Only the job `faults` creates and deletes these rows."""
 
-    kind = models.CharField(max_length=16, choices=DiscrepancyKind)
+    kind = models.CharField(max_length=16, choices=DiscrepancyKind.choices())
     host = models.ForeignKey(Host, models.CASCADE, related_name="discrepancies")
     device = models.ForeignKey(Device, models.CASCADE, null=True, blank=True, related_name="discrepancies")
     provider = models.UUIDField()
@@ -134,13 +135,13 @@ class Discrepancy(fields.Row):
         verbose_name_plural = "discrepancies"
         constraints = [
             models.UniqueConstraint(fields=["kind", "provider", "instance"], name="discrepancy_once"),
-            models.CheckConstraint(condition=models.Q(kind__in=DiscrepancyKind.values), name="discrepancy_kind_known"),
+            fields.one_of_constraint("kind", DiscrepancyKind, "discrepancy_kind_known"),
         ]
 
     @property
     def label(self) -> str:
         """Return the kind in words."""
-        return str(DiscrepancyKind(self.kind).label)
+        return DiscrepancyKind(self.kind).label
 
     def __str__(self) -> str:
         return f"{self.label}: {self.instance}"

@@ -21,19 +21,11 @@ from accelerators.domain import libvirt_xml
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.models import Attachment, DeviceProfile, Intent
+from accelerators.models.attachments import AttachmentState
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
 from accelerators.workflows import attachments
 
-ATTACHMENT_STATE_TONES = {
-    "asked": "calm",
-    "attaching": "busy",
-    "attached": "good",
-    "undoing": "warn",
-    "failed": "bad",
-    "detaching": "busy",
-    "detached": "calm",
-}
 MAX_PROFILES = 200
 """Maximum number of device profiles that the form offers."""
 
@@ -149,7 +141,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
 
 def render_attachment_state(row: Attachment) -> SafeString:
     """Render the attachment's state as a badge, with its fault on hover."""
-    return badges.render_badge(row.state, ATTACHMENT_STATE_TONES[row.state], row.fault)
+    return badges.render_choice(AttachmentState(row.state), row.fault)
 
 
 def _start_attachment(request: HttpRequest) -> Attachment:

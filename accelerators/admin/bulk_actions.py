@@ -32,15 +32,8 @@ from accelerators.workflows import bulk_actions, bulk_commands
 MAX_PREVIEW_ROWS, MAX_RESULT_ROWS = 20, 200
 """Number of devices that the page lists before confirmation (MAX_PREVIEW_ROWS) and afterwards (MAX_RESULT_ROWS, refused
 ones first). The counts include all devices."""
-BULK_STATE_TONES = {"draft": "calm", "running": "busy", "done": "good", "cancelled": "warn"}
-OUTCOME_BADGES = {"moved": ("done", "good"), "unchanged": ("already so", "calm"), "refused": ("refused", "bad")}
-ORDERED_BADGE = ("ordered", "good")
-"""Word and tone of the outcome `moved` if the action orders commands from agents."""
-PREDICTED_OUTCOME_BADGES = {
-    "moved": ("will be done", "good"),
-    "unchanged": ("already so", "calm"),
-    "refused": ("refused", "bad"),
-}
+MOVED_PREDICTED = "will be done"
+"""Word for the outcome `moved` of an action that nobody has confirmed."""
 
 
 @admin.register(Bulk)
@@ -201,7 +194,7 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
 def render_bulk_state(bulk: Bulk) -> SafeString:
     """Render the state of a bulk action as a badge; a running dry run is shown as "dry run"."""
     word = "dry run" if bulk.dry and bulk.state == BulkState.RUNNING else bulk.state
-    return badges.render_badge(word, BULK_STATE_TONES[bulk.state])
+    return badges.render_badge(word, BulkState(bulk.state).tone)
 
 
 def describe_bulk(bulk: Bulk) -> str:
@@ -218,25 +211,31 @@ def render_bulk_progress(bulk: Bulk) -> SafeString:
 
 def count_outcomes(bulk: Bulk) -> list[tuple[SafeString, int]]:
     """Return a badge and a number for each outcome that occurred, and for the devices that are not processed."""
-    outcome_badges = OUTCOME_BADGES | ({"moved": ORDERED_BADGE} if bulk.action in bulk_commands.BULK_OPS else {})
-    counted = [
-        (badges.render_badge(f"{getattr(bulk, word)} {label}", tone), getattr(bulk, word))
-        for word, (label, tone) in outcome_badges.items()
-    ]
+    numbers = {outcome: getattr(bulk, outcome) for outcome in DeviceOutcome}
     remaining = bulk.total - bulk.finished_count
     return [
-        *((mark, n) for mark, n in counted if n),
+        *((_render_outcome(outcome, _get_moved_word(bulk), f"{n} "), n) for outcome, n in numbers.items() if n),
         *([(badges.render_badge(f"{remaining} not done", "calm"), remaining)] if remaining else []),
     ]
 
 
 def render_item_outcome(outcome_name: str, bulk: Bulk) -> SafeString:
     """Render the outcome of one device as a badge; an empty `outcome_name` means that it was not processed."""
-    if outcome_name == DeviceOutcome.MOVED and bulk.action in bulk_commands.BULK_OPS:
-        return badges.render_badge(*ORDERED_BADGE)
-    return (
-        badges.render_badge(*OUTCOME_BADGES[outcome_name]) if outcome_name else badges.render_badge("not done", "calm")
-    )
+    if not outcome_name:
+        return badges.render_badge("not done", "calm")
+    return _render_outcome(outcome_name, _get_moved_word(bulk))
+
+
+def _get_moved_word(bulk: Bulk) -> str:
+    """Return the word for the outcome `moved`: `ordered` if the action orders commands from agents, else `done`."""
+    return "ordered" if bulk.action in bulk_commands.BULK_OPS else "done"
+
+
+def _render_outcome(outcome_name: str, moved_word: str, number: str = "") -> SafeString:
+    """Render an outcome as a badge, with `number` before it; `moved_word` is the word for the outcome `moved`."""
+    outcome = DeviceOutcome(outcome_name)
+    word = {DeviceOutcome.MOVED: moved_word, DeviceOutcome.UNCHANGED: "already so"}.get(outcome, outcome.label)
+    return badges.render_badge(f"{number}{word}", outcome.tone)
 
 
 def render_item_device(item: BulkItem) -> SafeString | str:
@@ -299,10 +298,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     }
     return {
         "choice": device_actions.find_choice_of_bulk(bulk),
-        "forecast": [
-            (badges.render_badge(*PREDICTED_OUTCOME_BADGES[prediction.outcome]), prediction)
-            for prediction in predictions
-        ],
+        "forecast": [(_render_outcome(prediction.outcome, MOVED_PREDICTED), prediction) for prediction in predictions],
         "going": sum(one.number for one in predictions if one.outcome == DeviceOutcome.MOVED),
         "holders": [
             (render_item_device(item), item.host, *holders_by_device[item.device_id])
@@ -316,7 +312,7 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
                 render_item_device(item),
                 item.host,
                 item.stood,
-                badges.render_badge(*PREDICTED_OUTCOME_BADGES[one.outcome]),
+                _render_outcome(one.outcome, MOVED_PREDICTED),
                 one.text,
             )
             for item, one in bulk_actions.forecast_first_items(bulk, MAX_PREVIEW_ROWS)

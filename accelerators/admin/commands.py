@@ -20,6 +20,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
+from accelerators.domain.states import CommandState
 from accelerators.models import Command, Device, Event, Host
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.ui import badges, timeline
@@ -172,7 +173,7 @@ class CommandAdmin(ReadOnlyModelAdmin):
 
 def render_command_state(command: Command) -> SafeString:
     """Render the command's state as a badge, with its result text on hover."""
-    return badges.render_badge(command.state, badges.COMMAND_STATE_TONES[command.state], command.text)
+    return badges.render_choice(CommandState(command.state), command.text)
 
 
 def render_command_device(command: Command) -> SafeString | str:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from django.db.models import BooleanField, Case, Count, ExpressionWrapper, F, Q, QuerySet, Value, When, Window
 from django.db.models.functions import RowNumber
 
-from accelerators.admin.topology_svg import MAX_CELLS, DeviceCard, HandleCell
+from accelerators.admin.topology_svg import MAX_CELLS, DeviceCard, HandleCell, HandleState
+from accelerators.domain.choices import Tone
+from accelerators.domain.states import DeviceState, Health
 from accelerators.models import AttachHandle, Device
 from accelerators.ui import badges
 
@@ -17,14 +19,14 @@ IS_MISSING = (
 )
 IS_HELD = Q(request__isnull=False)
 HANDLE_STATE = Case(
-    When(IS_MISSING & IS_HELD, then=Value("missing and held")),
-    When(IS_MISSING, then=Value("missing")),
-    When(request__state="BindStarted", then=Value("being bound")),
-    When(IS_HELD, then=Value("held")),
-    When(deployable__device__state="ready", deployable__device__busy_with=None, then=Value("free")),
-    default=Value("reserved"),
+    When(IS_MISSING & IS_HELD, then=Value(HandleState.MISSING_AND_HELD.value)),
+    When(IS_MISSING, then=Value(HandleState.MISSING.value)),
+    When(request__state="BindStarted", then=Value(HandleState.BEING_BOUND.value)),
+    When(IS_HELD, then=Value(HandleState.HELD.value)),
+    When(deployable__device__state="ready", deployable__device__busy_with=None, then=Value(HandleState.FREE.value)),
+    default=Value(HandleState.RESERVED.value),
 )
-"""SQL expression for the state of an attach handle: one of the words in `topology_svg.HANDLE_GLYPHS`."""
+"""SQL expression for the state of an attach handle: a value of `HandleState`."""
 DEVICE_ID = "deployable__device_id"
 
 
@@ -94,8 +96,8 @@ def _page_url_template(model: str) -> str:
 
 def _build_card(device: Device, cells: Sequence[HandleCell], counts: Counter[str]) -> DeviceCard:
     stale = bool(device.host.stale_reason(device.driver, device.backend))
-    other_badges = (
-        (f"health {device.status}", badges.HEALTH_TONES[device.status], device.status not in ("ok", "unknown")),
+    other_badges: tuple[tuple[str, Tone, bool], ...] = (
+        (f"health {device.status}", Health(device.status).tone, device.status not in ("ok", "unknown")),
         ("draining", "busy", bool(device.drain_to)),
         ("stale", "warn", stale),
     )
@@ -109,7 +111,7 @@ def _build_card(device: Device, cells: Sequence[HandleCell], counts: Counter[str
         bridges=tuple(device.bridges.split()),
         url=badges.page_url("device", device.pk),
         status_badges=(
-            (device.state, badges.DEVICE_STATE_TONES[device.state]),
+            (device.state, DeviceState(device.state).tone),
             *((word, tone) for word, tone, true in other_badges if true),
         ),
         cells=tuple(cells),

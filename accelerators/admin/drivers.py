@@ -33,9 +33,6 @@ from accelerators.workflows.driver_config import DriverChange
 
 MAX_HOST_ROWS = 200
 """Maximum number of hosts that a rollout's page lists, failed ones first. The counts include all hosts."""
-DRIVER_STATE_TONES = {"ok": "good", "failed": "bad", "quarantined": "warn", "disabled": "calm", "absent": "calm"}
-ROLLOUT_STATE_TONES = {"running": "busy", "done": "good", "stopped": "bad", "cancelled": "warn"}
-STEP_STATE_TONES = {"waiting": "calm", "ordered": "busy", "done": "good", "failed": "bad", "skipped": "calm"}
 BUTTON_OPERATIONS = {
     "install": (RolloutOp.INSTALL, None),
     "settings": (RolloutOp.UPDATE, None),
@@ -221,7 +218,7 @@ def render_reported_state(row: HostDriver) -> SafeString:
     """Render the driver's state and version as its agent reported them, with the error on hover."""
     reported = row.reported or {}
     version = f" {reported['version']}" if reported.get("version") else ""
-    return badges.render_badge(f"{row.state}{version}", DRIVER_STATE_TONES[row.state], reported.get("error", ""))
+    return badges.render_badge(f"{row.state}{version}", DriverState(row.state).tone, reported.get("error", ""))
 
 
 def render_wanted_state(row: HostDriver) -> SafeString:
@@ -246,7 +243,7 @@ def render_drift(row: HostDriver) -> SafeString | str:
 
 def render_rollout_state(rollout: Rollout) -> SafeString:
     """Render the rollout's state as a badge."""
-    return badges.render_badge(rollout.state, ROLLOUT_STATE_TONES[rollout.state])
+    return badges.render_choice(RolloutState(rollout.state))
 
 
 def build_progress_context(rollout: Rollout) -> dict[str, Any]:
@@ -284,7 +281,7 @@ def _build_step_row(step: RolloutStep) -> dict[str, Any]:
     command = badges.render_page_link("command", step.command_id, "command") if step.command_id else ""
     return {
         "host": host,
-        "state": badges.render_badge(step.state, STEP_STATE_TONES[step.state]),
+        "state": badges.render_choice(RolloutStepState(step.state)),
         "text": step.text,
         "command": command,
     }
@@ -292,9 +289,9 @@ def _build_step_row(step: RolloutStep) -> dict[str, Any]:
 
 def _render_step_counts(step_counts: Any) -> list[SafeString]:
     return [
-        badges.render_badge(f"{step_counts[word]} {word}", STEP_STATE_TONES[word])
-        for word in RolloutStepState
-        if step_counts[word]
+        badges.render_badge(f"{step_counts[state]} {state.label}", state.tone)
+        for state in RolloutStepState
+        if step_counts[state]
     ]
 
 

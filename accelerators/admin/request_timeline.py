@@ -8,7 +8,8 @@ from datetime import datetime
 
 from django.utils.safestring import SafeString
 
-from accelerators.domain.states import BIND_ENDED_STATES
+from accelerators.domain.choices import Tone
+from accelerators.domain.states import BIND_ENDED_STATES, CommandState
 from accelerators.models import AcceleratorRequest, Command, Event, Intent
 from accelerators.requests import notices
 from accelerators.ui import badges
@@ -17,7 +18,7 @@ from accelerators.ui.timeline import describe_actor
 MAX_EVENTS, MAX_COMMANDS = 100, 20
 """Maximum number of events and commands in a timeline, the newest ones; the lists have them all."""
 NOTICE_ACTIONS = ("request.notified", "request.notice_refused")
-EVENT_WORDS = {
+EVENT_WORDS: dict[str, tuple[str, Tone]] = {
     "request.created": ("requested", "calm"),
     "request.bind_started": ("bind started", "busy"),
     "request.bound": ("bound", "good"),
@@ -35,7 +36,7 @@ class TimelineEntry:
 
     at: datetime
     word: str
-    tone: str
+    tone: Tone
     text: str
     actor: str
     url: str = ""
@@ -71,7 +72,7 @@ def build_timeline(events: Iterable[Event], commands: Iterable[Command]) -> list
 
 
 def _build_event_entry(event: Event) -> TimelineEntry:
-    default = (event.action.rpartition(".")[2].replace("_", " "), "calm")
+    default: tuple[str, Tone] = (event.action.rpartition(".")[2].replace("_", " "), "calm")
     word, tone = EVENT_WORDS.get(event.action, default)
     return TimelineEntry(event.at, word, tone, event.reason, describe_actor(event))
 
@@ -87,7 +88,7 @@ def _iterate_command_entries(command: Command) -> Iterator[TimelineEntry]:
     if command.started_at:
         yield TimelineEntry(command.started_at, f"{op}: started", "busy", command.progress, agent, url)
     if command.ended_at:  # a command ends when its report is applied; its answer came before
-        tone, at = badges.COMMAND_STATE_TONES[command.state], command.answered_at or command.ended_at
+        tone, at = CommandState(command.state).tone, command.answered_at or command.ended_at
         yield TimelineEntry(at, f"{op}: {command.state}", tone, command.text, agent, url)
 
 

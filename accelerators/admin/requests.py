@@ -14,6 +14,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.admin import request_timeline
+from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Command, DeviceProfile, Event
 from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnlyModelAdmin
@@ -154,4 +155,4 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
 
 def render_request_state(request: AcceleratorRequest) -> SafeString:
     """Render the request's state as a badge, with its fault on hover."""
-    return badges.render_badge(request.state, badges.REQUEST_STATE_TONES[request.state], request.fault)
+    return badges.render_choice(RequestState(request.state), request.fault)

@@ -17,28 +17,29 @@ from django.utils.safestring import SafeString
 
 from accelerators.admin import pci_tree
 from accelerators.admin.pci_tree import BusPosition, TreeBranch
+from accelerators.domain.choices import Choice, Tone
 from accelerators.ui import badges
 from accelerators.ui.badges import GLYPHS
 
-HANDLE_GLYPHS = {
-    "free": GLYPHS["calm"],
-    "held": GLYPHS["good"],
-    "being bound": GLYPHS["busy"],
-    "reserved": "–",
-    "missing": GLYPHS["warn"],
-    "missing and held": GLYPHS["bad"],
-}
-"""Glyph of each state of an attach handle. Reserved (Placement's word): it is free, but its device is not offered."""
 
-HANDLE_TONES = {
-    "free": "calm",
-    "held": "good",
-    "being bound": "busy",
-    "reserved": "calm",
-    "missing": "warn",
-    "missing and held": "bad",
-}
+class HandleState(Choice):
+    """The state of an attach handle in a picture. Reserved is Placement's word: it is free, but its device is not
+    offered."""
 
+    FREE = "free"
+    HELD = "held", "good"
+    BEING_BOUND = "being bound", "busy"
+    RESERVED = "reserved"
+    MISSING = "missing", "warn"
+    MISSING_AND_HELD = "missing and held", "bad"
+
+    @property
+    def glyph(self) -> str:
+        """The glyph in its cell: that of its tone, except for `reserved`, which must differ from `free`."""
+        return "–" if self is HandleState.RESERVED else GLYPHS[self.tone]
+
+
+HELD_STATES = (HandleState.HELD, HandleState.BEING_BOUND, HandleState.MISSING_AND_HELD)
 PICTURE_WIDTH, COLUMN_WIDTH, GAP, PADDING = 1100, 508, 20, 16
 GUTTER, INSET, ICON_SPACE, RIGHT_MARGIN = 50, 22, 60, 14
 """Widths. GUTTER: room for the tree, left of a column of cards. INSET: added to it for each nested box of bridges.
@@ -76,7 +77,7 @@ NUMA_NODE_ICON = "M5 5h14v14H5zM9 9h6v6H9zM9 2v3M15 2v3M9 19v3M15 19v3M2 9h3M2 1
 class HandleCell:
     """An attach handle and its holder.
 
-    `state` is a word of `HANDLE_GLYPHS`, `deployable_id` the id of its deployable.
+    `state` is a value of `HandleState`, `deployable_id` the id of its deployable.
     """
 
     name: str
@@ -115,7 +116,7 @@ class DeviceCard:
     numa: int
     bus: str
     url: str
-    status_badges: tuple[tuple[str, str], ...]
+    status_badges: tuple[tuple[str, Tone], ...]
     cells: tuple[HandleCell, ...] = ()
     handle_counts: Counter[str] = field(default_factory=Counter)
     bridges: tuple[str, ...] = ()
@@ -128,7 +129,7 @@ class DeviceCard:
     @property
     def held_count(self) -> int:
         """Return the number of handles that are held or being bound."""
-        return sum(self.handle_counts[state] for state in ("held", "being bound", "missing and held"))
+        return sum(self.handle_counts[state] for state in HELD_STATES)
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def draw_device(card: DeviceCard) -> SafeString:
 def build_legend(cards: Iterable[DeviceCard]) -> Iterator[tuple[SafeString, str, int]]:
     """Yield, for each state of attach handles that occurs, a cell as SVG, the word and the number of handles."""
     counts = sum((card.handle_counts for card in cards), Counter[str]())
-    for state in HANDLE_GLYPHS:
+    for state in HandleState:
         if counts[state]:
             cell_svg = (
                 f'<svg class="picture" width="{CELL_SIZE}" height="{CELL_SIZE}" aria-hidden="true">'
@@ -298,7 +299,7 @@ def build_legend(cards: Iterable[DeviceCard]) -> Iterator[tuple[SafeString, str,
 
 def render_handle_state(state: str) -> SafeString:
     """Render the state of an attach handle as a badge, as in the lists."""
-    return badges.render_badge(state, HANDLE_TONES[state])
+    return badges.render_choice(HandleState(state))
 
 
 def _wrap_in_svg(width: int, height: int, name: str, description: str, content: str) -> SafeString:
@@ -430,7 +431,7 @@ def _draw_cell_box(state: str, x: int, y: int) -> str:
     return (
         f'<g class="cell {css_class}">'
         f'<rect x="{x + 0.5}" y="{y + 0.5}" width="{CELL_SIZE - 1}" height="{CELL_SIZE - 1}" rx="4"/>'
-        f'<text x="{x + CELL_SIZE // 2}" y="{y + 14}" aria-hidden="true">{HANDLE_GLYPHS[state]}</text></g>'
+        f'<text x="{x + CELL_SIZE // 2}" y="{y + 14}" aria-hidden="true">{HandleState(state).glyph}</text></g>'
     )
 
 

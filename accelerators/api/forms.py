@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import django_filters as filters
 import orjson
 from django.core.exceptions import PermissionDenied
 from rest_framework import exceptions, serializers
@@ -101,8 +102,7 @@ def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionFo
 
 def _build_fields(view: Any, action: str, method: str, values: Mapping[str, Any]) -> tuple[FormField, ...]:
     """Return the input fields of an action, filled with the current `values`."""
-    body = view.body_serializers[action]() if action in view.body_serializers else view.get_serializer()
-    fields = body.fields.items()
+    fields = view.get_body_serializer_class(action)(context=view.get_serializer_context()).fields.items()
     return tuple(_build_field(name, field, values.get(name), method) for name, field in fields if not field.read_only)
 
 
@@ -128,20 +128,16 @@ def build_filter_fields(view: Any, params: Mapping[str, str], reserved: Collecti
     fields = []
     for name, query_filter in view.get_filters().items():
         options = query_filter.extra.get("choices", ()) or (
-            (("true", "yes"), ("false", "no")) if _is_boolean_filter(query_filter) else ()
+            (("true", "yes"), ("false", "no")) if isinstance(query_filter, filters.BooleanFilter) else ()
         )
         choices = tuple((str(value), str(label)) for value, label in options)
         kind = "choice" if choices else "text"
         fields.append(
             FormField(name, params.get(name, ""), kind, query_filter.extra.get("help_text", ""), choices=choices)
         )
-    orders = tuple((sign + word, sign + word) for word in view.sort_fields for sign in ("", "-"))
+    orders = tuple((ordering, ordering) for ordering in view.list_orderings())
     ordering = params.get("ordering", view.default_ordering)
     return (*fields, FormField("ordering", ordering, "choice", "A leading - reverses the order.", choices=orders))
-
-
-def _is_boolean_filter(query_filter: Any) -> bool:
-    return "Boolean" in type(query_filter).__name__
 
 
 EXAMPLE_PROFILE = [

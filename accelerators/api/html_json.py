@@ -14,19 +14,21 @@ import orjson
 from django.utils.html import conditional_escape, format_html, format_html_join
 from django.utils.safestring import SafeString, mark_safe
 
+from accelerators.domain.choices import Tone
+from accelerators.domain.states import AgentState, CommandState, DeviceState, Health, RequestState
 from accelerators.ui import badges
 
 MAX_COLUMNS = 8
 """The maximum number of table columns. The JSON below the table has all fields."""
 MAX_CELL_CHARS = 80
-TONE_BY_WORD = {
-    **badges.DEVICE_STATE_TONES,
-    **badges.COMMAND_STATE_TONES,
-    **badges.HEALTH_TONES,
-    **badges.REQUEST_STATE_TONES,
+TONE_BY_WORD: dict[str, Tone] = {
+    **{
+        state: state.tone
+        for states in (AgentState, DeviceState, CommandState, Health, RequestState)
+        for state in states
+    },
+    **{"enabled": "good", "maintaining": "busy", "ACTIVE": "good", "ERROR": "bad", "gone": "warn"},
 }
-TONE_BY_WORD |= {"up": "good", "late": "warn", "down": "bad", "enabled": "good", "maintaining": "busy"}
-TONE_BY_WORD |= {"ACTIVE": "good", "ERROR": "bad", "gone": "warn"}
 OMITTED_KEYS = ("uuid", "url", "links", "created_at", "updated_at")
 NAME_KEYS = ("name", "model", "address", "request", "uuid")
 """Keys that represent an object in a table cell; the first one that the object has is shown."""

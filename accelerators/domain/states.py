@@ -6,12 +6,11 @@ The life cycle of devices is in `actions`.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
+from accelerators.domain.choices import Choice
 from accelerators.domain.errors import AcceleratorsError
 
 
-class DeviceType(StrEnum):
+class DeviceType(Choice):
     """The kind of a device (upstream's types, contract section 5)."""
 
     GPU = "GPU"
@@ -22,16 +21,16 @@ class DeviceType(StrEnum):
     SSD = "SSD"
 
 
-class Health(StrEnum):
+class Health(Choice):
     """The health that a device's hardware reports."""
 
-    OK = "ok"
-    DEGRADED = "degraded"
-    FAILED = "failed"
+    OK = "ok", "good"
+    DEGRADED = "degraded", "warn"
+    FAILED = "failed", "bad"
     UNKNOWN = "unknown"
 
 
-class HandleType(StrEnum):
+class HandleType(Choice):
     """How a handle is attached to an instance (contract section 5.1). A DEV handle is a device node; it is never bound
     to an instance."""
 
@@ -41,7 +40,7 @@ class HandleType(StrEnum):
     DEV = "DEV"
 
 
-class AttributeOrigin(StrEnum):
+class AttributeOrigin(Choice):
     """The writer of an attribute. A report changes only attributes of origin `agent`."""
 
     AGENT = "agent"
@@ -50,7 +49,7 @@ class AttributeOrigin(StrEnum):
     """Written when a device was programmed; says with what."""
 
 
-class EventSource(StrEnum):
+class EventSource(Choice):
     """The kind of actor that caused an event."""
 
     PERSON = "person"
@@ -60,27 +59,27 @@ class EventSource(StrEnum):
     SYSTEM = "system"
 
 
-class DeviceState(StrEnum):
+class DeviceState(Choice):
     """The state of a device in its life cycle: whether it is offered, and if not, why."""
 
     INACTIVE = "inactive"
-    INSTALLING = "installing"
-    READY = "ready"
-    MAINTENANCE = "maintenance"
-    FAILED = "failed"
-    QUARANTINED = "quarantined"
-    MISSING = "missing"
+    INSTALLING = "installing", "busy"
+    READY = "ready", "good"
+    MAINTENANCE = "maintenance", "busy"
+    FAILED = "failed", "bad"
+    QUARANTINED = "quarantined", "warn"
+    MISSING = "missing", "warn"
     RETIRED = "retired"
 
 
-class DrainTarget(StrEnum):
+class DrainTarget(Choice):
     """The state that a draining device gets when its last request is gone."""
 
     MAINTENANCE = "maintenance"
     RETIRED = "retired"
 
 
-class AdmittedState(StrEnum):
+class AdmittedState(Choice):
     """The state that an admission rule gives to a device that is found."""
 
     READY = "ready"
@@ -88,61 +87,72 @@ class AdmittedState(StrEnum):
     QUARANTINED = "quarantined"
 
 
-class RequestState(StrEnum):
+class RequestState(Choice):
     """The state of an accelerator request (contract section 4.1, without the states that cannot be reached)."""
 
     INITIAL = "Initial"
-    BIND_STARTED = "BindStarted"
-    BOUND = "Bound"
-    BIND_FAILED = "BindFailed"
+    BIND_STARTED = "BindStarted", "busy"
+    BOUND = "Bound", "good"
+    BIND_FAILED = "BindFailed", "bad"
     UNBOUND = "Unbound"
 
 
-class CommandState(StrEnum):
+class CommandState(Choice):
     """The state of a command to an agent."""
 
-    PREPARING = "preparing"
+    PREPARING = "preparing", "busy"
     """The image that the command needs is being fetched."""
     QUEUED = "queued"
     """The command has to be sent to the agent, or was sent and is not in the agent's journal yet."""
-    TAKEN = "taken"
+    TAKEN = "taken", "busy"
     """The command is in the agent's journal."""
-    STARTED = "started"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    REFUSED = "refused"
+    STARTED = "started", "busy"
+    SUCCEEDED = "succeeded", "good"
+    FAILED = "failed", "bad"
+    REFUSED = "refused", "warn"
     """The command was not carried out; nothing on the host was changed."""
-    EXPIRED = "expired"
+    EXPIRED = "expired", "warn"
     """The command was not started in time, and will never be started."""
-    UNKNOWN = "unknown"
+    UNKNOWN = "unknown", "bad"
     """The command was started, but its result is not known."""
 
 
-class BulkState(StrEnum):
+class BulkState(Choice):
     """The state of a bulk action, which does the same to many devices."""
 
     DRAFT = "draft"
     """The devices are chosen, but nobody has confirmed the action."""
-    RUNNING = "running"
-    DONE = "done"
-    CANCELLED = "cancelled"
+    RUNNING = "running", "busy"
+    DONE = "done", "good"
+    CANCELLED = "cancelled", "warn"
 
 
-class DeviceOutcome(StrEnum):
+class DeviceOutcome(Choice):
     """The result of an action on one device."""
 
-    MOVED = "moved"
+    MOVED = "moved", "good"
     UNCHANGED = "unchanged"
     """The device was already in the state that the action leads to."""
-    REFUSED = "refused"
+    REFUSED = "refused", "bad"
 
 
-class DriverState(StrEnum):
+class AgentState(Choice):
+    """The state of an agent: by the age of its lease, or that it may not connect."""
+
+    UP = "up", "good"
+    LATE = "late", "warn"
+    DOWN = "down", "bad"
+    REVOKED = "revoked", "bad"
+    CLONE = "clone", "bad"
+    """Two processes used its key at the same time."""
+
+
+class DriverState(Choice):
     """The state of a driver on a host, as its agent last reported it."""
 
-    OK = "ok"
-    FAILED = "failed"
-    QUARANTINED = "quarantined"
+    OK = "ok", "good"
+    FAILED = "failed", "bad"
+    QUARANTINED = "quarantined", "warn"
     """The driver crashed repeatedly. It is not started again until an operator releases it."""
     DISABLED = "disabled"
     """The driver is wanted on this host, but an operator has switched it off."""
@@ -150,7 +160,7 @@ class DriverState(StrEnum):
     """The driver does not run on this host; its package may still be installed."""
 
 
-class RolloutOp(StrEnum):
+class RolloutOp(Choice):
     """The change that a rollout makes to a driver on its hosts."""
 
     INSTALL = "install"
@@ -158,25 +168,25 @@ class RolloutOp(StrEnum):
     UNINSTALL = "uninstall"
 
 
-class RolloutState(StrEnum):
+class RolloutState(Choice):
     """The state of a rollout. After `stopped` (by a failure) and `cancelled` (by a person) no further host is started.
 
     A rollout that continues after failures ends as `done`.
     """
 
-    RUNNING = "running"
-    DONE = "done"
-    STOPPED = "stopped"
-    CANCELLED = "cancelled"
+    RUNNING = "running", "busy"
+    DONE = "done", "good"
+    STOPPED = "stopped", "bad"
+    CANCELLED = "cancelled", "warn"
 
 
-class RolloutStepState(StrEnum):
+class RolloutStepState(Choice):
     """The state of one host of a rollout."""
 
     WAITING = "waiting"
-    ORDERED = "ordered"
-    DONE = "done"
-    FAILED = "failed"
+    ORDERED = "ordered", "busy"
+    DONE = "done", "good"
+    FAILED = "failed", "bad"
     SKIPPED = "skipped"
 
 

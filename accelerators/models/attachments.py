@@ -6,27 +6,26 @@ to Placement.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from django.contrib.postgres.fields import ArrayField
 from django.db import models
 from django.db.models import Q
 
+from accelerators.domain.choices import Choice
 from accelerators.domain.libvirt_xml import HeldHandle
 from accelerators.models import fields
 
 
-class AttachmentState(StrEnum):
+class AttachmentState(Choice):
     """States of an attachment: attaching, undoing a failure, detaching, and the two ends."""
 
     ASKED = "asked"
-    ATTACHING = "attaching"
-    ATTACHED = "attached"
-    UNDOING = "undoing"
+    ATTACHING = "attaching", "busy"
+    ATTACHED = "attached", "good"
+    UNDOING = "undoing", "warn"
     """Attaching failed or was cancelled; the steps that were done are being undone."""
-    FAILED = "failed"
+    FAILED = "failed", "bad"
     """Attaching failed or was cancelled, and everything has been undone."""
-    DETACHING = "detaching"
+    DETACHING = "detaching", "busy"
     DETACHED = "detached"
 
 
@@ -48,9 +47,7 @@ class Attachment(fields.Row):
         default="", blank=True, help_text="The requested device profile; empty if a device was requested."
     )
     device = models.UUIDField(null=True, blank=True, help_text="The requested device.")
-    state = models.CharField(
-        max_length=16, choices=fields.choices_from_enum(AttachmentState), default=AttachmentState.ASKED.value
-    )
+    state = models.CharField(max_length=16, choices=AttachmentState.choices(), default=AttachmentState.ASKED.value)
     step = models.CharField(max_length=16, default="", blank=True)
     steps = models.JSONField(default=list, help_text="The steps that were done: step, at, text.")
     requests = ArrayField(

@@ -23,14 +23,12 @@ class Bulk(fields.Row):
     """
 
     action = models.CharField(max_length=16, db_collation="C", help_text="The action for each device.")
-    then = models.CharField(
-        max_length=16, choices=fields.choices_from_enum(DrainTarget), default=DrainTarget.MAINTENANCE.value
-    )
+    then = models.CharField(max_length=16, choices=DrainTarget.choices(), default=DrainTarget.MAINTENANCE.value)
     selection = models.CharField(
         max_length=1000, default="", blank=True, help_text="The filters of the list when the devices were selected."
     )
     total = models.IntegerField(default=0)
-    state = models.CharField(max_length=16, choices=fields.choices_from_enum(BulkState), default=BulkState.DRAFT.value)
+    state = models.CharField(max_length=16, choices=BulkState.choices(), default=BulkState.DRAFT.value)
     dry = models.BooleanField(default=False, help_text="The run in progress is a dry run, which changes nothing.")
     held_too = models.BooleanField(default=False, help_text="The confirmation includes devices that are held.")
     actor = fields.name_field()
@@ -71,7 +69,7 @@ class BulkItem(models.Model):
     stood = models.CharField(max_length=64, help_text="The device's state when the devices were selected.")
     outcome = models.CharField(
         max_length=16,
-        choices=fields.choices_from_enum(DeviceOutcome),
+        choices=DeviceOutcome.choices(),
         default="",
         blank=True,
         help_text="The outcome; empty until the device was processed.",

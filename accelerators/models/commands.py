@@ -39,9 +39,7 @@ class Command(fields.Row):
     request_id = models.CharField(max_length=64, default="", blank=True)
     reason = models.TextField(default="", blank=True)
 
-    state = models.CharField(
-        max_length=16, choices=fields.choices_from_enum(CommandState), default=CommandState.QUEUED.value
-    )
+    state = models.CharField(max_length=16, choices=CommandState.choices(), default=CommandState.QUEUED.value)
     start_by = models.DateTimeField(help_text="If the agent has not accepted the command by then, it expires.")
     end_by = models.DateTimeField(help_text="If the agent has not answered by then, the outcome is unknown.")
     taken_at = models.DateTimeField(null=True, blank=True)

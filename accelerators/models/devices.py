@@ -25,7 +25,7 @@ class Device(fields.Row):
     host = models.ForeignKey(Host, models.PROTECT, related_name="devices", db_index=False)
     key = fields.name_field(help_text="Identity on its host: serial:…, else pci:ADDRESS, else a key of the driver.")
     driver = models.CharField(max_length=64, db_collation="C")
-    type = models.CharField(max_length=16, choices=fields.choices_from_enum(DeviceType))
+    type = models.CharField(max_length=16, choices=DeviceType.choices())
     vendor = fields.name_field()
     model = fields.name_field()
     address = models.CharField(
@@ -66,26 +66,24 @@ class Device(fields.Row):
         help_text="The PCI bridges above it, starting at the root.",
     )
 
-    status = models.CharField(max_length=16, choices=fields.choices_from_enum(Health), default=Health.UNKNOWN.value)
+    status = models.CharField(max_length=16, choices=Health.choices(), default=Health.UNKNOWN.value)
     status_reason = models.TextField(default="", blank=True)
     status_since = models.DateTimeField(db_default=Now())
 
-    state = models.CharField(
-        max_length=16, choices=fields.choices_from_enum(DeviceState), default=DeviceState.INACTIVE.value
-    )
+    state = models.CharField(max_length=16, choices=DeviceState.choices(), default=DeviceState.INACTIVE.value)
     state_reason = models.TextField(default="found by its driver", blank=True)
     state_since = models.DateTimeField(db_default=Now())
     state_by = fields.name_field(default="agent")
     returns_to = models.CharField(
         max_length=16,
-        choices=fields.choices_from_enum(DeviceState),
+        choices=DeviceState.choices(),
         null=True,
         blank=True,
         help_text="The state that a missing device returns to when it is found again.",
     )
     drain_to = models.CharField(
         max_length=16,
-        choices=fields.choices_from_enum(DrainTarget),
+        choices=DrainTarget.choices(),
         null=True,
         blank=True,
         help_text="While it drains: its state once its last request is gone.",
@@ -171,9 +169,7 @@ class Attribute(fields.Row):
     deployable = models.ForeignKey(Deployable, models.CASCADE, related_name="attributes", db_index=False)
     key = fields.name_field()
     value = models.TextField()
-    origin = models.CharField(
-        max_length=16, choices=fields.choices_from_enum(AttributeOrigin), default=AttributeOrigin.AGENT.value
-    )
+    origin = models.CharField(max_length=16, choices=AttributeOrigin.choices(), default=AttributeOrigin.AGENT.value)
 
     class Meta:
         ordering = ["id"]
@@ -190,7 +186,7 @@ class AttachHandle(fields.Row):
     """One assignable unit of a deployable. The request that holds it refers to it; at most one request can hold it."""
 
     deployable = models.ForeignKey(Deployable, models.PROTECT, related_name="attach_handles", db_index=False)
-    attach_type = models.CharField(max_length=16, choices=fields.choices_from_enum(HandleType))
+    attach_type = models.CharField(max_length=16, choices=HandleType.choices())
     attach_info = models.CharField(max_length=255, db_collation="C", help_text="JSON; its bytes are its identity.")
     missing_since = models.DateTimeField(null=True, blank=True)
 

@@ -62,7 +62,7 @@ class DriverWish(fields.Row):
 class Rollout(fields.Row):
     """One change of a driver on a fixed list of hosts, on at most `max_parallel` hosts at a time."""
 
-    op = models.CharField(max_length=16, choices=fields.choices_from_enum(RolloutOp))
+    op = models.CharField(max_length=16, choices=RolloutOp.choices())
     driver = models.CharField(max_length=64, db_collation="C")
     enabled = models.BooleanField(null=True, help_text="Null: unchanged; a newly installed driver is enabled.")
     settings = models.JSONField(null=True, help_text="Null: the settings stay unchanged.")
@@ -70,11 +70,9 @@ class Rollout(fields.Row):
     max_parallel = models.IntegerField(default=5)
     stop_on_failure = models.BooleanField(default=True)
     total = models.IntegerField(default=0)
-    state = models.CharField(
-        max_length=16, choices=fields.choices_from_enum(RolloutState), default=RolloutState.RUNNING.value
-    )
+    state = models.CharField(max_length=16, choices=RolloutState.choices(), default=RolloutState.RUNNING.value)
     actor = fields.name_field()
-    source = models.CharField(max_length=16, choices=fields.choices_from_enum(EventSource))
+    source = models.CharField(max_length=16, choices=EventSource.choices())
     reason = models.TextField(default="", blank=True)
     request_id = models.CharField(max_length=64, default="", blank=True)
     ended_at = models.DateTimeField(null=True, blank=True)
@@ -142,9 +140,7 @@ class RolloutStep(models.Model):
     rollout = models.ForeignKey(Rollout, models.CASCADE, related_name="steps")
     host = models.ForeignKey(Host, models.SET_NULL, null=True, related_name="+")
     host_name = fields.name_field()
-    state = models.CharField(
-        max_length=16, choices=fields.choices_from_enum(RolloutStepState), default=RolloutStepState.WAITING.value
-    )
+    state = models.CharField(max_length=16, choices=RolloutStepState.choices(), default=RolloutStepState.WAITING.value)
     text = models.TextField(default="", blank=True)
     command = _command_key()
     ended_at = models.DateTimeField(null=True, blank=True)

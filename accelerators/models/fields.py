@@ -50,11 +50,6 @@ def name_field(**options: Any) -> models.CharField[str, str]:
     return models.CharField(max_length=255, db_collation="C", **options)
 
 
-def choices_from_enum(enum: type[StrEnum]) -> list[tuple[str, str]]:
-    """Convert an enum to Django's `choices`; each value is its own label."""
-    return [(word.value, word.value) for word in enum]
-
-
 def one_of_constraint(field: str, enum: type[StrEnum], constraint_name: str) -> models.CheckConstraint:
     """Build a check constraint that `field` contains a value of the enum `enum`; `constraint_name` is its name."""
     return models.CheckConstraint(condition=Q(**{f"{field}__in": [word.value for word in enum]}), name=constraint_name)

@@ -5,16 +5,15 @@ The table holds only metadata. `accelerators.images.store` writes it, and keeps 
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from accelerators.domain.choices import Choice
 from accelerators.models import fields
 
 
-class ImageSource(StrEnum):
+class ImageSource(Choice):
     """Origin of an image."""
 
     GLANCE = "glance"
@@ -30,7 +29,7 @@ class Image(fields.Row):
     size = models.BigIntegerField()
     sha256 = models.CharField(max_length=64, db_collation="C")
     properties = models.JSONField(default=dict, help_text="Properties as in Glance: accel:function_id …")
-    source = models.CharField(max_length=8, choices=fields.choices_from_enum(ImageSource))
+    source = models.CharField(max_length=8, choices=ImageSource.choices())
     by = fields.name_field(default="", help_text="Who uploaded it.")
     used_at = models.DateTimeField(db_default=Now(), help_text="When a command last used it.")
 

@@ -17,7 +17,7 @@ class Event(models.Model):
     """
 
     at = models.DateTimeField(db_default=Now())
-    source = models.CharField(max_length=8, choices=fields.choices_from_enum(EventSource))
+    source = models.CharField(max_length=8, choices=EventSource.choices())
     actor = fields.name_field(help_text="The person, the host of the agent, or the rule.")
     request_id = models.CharField(max_length=64, default="", blank=True)
     action = models.CharField(max_length=64, db_collation="C")

@@ -28,9 +28,7 @@ class AcceleratorRequest(fields.Row):
     """A request for one accelerator for one instance. `group` is a snapshot, independent of later profile changes."""
 
     project_id = models.CharField(max_length=255, db_collation="C", db_index=True)
-    state = models.CharField(
-        max_length=16, choices=fields.choices_from_enum(RequestState), default=RequestState.INITIAL.value
-    )
+    state = models.CharField(max_length=16, choices=RequestState.choices(), default=RequestState.INITIAL.value)
     profile = models.ForeignKey(DeviceProfile, models.PROTECT, related_name="requests")
     group_id = models.IntegerField(default=0)
     group = models.JSONField()

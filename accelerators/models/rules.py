@@ -36,10 +36,10 @@ class AdmissionRule(fields.Row):
         default="", blank=True, help_text="The vendor as the driver reports it, for example 10de."
     )
     model = fields.name_field(default="", blank=True, help_text="Model or product, with the wildcards * and ?.")
-    type = models.CharField(max_length=16, default="", blank=True, choices=fields.choices_from_enum(DeviceType))
+    type = models.CharField(max_length=16, default="", blank=True, choices=DeviceType.choices())
     action = models.CharField(
         max_length=16,
-        choices=fields.choices_from_enum(AdmittedState),
+        choices=AdmittedState.choices(),
         help_text="The state that a matching device gets.",
     )
     enabled = models.BooleanField(default=True)

@@ -15,39 +15,13 @@ from django.urls import reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-GLYPHS = {"good": "●", "busy": "◐", "calm": "○", "warn": "▲", "bad": "✕"}
+from accelerators.domain.choices import Choice, Tone
+from accelerators.domain.states import DeviceState, Health
+
+GLYPHS: dict[Tone, str] = {"good": "●", "busy": "◐", "calm": "○", "warn": "▲", "bad": "✕"}
 DASH = SafeString('<span class="faint">–</span>')
 
-DEVICE_STATE_TONES = {
-    "inactive": "calm",
-    "installing": "busy",
-    "ready": "good",
-    "maintenance": "busy",
-    "failed": "bad",
-    "quarantined": "warn",
-    "missing": "warn",
-    "retired": "calm",
-}
-HEALTH_TONES = {"ok": "good", "degraded": "warn", "failed": "bad", "unknown": "calm"}
-COMMAND_STATE_TONES = {
-    "preparing": "busy",
-    "queued": "calm",
-    "taken": "busy",
-    "started": "busy",
-    "succeeded": "good",
-    "failed": "bad",
-    "refused": "warn",
-    "expired": "warn",
-    "unknown": "bad",
-}
-REQUEST_STATE_TONES = {
-    "Initial": "calm",
-    "BindStarted": "busy",
-    "Bound": "good",
-    "BindFailed": "bad",
-    "Unbound": "calm",
-}
-ACTION_TONES = {
+ACTION_TONES: dict[str, Tone] = {
     "found": "good",
     "installing": "busy",
     "ready": "good",
@@ -77,12 +51,17 @@ STATE_SINCE_FIELD = "state_since"
 _TIME_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
-def render_badge(text: str, tone: str, tooltip: str = "") -> SafeString:
+def render_badge(text: str, tone: Tone, tooltip: str = "") -> SafeString:
     """Render a word with a tone and the tone's glyph; `tooltip` is shown on hover."""
     title_attribute = format_html(' title="{}"', tooltip) if tooltip else ""
     return format_html(
         '<span class="mark {}"{}><span aria-hidden="true">{}</span>{}</span>', tone, title_attribute, GLYPHS[tone], text
     )
+
+
+def render_choice(choice: Choice, tooltip: str = "") -> SafeString:
+    """Render the label of a member of an enumeration as a badge in its tone; `tooltip` is shown on hover."""
+    return render_badge(choice.label, choice.tone, tooltip)
 
 
 def join_badges(*badges: SafeString | str) -> SafeString:
@@ -92,12 +71,12 @@ def join_badges(*badges: SafeString | str) -> SafeString:
 
 def render_device_state(device_state: str, tooltip: str = "") -> SafeString:
     """Render a device's state as a badge; `tooltip` is shown on hover."""
-    return render_badge(device_state, DEVICE_STATE_TONES[device_state], tooltip)
+    return render_choice(DeviceState(device_state), tooltip)
 
 
 def render_health(device_health: str, tooltip: str = "") -> SafeString:
     """Render a device's health, as its driver reports it, as a badge; `tooltip` is shown on hover."""
-    return render_badge(device_health, HEALTH_TONES[device_health], tooltip)
+    return render_choice(Health(device_health), tooltip)
 
 
 def render_stale_badge(reason: str) -> SafeString | str:

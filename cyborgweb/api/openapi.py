@@ -95,7 +95,7 @@ class ViewSchema(AutoSchema):
     def get_summary(self) -> str:
         """Return the summary: a verb and the resource, such as `List devices`."""
         names = self.collection.basename.replace("_", " ")
-        if action_name := self._get_collection_action_name():
+        if action_name := self.collection.collection_action_name:
             return f"{action_name.capitalize()} {names}"
         verb = SUMMARY_VERBS.get(self.collection.action) or self.collection.action.capitalize()
         return f"{verb} {names if self.collection.action == 'list' else names.removesuffix('s')}"
@@ -118,33 +118,20 @@ class ViewSchema(AutoSchema):
         operation_id: str = super().get_operation_id()
         return (
             operation_id.removesuffix("_create")
-            if self._get_collection_action_name() or self.collection.action in self.collection.member_actions
+            if self.collection.collection_action_name or self.collection.action in self.collection.member_actions
             else operation_id
         )
 
     def get_request_serializer(self) -> Any:
-        """Return the serializer of the request body: that of the verb or the action, a binary body, or the view's
-        own.
-        """
-        if self.collection.action in self.collection.member_actions:
-            return self.collection.member_actions[self.collection.action]
-        if body := self.collection.body_serializers.get(self.collection.action):
-            return body
+        """Return the serializer of the request body, or the schema of a binary body."""
         if self.collection.action == "create" and hasattr(self.collection, "upload_media_type"):
             return {self.collection.upload_media_type: {"type": "string", "format": "binary", "minLength": 1}}
-        return super().get_request_serializer()
+        return self.collection.get_body_serializer_class(self.collection.action)
 
     def get_response_serializers(self) -> Any:
         """Return the serializer of the answer; some actions answer with something other than a row of the resource."""
         status, body = self.collection.response_serializers.get(self.collection.action, (0, None))
         return {status: body} if body else super().get_response_serializers()
-
-    def _get_collection_action_name(self) -> str:
-        """Return the path segment of an action on the whole collection, '' for any other action."""
-        return next(
-            (word for word, action in self.collection.collection_actions.items() if action == self.collection.action),
-            "",
-        )
 
     def get_override_parameters(self) -> list[Any]:
         """Return the query parameters: `fields` to choose from and, for lists, `ordering`; for an upload, what is
@@ -160,14 +147,16 @@ class ViewSchema(AutoSchema):
         fields_parameter = OpenApiParameter(
             "fields", field_names, style="form", explode=False, description="Only these fields are shown."
         )
-        orderings = [sign + word for word in self.collection.sort_fields for sign in ("", "-")]
         ordering_description = f"A leading - reverses the order; {self.collection.default_ordering} if left out."
         if self.collection.detail:
             return [
                 fields_parameter,
                 *(OpenApiParameter(name, **said) for name, said in self.collection.detail_parameters.items()),
             ]
-        return [fields_parameter, OpenApiParameter("ordering", str, enum=orderings, description=ordering_description)]
+        return [
+            fields_parameter,
+            OpenApiParameter("ordering", str, enum=self.collection.list_orderings(), description=ordering_description),
+        ]
 
 
 class GroupsFieldExtension(OpenApiSerializerFieldExtension):

@@ -7,23 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
+
+from accelerators.domain.choices import Choice
 
 
 class NotificationKind(StrEnum):
-    """The kind of event that a message reports."""
+    """The kind of event that a message reports, with the title of such a message and what it means."""
 
-    REQUEST_BOUND = "request.bound"
-    REQUEST_FAILED = "request.failed"
-    REQUEST_UNBOUND = "request.unbound"
-    DEVICE_READY = "device.ready"
-    DEVICE_FAILED = "device.failed"
-    DEVICE_MISSING = "device.missing"
-    DEVICE_QUARANTINED = "device.quarantined"
-    DEVICE_HEALTH = "device.health"
+    label: str
+    meaning: str
+
+    def __new__(cls, value: str, label: str, meaning: str) -> Self:
+        """Make a member; `label` is the title."""
+        member = str.__new__(cls, value)
+        member._value_, member.label, member.meaning = value, label, meaning
+        return member
+
+    REQUEST_BOUND = "request.bound", "Accelerator ready", "An accelerator is ready for its instance."
+    REQUEST_FAILED = (
+        "request.failed",
+        "Accelerator not bound",
+        "An accelerator could not be bound; the message says why.",
+    )
+    REQUEST_UNBOUND = "request.unbound", "Accelerator released", "An accelerator was released."
+    DEVICE_READY = "device.ready", "Device ready", "A device is ready and offered."
+    DEVICE_FAILED = "device.failed", "Device failed", "A device failed."
+    DEVICE_MISSING = "device.missing", "Device missing", "A device is no longer found on its host."
+    DEVICE_QUARANTINED = "device.quarantined", "Device in quarantine", "A device is in quarantine."
+    DEVICE_HEALTH = "device.health", "Health of a device changed", "The health that a device reports has changed."
 
 
-class DeliveryWay(StrEnum):
+class DeliveryWay(Choice):
     """How a message is delivered."""
 
     WEBHOOK = "webhook"
@@ -31,7 +46,7 @@ class DeliveryWay(StrEnum):
     INBOX = "inbox"
 
 
-class SubscriptionScope(StrEnum):
+class SubscriptionScope(Choice):
     """Which requests and devices a subscription covers."""
 
     PROJECT = "project"
@@ -40,24 +55,24 @@ class SubscriptionScope(StrEnum):
     """All requests and devices; for people who operate accelerators."""
 
 
-class DeliveryProgress(StrEnum):
+class DeliveryProgress(Choice):
     """The state of a delivery."""
 
-    WAITING = "waiting"
-    DELIVERED = "delivered"
-    GIVEN_UP = "given up"
+    WAITING = "waiting", "busy"
+    DELIVERED = "delivered", "good"
+    GIVEN_UP = "given up", "bad"
 
 
-class SubscriptionStanding(StrEnum):
+class SubscriptionStanding(Choice):
     """The state of a subscription. Deliveries are written only while it is active; it stays off, paused or gone until
     somebody resumes it."""
 
-    ACTIVE = "active"
+    ACTIVE = "active", "good"
     OFF = "off"
     """Somebody turned it off."""
-    PAUSED = "paused"
+    PAUSED = "paused", "bad"
     """Its destination failed for days."""
-    GONE = "gone"
+    GONE = "gone", "bad"
     """Its destination answered 410 Gone."""
 
 
@@ -66,28 +81,8 @@ JOB_BY_WAY: Mapping[str, str] = {DeliveryWay.WEBHOOK: "deliveries", DeliveryWay.
 TEST_KIND = "subscription.test"
 PAUSED_KIND = "subscription.paused"
 """The kinds `TEST_KIND` and `PAUSED_KIND` are messages about a subscription itself."""
-
-KIND_MEANINGS: Mapping[str, str] = {
-    NotificationKind.REQUEST_BOUND: "An accelerator is ready for its instance.",
-    NotificationKind.REQUEST_FAILED: "An accelerator could not be bound; the message says why.",
-    NotificationKind.REQUEST_UNBOUND: "An accelerator was released.",
-    NotificationKind.DEVICE_READY: "A device is ready and offered.",
-    NotificationKind.DEVICE_FAILED: "A device failed.",
-    NotificationKind.DEVICE_MISSING: "A device is no longer found on its host.",
-    NotificationKind.DEVICE_QUARANTINED: "A device is in quarantine.",
-    NotificationKind.DEVICE_HEALTH: "The health that a device reports has changed.",
-    TEST_KIND: "Somebody sent a test message.",
-    PAUSED_KIND: "A subscription is paused, because its destination failed for days.",
-}
 KIND_TITLES: Mapping[str, str] = {
-    NotificationKind.REQUEST_BOUND: "Accelerator ready",
-    NotificationKind.REQUEST_FAILED: "Accelerator not bound",
-    NotificationKind.REQUEST_UNBOUND: "Accelerator released",
-    NotificationKind.DEVICE_READY: "Device ready",
-    NotificationKind.DEVICE_FAILED: "Device failed",
-    NotificationKind.DEVICE_MISSING: "Device missing",
-    NotificationKind.DEVICE_QUARANTINED: "Device in quarantine",
-    NotificationKind.DEVICE_HEALTH: "Health of a device changed",
+    **{kind: kind.label for kind in NotificationKind},
     TEST_KIND: "Test",
     PAUSED_KIND: "Subscription paused",
 }

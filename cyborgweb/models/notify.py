@@ -44,12 +44,12 @@ class Subscription(fields.Row):
     )
     scope = models.CharField(
         max_length=8,
-        choices=fields.choices_from_enum(SubscriptionScope),
+        choices=SubscriptionScope.choices(),
         default=SubscriptionScope.PROJECT.value,
         help_text="The requests of the project and the devices they hold, or the whole cloud.",
     )
     kinds = ArrayField(
-        models.CharField(max_length=32, choices=fields.choices_from_enum(NotificationKind)),
+        models.CharField(max_length=32, choices=[(kind.value, kind.value) for kind in NotificationKind]),
         help_text="The kinds of events that you want to hear about.",
     )
     host = fields.name_field(
@@ -57,15 +57,13 @@ class Subscription(fields.Row):
     )
     type = models.CharField(
         max_length=16,
-        choices=[("", "any"), *fields.choices_from_enum(DeviceType)],
+        choices=[("", "any"), *DeviceType.choices()],
         default="",
         blank=True,
         help_text="Only devices of this type.",
     )
     label = models.CharField(max_length=255, default="", blank=True, help_text="Only requests with exactly this label.")
-    way = models.CharField(
-        max_length=8, choices=fields.choices_from_enum(DeliveryWay), help_text="How messages are delivered."
-    )
+    way = models.CharField(max_length=8, choices=DeliveryWay.choices(), help_text="How messages are delivered.")
     target = models.CharField(
         max_length=2000, default="", blank=True, help_text="The webhook's URL, or the e-mail address."
     )
@@ -74,7 +72,7 @@ class Subscription(fields.Row):
     )
     standing = models.CharField(
         max_length=8,
-        choices=fields.choices_from_enum(SubscriptionStanding),
+        choices=SubscriptionStanding.choices(),
         default=SubscriptionStanding.ACTIVE.value,
         help_text="Paused: its destination failed for days. Gone: it answered 410.",
     )
@@ -126,7 +124,7 @@ class Delivery(models.Model):
     data = models.JSONField(default=dict, help_text="The data of the message, as it is sent.")
     progress = models.CharField(
         max_length=16,
-        choices=fields.choices_from_enum(DeliveryProgress),
+        choices=DeliveryProgress.choices(),
         default=DeliveryProgress.WAITING.value,
         help_text="The progress of the delivery.",
     )

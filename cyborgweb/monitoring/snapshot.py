@@ -19,6 +19,7 @@ from django.db import Error, connection, transaction
 from django.db.models import Count, Q
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from accelerators.domain.states import AgentState
 from accelerators.models import Device, Host
 from accelerators.runtime import jobs
 from agents import liveness, telemetry
@@ -126,7 +127,7 @@ def collect_gauges() -> Iterator[Metric]:
 def _add_fleet(gauges: GaugeList) -> None:
     """Add the gauges of hosts, agents and devices."""
     enrolled = Q(agent__isnull=False)
-    barred = [word for word in liveness.AGENT_STATES if word not in liveness.LIVENESS_STATES]
+    barred = [word for word in AgentState if word not in liveness.LIVENESS_STATES]
     counts = {word: Count("pk", filter=enrolled & Q(agent__barred=word)) for word in barred}
     for word in liveness.LIVENESS_STATES:
         counts[word] = Count(
@@ -139,7 +140,7 @@ def _add_fleet(gauges: GaugeList) -> None:
         "cyborg_agents",
         "Agents by their liveness.",
         ["state"],
-        [([word], hosts[word]) for word in liveness.AGENT_STATES],
+        [([word], hosts[word]) for word in AgentState],
     )
     counted = Device.objects.order_by().values_list("state", "type", "status").annotate(n=Count("*"))
     gauges.add_labelled_gauge(

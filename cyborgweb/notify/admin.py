@@ -27,7 +27,6 @@ from accelerators.ui.refusals import RefusalAsMessage
 from cyborgweb.auth import policy
 from cyborgweb.auth.roles import get_caller
 from cyborgweb.models.event_types import (
-    KIND_MEANINGS,
     DeliveryProgress,
     DeliveryWay,
     NotificationKind,
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 else:  # at run time Django's class takes no type parameter
     SubscriptionModelForm = forms.ModelForm
 
-STANDING_TONES = {"active": "good", "off": "calm", "paused": "bad", "gone": "bad"}
-PROGRESS_TONES = {"waiting": "busy", "delivered": "good", "given up": "bad"}
 SUBSCRIPTION_ACTIONS = ("test", "rotate")
 HIDDEN_FIELDS = ("target", "secret")
 """Fields by which no list can be filtered."""
@@ -73,7 +70,7 @@ class SubscriptionForm(SubscriptionModelForm):
     """Form of a subscription. Values that do not fit together give one error above the form, worded as in the API."""
 
     kinds = forms.MultipleChoiceField(
-        choices=[(kind.value, f"{kind.value}: {KIND_MEANINGS[kind]}") for kind in NotificationKind],
+        choices=[(kind.value, f"{kind.value}: {kind.meaning}") for kind in NotificationKind],
         widget=UnfoldAdminCheckboxSelectMultipleWidget,
         help_text="The kinds of messages that you want to get.",
     )
@@ -128,7 +125,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
     def shown_standing(self, row: Subscription) -> SafeString:
         if row.failures and row.standing == SubscriptionStanding.ACTIVE:
             return badges.render_badge("failing", "warn", row.last_error)
-        return badges.render_badge(row.standing, STANDING_TONES[row.standing], row.last_error)
+        return badges.render_choice(SubscriptionStanding(row.standing), row.last_error)
 
     @display(description="Delivered by", ordering="way")
     def shown_way(self, row: Subscription) -> SafeString | str:
@@ -351,4 +348,4 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
 
 def render_progress(row: Delivery) -> SafeString:
     """Return the delivery's progress as a coloured word."""
-    return badges.render_badge(row.progress, PROGRESS_TONES[row.progress], row.last_error)
+    return badges.render_choice(DeliveryProgress(row.progress), row.last_error)

@@ -7,7 +7,7 @@ callers that the rule `cyborg:subscription:elevated` allows. An inbox can be rea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import django_filters as filters
 from django.db.models import QuerySet
@@ -16,6 +16,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own.fields import ClosedSerializer, RowSerializer, StrictBooleanField, StrictTextField, UrlField
+from accelerators.api.own.filters import single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceType
@@ -43,8 +44,8 @@ class SubscriptionReference(serializers.Serializer[Any]):
 class SubscriptionFilter(filters.FilterSet):
     """Filter by way, standing and project. The project matters only to callers that see more than one."""
 
-    way = filters.ChoiceFilter(choices=[(word.value, word.value) for word in DeliveryWay])
-    standing = filters.ChoiceFilter(choices=[(word.value, word.value) for word in SubscriptionStanding])
+    way = single_choice_filter(DeliveryWay)
+    standing = single_choice_filter(SubscriptionStanding)
     project = filters.CharFilter(field_name="project_id")
 
 
@@ -56,12 +57,12 @@ class SubscriptionSerializer(RowSerializer):
     project = serializers.CharField(source="project_id", read_only=True)
     personal = StrictBooleanField(required=False, help_text="Whether it belongs to you alone. An inbox always does.")
     scope = serializers.ChoiceField(
-        [word.value for word in SubscriptionScope],
+        SubscriptionScope.choices(),
         required=False,
         help_text="It covers the project's own requests and the devices that they hold, or the whole cloud.",
     )
     kinds = serializers.ListField(
-        child=serializers.ChoiceField([word.value for word in NotificationKind]),
+        child=serializers.ChoiceField([kind.value for kind in NotificationKind]),
         allow_empty=False,
         min_length=1,
         max_length=len(NotificationKind),
@@ -73,12 +74,12 @@ class SubscriptionSerializer(RowSerializer):
         required=False,
         help_text="Only messages about this host; needs the scope cloud.",
     )
-    type = serializers.ChoiceField(["", *(word.value for word in DeviceType)], required=False)
+    type = serializers.ChoiceField(["", *DeviceType.choices()], required=False)
     # Any, because `Field.label` is a text: the metaclass takes declared fields off the class, so nothing is hidden.
     label: Any = StrictTextField(
         max_length=255, allow_blank=True, required=False, help_text="Only messages about requests with this label."
     )
-    way = serializers.ChoiceField([word.value for word in DeliveryWay], help_text="How messages reach you.")
+    way = serializers.ChoiceField(DeliveryWay.choices(), help_text="How messages reach you.")
     target = StrictTextField(
         max_length=2000,
         allow_blank=True,
@@ -86,14 +87,12 @@ class SubscriptionSerializer(RowSerializer):
         help_text="The webhook's URL, or the e-mail address. Callers who may not change it see only where it leads.",
     )
     standing = serializers.ChoiceField(
-        [word.value for word in SubscriptionStanding],
+        SubscriptionStanding.choices(),
         required=False,
         help_text="You can set active or off. It is paused after failing for days, and gone after an answer 410.",
     )
 
-    field_conditions: ClassVar[Mapping[str, Any]] = {
-        "properties": {"standing": {"enum": [word.value for word in subscriptions.SETTABLE_STANDINGS]}}
-    }
+    field_conditions = {"properties": {"standing": {"enum": [word.value for word in subscriptions.SETTABLE_STANDINGS]}}}
 
     class Meta:
         model = Subscription
@@ -116,7 +115,6 @@ class SubscriptionSerializer(RowSerializer):
             "created_at",
             "updated_at",
         )
-        read_only_fields = ("uuid", "last_error", "failing_since", "created_at", "updated_at")
 
     def validate_standing(self, standing: str) -> str:
         """Accept only the standings that a person may set."""
@@ -156,7 +154,7 @@ class DeliveryFilter(filters.FilterSet):
 
     subscription = filters.UUIDFilter(field_name="subscription__uuid")
     kind = filters.CharFilter(help_text="For example request.bound.")
-    progress = filters.ChoiceFilter(choices=[(word.value, word.value) for word in DeliveryProgress])
+    progress = single_choice_filter(DeliveryProgress)
 
 
 class DeliverySerializer(RowSerializer):
@@ -183,7 +181,6 @@ class DeliverySerializer(RowSerializer):
             "last_error",
             "delivered_at",
         )
-        read_only_fields = fields
 
 
 class MessageSerializer(RowSerializer):
@@ -198,7 +195,6 @@ class MessageSerializer(RowSerializer):
     class Meta:
         model = Delivery
         fields = ("uuid", "url", "subscription", "kind", "at", "text", "data", "read_at")
-        read_only_fields = fields
 
     def get_text(self, row: Delivery) -> str:
         """The message as one readable sentence."""
@@ -221,7 +217,7 @@ class SubscriptionView(CollectionView):
     filterset_class = SubscriptionFilter
     member_actions = {"test": EmptySerializer, "rotate": EmptySerializer}
     actions_to_confirm = ("rotate",)
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = {
+    response_serializers = {
         "create": (201, SecretSerializer),
         "partial_update": (200, SubscriptionSerializer),
         "test": (202, DeliverySerializer),
@@ -240,7 +236,7 @@ class SubscriptionView(CollectionView):
 
     def create(self, request: Request) -> Response:
         """Create a subscription. 409: you already have the largest number allowed, fifty."""
-        values = self._validate_request(request)
+        values = self.validate_body()
         personal = values.pop("personal", False)
         if values.get("scope") == SubscriptionScope.CLOUD:
             self.require_rule("cyborg:subscription:elevated")
@@ -254,7 +250,7 @@ class SubscriptionView(CollectionView):
         409: `way` and `personal` cannot change.
         """
         subscription = self.get_object()
-        values = self._validate_request(request, subscription)
+        values = self.validate_body(subscription)
         if values.pop("personal", subscription.personal) != subscription.personal:
             raise RefusedError(
                 RefusalReason.CONFLICT, "A subscription cannot change its owner: create another subscription."
@@ -273,7 +269,7 @@ class SubscriptionView(CollectionView):
 
         409: the subscription is not active, or a test of it is already waiting.
         """
-        self.validate_member_action_body(request)
+        self.validate_body()
         delivery = subscriptions.queue_test_message(self.get_object().pk, self.caller)
         representation = DeliverySerializer(delivery, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(representation, 202, headers={"Location": representation["url"]})
@@ -282,16 +278,11 @@ class SubscriptionView(CollectionView):
         """Replace the webhook's secret. The new one is used from the next attempt on and is shown only this once. 409:
         the subscription is not a webhook.
         """
-        self.validate_member_action_body(request)
+        self.validate_body()
         return Response(self._serialize_with_secret(*subscriptions.rotate_secret(self.get_object().pk, self.caller)))
 
     def _serialize_with_secret(self, row: Subscription, secret: str) -> dict[str, Any]:
         return {**self.get_serializer(row).data, "secret": secret}
-
-    def _validate_request(self, request: Request, subscription: Subscription | None = None) -> dict[str, Any]:
-        serializer = self.get_serializer(subscription, data=request.data, partial=subscription is not None)
-        serializer.is_valid(raise_exception=True)
-        return dict(serializer.validated_data)
 
 
 class DeliveryView(CollectionView):
@@ -304,9 +295,7 @@ class DeliveryView(CollectionView):
     serializer_class = DeliverySerializer
     filterset_class = DeliveryFilter
     member_actions = {"replay": EmptySerializer}
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = {
-        "replay": (202, DeliverySerializer)
-    }
+    response_serializers = {"replay": (202, DeliverySerializer)}
     queryset = Delivery.objects.select_related("subscription")
 
     def get_queryset(self) -> QuerySet[Delivery]:
@@ -323,7 +312,7 @@ class DeliveryView(CollectionView):
 
         409: its subscription is not active.
         """
-        self.validate_member_action_body(request)
+        self.validate_body()
         subscriptions.replay_deliveries(Delivery.objects.filter(pk=self.get_object().pk), self.caller)
         return Response(self.get_serializer(self.get_object()).data, 202)
 
@@ -343,9 +332,9 @@ class InboxView(CollectionView):
     lookup_url_kwarg = "uuid"
     serializer_class = MessageSerializer
     member_actions = {"read": EmptySerializer}
-    collection_actions: ClassVar[Mapping[str, str]] = {"read_all": "read_all"}
-    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer[Any]]]] = {"read_all": EmptySerializer}
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = {
+    collection_actions = {"read_all": "read_all"}
+    body_serializers = {"read_all": EmptySerializer}
+    response_serializers = {
         "read": (200, MessageSerializer),
         "read_all": (200, ReadSerializer),
     }
@@ -362,7 +351,7 @@ class InboxView(CollectionView):
 
     def read(self, request: Request, **kwargs: str) -> Response:
         """Mark the message as read."""
-        self.validate_member_action_body(request)
+        self.validate_body()
         subscriptions.mark_as_read(self.get_queryset(), [self.get_object().message])
         return Response(self.get_serializer(self.get_object()).data)
 

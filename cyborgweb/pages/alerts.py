@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 from django.urls import reverse
 
+from accelerators.domain.choices import Tone
 from accelerators.runtime import jobs
 from accelerators.ui.badges import format_duration
 from cyborgweb.monitoring.backlog import NEAR_DEADLINE_S, Backlog
@@ -26,11 +27,11 @@ MAX_ERROR_LENGTH = 160
 
 @dataclass(frozen=True)
 class Alert:
-    """One line of the list: its tone (of `badges.render_badge`), a label, the text of the link (`link_text`), the rest
+    """One line of the list: its tone, a label, the text of the link (`link_text`), the rest
     of the sentence (`explanation`), and the link's address.
     """
 
-    tone: str
+    tone: Tone
     label: str
     link_text: str
     explanation: str

@@ -16,13 +16,13 @@ from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
+from accelerators.domain.choices import Tone
 from accelerators.domain.states import DeviceState, DeviceType
 from accelerators.models import Event
 from accelerators.runtime import jobs
 from accelerators.ui import badges, timeline
 from agents import telemetry
-from agents.admin import LIVENESS_TONES
-from agents.liveness import compute_thresholds
+from agents.liveness import LIVENESS_STATES, compute_thresholds
 from cyborgweb.monitoring import backlog
 from cyborgweb.pages import alerts, capacity
 
@@ -93,7 +93,7 @@ def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dic
         context |= {
             "as_of": now,
             "hosts": hosts,
-            "agents": [(badges.render_badge(word, tone), word, hosts[word]) for word, tone in LIVENESS_TONES.items()],
+            "agents": [(badges.render_choice(state), state, hosts[state]) for state in LIVENESS_STATES],
             "devices": devices,
             "classes": classes,
             "projects": projects,
@@ -124,11 +124,11 @@ def _describe_delay(
 ) -> dict[str, Any]:
     """Describe how far Placement or Nova is behind."""
     is_late = backlog_of_service.oldest is not None and now - backlog_of_service.oldest > alerts.MAX_CLOUD_DELAY
-    tone, word = (
-        ("bad", "stuck") if backlog_of_service.stuck else ("warn", "behind") if is_late else ("busy", "sending")
+    delay: tuple[str, Tone] = (
+        ("stuck", "bad") if backlog_of_service.stuck else ("behind", "warn") if is_late else ("sending", "busy")
     )
     badge = (
-        badges.render_badge(word, tone, backlog_of_service.error)
+        badges.render_badge(*delay, backlog_of_service.error)
         if backlog_of_service.number
         else badges.render_badge("in step", "good")
     )

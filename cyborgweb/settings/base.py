@@ -177,7 +177,7 @@ SPECTACULAR_SETTINGS = {
         "RolloutOp": list(states.RolloutOp),
         "RolloutState": list(states.RolloutState),
         "RolloutStepState": list(states.RolloutStepState),
-        "AgentState": ["up", "late", "down", "revoked", "clone"],
+        "AgentState": list(states.AgentState),
     },
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",

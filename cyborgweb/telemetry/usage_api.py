@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import django_filters as filters
 import msgspec
@@ -15,7 +14,14 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.utils.urls import replace_query_param
 
-from accelerators.api.own.fields import ClosedSerializer, HostReference, StrictIntegerField, StrictTextField
+from accelerators.api.own.fields import (
+    ChosenFieldsSerializer,
+    ClosedSerializer,
+    HostReference,
+    StrictIntegerField,
+    StrictTextField,
+)
+from accelerators.api.own.filters import single_choice_filter
 from accelerators.api.own.paging import PageCursor, RowPagination
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import DeviceType
@@ -43,7 +49,7 @@ class LoadSerializer(serializers.Serializer[Any]):
     power_watts = serializers.FloatField(source="power", read_only=True, allow_null=True)
 
 
-class GroupSerializer(serializers.Serializer[Any]):
+class GroupSerializer(ChosenFieldsSerializer):
     """Units of one group. Groups by project have no total, because they count only what is held."""
 
     group = serializers.DictField(
@@ -57,11 +63,6 @@ class GroupSerializer(serializers.Serializer[Any]):
     )
     load = LoadSerializer(read_only=True, allow_null=True, help_text="Null for callers that see one project only.")
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        for name in set(self.fields) - set(self.context.get("fields") or self.fields):
-            self.fields.pop(name)
-
 
 class UsageFilter(filters.FilterSet):
     """Choose the grouping, and which units are counted."""
@@ -71,9 +72,7 @@ class UsageFilter(filters.FilterSet):
         "The default is resource_class, or project for callers that see one project only."
     )
     host = filters.CharFilter(help_text="Only of this host.")
-    type = filters.ChoiceFilter(
-        choices=[(word.value, word.value) for word in DeviceType], help_text="Only of this type."
-    )
+    type = single_choice_filter(DeviceType, help_text="Only of this type.")
     resource_class = filters.CharFilter(help_text="Only of this resource class.")
 
     def filter_queryset(self, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -111,6 +110,7 @@ class UsageView(CollectionView):
     """
 
     policy = "usage"
+    elevated_rule = "cyborg:usage:elevated"
     http_method_names = ["get", "head"]
     pagination_class = UsageGroupPaginator
     sort_fields = {"group": "group"}
@@ -129,10 +129,6 @@ class UsageView(CollectionView):
         """The paginator of the groups."""
         return cast(UsageGroupPaginator, super().paginator)
 
-    def can_see_all_projects(self) -> bool:
-        """Return whether the caller sees all projects: administrators, and callers that the policy elevates."""
-        return self.caller.is_admin or self.is_rule_satisfied("cyborg:usage:elevated")
-
     def list(self, request: Request) -> HttpResponse:
         """Return a page of groups. The parameters are validated before anything is counted."""
         self.filter_queryset(self.get_queryset())
@@ -147,7 +143,7 @@ class UsageView(CollectionView):
         if not 1 <= len(set(by)) == len(by) <= 2 or not set(by) <= capacity.GROUP_COLUMNS.keys():
             raise ParseError(f"by: say one or two of {', '.join(capacity.GROUP_COLUMNS)}.")
         if not elevated and ("project" not in by or not set(by) <= set(PROJECT_COLUMNS) or parameters.get("host")):
-            self.require_rule("cyborg:usage:elevated")
+            self.require_rule(self.elevated_rule)
         return CapacityQuery(
             by,
             host=parameters.get("host") or None,
@@ -251,10 +247,8 @@ class CensusView(CollectionView):
     """A census changes nothing, although it is a POST."""
     http_method_names = ["post"]
     serializer_class = CensusSerializer
-    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer[Any]]]] = {"create": QuestionSerializer}
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = {
-        "create": (200, CensusSerializer)
-    }
+    body_serializers = {"create": QuestionSerializer}
+    response_serializers = {"create": (200, CensusSerializer)}
     queryset = Device.objects.none()
 
     def create(self, request: Request) -> Response:

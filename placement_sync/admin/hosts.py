@@ -149,7 +149,9 @@ class TreeAdmin(ReadOnlyModelAdmin):
             "next": badges.render_relative_time(intent.next_at) if intent else "",
             "stuck": bool(intent and intent.attempts >= STUCK_AFTER_FAILURES),
             "writer": _describe_writer(host),
-            "faults": [(_kind_badge(one.kind), one) for one in discrepancies.list_discrepancies_of_host(host.pk)],
+            "faults": [
+                (badges.render_choice(one.kind), one) for one in discrepancies.list_discrepancies_of_host(host.pk)
+            ],
             "asked": comparison_lines,
         }
         context |= permissions.build_permission_context(request, permissions.RESCAN, "accelerators.change_host")
@@ -225,7 +227,7 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
 
     @display(description="What is wrong", ordering="kind")
     def shown_kind(self, row: Discrepancy) -> SafeString:
-        return _kind_badge(row.label)
+        return badges.render_choice(DiscrepancyKind(row.kind))
 
     @display(description="Why, and what to do")
     def shown_said(self, row: Discrepancy) -> SafeString:
@@ -262,14 +264,6 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
 
 def _host_page_url(host: str) -> str:
     return reverse("admin:placement_sync_tree_change", args=[host])
-
-
-def _kind_badge(label: str) -> SafeString:
-    """Return the badge of a kind: a warning for an unattached claim, an error for the others.
-
-    An unattached claim is less harmful: it only wastes capacity.
-    """
-    return badges.render_badge(label, "warn" if label == DiscrepancyKind.UNATTACHED.label else "bad")
 
 
 def _request_synchronization(hosts: list[Host]) -> None:

@@ -35,7 +35,7 @@ def build_request_section(request: AcceleratorRequest) -> list[dict[str, Any]]:
 def _render_discrepancies(discrepancies: Iterable[DiscrepancySummary]) -> list[dict[str, Any]]:
     return [
         {
-            "kind": badges.render_badge(one.kind, "bad"),
+            "kind": badges.render_choice(one.kind),
             "since": badges.render_relative_time(one.since),
             "said": one.explanation,
         }

@@ -117,8 +117,7 @@ class DiscrepancySummary:
     """A discrepancy as a page shows it."""
 
     uuid: str
-    kind: str
-    """The kind in words."""
+    kind: DiscrepancyKind
     host: str
     device: int | None
     provider: str
@@ -143,7 +142,7 @@ def _summarize_discrepancies(condition: Q) -> list[DiscrepancySummary]:
     return [
         DiscrepancySummary(
             str(row.uuid),
-            DiscrepancyKind(row.kind).label,
+            DiscrepancyKind(row.kind),
             row.host.name,
             row.device_id,
             str(row.provider),

@@ -62,9 +62,9 @@ def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = 
     Locks the writer's row and records an event. Agents that are writing stop before their next call; commands that no
     agent has taken yet are refused. Raises RefusedError INVALID.
     """
-    if who not in WriterChoice.values:
+    if who not in [*WriterChoice]:
         raise RefusedError(
-            RefusalReason.INVALID, f"{who[:64]!r} cannot be the writer: name {' or '.join(WriterChoice.values)}."
+            RefusalReason.INVALID, f"{who[:64]!r} cannot be the writer: name {' or '.join(WriterChoice)}."
         )
     reason = check_reason(reason)
     with conductor.writing():

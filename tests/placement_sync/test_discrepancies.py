@@ -114,7 +114,7 @@ def test_a_bound_request_without_an_allocation_is_a_discrepancy_until_it_has_one
     assert instance in row.said
     assert "Shelve and unshelve" in row.said
     (found,) = discrepancies.list_discrepancies_of_devices([row.device_id])
-    assert (found.kind, found.host, found.instance) == ("attached but unclaimed", "cmp1", instance)
+    assert (found.kind, found.host, found.instance) == (DiscrepancyKind.UNCLAIMED, "cmp1", instance)
     assert discrepancies.list_discrepancies_of_host(row.host_id) == [found]
     event = Event.objects.get(action="discrepancy.appeared")
     assert (event.subject, event.host, event.changes["instance"]) == (row.device.uuid, "cmp1", [None, instance])

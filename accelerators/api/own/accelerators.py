@@ -6,8 +6,7 @@ see all units, and on request also the free ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import django_filters as filters
 from django.core.validators import MinLengthValidator
@@ -24,15 +23,16 @@ from accelerators.api.own.fields import (
     HandleReference,
     HostReference,
     ProfileReference,
+    ReasonField,
     RowSerializer,
     StrictIntegerField,
     StrictTextField,
     StrictUuidField,
     UrlField,
 )
+from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
-from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource, RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle
@@ -59,11 +59,9 @@ class AcceleratorFilter(filters.FilterSet):
     backend = filters.CharFilter(field_name="deployable__device__backend")
     instance = filters.UUIDFilter(field_name="request__instance_uuid")
     device = filters.UUIDFilter(field_name="deployable__device__uuid")
-    host = filters.CharFilter(field_name="deployable__device__host__name", help_text="Exactly this host name.")
+    host = host_filter("deployable__device__host__name")
     project = filters.CharFilter(field_name="request__project_id")
-    state = filters.MultipleChoiceFilter(
-        choices=[(str(word), str(word)) for word in (*RequestState, FREE)], method="filter_by_state"
-    )
+    state = choice_filter((*RequestState, FREE), method="filter_by_state")
 
     def ignore_attached(self, rows: QuerySet[AttachHandle], name: str, wanted: bool) -> QuerySet[AttachHandle]:
         """Return `rows` unchanged. `AcceleratorView.get_queryset` includes or excludes free units, because that depends
@@ -181,12 +179,10 @@ class LayoutSerializer(ClosedSerializer):
         required=False,
         help_text="The generation of the device as you read it. If it has changed since, the answer is 409.",
     )
-    reason = StrictTextField(
-        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the commands and their events."
-    )
+    reason = ReasonField("Shown with the commands and their events.")
 
     # The OpenAPI generator treats every PATCH body as partial; this one requires `layout`.
-    field_conditions: ClassVar[Mapping[str, Any]] = {"required": ["layout"]}
+    field_conditions = {"required": ["layout"]}
 
 
 class AddUnitsSerializer(LayoutSerializer):
@@ -250,23 +246,18 @@ class AcceleratorView(CollectionView):
     nobody holds."""
 
     policy = "accelerator"
+    elevated_rule = "cyborg:accelerator:elevated"
     lookup_field = "request__uuid"
     lookup_url_kwarg = "uuid"
     serializer_class = AcceleratorSerializer
     filterset_class = AcceleratorFilter
-    body_serializers: ClassVar[Mapping[str, type[serializers.Serializer[Any]]]] = {
+    body_serializers = {
         "create": AddUnitsSerializer,
         "remove_units": RemoveUnitsSerializer,
     }
-    response_serializers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer[Any]]]]] = dict.fromkeys(
-        body_serializers, (202, ResultsSerializer)
-    )
-    collection_actions: ClassVar[Mapping[str, str]] = {"delete": "remove_units"}
+    response_serializers = dict.fromkeys(body_serializers, (202, ResultsSerializer))
+    collection_actions = {"delete": "remove_units"}
     queryset = AttachHandle.objects.select_related("request__profile", "deployable__device__host")
-
-    def can_see_all_projects(self) -> bool:
-        """Return whether the caller is an administrator or satisfies `cyborg:accelerator:elevated`."""
-        return self.caller.is_admin or self.is_rule_satisfied("cyborg:accelerator:elevated")
 
     def get_queryset(self) -> QuerySet[AttachHandle]:
         """Return the units that the caller may see.
@@ -301,12 +292,11 @@ class AcceleratorView(CollectionView):
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Set the label of one unit; a change is recorded as the event `request.labelled`."""
         unit = self.get_object()
-        serializer = self.get_serializer(unit, data=request.data, partial=True)
-        serializer.is_valid(raise_exception=True)
+        values = self.validate_body(unit)
         holding_request = unit.request
         old_label, label = (
             holding_request.label,
-            serializer.validated_data.get("request", {}).get("label", holding_request.label),
+            values.get("request", {}).get("label", holding_request.label),
         )
         with conductor.writing():
             if AcceleratorRequest.objects.filter(pk=holding_request.pk).exclude(label=label).update(label=label):
@@ -315,7 +305,7 @@ class AcceleratorView(CollectionView):
                     "request.labelled", EventSource.API, self.caller.name, subject=subject, changes=changes
                 )
         holding_request.label = label
-        return Response(serializer.data)
+        return Response(self.get_serializer(unit).data)
 
     def create(self, request: Request) -> Response:
         """Add units to each of the named devices. The answer has one result per device. A device is refused while

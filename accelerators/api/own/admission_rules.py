@@ -3,14 +3,13 @@ them."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import django_filters as filters
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.own.fields import RowSerializer, StrictBooleanField, StrictIntegerField, StrictTextField, UrlField
+from accelerators.api.own.filters import single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import admission_rules
 from accelerators.domain.states import AdmittedState, DeviceType
@@ -22,7 +21,7 @@ class RuleFilter(filters.FilterSet):
     """Filter by name, action, or whether the rule is enabled."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
-    action = filters.ChoiceFilter(choices=[(word, word) for word in AdmittedState])
+    action = single_choice_filter(AdmittedState)
     enabled = filters.BooleanFilter()
 
 
@@ -51,16 +50,13 @@ class RuleSerializer(RowSerializer):
     driver = make_pattern_field(64, "Name of the driver; * and ? as for the host.")
     vendor = make_pattern_field(255, "The vendor, as devices show it; * and ? as for the host.")
     model = make_pattern_field(255, "The model or product, as devices show it; * and ? as for the host.")
-    type = serializers.ChoiceField(["", *(word.value for word in DeviceType)], required=False)
-    action = serializers.ChoiceField(
-        [word.value for word in AdmittedState], help_text="The state of a device that matches."
-    )
+    type = serializers.ChoiceField(["", *DeviceType.choices()], required=False)
+    action = serializers.ChoiceField(AdmittedState.choices(), help_text="The state of a device that matches.")
     enabled = StrictBooleanField(required=False)
 
     class Meta:
         model = AdmissionRule
         fields = ("uuid", "url", *admission_rules.RULE_FIELDS, "created_at", "updated_at")
-        read_only_fields = ("uuid", "created_at", "updated_at")
 
 
 class RuleView(CollectionView):
@@ -75,24 +71,15 @@ class RuleView(CollectionView):
 
     def create(self, request: Request) -> Response:
         """Create a rule."""
-        data = self.get_serializer(admission_rules.create_rule(self._validate_values(request), self.caller)).data
-        return Response(data, 201, headers={"Location": data["url"]})
+        return self.respond_with_row(admission_rules.create_rule(self.validate_body(), self.caller).uuid)
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Edit a rule. Devices that it has admitted keep their state."""
         rule = self.get_object()
-        return Response(
-            self.get_serializer(
-                admission_rules.edit_rule(rule.uuid, self._validate_values(request, rule), self.caller)
-            ).data
-        )
+        edited_rule = admission_rules.edit_rule(rule.uuid, self.validate_body(rule), self.caller)
+        return Response(self.get_serializer(edited_rule).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete a rule. Devices that it has admitted keep their state."""
         admission_rules.delete_rule(self.get_object().uuid, self.caller)
         return Response(status=204)
-
-    def _validate_values(self, request: Request, rule: AdmissionRule | None = None) -> dict[str, Any]:
-        serializer = self.get_serializer(rule, data=request.data, partial=rule is not None)
-        serializer.is_valid(raise_exception=True)
-        return dict(serializer.validated_data)

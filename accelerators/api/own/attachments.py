@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 from uuid import UUID
 
 import django_filters as filters
-from django.db.models import OuterRef, QuerySet, Subquery
+from django.db.models import OuterRef, Subquery
 from django.db.models.functions import Now
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.fields import ReasonSerializer, RowSerializer, StrictTextField, StrictUuidField, UrlField
+from accelerators.api.own.fields import (
+    ReasonField,
+    ReasonSerializer,
+    RowSerializer,
+    StrictTextField,
+    StrictUuidField,
+    UrlField,
+)
+from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.requests import ProjectOwnedView
-from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import libvirt_xml
 from accelerators.models import Attachment, Intent
 from accelerators.models.attachments import AttachmentState
@@ -31,8 +38,8 @@ class AttachmentFilter(filters.FilterSet):
     projects."""
 
     instance = filters.UUIDFilter()
-    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in AttachmentState], distinct=False)
-    host = filters.CharFilter(help_text="Exactly this host name.")
+    state = choice_filter(AttachmentState)
+    host = host_filter()
     project = filters.CharFilter(field_name="project_id")
 
 
@@ -59,9 +66,7 @@ class AttachmentSerializer(RowSerializer):
     device = StrictUuidField(
         required=False, allow_null=True, help_text="A device, one unit of which is attached; instead of a profile."
     )
-    reason = StrictTextField(
-        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events."
-    )
+    reason = ReasonField("Shown with it and in its events.")
     project = serializers.CharField(source="project_id", read_only=True)
     by = serializers.CharField(source="actor", read_only=True, help_text="Who asked for it.")
     steps = StepSerializer(many=True, read_only=True)
@@ -74,7 +79,7 @@ class AttachmentSerializer(RowSerializer):
     hotplug = serializers.SerializerMethodField()
     libvirt = serializers.SerializerMethodField()
 
-    field_conditions: ClassVar[Mapping[str, Any]] = {
+    field_conditions = {
         "oneOf": [
             {"required": ["profile"], "properties": {"profile": {"pattern": r"\S"}, "device": {"type": "null"}}},
             {"required": ["device"], "properties": {"device": {"type": "string"}, "profile": {"maxLength": 0}}},
@@ -105,7 +110,6 @@ class AttachmentSerializer(RowSerializer):
             "created_at",
             "updated_at",
         )
-        read_only_fields = tuple({*fields} - {"instance", "profile", "device", "reason"})
 
     def get_hotplug(self, row: Attachment) -> str:
         """Return what an operator must do so that the guest sees the device; empty before it is attached."""
@@ -121,6 +125,7 @@ class AttachmentView(ProjectOwnedView):
     not listed."""
 
     policy = "attachment"
+    elevated_rule = "cyborg:attachment:elevated"
     default_ordering = "-created"
     member_actions = {"detach": ReasonSerializer}
     actions_to_confirm = ("detach",)
@@ -138,11 +143,6 @@ class AttachmentView(ProjectOwnedView):
         post = "delete" if self.detail else "create"
         return {"GET": f"{rule}:get", "HEAD": f"{rule}:get", "POST": f"{rule}:{post}"}
 
-    def can_see_all_projects(self) -> bool:
-        """Return whether the caller is an administrator or satisfies `cyborg:attachment:elevated`. Other callers see
-        only their own project."""
-        return self.caller.is_admin or self.is_rule_satisfied("cyborg:attachment:elevated")
-
     def load_row_details(self, rows: list[Attachment]) -> list[Attachment]:
         """Load the attach handles of all rows in one statement, and return the rows."""
         attachments.load_handles(rows)
@@ -154,28 +154,19 @@ class AttachmentView(ProjectOwnedView):
 
     def create(self, request: Request) -> Response:
         """Start an attachment: 202. The address in Location shows its progress."""
-        serializer = self.get_serializer(data=request.data)
-        serializer.is_valid(raise_exception=True)
-        values = dict(serializer.validated_data)
+        values = self.validate_body()
         attachment = attachments.order_attachment(
             values.pop("instance"), self.caller, **values, all_projects=self.can_see_all_projects()
         )
-        return self._accepted_response(attachment)
+        return self.respond_with_row(attachment.uuid, 202)
 
     def detach(self, request: Request, **kwargs: str) -> Response:
         """Detach, in whatever state the attachment is: 202. Detaching twice has the same effect as detaching once."""
-        reason = self.validate_member_action_body(request).get("reason", "")
-        return self._accepted_response(
-            attachments.order_detachment(
-                UUID(kwargs["uuid"]), self.caller, reason, all_projects=self.can_see_all_projects()
-            )
-        )
+        reason = self.validate_body().get("reason", "")
+        uuid = UUID(kwargs["uuid"])
+        attachments.order_detachment(uuid, self.caller, reason, all_projects=self.can_see_all_projects())
+        return self.respond_with_row(uuid, 202)
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> tuple[str, ...]:
         """Offer `detach`, unless the attachment is already being detached or has been detached."""
         return () if data.get("state") in attachments.REVERTING_OR_ENDED else ("detach",)
-
-    def _accepted_response(self, row: Attachment) -> Response:
-        rows: QuerySet[Attachment] = self.get_queryset().filter(pk=row.pk)
-        data = self.get_serializer(self.load_row_details([rows.get()])[0]).data
-        return Response(data, 202, headers={"Location": data["url"]})

@@ -8,6 +8,7 @@ import django_filters as filters
 from rest_framework import serializers
 
 from accelerators.api.own.fields import RowSerializer, UrlField
+from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.models import Backend, Service
 from drivers.inventory import BackendKind, ServiceName
@@ -19,10 +20,10 @@ BACKEND_KEY_PATTERN = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:
 class BackendFilter(filters.FilterSet):
     """Filter by host, driver, name or kind."""
 
-    host = filters.CharFilter(help_text="Exactly this host name.")
+    host = host_filter()
     driver = filters.CharFilter()
     name = filters.CharFilter()
-    kind = filters.MultipleChoiceFilter(choices=[(word, word) for word in get_args(BackendKind)], distinct=False)
+    kind = choice_filter(get_args(BackendKind))
 
 
 class BackendServiceSerializer(serializers.Serializer[Any]):
@@ -49,7 +50,6 @@ class BackendSerializer(RowSerializer):
     class Meta:
         model = Backend
         fields = ("id", "url", "host", "driver", "name", "kind", "labels", "error", "since", "services", "devices")
-        read_only_fields = fields
 
 
 class ReadOnlyCollectionView(CollectionView):
@@ -81,11 +81,11 @@ class BackendView(ReadOnlyCollectionView):
 class ServiceFilter(filters.FilterSet):
     """Filter by host, driver, backend, name or state."""
 
-    host = filters.CharFilter(help_text="Exactly this host name.")
+    host = host_filter()
     driver = filters.CharFilter()
     backend = filters.CharFilter()
-    name = filters.MultipleChoiceFilter(choices=[(word, word) for word in get_args(ServiceName)], distinct=False)
-    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in ("ready", "unavailable")], distinct=False)
+    name = choice_filter(get_args(ServiceName))
+    state = choice_filter(("ready", "unavailable"))
 
 
 class ServiceSerializer(RowSerializer):
@@ -98,7 +98,6 @@ class ServiceSerializer(RowSerializer):
     class Meta:
         model = Service
         fields = ("id", "url", "host", "driver", "backend", "name", "version", "state", "reason", "limits")
-        read_only_fields = fields
 
 
 class ServiceView(ReadOnlyCollectionView):

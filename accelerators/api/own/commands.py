@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 from uuid import UUID
 
 import django_filters as filters
@@ -18,15 +18,16 @@ from rest_framework.response import Response
 from accelerators.api.own.fields import (
     DeviceReference,
     HostReference,
+    ReasonField,
     RowSerializer,
     StrictTextField,
     StrictUuidField,
     UrlField,
 )
+from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.commands import placing, programming
 from accelerators.commands.catalogue import ORDERABLE_COMMANDS, ORDERABLE_DEVICE_OPS, ORDERABLE_HOST_OPS
-from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import CommandState
 from accelerators.models import Command
@@ -46,11 +47,11 @@ Placement, and `configure` by rollouts."""
 class CommandFilter(filters.FilterSet):
     """Filter by host, device, request, operation, state, or whether the command has ended."""
 
-    host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
+    host = host_filter("host__name")
     device = filters.UUIDFilter(field_name="device__uuid")
     request = filters.UUIDFilter(help_text="The accelerator request that waits for it.")
-    op = filters.MultipleChoiceFilter(choices=[(word, word) for word in ALL_OPERATIONS], distinct=False)
-    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in CommandState], distinct=False)
+    op = choice_filter(ALL_OPERATIONS)
+    state = choice_filter(CommandState)
     ended = filters.BooleanFilter(method="filter_by_ended", help_text="Whether nothing more is to be expected of it.")
 
     def filter_by_ended(self, rows: QuerySet[Command], name: str, wanted: bool) -> QuerySet[Command]:
@@ -125,9 +126,7 @@ class CommandSerializer(RowSerializer):
         DeviceReference, help_text="Its uuid. Null if the device no longer exists, or if the command is for a host."
     )
     host = UuidReferenceField(HostReference, help_text="Its uuid. A command for a device shows the host of the device.")
-    reason = StrictTextField(
-        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events."
-    )
+    reason = ReasonField("Shown with it and in its events.")
     layout = serializers.DictField(
         child=StrictTextField(max_length=255),
         source="arguments.layout",
@@ -184,11 +183,8 @@ class CommandSerializer(RowSerializer):
             "ended_at",
             "created_at",
         )
-        read_only_fields = tuple(
-            {*fields} - {"op", "device", "host", "reason", "layout", "image", "deployable", "driver"}
-        )
 
-    field_conditions: ClassVar[Mapping[str, Any]] = {
+    field_conditions = {
         "oneOf": [
             _build_body_schema([op for op in ORDERABLE_DEVICE_OPS if op not in ("partition", "program")], "device"),
             _build_body_schema(["partition"], "device", "layout"),
@@ -261,9 +257,7 @@ class CommandView(CollectionView):
 
     def create(self, request: Request) -> Response:
         """Place a command. The answer shows the command itself; read it again later for its progress and its result."""
-        serializer = self.get_serializer(data=request.data)
-        serializer.is_valid(raise_exception=True)
-        values = dict(serializer.validated_data)
+        values = self.validate_body()
         op, device, host = values.pop("op"), values.pop("device", None), values.pop("host", None)
         try:
             command = (
@@ -275,8 +269,7 @@ class CommandView(CollectionView):
             if refused.reason is RefusalReason.NOT_FOUND:
                 raise serializers.ValidationError({"device" if device else "host": refused.text}) from refused
             raise
-        data = self.get_serializer(self.get_queryset().get(pk=command.pk)).data
-        return Response(data, 201, headers={"Location": data["url"]})
+        return self.respond_with_row(command.uuid)
 
 
 def _get_requested_op(request: Request) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import django_filters as filters
-from django.db.models import Count, IntegerField, OuterRef, Subquery, Value
-from django.db.models.functions import Coalesce
+from django.db.models import OuterRef
 from rest_framework import serializers
 
 from accelerators.api.own.fields import HostReference, RowSerializer, UrlField
+from accelerators.api.own.filters import choice_filter, host_filter
+from accelerators.api.own.inventory import count_related_rows
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import DriverState
 from accelerators.models import AcceleratorRequest, HostDriver
@@ -21,9 +22,9 @@ POLICY_RULE_BY_METHOD = {"GET": "cyborg:driver:get", "HEAD": "cyborg:driver:get"
 class DriverFilter(filters.FilterSet):
     """Filter by host, driver, state, or whether the driver drifts."""
 
-    host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
+    host = host_filter("host__name")
     driver = filters.CharFilter(help_text="Exactly this driver.")
-    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in DriverState], distinct=False)
+    state = choice_filter(DriverState)
     drifts = filters.BooleanFilter(help_text="Whether the reported configuration differs from the wanted one.")
 
 
@@ -47,7 +48,7 @@ class SeenSerializer(serializers.Serializer[Any]):
         read_only=True, help_text="The wanted generation that it runs with; 0 if the host's own file applies."
     )
     version = serializers.CharField(read_only=True)
-    state = serializers.ChoiceField([word.value for word in DriverState], read_only=True)
+    state = serializers.ChoiceField(DriverState.choices(), read_only=True)
     error = serializers.CharField(read_only=True)
     since = serializers.DateTimeField(read_only=True, allow_null=True)
 
@@ -67,7 +68,6 @@ class DriverSerializer(RowSerializer):
     class Meta:
         model = HostDriver
         fields = ("key", "url", "host", "driver", "installed", "version", "drifts", "wanted", "seen", "devices", "held")
-        read_only_fields = fields
 
     def get_installed(self, row: HostDriver) -> bool:
         """Whether the driver's package is on the host, according to the host's agent."""
@@ -90,18 +90,9 @@ class DriverView(CollectionView):
     serializer_class = DriverSerializer
     filterset_class = DriverFilter
     queryset = HostDriver.objects.select_related("host", "wish__command").annotate(
-        held=Coalesce(
-            Subquery(
-                AcceleratorRequest.objects.filter(
-                    attach_handle__deployable__device__host=OuterRef("host"),
-                    attach_handle__deployable__device__driver=OuterRef("driver"),
-                )
-                .order_by()
-                .values("attach_handle__deployable__device__driver")
-                .annotate(n=Count("*"))
-                .values("n")
-            ),
-            Value(0),
-            output_field=IntegerField(),
+        held=count_related_rows(
+            AcceleratorRequest.objects.filter(attach_handle__deployable__device__host=OuterRef("host")),
+            "attach_handle__deployable__device__driver",
+            "driver",
         )
     )

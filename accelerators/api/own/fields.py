@@ -91,6 +91,13 @@ class StrictTextField(serializers.CharField):
         return super().to_internal_value(data)
 
 
+class ReasonField(StrictTextField):
+    """The optional reason of a change."""
+
+    def __init__(self, help_text: str) -> None:
+        super().__init__(max_length=MAX_REASON, allow_blank=True, required=False, help_text=help_text)
+
+
 class StrictUuidField(serializers.UUIDField):
     """A uuid field that accepts only text, not numbers."""
 
@@ -133,9 +140,8 @@ class ClosedSerializer(serializers.Serializer[Any]):
         return super().to_internal_value(data)
 
 
-class RowSerializer(ClosedSerializer, serializers.ModelSerializer[Any]):
-    """A serializer of a row that shows only the fields in `context["fields"]` (from `?fields=a,b`), or all if there are
-    none."""
+class ChosenFieldsSerializer(serializers.Serializer[Any]):
+    """A serializer that shows only the fields in `context["fields"]` (from `?fields=a,b`), or all if there are none."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -143,12 +149,18 @@ class RowSerializer(ClosedSerializer, serializers.ModelSerializer[Any]):
             self.fields.pop(name)
 
 
+class RowSerializer(ChosenFieldsSerializer, ClosedSerializer, serializers.ModelSerializer[Any]):
+    """A serializer of a row. The row's columns are read-only, except for those that the serializer declares."""
+
+    def get_extra_kwargs(self) -> dict[str, Any]:
+        """Make the fields read-only that are made from columns; declared fields have their own options."""
+        return {name: {"read_only": True} for name in self.Meta.fields}
+
+
 class ReasonSerializer(ClosedSerializer):
     """The body of an action: an optional reason."""
 
-    reason = StrictTextField(
-        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the result and in its event."
-    )
+    reason = ReasonField("Shown with the result and in its event.")
 
 
 def parse_field_names(text: str, fields: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from rest_framework.response import Response
 from accelerators.api.browsable import BrowsableRenderer
 from accelerators.api.own import errors
 from accelerators.api.own.fields import RowSerializer, UrlField
+from accelerators.api.own.filters import single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.groups import FUNCTION_KEY
 from accelerators.domain.states import EventSource
@@ -32,7 +33,7 @@ class ImageFilter(filters.FilterSet):
     """Filter by name, source, or function (the property accel:function_id)."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
-    source = filters.ChoiceFilter(choices=[(word, word) for word in ImageSource])
+    source = single_choice_filter(ImageSource)
     function = filters.CharFilter(method="filter_by_function", help_text="Its property accel:function_id.")
 
     def filter_by_function(self, rows: Any, name: str, value: str) -> Any:
@@ -52,7 +53,6 @@ class ImageSerializer(RowSerializer):
     class Meta:
         model = Image
         fields = ("uuid", "url", "name", "size", "sha256", "properties", "source", "by", "used_at", "created_at")
-        read_only_fields = fields
 
 
 class ImageView(CollectionView):
@@ -113,8 +113,7 @@ class ImageView(CollectionView):
             image = store.store_upload(_iterate_body(request), size, name, properties, self.caller, EventSource.API)
         finally:
             _upload_slots.release()
-        data = self.get_serializer(Image.objects.get(pk=image.pk)).data
-        return Response(data, 201, headers={"Location": data["url"]})
+        return self.respond_with_row(image.uuid)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete an image that no open command will use. If it is a copy from Glance, Glance keeps the original."""

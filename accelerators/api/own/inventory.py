@@ -25,6 +25,7 @@ from accelerators.api.own.fields import (
     UrlField,
     parse_attach_info,
 )
+from accelerators.api.own.filters import choice_filter, host_filter, presence_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
 from accelerators.domain import actions
@@ -34,10 +35,12 @@ from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Dep
 from accelerators.models.devices import build_driver_error_expression
 
 
-def count_related_rows(rows: QuerySet[Any], column: str) -> Coalesce:
-    """Return an expression that counts the `rows` whose `column` refers to the outer row. It is a subquery of the same
-    statement."""
-    counts = rows.filter(**{column: OuterRef("pk")}).order_by().values(column).annotate(n=Count("*")).values("n")
+def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk") -> Coalesce:
+    """Return an expression that counts the `rows` whose `column` equals `outer_column` of the outer row. It is a
+    subquery of the same statement."""
+    counts = (
+        rows.filter(**{column: OuterRef(outer_column)}).order_by().values(column).annotate(n=Count("*")).values("n")
+    )
     return Coalesce(Subquery(counts), Value(0), output_field=IntegerField())
 
 
@@ -45,9 +48,7 @@ class HostFilter(filters.FilterSet):
     """Filter by name, or by whether the host is stale: its agent is not heard from."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
-    stale = filters.BooleanFilter(
-        field_name="stale_since", lookup_expr="isnull", exclude=True, help_text="Whether its agent is not heard from."
-    )
+    stale = presence_filter("stale_since", "Whether its agent is not heard from.")
 
 
 class HostSerializer(RowSerializer):
@@ -74,7 +75,6 @@ class HostSerializer(RowSerializer):
             "created_at",
             "updated_at",
         )
-        read_only_fields = fields
 
 
 class HostView(CollectionView):
@@ -92,19 +92,14 @@ class HostView(CollectionView):
 class DeviceFilter(filters.FilterSet):
     """Filter by host, kind, driver, state, health, or whether the shown data is stale."""
 
-    host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
-    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in DeviceState], distinct=False)
-    status = filters.MultipleChoiceFilter(choices=[(word, word) for word in Health], distinct=False)
-    type = filters.MultipleChoiceFilter(choices=[(word, word) for word in DeviceType], distinct=False)
+    host = host_filter("host__name")
+    state = choice_filter(DeviceState)
+    status = choice_filter(Health)
+    type = choice_filter(DeviceType)
     vendor = filters.CharFilter()
     driver = filters.CharFilter()
     backend = filters.CharFilter()
-    draining = filters.BooleanFilter(
-        field_name="drain_to",
-        lookup_expr="isnull",
-        exclude=True,
-        help_text="Whether it is draining: it waits until its last request ends.",
-    )
+    draining = presence_filter("drain_to", "Whether it is draining: it waits until its last request ends.")
     stale = filters.BooleanFilter(method="filter_by_staleness", help_text="Whether the shown data may be out of date.")
 
     def filter_by_staleness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
@@ -177,7 +172,6 @@ class DeviceSerializer(RowSerializer):
             "created_at",
             "updated_at",
         )
-        read_only_fields = fields
 
     def get_next_actions(self, device: Device) -> list[str]:
         """The actions that are possible now. Each is a POST to the device's address followed by the action's name."""
@@ -214,7 +208,7 @@ class DrainSerializer(ReasonSerializer):
     """The body of a drain: an optional reason, and the state after it."""
 
     then = serializers.ChoiceField(
-        [word.value for word in DrainTarget],
+        DrainTarget.choices(),
         default=DrainTarget.MAINTENANCE.value,
         help_text="The state that it enters after its last request has ended.",
     )
@@ -222,7 +216,7 @@ class DrainSerializer(ReasonSerializer):
 
 def _make_action_handler(action: Action) -> Callable[..., Response]:
     def perform_action(view: CollectionView, request: Request, **kwargs: str) -> Response:
-        values = view.validate_member_action_body(request)
+        values = view.validate_body()
         final_state = DrainTarget(values.get("then", DrainTarget.MAINTENANCE))
         lifecycle.apply_action_to_device(
             action, UUID(kwargs["uuid"]), view.caller, values.get("reason", ""), final_state
@@ -277,10 +271,10 @@ class DeviceView(CollectionView):
 class DeployableFilter(filters.FilterSet):
     """Filter by host, device, resource provider, or whether the deployable is missing."""
 
-    host = filters.CharFilter(field_name="device__host__name", help_text="Exactly this host name.")
+    host = host_filter("device__host__name")
     device = filters.UUIDFilter(field_name="device__uuid")
     rp_uuid = filters.UUIDFilter(help_text="Its resource provider in Placement.")
-    missing = filters.BooleanFilter(field_name="missing_since", lookup_expr="isnull", exclude=True)
+    missing = presence_filter("missing_since")
 
 
 class AttributeSerializer(serializers.Serializer[Any]):
@@ -318,7 +312,6 @@ class DeployableSerializer(RowSerializer):
             "created_at",
             "updated_at",
         )
-        read_only_fields = fields
 
 
 class DeployableView(CollectionView):
@@ -344,16 +337,14 @@ class AttachHandleFilter(filters.FilterSet):
     """Filter by host, device, deployable, type, the instance or project that holds it, or whether it is held or
     missing."""
 
-    host = filters.CharFilter(field_name="deployable__device__host__name", help_text="Exactly this host name.")
+    host = host_filter("deployable__device__host__name")
     device = filters.UUIDFilter(field_name="deployable__device__uuid")
     deployable = filters.UUIDFilter(field_name="deployable__uuid")
     instance = filters.UUIDFilter(field_name="request__instance_uuid")
     project = filters.CharFilter(field_name="request__project_id")
-    type = filters.MultipleChoiceFilter(
-        field_name="attach_type", choices=[(word, word) for word in HandleType], distinct=False
-    )
-    held = filters.BooleanFilter(field_name="request", lookup_expr="isnull", exclude=True)
-    missing = filters.BooleanFilter(field_name="missing_since", lookup_expr="isnull", exclude=True)
+    type = choice_filter(HandleType, "attach_type")
+    held = presence_filter("request")
+    missing = presence_filter("missing_since")
 
 
 class HandleHolderSerializer(serializers.Serializer[Any]):
@@ -396,7 +387,6 @@ class AttachHandleSerializer(RowSerializer):
             "created_at",
             "updated_at",
         )
-        read_only_fields = fields
 
     def get_info(self, handle: AttachHandle) -> dict[str, str]:
         """How the unit is passed to an instance, for example its PCI address."""

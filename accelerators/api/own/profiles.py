@@ -88,7 +88,6 @@ class ProfileSerializer(RowSerializer):
     class Meta:
         model = DeviceProfile
         fields = ("uuid", "url", "name", "description", "groups", "used", "created_at", "updated_at")
-        read_only_fields = ("uuid", "created_at", "updated_at")
 
 
 class ProfileView(CollectionView):
@@ -103,20 +102,15 @@ class ProfileView(CollectionView):
 
     def create(self, request: Request) -> Response:
         """Create a device profile."""
-        serializer = self.get_serializer(data=request.data)
-        serializer.is_valid(raise_exception=True)
-        values = serializer.validated_data
+        values = self.validate_body()
         uuid = profiles.create_profile(values["name"], values["groups"], values.get("description"), None, self.caller)
-        data = self.get_serializer(self.get_queryset().get(uuid=uuid)).data
-        return Response(data, 201, headers={"Location": data["url"]})
+        return self.respond_with_row(uuid)
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Edit a device profile; 409 while requests made from it exist."""
         profile = self.get_object()
-        serializer = self.get_serializer(profile, data=request.data, partial=True)
-        serializer.is_valid(raise_exception=True)
-        if serializer.validated_data:
-            profiles.edit_profile(profile.uuid, dict(serializer.validated_data), self.caller)
+        if values := self.validate_body(profile):
+            profiles.edit_profile(profile.uuid, values, self.caller)
         return Response(self.get_serializer(self.get_object()).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:

@@ -10,6 +10,7 @@ from rest_framework import serializers
 from rest_framework.exceptions import ParseError
 
 from accelerators.api.own.fields import RowSerializer, UrlField
+from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import EventSource
 from accelerators.models import AcceleratorRequest, Event, Seal
@@ -34,9 +35,9 @@ class EventFilter(filters.FilterSet):
     subject = filters.UUIDFilter(help_text="The uuid of a host, device or request.")
     subject_type = filters.CharFilter(help_text="For example device, request, rule.")
     actor = filters.CharFilter(method="filter_by_actor", help_text="Exactly this person, host or rule.")
-    host = filters.CharFilter(help_text="Exactly this host name.")
+    host = host_filter()
     action = filters.CharFilter(help_text="For example device.missing.")
-    source = filters.MultipleChoiceFilter(choices=[(word, word) for word in EventSource], distinct=False)
+    source = choice_filter(EventSource)
     request_id = filters.CharFilter(help_text="The x-openstack-request-id of the API call that caused the event.")
     since = UtcDateTimeFilter(field_name="at", lookup_expr="gte", help_text="At this time or later.")
     until = UtcDateTimeFilter(field_name="at", lookup_expr="lt", help_text="Before this time.")
@@ -70,7 +71,6 @@ class EventSerializer(RowSerializer):
             "changes",
             "reason",
         )
-        read_only_fields = fields
 
 
 class EventView(CollectionView):
@@ -102,7 +102,6 @@ class SealSerializer(RowSerializer):
     class Meta:
         model = Seal
         fields = ("number", "url", "sealed_at", "month", "events", "tx", "event", "digest", "drops", "hash")
-        read_only_fields = fields
 
 
 class SealView(CollectionView):

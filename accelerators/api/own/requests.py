@@ -12,6 +12,7 @@ from django.db.models import QuerySet
 from rest_framework import serializers
 
 from accelerators.api.own.fields import HandleReference, ProfileReference, RowSerializer, UrlField
+from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.records import EventSerializer
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import RequestState
@@ -19,17 +20,16 @@ from accelerators.models import AcceleratorRequest, Event
 
 TIMELINE_EVENTS = 100
 """The number of newest events that a timeline shows; `/api/events/?subject=` lists all of them."""
-STATE_CHOICES = [(word, word) for word in RequestState]
 
 
 class RequestFilter(filters.FilterSet):
     """Filter by state, instance, project, host or profile. The project filter is useful only to callers who see several
     projects."""
 
-    state = filters.MultipleChoiceFilter(choices=STATE_CHOICES, distinct=False)
+    state = choice_filter(RequestState)
     instance = filters.UUIDFilter(field_name="instance_uuid")
     project = filters.CharFilter(field_name="project_id")
-    host = filters.CharFilter(field_name="hostname", help_text="Exactly this host name.")
+    host = host_filter("hostname")
     profile = filters.CharFilter(field_name="profile__name", help_text="Exactly this profile name.")
 
 
@@ -66,7 +66,6 @@ class RequestSerializer(RowSerializer):
             "created_at",
             "updated_at",
         )
-        read_only_fields = fields
 
 
 class RequestWithTimelineSerializer(RequestSerializer):
@@ -76,7 +75,6 @@ class RequestWithTimelineSerializer(RequestSerializer):
 
     class Meta(RequestSerializer.Meta):
         fields = (*RequestSerializer.Meta.fields, "timeline")
-        read_only_fields = fields
 
     def get_timeline(self, request: AcceleratorRequest) -> list[dict[str, Any]]:
         """The newest events of the request."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import django_filters as filters
 from django.db.models import Count, Q
@@ -14,14 +14,15 @@ from rest_framework.response import Response
 from accelerators.api.own.drivers import POLICY_RULE_BY_METHOD
 from accelerators.api.own.fields import (
     ClosedSerializer,
+    ReasonField,
     RowSerializer,
     StrictBooleanField,
     StrictIntegerField,
     StrictTextField,
     UrlField,
 )
+from accelerators.api.own.filters import choice_filter
 from accelerators.api.own.views import CollectionView
-from accelerators.commands.placing import MAX_REASON
 from accelerators.domain.states import EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
 from accelerators.workflows import driver_rollouts
@@ -33,8 +34,8 @@ class RolloutFilter(filters.FilterSet):
     """Filter by driver, operation or state."""
 
     driver = filters.CharFilter(help_text="Exactly this driver.")
-    op = filters.MultipleChoiceFilter(choices=[(word, word) for word in RolloutOp], distinct=False)
-    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in RolloutState], distinct=False)
+    op = choice_filter(RolloutOp)
+    state = choice_filter(RolloutState)
 
 
 class SelectorSerializer(ClosedSerializer):
@@ -49,7 +50,7 @@ class SelectorSerializer(ClosedSerializer):
         help_text="Hosts whose name matches; * stands for any text, ? for one character.",
     )
 
-    field_conditions: ClassVar[Mapping[str, Any]] = {"properties": {"all": {"enum": [True]}}}
+    field_conditions = {"properties": {"all": {"enum": [True]}}}
 
 
 class SettingsField(serializers.JSONField):
@@ -67,7 +68,7 @@ class RolloutSerializer(RowSerializer):
     of one."""
 
     url = UrlField("rollouts", source="uuid")
-    op = serializers.ChoiceField([word.value for word in RolloutOp])
+    op = serializers.ChoiceField(RolloutOp.choices())
     driver = StrictTextField(max_length=64)
     hosts = serializers.ListField(
         child=StrictTextField(max_length=255),
@@ -96,13 +97,11 @@ class RolloutSerializer(RowSerializer):
     stop_on_failure = StrictBooleanField(
         required=False, help_text="Whether to start no further host after one has failed; true if left out."
     )
-    reason = StrictTextField(
-        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events."
-    )
+    reason = ReasonField("Shown with it and in its events.")
     by = serializers.CharField(source="actor", read_only=True)
     counts = serializers.SerializerMethodField()
 
-    field_conditions: ClassVar[Mapping[str, Any]] = {
+    field_conditions = {
         "oneOf": [
             {"required": ["hosts"], "properties": {"hosts": {"minItems": 1}, "selector": {"maxProperties": 0}}},
             {"required": ["selector"], "properties": {"selector": {"minProperties": 1}, "hosts": {"maxItems": 0}}},
@@ -142,16 +141,6 @@ class RolloutSerializer(RowSerializer):
             "created_at",
             "ended_at",
         )
-        read_only_fields: tuple[str, ...] = (
-            "uuid",
-            "url",
-            "state",
-            "total",
-            "counts",
-            "by",
-            "created_at",
-            "ended_at",
-        )
 
     def get_counts(self, rollout: Rollout) -> dict[str, int]:
         """The number of hosts in each state."""
@@ -162,7 +151,7 @@ class RolloutStepSerializer(serializers.Serializer[Any]):
     """One host of the rollout. `text` says how the step ended, or why it was not started."""
 
     host = serializers.CharField(source="host_name", read_only=True)
-    state = serializers.ChoiceField([word.value for word in RolloutStepState], read_only=True)
+    state = serializers.ChoiceField(RolloutStepState.choices(), read_only=True)
     text = serializers.CharField(read_only=True)
     command = UrlField("commands", source="command.uuid", default=None)
     ended_at = serializers.DateTimeField(read_only=True, allow_null=True)
@@ -175,7 +164,6 @@ class RolloutWithStepsSerializer(RolloutSerializer):
 
     class Meta(RolloutSerializer.Meta):
         fields = (*RolloutSerializer.Meta.fields, "steps")
-        read_only_fields = (*RolloutSerializer.Meta.read_only_fields, "steps")
 
     def get_steps(self, rollout: Rollout) -> list[dict[str, Any]]:
         """The hosts of the rollout, by name."""
@@ -212,9 +200,7 @@ class RolloutView(CollectionView):
 
     def create(self, request: Request) -> Response:
         """Start a rollout: 202. If it has a single host, a refusal by that host or its devices is answered here."""
-        serializer = self.get_serializer(data=request.data)
-        serializer.is_valid(raise_exception=True)
-        values = dict(serializer.validated_data)
+        values = self.validate_body()
         hosts = driver_rollouts.select_hosts(values.get("hosts") or (), values.get("selector"))
         change = DriverChange(RolloutOp(values["op"]), values["driver"], values.get("enabled"), values.get("settings"))
         pace_options = {name: values[name] for name in ("max_parallel", "stop_on_failure") if name in values}
@@ -226,11 +212,10 @@ class RolloutView(CollectionView):
             reason=values.get("reason", ""),
             source=EventSource.API,
         )
-        data = self.get_serializer(self.get_queryset().get(pk=rollout.pk)).data
-        return Response(data, 202, headers={"Location": data["url"]})
+        return self.respond_with_row(rollout.uuid, 202)
 
     def cancel(self, request: Request, **kwargs: str) -> Response:
         """Start no further hosts. Hosts that have been started are finished."""
-        self.validate_member_action_body(request)
+        self.validate_body()
         driver_rollouts.cancel_rollout(self.get_object(), self.caller)
         return Response(self.get_serializer(self.get_object()).data, 202)

@@ -9,10 +9,11 @@ ETag, but never older.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
+from uuid import UUID
 
 import django_filters as filters
 import orjson
@@ -24,7 +25,7 @@ from rest_framework.exceptions import ParseError, PermissionDenied
 from rest_framework.parsers import BaseParser
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.serializers import Serializer
+from rest_framework.serializers import BaseSerializer, Serializer
 from rest_framework.viewsets import GenericViewSet
 
 from accelerators.api.browsable import BrowsableRenderer
@@ -94,6 +95,8 @@ class CollectionView(GenericViewSet[Any]):
     filterset_class: ClassVar[Any] = None
     policy: ClassVar[str]
     """Prefix of its policy rules: `cyborg:<policy>:get_all`, `get_one`, `create`, `update`, `delete`."""
+    elevated_rule: ClassVar[str] = ""
+    """The policy rule that allows callers who are no administrators to see the rows of all projects."""
     sort_fields: ClassVar[Mapping[str, str]] = {"created": "id"}
     """The words that `ordering` accepts, each with the indexed field that it sorts by."""
     default_ordering: ClassVar[str] = "created"
@@ -122,9 +125,14 @@ class CollectionView(GenericViewSet[Any]):
         rule_by_method = {"GET": read_rule, "HEAD": read_rule, "POST": "create", "PATCH": "update", "DELETE": "delete"}
         if self.detail:
             rule_by_method["POST"] = "update"
-        if action_name := next((word for word, action in self.collection_actions.items() if action == self.action), ""):
-            rule_by_method["POST"] = action_name
+        if self.collection_action_name:
+            rule_by_method["POST"] = self.collection_action_name
         return {method: f"cyborg:{self.policy}:{rule}" for method, rule in rule_by_method.items()}
+
+    @property
+    def collection_action_name(self) -> str:
+        """The name in the URL of an action on several members, '' for any other action."""
+        return next((name for name, action in self.collection_actions.items() if action == self.action), "")
 
     @property
     def caller(self) -> Caller:
@@ -175,14 +183,19 @@ class CollectionView(GenericViewSet[Any]):
             raise PermissionDenied
 
     def can_see_all_projects(self) -> bool:
-        """Return whether the caller may see the rows of all projects."""
-        return self.caller.is_admin
+        """Return whether the caller may see the rows of all projects: an administrator, or whom `elevated_rule` allows
+        it."""
+        return self.caller.is_admin or (bool(self.elevated_rule) and self.is_rule_satisfied(self.elevated_rule))
+
+    def list_orderings(self) -> Sequence[str]:
+        """Return the values that `ordering` accepts: each key of `sort_fields`, also with a leading `-`."""
+        return tuple(sign + word for word in self.sort_fields for sign in ("", "-"))
 
     def get_requested_ordering(self, request: Request) -> str:
         """Return the requested order: a key of `sort_fields`, with a leading `-` for descending. Raise 400 for any
         other value."""
         requested = request.query_params.get("ordering", self.default_ordering)
-        if requested.removeprefix("-") not in self.sort_fields:
+        if requested not in self.list_orderings():
             raise ParseError(f"ordering: say one of {', '.join(self.sort_fields)}; a leading - reverses the order.")
         return requested
 
@@ -212,18 +225,24 @@ class CollectionView(GenericViewSet[Any]):
         assert rows is not None, "every collection has a paginator"
         return self.get_paginated_response(self.get_serializer(self.load_row_details(rows), many=True).data).data
 
-    def validate_body(self) -> dict[str, Any]:
-        """Validate and return the body of an action with an entry in `body_serializers`; raise 400 if it is invalid."""
-        body = self.body_serializers[self.action](data=self.request.data, context=self.get_serializer_context())
+    def get_body_serializer_class(self, action: str) -> type[BaseSerializer[Any]]:
+        """Return the serializer of an action's body: the one that is declared for the action, else that of the row."""
+        return self.member_actions.get(action) or self.body_serializers.get(action) or self.get_serializer_class()
+
+    def validate_body(self, row: Any = None) -> dict[str, Any]:
+        """Validate and return the body of this request; raise 400 if it is invalid. A body that changes `row` may leave
+        fields out."""
+        body = self.get_body_serializer_class(self.action)(
+            row, data=self.request.data, partial=row is not None, context=self.get_serializer_context()
+        )
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
-    def validate_member_action_body(self, request: Request) -> dict[str, Any]:
-        """Validate and return the body of an action that is declared in `member_actions`; raise 400 if it is invalid.
-        The body may be empty."""
-        body = self.member_actions[self.action](data=request.data, context=self.get_serializer_context())
-        body.is_valid(raise_exception=True)
-        return dict(body.validated_data)
+    def respond_with_row(self, uuid: UUID, status: int = 201) -> Response:
+        """Return the answer of an action that creates a row: the row, and its address in the header Location."""
+        rows = self.load_row_details([self.get_queryset().get(uuid=uuid)])
+        data = self.get_serializer(rows[0]).data
+        return Response(data, status, headers={"Location": data["url"]})
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:
         """Return the actions that the HTML page offers for the member shown as `data`."""

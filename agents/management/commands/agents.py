@@ -11,9 +11,10 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from accelerators.domain.errors import RefusedError
+from accelerators.domain.states import AgentState
 from accelerators.management import shell
 from agents import key_revocation
-from agents.liveness import AGENT_STATES, build_state_condition, get_agent_state, get_last_heard, get_state_since
+from agents.liveness import build_state_condition, get_agent_state, get_last_heard, get_state_since
 from agents.models import Agent
 
 COLUMNS = ("host", "state", "version", "wire", "since", "note")
@@ -27,7 +28,9 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-        parser.add_argument("--state", choices=AGENT_STATES, help="list only agents in this state")
+        parser.add_argument(
+            "--state", choices=[state.value for state in AgentState], help="list only agents in this state"
+        )
         decision = parser.add_mutually_exclusive_group()
         decision.add_argument("--admit", metavar="HOST", help="admit again an agent that was barred as a clone")
         decision.add_argument("--rotate", metavar="HOST", help="ask an agent for a new key when it is connected")

@@ -28,7 +28,9 @@ class Command(shell.OperatorCommand):
     help = "Show or change who writes to Placement."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("who", nargs="?", choices=WriterChoice.values, help="the writer from now on")
+        parser.add_argument(
+            "who", nargs="?", choices=[writer.value for writer in WriterChoice], help="the writer from now on"
+        )
         parser.add_argument("--reason", default="", help="why it is changed; shown here and in the event")
 
     def handle(self, *args: Any, **options: Any) -> None:

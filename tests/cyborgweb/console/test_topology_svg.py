@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from accelerators.admin import pci_tree, topology_svg
 from accelerators.admin.topology_svg import (
     DEVICE_ICONS,
-    HANDLE_GLYPHS,
     MAX_CELLS,
     PICTURE_WIDTH,
     DeviceCard,
     HandleCell,
+    HandleState,
 )
 from accelerators.domain.states import DeviceType
 
@@ -24,7 +24,7 @@ ANY_NAMESPACE = "{*}"
 
 
 def build_card(bus: str = "0000:3b", numa: int = 0, units: int = 1, hidden: int = 0, **changes: object) -> DeviceCard:
-    states = list(HANDLE_GLYPHS)
+    states = list(HandleState)
     shown = tuple(HandleCell(f"{bus}:00.{n}", states[n % len(states)], f"/handle/{n}/") for n in range(units))
     counts = Counter(unit.state for unit in shown) + Counter(free=hidden)
     values: dict[str, object] = {"name": f"L40S {bus}:00.0", "model": "L40S", "type": "GPU", "address": f"{bus}:00.0"}
@@ -151,16 +151,16 @@ def test_every_card_is_drawn_inside_its_area_without_overlaps(cards: list[Device
 
 
 def test_each_unit_state_has_its_own_class_and_glyph_and_every_cell_is_a_link() -> None:
-    svg = ElementTree.fromstring(topology_svg.draw_device(build_card(units=len(HANDLE_GLYPHS))))
+    svg = ElementTree.fromstring(topology_svg.draw_device(build_card(units=len(HandleState))))
     links = svg.findall(f".//{ANY_NAMESPACE}a")
     assert links[0].attrib["href"] == "/device/1/"
     cells = {
         cell.attrib["class"].removeprefix("cell "): cell for cell in svg.iter("g") if "cell " in cell.get("class", "")
     }
-    assert set(cells) == {state.replace(" ", "-") for state in HANDLE_GLYPHS}
-    assert len({(cell.find("text").text) for cell in cells.values()}) == len(HANDLE_GLYPHS)  # type: ignore[union-attr]
+    assert set(cells) == {state.replace(" ", "-") for state in HandleState}
+    assert len({(cell.find("text").text) for cell in cells.values()}) == len(HandleState)  # type: ignore[union-attr]
     assert [link.find("title").text for link in links[1:]] == [  # type: ignore[union-attr]
-        f"0000:3b:00.{n}: {state}" for n, state in enumerate(HANDLE_GLYPHS)
+        f"0000:3b:00.{n}: {state}" for n, state in enumerate(HandleState)
     ]
 
 

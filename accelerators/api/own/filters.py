@@ -1,0 +1,32 @@
+"""Filters that several resources of our own API have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import django_filters as filters
+
+
+def host_filter(field_name: str | None = None) -> filters.CharFilter:
+    """Build a filter by the exact name of a host."""
+    return filters.CharFilter(field_name=field_name, help_text="Exactly this host name.")
+
+
+def choice_filter(words: Iterable[str], field_name: str | None = None, **options: str) -> filters.MultipleChoiceFilter:
+    """Build a filter by one or several of `words`, which are an enumeration or plain text."""
+    return filters.MultipleChoiceFilter(field_name, choices=list_choices(words), distinct=False, **options)
+
+
+def single_choice_filter(words: Iterable[str], **options: str) -> filters.ChoiceFilter:
+    """Build a filter by one of `words`, which are an enumeration or plain text."""
+    return filters.ChoiceFilter(choices=list_choices(words), **options)
+
+
+def presence_filter(field_name: str, help_text: str = "") -> filters.BooleanFilter:
+    """Build a filter by whether a column has a value."""
+    return filters.BooleanFilter(field_name, "isnull", exclude=True, help_text=help_text)
+
+
+def list_choices(words: Iterable[str]) -> list[tuple[str, str]]:
+    """Return each word with its label, which plain text has not."""
+    return [(str(word), getattr(word, "label", word)) for word in words]
