@@ -1,4 +1,4 @@
-"""A command's way to its agent and back, over the real socket: told, told again, settled, acknowledged."""
+"""Tests of commands between gateway and agent over a real WebSocket: sending, resending, settling and acknowledging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A driver changed over HTTP, told to its agent over the real socket; and a worker killed amid a rollout."""
+"""Tests of driver changes ordered over HTTP and sent to a simulated agent, and of a rollout whose worker is killed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
 
 
 class ApiOperator:
-    """With an operator's token."""
+    """Client of /api with the token of an operator."""
 
     def __init__(self) -> None:
         user = User.objects.create_user("rita")
@@ -118,7 +118,7 @@ def test_a_rollout_fails_with_an_agent_that_does_not_support_configure(agent: Wi
 
 
 class KilledError(BaseException):
-    """As by SIGKILL: nothing that the worker has not committed was done."""
+    """Stands for SIGKILL: the running transaction is rolled back, and no error handling of the product catches it."""
 
 
 def test_L2_a_rollout_sends_one_command_to_each_host_when_the_worker_is_killed_anywhere() -> None:

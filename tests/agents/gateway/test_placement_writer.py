@@ -1,4 +1,4 @@
-"""Agents that can write to Placement are told who the writer is, over the real socket, at once."""
+"""Test that agents that can write to Placement are sent each new writer epoch at once, over a real WebSocket."""
 
 from __future__ import annotations
 

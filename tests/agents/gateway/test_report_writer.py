@@ -1,4 +1,4 @@
-"""What overtakes what in the gateway's writer: its turns are taken by hand."""
+"""Tests of the order in which the gateway's writer processes jobs. The tests process its batches one by one."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ R0, R1 = "0" * 40, "1" * 40
 
 @dataclass
 class WriterByHand:
-    """The writer of a gateway, and an event loop that runs when somebody looks."""
+    """The writer of a gateway without its thread, and an event loop that runs only after each batch."""
 
     gateway: AgentGateway
     loop: asyncio.AbstractEventLoop
 
     def enqueue(self, job: WriterJob) -> asyncio.Future[Any]:
-        """As the event loop does."""
+        """Put a job into the writer's queue, as the event loop does; return its future."""
         self.gateway._writer._jobs.put(job)
         return job.future
 
     def enqueue_report(self, host: Host, seq: int, content: str, *, urgent: bool = False) -> asyncio.Future[Any]:
-        """One that waits to be stored."""
+        """Put a report into the writer's queue; return its future."""
         return self.enqueue(SpoolJob(self.loop.create_future(), host.id, (1, seq), content, "{}", urgent))
 
     def admit_and_get_applied_hash(self, agent: WireAgent) -> str:
-        """What the agent of a host that connects now is told to be applied."""
+        """Admit the agent in the next batch; return the hash that its Welcome would name as applied."""
         credential = credentials.parse_authorization(agent.credential("nonce"))
         future = self.enqueue(AdmitJob(self.loop.create_future(), credential))
         self.process_batch()
         return str(future.result().applied_hash)
 
     def process_batch(self) -> None:
-        """One batch."""
+        """Process the next batch of the queue, then run the event loop once so that the futures have their results."""
         self.gateway._writer._process_next_batch()
         self.loop.call_soon(self.loop.stop)
         self.loop.run_forever()

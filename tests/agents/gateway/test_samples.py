@@ -1,4 +1,4 @@
-"""Samples at the gateway and from any process: known, asked for, shed, forgotten, and never stored."""
+"""Tests of samples at the gateway and in other processes: caching, watching, dropping, expiry. They are not stored."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def encode_samples(busy: float, key: str = "pci:0") -> str:
 
 
 def load_by_host(loads: LoadSnapshot) -> dict[int, float]:
-    """Host → how busy its device is."""
+    """Return the utilization of the device `pci:0` of each host, by host id."""
     return {host: one.devices["pci:0"]["utilization_percent"] for host, one in loads.hosts.items()}
 
 
 def send_until_known(socket: ClientConnection, host: int, busy: float) -> HostLoad:
-    """Say it until it is known: a loop that is late sheds samples."""
+    """Send the sample until the gateway knows it, because a busy event loop drops samples; return the host's load."""
 
     def said() -> HostLoad | None:
         socket.send(encode_samples(busy))
@@ -83,14 +83,14 @@ def send_until_known(socket: ClientConnection, host: int, busy: float) -> HostLo
 
 
 def receive_watch(socket: ClientConnection) -> Watch:
-    """The next wish that arrives."""
+    """Skip other messages until the gateway sends a Watch; return it."""
     while not isinstance(message := wire.decode_from_gateway(socket.recv(timeout=10)), Watch):
         pass
     return message
 
 
 def wait_for_hello(gateway: Served) -> int:
-    """The id of the host, once its Hello is heard and it can be asked."""
+    """Wait until the gateway has received the agent's Hello and registered its sample cache; return the host's id."""
     until(
         lambda: (
             any(one.has_sent_hello for one in gateway.sessions.by_host.values())
@@ -102,7 +102,7 @@ def wait_for_hello(gateway: Served) -> int:
 
 @contextmanager
 def answer_watches(socket: ClientConnection, busy: float) -> Iterator[None]:
-    """An agent that says how busy it is whenever it is asked."""
+    """Play an agent that answers each Watch with a sample of this utilization."""
 
     def work() -> None:
         while not over.wait(0.01):
@@ -119,7 +119,7 @@ def answer_watches(socket: ClientConnection, busy: float) -> Iterator[None]:
 
 
 def simulate_another_process(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on this process knows the gateway by its row alone."""
+    """Make this process ask the gateway over HTTP, as a process does that knows it only from its database row."""
     monkeypatch.delitem(sample_cache.local_caches, gateway.sample_cache.name)
     telemetry.forget_gateways()
 
@@ -132,7 +132,7 @@ def test_the_last_samples_of_a_host_are_known_in_every_process_and_not_stored(
         ask(socket, wire.Beat(1))
         until(lambda: Gateway.objects.filter(name=gateway.sample_cache.name).exists())
         host, lease = Host.objects.get().id, Lease.objects.get().seen_at
-        monkeypatch.setattr(gateway._writer, "put", None)  # the only road to the database
+        monkeypatch.setattr(gateway._writer, "put", None)  # The gateway reaches the database only through this queue.
         near = send_until_known(socket, host, 40.0)
         assert near.devices == {"pci:0": {"utilization_percent": 40.0, "power_watts": 40.0}}
         with CaptureQueriesContext(connection) as statements:
@@ -161,7 +161,8 @@ def test_an_agent_is_sent_the_fastest_watch_once_and_a_slower_one_when_it_ends(
         telemetry.request_periodic_loads({host}, 1, 1.5)
         assert receive_watch(socket).every_s == 1
         for _ in range(5):
-            telemetry.request_periodic_loads({host}, 10, 100)  # told nothing: the faster wish serves it
+            # The agent is sent nothing: its faster watch serves this one as well.
+            telemetry.request_periodic_loads({host}, 10, 100)
         again = receive_watch(socket)
         assert again.every_s == 10 and 50 < again.for_s <= 100
 

@@ -1,4 +1,5 @@
-"""A storm at the door: who is let in, who is told when to come back, what goes first."""
+"""Tests of throttling at the gateway: limits on handshakes and connections, retry times, jitter, and urgent reports
+first."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tests.support.wireagent import WireAgent, ask
 
 
 class FakeClock:
-    """Moves when it is told to."""
+    """A clock that shows the same time until a test changes `now`."""
 
     now = 1000.0
 
@@ -76,7 +77,8 @@ def test_one_address_gets_at_most_half_of_the_places_by_challenges_alone() -> No
 def test_the_admission_rate_follows_the_number_of_completed_handshakes() -> None:
     admission, clock = make_admission(limit=1)
     before = admission.rate
-    for _ in range(12):  # the database has stopped: nobody gets in, and all are told to stay away longer and longer
+    # The database has stopped: no handshake completes, so the rate falls and the waiting times grow.
+    for _ in range(12):
         assert not admission.in_progress
         admission.schedule_return()
         clock.now += 1.1
@@ -105,7 +107,7 @@ def test_reports_get_jitter_only_while_disk_or_merge_fall_behind() -> None:
     for _ in range(4500):
         spread.count_report()
     assert spread.choose_jitter() == 0.0, "they have reported"
-    many = 10**9  # reports are numbered for ever
+    many = 10**9  # Ids of reports only grow, so they can be large.
     spread.update_merge_time(many + 1, many + 50_000)
     clock.now += 1.0
     spread.update_merge_time(many + 101, many + 50_000)
@@ -113,7 +115,7 @@ def test_reports_get_jitter_only_while_disk_or_merge_fall_behind() -> None:
     clock.now += 1.0
     spread.update_merge_time(many + 20_101, many + 50_000)
     swift = spread.choose_jitter()
-    for _ in range(20):  # hosts with faults go first: the oldest stays
+    for _ in range(20):  # Urgent reports are merged first, so the oldest waiting report stays the same.
         clock.now += 1.0
         spread.update_merge_time(many + 20_101, many + 50_000)
     assert spread.choose_jitter() == swift < MAX_JITTER_S
@@ -144,7 +146,7 @@ def test_a_challenge_above_the_limit_gets_503_with_retry_after_and_no_database_w
     agent = WireAgent(house.port, token=make_join_secret())
     spare = agent.credential(agent.challenge())
     with monkeypatch.context() as nothing, gateway.throttle.count_handshake():
-        nothing.setattr(gateway._writer, "put", None)  # the only road to the database
+        nothing.setattr(gateway._writer, "put", None)  # The gateway reaches the database only through this queue.
         nothing.setattr("agents.enrolment.verify_credential", None)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{house.port}{wire.CHALLENGE_PATH}")
@@ -154,7 +156,7 @@ def test_a_challenge_above_the_limit_gets_503_with_retry_after_and_no_database_w
         with pytest.raises(InvalidStatus) as closed:
             agent.connect(spare)
         assert closed.value.response.status_code == 503 and "retry-after" in closed.value.response.headers
-    agent.connect(spare).close()  # refused at the door it is not used up
+    agent.connect(spare).close()  # The refusal did not use up the challenge.
     until(lambda: Event.objects.filter(action="agent.refused", host="(many)").exists())
 
 

@@ -1,4 +1,4 @@
-"""From answers to the journal: each driver by itself, one order, one size."""
+"""Tests of the inventory reporter, which merges the answers of the drivers into one report in the journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.agents.host.journal.test_journal import full_disk
 
 
 class ControlledDriver:
-    """A driver that answers what it is told to, when it is let."""
+    """A driver that returns `answer`, and waits until `may_answer` is set."""
 
     def __init__(self, answer: DriverReport) -> None:
         self.answer = answer
@@ -92,7 +92,7 @@ def test_a_failing_driver_affects_only_its_own_devices_and_is_asked_again(
             assert reported_drivers(journal)["bad"] == bad.answer
             assert len(reported_drivers(journal)["good"].devices) == 2
             bad.answer = driver_report("bad")
-            await wait_until(lambda: journal.seq == 3)  # asked again without a reason
+            await wait_until(lambda: journal.seq == 3)  # The reporter asks a failed driver again by itself.
 
     caplog.set_level(logging.INFO)
     asyncio.run(story())
@@ -132,9 +132,8 @@ def test_a_failing_backend_keeps_its_devices_and_no_other_driver_gets_them(
                 and not reported_drivers(journal)["rival"].devices
             )
             many.answer = said("", mine, other)
-            await wait_until(
-                lambda: not reported_drivers(journal)["many"].backends[0].error
-            )  # asked again without a reason
+            # The reporter asks a driver with a failed backend again by itself.
+            await wait_until(lambda: not reported_drivers(journal)["many"].backends[0].error)
 
     asyncio.run(story())
     assert caplog.text.count("driver many, backend a: it hung") == 2, "once each time it runs"
