@@ -1,4 +1,5 @@
-"""The model machine itself: every refusal that the kernel is known to make, and what it does without a word."""
+"""Tests of the ModelMachine itself: each refusal that the kernel is known to make, and what it ignores without an
+error."""
 
 from __future__ import annotations
 

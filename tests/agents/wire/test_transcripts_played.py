@@ -1,8 +1,8 @@
-"""Promise C2: recordings of this release and of earlier ones, played back to either end of today's product.
+"""Tests of promise C2: recordings of this release and of earlier ones are played back to both ends of today's product.
 
 One test plays the recorded agent to our gateway, with a real PostgreSQL and the same operator's day as was recorded.
 The other plays the recorded gateway to our agent, which has real drivers. Answers must have the recorded meaning
-(`playback`). Whoever plays replaces what no recording can hold: numbers and ids of commands, hashes, keys, nonces.
+(`playback`). The player replaces values that are new in each run: numbers and ids of commands, hashes, keys, nonces.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class RecordedAgent:
         self.lines, self.caller = lines, caller
         self.inbox: list[Line] = []
         self.numbers: dict[int, int] = {}
-        """The recorded number of a command → its number now."""
+        """Maps the recorded number of a command to its number in this run."""
         self.hashes: dict[int, str] = {}
-        """The number of a report → the hash of its content."""
+        """Maps the number of a report to the hash of its content."""
         self.nonce = ""
 
     def play(self) -> None:
-        """Play from the connection to the refusal at its end."""
+        """Play all lines, from the connection to the refusal at the end."""
         with self.caller.connect() as socket:
             welcome = msgspec.to_builtins(self.caller.welcome)
             self.inbox.append(welcome)
@@ -92,7 +92,7 @@ class RecordedAgent:
         return message
 
     def _expect(self, recorded: Line, socket: ClientConnection) -> None:
-        """Receive until the answer has come that stands here in the recording."""
+        """Receive messages until the one that answers `recorded` has arrived."""
         wanted, kind = dict(recorded), recorded["type"]
         if kind == "Command":
             del wanted["number"]
@@ -163,7 +163,7 @@ class RecordedGateway(FakeGateway):
         """Send the recorded message with the values of this run."""
         message = dict(recorded)
         if message["type"] == "Ack" and message["of"] == "Beat":
-            return  # answered when it came
+            return  # `_expect` acknowledges each heartbeat when it arrives.
         if message["type"] == "Ack" and message["of"] == "Report":
             message["seq"] = self.last_report
         if message["type"] == "Command":
@@ -174,7 +174,7 @@ class RecordedGateway(FakeGateway):
         await socket.send(encode(message))
 
     async def _expect(self, recorded: Line, socket: ServerConnection) -> None:
-        """Receive until the message has come that stands here in the recording."""
+        """Receive messages until the one that matches `recorded` has arrived."""
         async with asyncio.timeout(30):
             while take_answer(recorded, self.inbox) is None:
                 message = json.loads(await socket.recv())

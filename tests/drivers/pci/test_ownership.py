@@ -1,4 +1,5 @@
-"""Several drivers, one host: everything has one owner, nothing vanishes without a word, failing costs nobody else."""
+"""Tests of conflicts between drivers: a device has one owner, an omitted one a fault, a failing driver keeps
+its own."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def settle_by_driver(reports: list[DriverReport]) -> dict[str, DriverReport]:
 
 @st.composite
 def driver_reports(draw: st.DrawFn) -> list[DriverReport]:
-    """Up to four drivers, each ok or failing."""
+    """Return reports of one to four drivers, each with devices or an error."""
     found = []
     for name in draw(st.permutations(["a", "b", "c", "d"]))[: draw(st.integers(1, 4))]:
         if draw(st.integers(0, 4)) == 0:

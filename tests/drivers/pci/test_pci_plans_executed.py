@@ -1,4 +1,4 @@
-"""What pci_driver plans, done by the agent's own executor: its fence, its journal, its rounds, its undoing."""
+"""Tests of pci_driver's plans, carried out by the agent's own executor with its preflight checks, journal and undo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = f"pci:{CARD}"
 
 
 class InProcessDriver:
-    """The driver without its process: the executor cannot tell."""
+    """Runs pci_driver without a process of its own; the executor sees no difference."""
 
     def __init__(self, host: ModelMachine, **rule: object) -> None:
         self._host, self._driver = host, PciDriver()
@@ -49,7 +49,7 @@ class InProcessDriver:
 
 
 def run_on_host(root: Path, story: Callable[[ModelMachine, HostUnderTest], Awaitable[None]], gives: int = 4) -> None:
-    """A host with one card that can have four virtual functions, of which its driver `gives` some."""
+    """Run a story on a host with a card for four virtual functions; its kernel driver makes at most `gives` of them."""
 
     async def told() -> None:
         host = ModelMachine(root)
