@@ -278,8 +278,7 @@ def test_an_agent_over_tls_is_admitted_only_with_a_signature_of_the_pinned_certi
 
 
 def test_the_real_agent_rotates_its_key_and_rejoins_after_revocation_over_tls(tmp_path: Path) -> None:
-    """The agent's own link joins with a pinned certificate, rotates its key, is revoked, and joins again with a new
-    token."""
+    """The real link joins with a pinned certificate, rotates its key, is revoked, and joins again with a new token."""
     keys = Keys(state_dir=str(tmp_path / "conductor"))
     pin, pem = tls.read_fingerprint(keys), tmp_path / "conductor" / tls.CERTIFICATE_FILE
     (tmp_path / "host").mkdir()

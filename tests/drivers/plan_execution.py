@@ -14,8 +14,7 @@ MAX_ROUNDS = 4
 
 
 class PlanRunner:
-    """One driver on one host. `first_values` has the contents before the first write, `done_steps` the steps carried
-    out."""
+    """One driver on one host. `first_values` has the contents before the first write, `done_steps` what was done."""
 
     def __init__(self, host: ModelMachine, driver: Driver, **settings: object) -> None:
         self.host, self.driver, self.settings = host, driver, Settings(settings)
@@ -29,8 +28,7 @@ class PlanRunner:
         return plan
 
     def run_act(self, act: Act, ask: Ask) -> int:
-        """Plan and carry out until no step is left; return the number of plans. Undo and raise an error if a step
-        fails."""
+        """Carry out plans until no step is left; return their number. If a step fails, undo the plan and raise."""
         for count in range(MAX_ROUNDS):
             plan = self.plan(act, ask)
             if not plan.steps:

@@ -1,5 +1,4 @@
-"""Tests of the ModelMachine itself: each refusal that the kernel is known to make, and what it ignores without an
-error."""
+"""Tests of the ModelMachine itself: each refusal that the kernel is known to make, and what it silently ignores."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_samples_of_a_second_connection_do_not_replace_those_of_the_active_one(
         (before,) = gateway.sample_cache.iterate_samples([host])
         second.send(said.replace("1.0", "2.0"))
         assert ask(first, wire.Beat(1)) == wire.Ack(1, "Beat")
-        # The first message of this connection: it now replaces the older connection of the same agent process.
+        # Unlike samples, a Beat lets this connection of the same agent process replace the first one.
         second.send(wire.encode_message(wire.Beat(1)))
         assert wire.decode_from_gateway(second.recv(timeout=10)) == wire.Ack(1, "Beat")
         assert [one[2] for one in gateway.sample_cache.iterate_samples([host])] in ([], [before[2]])

@@ -85,8 +85,7 @@ def test_a_message_of_the_maximum_size_is_accepted_and_a_larger_one_counted_and_
 def test_a_too_large_message_is_recorded_although_an_acknowledgement_could_not_be_sent(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The large message arrives while the report before it is being stored. When that report is acknowledged, the
-    connection is closed already."""
+    """The large message arrives while a report is being stored: its acknowledgement finds a closed connection."""
     closed, serve = threading.Event(), gateway._writer._process_batch
 
     def serve_when_closed(batch: list[object]) -> None:

@@ -1,5 +1,4 @@
-"""Tests of throttling at the gateway: limits on handshakes and connections, retry times, jitter, and urgent reports
-first."""
+"""Tests of throttling at the gateway: limits on handshakes and connections, retry times, jitter, urgent reports."""
 
 from __future__ import annotations
 

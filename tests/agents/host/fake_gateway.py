@@ -50,8 +50,7 @@ def driver_report(driver: str = "fake_driver", keys: Iterable[str] = ("a",), **m
 
 @dataclass
 class FakeGateway:
-    """Accepts every agent that proves its key. `refusals` has (status, JSON text, headers) for the next upgrade
-    requests."""
+    """Accepts every agent that proves its key. `refusals` has (status, JSON text, headers) for the next upgrades."""
 
     applied_hash: str = ""
     epoch: int = 0

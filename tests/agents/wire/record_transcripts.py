@@ -81,8 +81,7 @@ def message_schemas() -> dict[str, Any]:
 
 
 def replace_volatile_values(value: Any, name: str = "") -> Any:
-    """Return a message with placeholders: for fields in PLACEHOLDERS, and for uuids, epochs and hashes within other
-    texts."""
+    """Return a message with placeholders for the fields in PLACEHOLDERS, and for uuids, epochs and hashes in texts."""
     if name in PLACEHOLDERS and value:
         return PLACEHOLDERS[name]
     if isinstance(value, dict):

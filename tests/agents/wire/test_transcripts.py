@@ -50,8 +50,7 @@ def read_transcript(path: Path) -> tuple[dict[str, Any], list[Line]]:
 
 
 def can_read(recorded: Line, message: Line) -> bool:
-    """Return whether a peer that knows `recorded` can read `message`: it still has every field, with a value of its
-    type."""
+    """Return whether a peer that knows `recorded` can read `message`: no field is missing or has another type."""
     return all(
         name in message and type(message[name]) is type(value) for name, value in recorded.items() if value is not None
     )
@@ -82,8 +81,7 @@ def connect_as_release(head: dict[str, Any], gateway: AgentGateway, port: int) -
 
 
 def wait_for_message_like(socket: ClientConnection, head: dict[str, Any], wanted: Line, inbox: list[Line]) -> None:
-    """Wait for a message like the `wanted` one and drop it. Keep others in `inbox`; fail if the release cannot read
-    them."""
+    """Wait for a message like `wanted` and drop it. Keep others in `inbox`; fail if the release cannot read them."""
     known = {name: value for name, value in wanted.items() if name in wire_fields(wanted["type"])}
     exact = {"type", "seq", "of", "code"} & known.keys()
     while not (found := [said for said in inbox if all(said.get(name) == known[name] for name in exact)]):

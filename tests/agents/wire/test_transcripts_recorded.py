@@ -1,5 +1,4 @@
-"""Tests that today's protocol equals the recorded one. `tests.agents.wire.record_transcripts` describes how to record
-it."""
+"""Tests that today's protocol equals the recorded one; see `tests.agents.wire.record_transcripts` to record it."""
 
 from __future__ import annotations
 

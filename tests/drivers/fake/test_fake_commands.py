@@ -51,15 +51,13 @@ class FakeDriverBench:
         return FakeDriver().discover(self.machine, self.settings).devices[0]
 
     def plan(self, act: Act, **words: Any) -> Plan:
-        """Return the driver's plan for device 0, after checking that it writes only to the paths that the driver
-        declares."""
+        """Return the driver's plan for device 0. Check that it writes only to the paths that the driver declares."""
         plan: Plan = getattr(FakeDriver(), act)(self.machine, self.settings, Ask(KEY, **words))
         assert not stray(plan, FakeDriver.writes)
         return plan
 
     def run_plan(self, act: Act, **words: Any) -> list[str]:
-        """Plan an act and carry it out; return the descriptions of the steps. A second plan must be empty, except after
-        a reset."""
+        """Plan an act and carry it out; return what its steps do. Except after a reset, a second plan must be empty."""
         plan = self.plan(act, **words)
         for step in plan.steps:
             assert all(map(self.is_true, step.expect)), step

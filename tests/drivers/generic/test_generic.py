@@ -41,8 +41,7 @@ REMOTE = {
 
 @pytest.fixture
 def host(tmp_path: Path) -> ModelMachine:
-    """Return a host with an SR-IOV disk controller, a GPU with mediated devices, an accel device with a node, an FPGA
-    card."""
+    """Return a host with an SR-IOV disk controller, a GPU with mediated devices, an NPU with a node, an FPGA card."""
     host = ModelMachine(tmp_path)
     host.load("nvme", "1b36:0010")
     host.pci(DISK, "0x1b36", "0x0010", "0x010802", group=7, vfs=4, reset_method="flr bus")

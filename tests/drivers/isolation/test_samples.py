@@ -1,4 +1,4 @@
-"""Tests that a driver with bad, slow or hanging samples loses only samples: its devices and its process stay (L6)."""
+"""Tests that a driver with bad, slow or hanging samples loses only samples: its devices and its process stay."""
 
 from __future__ import annotations
 

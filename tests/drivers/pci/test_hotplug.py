@@ -1,5 +1,4 @@
-"""Tests of cards and functions that appear and disappear while the driver's process runs, on a simulated bus with
-uevents."""
+"""Tests of cards and functions that come and go while the driver's process runs, on a simulated bus with uevents."""
 
 from __future__ import annotations
 

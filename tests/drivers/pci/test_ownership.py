@@ -1,5 +1,4 @@
-"""Tests of conflicts between drivers: a device has one owner, an omitted one a fault, a failing driver keeps
-its own."""
+"""Tests of conflicts between drivers: each device has one owner or a fault, and a failing driver keeps its devices."""
 
 from __future__ import annotations
 

@@ -75,8 +75,7 @@ def test_renewing_a_watch_adds_no_round_and_a_census_gets_one_at_once() -> None:
     assert list_round_starts(table, 150.0) == [108.0, 110.0, 112.0, 114.0, 116.0, 150.0]
     table.on_watch(200.0, often)
     assert list_round_starts(table, 210.0) == [200.0, 202.0, 204.0, 206.0, 208.0, 210.0]
-    # The first watch has just ended, so the next round was due only after almost a minute.
-    table.on_watch(210.0, often)
+    table.on_watch(210.0, often)  # The first watch ends now, so the next round was due only a minute later.
     assert list_round_starts(table, 213.0) == [212.0]
     # A census sends such a watch: it gets one round at once and does not prolong the watch.
     table.on_watch(213.0, wire.Watch(2.0, 7.0))

@@ -41,8 +41,7 @@ ATTACH = {"uuid": "u1", "handle": HANDLE, "consumer": "vm1"}
 
 
 def make_file_driver(root: Path) -> ScriptedDriver:
-    """Return a driver that plans nothing once its file is written: `attach` writes a state file, `install` writes
-    `numvfs`."""
+    """Return a driver that plans nothing once its file is there: `attach` writes a state file, `install` `numvfs`."""
 
     def has(path: str, value: str) -> bool:
         file = root / path.lstrip("/")
@@ -59,8 +58,7 @@ def make_file_driver(root: Path) -> ScriptedDriver:
 
 
 def kill_at_point(number: int) -> None:
-    """Make this process kill itself at one of its points: right before and right after each write to the journal or
-    host."""
+    """Make this process kill itself before or after a write to journal or host: at the `number`th such point."""
     remaining = [number]
 
     def count_down() -> None:
