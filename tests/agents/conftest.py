@@ -24,7 +24,7 @@ class GatewaySlot:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[GatewaySlot]:
+def gateway_slot() -> Iterator[GatewaySlot]:
     made = GatewaySlot()
     with serving(made) as made.port:
         yield made

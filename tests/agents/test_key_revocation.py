@@ -19,7 +19,7 @@ from websockets.sync.client import ClientConnection
 from accelerators.models import Device, Event
 from agents import credentials, enrolment, key_revocation, tasks, wire
 from agents.gateway.app import AgentGateway
-from agents.host.connection.http import GatewayEndpoint as Door
+from agents.host.connection.http import GatewayEndpoint
 from agents.host.connection.identity import load_or_create_keys
 from agents.host.connection.link import GatewayLink
 from agents.host.journal.journal import open_journal
@@ -48,21 +48,21 @@ def run_another_gateway(around: Callable[[AgentGateway], Any] | None = None, **o
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     monkeypatch.setattr("agents.gateway.sessions.PROBE_TIMEOUT_S", 0.2)
 
 
 @pytest.fixture
-def gateway(house: GatewaySlot) -> Iterator[AgentGateway]:
-    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
-    yield house.gateway
-    house.gateway.stop()
+def gateway(gateway_slot: GatewaySlot) -> Iterator[AgentGateway]:
+    gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    yield gateway_slot.gateway
+    gateway_slot.gateway.stop()
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
-    return WireAgent(house.port, token=make_join_secret())
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    return WireAgent(gateway_slot.port, token=make_join_secret())
 
 
 def receive_message(socket: ClientConnection, kind: type) -> Any:
@@ -283,14 +283,14 @@ def test_the_real_agent_rotates_its_key_and_rejoins_after_revocation_over_tls(tm
     pin, pem = tls.read_fingerprint(keys), tmp_path / "conductor" / tls.CERTIFICATE_FILE
     (tmp_path / "host").mkdir()
     with run_another_gateway(lambda made: AgentApplication(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
-        with run_link(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, make_join_secret())):
+        with run_link(tmp_path / "host", GatewayEndpoint(f"https://127.0.0.1:{port}", pin, make_join_secret())):
             before = until(lambda: Agent.objects.exclude(boot_id="").first()).public_key
             key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
             after = until(lambda: Agent.objects.exclude(public_key=before).first()).public_key
             until(lambda: stored_keys(tmp_path / "host") == [after])
             key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")
             until(lambda: Event.objects.filter(action="agent.refused", reason__contains="revoked").exists())
-        with run_link(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, make_join_secret())):
+        with run_link(tmp_path / "host", GatewayEndpoint(f"https://127.0.0.1:{port}", pin, make_join_secret())):
             until(lambda: Agent.objects.filter(barred="").exclude(public_key=after).exists())
             until(lambda: stored_keys(tmp_path / "host") == [Agent.objects.get().public_key])
 
@@ -302,13 +302,18 @@ def stored_keys(directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def run_link(directory: Path, door: Door) -> Iterator[None]:
+def run_link(directory: Path, endpoint: GatewayEndpoint) -> Iterator[None]:
     """Run the agent's link in a thread with an event loop of its own; stop it at the end."""
 
     async def run() -> None:
         journal = open_journal(directory, "cmp1")
         link = GatewayLink(
-            journal, load_or_create_keys(directory, "cmp1", "cmp1"), door, wire.Hello("1", "b"), lambda _: None, QUICK
+            journal,
+            load_or_create_keys(directory, "cmp1", "cmp1"),
+            endpoint,
+            wire.Hello("1", "b"),
+            lambda _: None,
+            QUICK,
         )
         work = asyncio.ensure_future(link.run())
         await asyncio.to_thread(over.wait)

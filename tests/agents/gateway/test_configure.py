@@ -39,12 +39,12 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
-    house.gateway = gateway
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    gateway_slot.gateway = gateway
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
-    return WireAgent(house.port, token=join.secret)
+    return WireAgent(gateway_slot.port, token=join.secret)
 
 
 class ApiOperator:
@@ -134,7 +134,7 @@ def test_L2_a_rollout_sends_one_command_to_each_host_when_the_worker_is_killed_a
     for statement in range(1, 500):
         left = statement
 
-        def deadly(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        def kill_at_statement(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
             nonlocal left
             left -= 1
             if not left:
@@ -142,7 +142,7 @@ def test_L2_a_rollout_sends_one_command_to_each_host_when_the_worker_is_killed_a
             return execute(sql, params, many, context)
 
         try:
-            with connection.execute_wrapper(deadly):
+            with connection.execute_wrapper(kill_at_statement):
                 driver_rollouts.run()
         except KilledError:
             kills += 1

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def port(gateway: AgentGateway, house: GatewaySlot) -> int:
-    house.gateway = gateway
-    return house.port
+def port(gateway: AgentGateway, gateway_slot: GatewaySlot) -> int:
+    gateway_slot.gateway = gateway
+    return gateway_slot.port
 
 
 def make_join_secret(host: str = "cmp1") -> str:

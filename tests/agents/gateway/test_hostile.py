@@ -38,9 +38,9 @@ def gateway() -> Iterator[AgentGateway]:
 
 
 @pytest.fixture
-def port(gateway: AgentGateway, house: GatewaySlot) -> int:
-    house.gateway = gateway
-    return house.port
+def port(gateway: AgentGateway, gateway_slot: GatewaySlot) -> int:
+    gateway_slot.gateway = gateway
+    return gateway_slot.port
 
 
 @pytest.fixture

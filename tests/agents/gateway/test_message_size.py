@@ -29,9 +29,9 @@ MAX_MESSAGE_BYTES = Keys().max_message_bytes
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
-    house.gateway = gateway
-    return WireAgent(house.port, token=make_join_secret())
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    gateway_slot.gateway = gateway
+    return WireAgent(gateway_slot.port, token=make_join_secret())
 
 
 def make_beat(seq: int, size: int, filler: str = "x") -> str:

@@ -54,7 +54,7 @@ class WriterByHand:
 
 
 @pytest.fixture
-def turns() -> Iterator[WriterByHand]:
+def writer() -> Iterator[WriterByHand]:
     loop = asyncio.new_event_loop()
     made = WriterByHand(AgentGateway(Keys(flush_max_rows=1, flush_interval_ms=0.0)), loop)
     made.gateway._writer._loop = loop
@@ -74,30 +74,30 @@ def agent() -> WireAgent:
 
 @pytest.mark.parametrize("urgent", [False, True])
 def test_an_admission_names_no_applied_hash_while_a_report_of_the_host_waits(
-    turns: WriterByHand, agent: WireAgent, urgent: bool
+    writer: WriterByHand, agent: WireAgent, urgent: bool
 ) -> None:
     host, other = Host.objects.get(), get_or_create_host("cmp2")
-    assert turns.admit_and_get_applied_hash(agent) == R0
-    turns.enqueue_report(other, 1, R1)
-    before = turns.enqueue_report(host, 1, R1)
-    assert turns.admit_and_get_applied_hash(agent) == "", "it waits behind the other's"
-    after = turns.enqueue_report(host, 2, R0, urgent=urgent)
+    assert writer.admit_and_get_applied_hash(agent) == R0
+    writer.enqueue_report(other, 1, R1)
+    before = writer.enqueue_report(host, 1, R1)
+    assert writer.admit_and_get_applied_hash(agent) == "", "it waits behind the other's"
+    after = writer.enqueue_report(host, 2, R0, urgent=urgent)
     for _ in range(2):
-        turns.process_batch()
+        writer.process_batch()
     assert (before.result(), after.result()) == (True, True), "both are stored, and seq says which is the later"
-    assert turns.admit_and_get_applied_hash(agent) == ""
+    assert writer.admit_and_get_applied_hash(agent) == ""
     Spooled.objects.all().delete()
-    assert turns.enqueue_report(host, 3, R0) and turns.admit_and_get_applied_hash(agent) == "", "of this batch"
-    assert turns.admit_and_get_applied_hash(agent) == R0
+    assert writer.enqueue_report(host, 3, R0) and writer.admit_and_get_applied_hash(agent) == "", "of this batch"
+    assert writer.admit_and_get_applied_hash(agent) == R0
     assert not Spooled.objects.exists(), "alone it is what is applied"
 
 
-def test_a_report_whose_connection_has_ended_is_not_stored(turns: WriterByHand, agent: WireAgent) -> None:
+def test_a_report_whose_connection_has_ended_is_not_stored(writer: WriterByHand, agent: WireAgent) -> None:
     host, other = Host.objects.get(), get_or_create_host("cmp2")
-    turns.enqueue_report(other, 1, R1)
-    gone = turns.enqueue_report(host, 1, R1)
-    turns.process_batch()
+    writer.enqueue_report(other, 1, R1)
+    gone = writer.enqueue_report(host, 1, R1)
+    writer.process_batch()
     gone.cancel()
-    turns.process_batch()
+    writer.process_batch()
     assert list(Spooled.objects.values_list("host", flat=True)) == [other.id]
-    assert turns.admit_and_get_applied_hash(agent) == R0
+    assert writer.admit_and_get_applied_hash(agent) == R0

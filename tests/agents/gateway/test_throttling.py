@@ -132,23 +132,23 @@ def test_a_slow_disk_is_detected_only_by_batches_of_at_least_ten_reports() -> No
 
 
 @pytest.fixture
-def gateway(house: GatewaySlot) -> Iterator[AgentGateway]:
-    made = house.gateway = AgentGateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
+def gateway(gateway_slot: GatewaySlot) -> Iterator[AgentGateway]:
+    made = gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
     yield made
     made.stop()
 
 
 @pytest.mark.django_db(transaction=True)
 def test_a_challenge_above_the_limit_gets_503_with_retry_after_and_no_database_work(
-    house: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+    gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = WireAgent(house.port, token=make_join_secret())
+    agent = WireAgent(gateway_slot.port, token=make_join_secret())
     spare = agent.credential(agent.challenge())
     with monkeypatch.context() as nothing, gateway.throttle.count_handshake():
         nothing.setattr(gateway._writer, "put", None)  # The gateway reaches the database only through this queue.
         nothing.setattr("agents.enrolment.verify_credential", None)
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"http://127.0.0.1:{house.port}{wire.CHALLENGE_PATH}")
+            urllib.request.urlopen(f"http://127.0.0.1:{gateway_slot.port}{wire.CHALLENGE_PATH}")
         body = json.loads(refused.value.read())
         assert (refused.value.code, body["code"]) == (503, "busy") and "try again after" in body["error"]
         assert 1 <= int(refused.value.headers["Retry-After"]) <= MAX_RETRY_AFTER_S + 1
@@ -161,11 +161,11 @@ def test_a_challenge_above_the_limit_gets_503_with_retry_after_and_no_database_w
 
 @pytest.mark.django_db(transaction=True)
 def test_a_connection_above_the_limit_is_refused_with_the_name_of_the_setting(
-    house: GatewaySlot, gateway: AgentGateway
+    gateway_slot: GatewaySlot, gateway: AgentGateway
 ) -> None:
     first, second = (
-        WireAgent(house.port, token=make_join_secret()),
-        WireAgent(house.port, host="cmp2", token=make_join_secret("cmp2")),
+        WireAgent(gateway_slot.port, token=make_join_secret()),
+        WireAgent(gateway_slot.port, host="cmp2", token=make_join_secret("cmp2")),
     )
     with first.connect():
         with second.connect():
@@ -188,11 +188,11 @@ def test_a_report_with_a_failed_device_or_driver_is_urgent() -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_all_waiting_reports_of_a_host_with_faults_are_merged_first(
-    house: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+    gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway.throttle.max_handshakes = gateway.throttle.max_connections = 10
-    calm = WireAgent(house.port, host="calm", token=make_join_secret("calm"))
-    ill = WireAgent(house.port, host="ill", token=make_join_secret("ill"))
+    calm = WireAgent(gateway_slot.port, host="calm", token=make_join_secret("calm"))
+    ill = WireAgent(gateway_slot.port, host="ill", token=make_join_secret("ill"))
     with calm.connect() as one, ill.connect() as two:
         ask(one, make_report(make_card(1)))
         ask(two, make_report(make_card(1), make_card(2)))

@@ -57,11 +57,11 @@ def can_read(recorded: Line, message: Line) -> bool:
 
 
 @pytest.fixture
-def gateway(house: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+def gateway(gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
-    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
-    yield house.gateway
-    house.gateway.stop()
+    gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    yield gateway_slot.gateway
+    gateway_slot.gateway.stop()
 
 
 def connect_as_release(head: dict[str, Any], gateway: AgentGateway, port: int) -> ClientConnection:
@@ -100,14 +100,14 @@ def wire_fields(name: str) -> set[str]:
 @pytest.mark.django_db(transaction=True)
 @every_release
 def test_C2_our_gateway_works_with_the_agent_of_another_release(
-    path: Path, gateway: AgentGateway, house: GatewaySlot
+    path: Path, gateway: AgentGateway, gateway_slot: GatewaySlot
 ) -> None:
     head, lines = read_transcript(path)
     apply_report(get_or_create_host(), make_driver_report(make_card(1, acts="reset"), driver="pci_driver"))
     with conductor.writing():
         (command,) = placing.place_commands([CommandOrder("reset", Device.objects.get().uuid)])
     takes_commands, inbox = "Command" in head["agent_reads"], list[Line]()
-    with connect_as_release(head, gateway, house.port) as socket:
+    with connect_as_release(head, gateway, gateway_slot.port) as socket:
         for line in lines:
             message = line["message"]
             if line["from"] == "agent":

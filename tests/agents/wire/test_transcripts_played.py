@@ -108,7 +108,7 @@ class RecordedAgent:
 
 
 @pytest.fixture
-def gateway(house: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+def gateway(gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     made = AgentGateway(Keys(lease_flush_s=0.05, beat_s=0.2))
     yield made
@@ -118,13 +118,15 @@ def gateway(house: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[Age
 @pytest.mark.django_db(transaction=True)
 @every_recording
 def test_C2_the_agent_of_a_recorded_release_works_with_our_gateway(
-    path: Path, gateway: AgentGateway, house: GatewaySlot
+    path: Path, gateway: AgentGateway, gateway_slot: GatewaySlot
 ) -> None:
-    house.gateway = recorder = Recorder(gateway)
+    gateway_slot.gateway = recorder = Recorder(gateway)
     token = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
-    agent = RecordedAgent(read_recording(path), WireAgent(house.port, token=token.secret, epoch=PLACEHOLDERS["epoch"]))
+    agent = RecordedAgent(
+        read_recording(path), WireAgent(gateway_slot.port, token=token.secret, epoch=PLACEHOLDERS["epoch"])
+    )
     with ThreadPoolExecutor(1) as thread:
         played = thread.submit(agent.play)
         try:

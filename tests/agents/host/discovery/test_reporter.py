@@ -103,17 +103,20 @@ def test_a_failing_driver_affects_only_its_own_devices_and_is_asked_again(
 def test_a_failing_backend_keeps_its_devices_and_no_other_driver_gets_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def said(error: str, *devices: Device) -> DriverReport:
+    def make_two_backends_report(error: str, *devices: Device) -> DriverReport:
         return DriverReport("many", devices=devices, backends=(Backend("a", "pci", error=error), Backend("b", "pci")))
 
     mine, other = Device("x", "GPU", "v", "m", backend="a"), Device("y", "GPU", "v", "m", backend="b")
 
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
-        many, rival = ControlledDriver(said("", mine, other)), ControlledDriver(driver_report("rival"))
+        many, rival = (
+            ControlledDriver(make_two_backends_report("", mine, other)),
+            ControlledDriver(driver_report("rival")),
+        )
         async with run_reporter(journal, {"many": many, "rival": rival}) as (reporter, offers):
             await wait_until(lambda: offers)
-            many.answer = said("it hung", other)
+            many.answer = make_two_backends_report("it hung", other)
             rival.answer = DriverReport("rival", devices=(Device("x", "GPU", "v", "m"),))
             reporter.request_discovery(["many", "rival"])
             await wait_until(
@@ -131,7 +134,7 @@ def test_a_failing_backend_keeps_its_devices_and_no_other_driver_gets_them(
                 reported_drivers(journal)["many"].devices == (mine, other)
                 and not reported_drivers(journal)["rival"].devices
             )
-            many.answer = said("", mine, other)
+            many.answer = make_two_backends_report("", mine, other)
             # The reporter asks a driver with a failed backend again by itself.
             await wait_until(lambda: not reported_drivers(journal)["many"].backends[0].error)
 
