@@ -145,7 +145,7 @@ def test_devices_bound_after_the_question_are_refused(operator: Client, fill: Fi
     bulk_actions.confirm_draft(bulk, "", held_too=False)
     bulk.refresh_from_db()
     assert bulk.refused > 0 and bulk.moved > 0
-    assert {item.why for item in bulk.items.filter(outcome="refused")} == {"held"}
+    assert {item.why for item in bulk.items.filter(outcome="refused")} == {"in_use"}
     assert not Device.objects.filter(drain_to__isnull=False).exists()
 
 
