@@ -1,6 +1,7 @@
 """HTTP requests to the gateway: fetch the challenge, download images, and check the pinned TLS certificate.
 
-Each request has its own connection. When a certificate is pinned, no request is sent to a server with another one.
+Each request has its own connection. When a certificate is pinned, no request is sent to a server with another one. ADR
+1 (Libraries) says why no HTTP library is used.
 """
 
 from __future__ import annotations
