@@ -158,7 +158,11 @@ class AttachmentView(ProjectOwnedView):
         serializer.is_valid(raise_exception=True)
         values = dict(serializer.validated_data)
         attachment = attachments.order_attachment(
-            values.pop("instance"), self.caller, **values, all_projects=self.can_see_all_projects()
+            values.pop("instance"),
+            self.caller,
+            **values,
+            source=self.caller.event_source,
+            all_projects=self.can_see_all_projects(),
         )
         return self._accepted_response(attachment)
 
@@ -167,7 +171,11 @@ class AttachmentView(ProjectOwnedView):
         reason = self.validate_member_action_body(request).get("reason", "")
         return self._accepted_response(
             attachments.order_detachment(
-                UUID(kwargs["uuid"]), self.caller, reason, all_projects=self.can_see_all_projects()
+                UUID(kwargs["uuid"]),
+                self.caller,
+                reason,
+                self.caller.event_source,
+                all_projects=self.can_see_all_projects(),
             )
         )
 

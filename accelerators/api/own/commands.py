@@ -265,6 +265,7 @@ class CommandView(CollectionView):
         serializer.is_valid(raise_exception=True)
         values = dict(serializer.validated_data)
         op, device, host = values.pop("op"), values.pop("device", None), values.pop("host", None)
+        values["source"] = self.caller.event_source
         try:
             command = (
                 placing.order_device_command(op, device, self.caller, **values)

@@ -22,7 +22,7 @@ from accelerators.api.own.fields import (
 )
 from accelerators.api.own.views import CollectionView
 from accelerators.commands.placing import MAX_REASON
-from accelerators.domain.states import EventSource, RolloutOp, RolloutState, RolloutStepState
+from accelerators.domain.states import RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
 from accelerators.workflows import driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
@@ -224,7 +224,7 @@ class RolloutView(CollectionView):
             self.caller,
             pace=driver_rollouts.RolloutPace(**pace_options),
             reason=values.get("reason", ""),
-            source=EventSource.API,
+            source=self.caller.event_source,
         )
         data = self.get_serializer(self.get_queryset().get(pk=rollout.pk)).data
         return Response(data, 202, headers={"Location": data["url"]})
