@@ -1,7 +1,7 @@
 """Requests of the command line to `/api/`: paging, and API errors as `CliError`.
 
-`cyborg` sends them over HTTP with `HttpApiClient`. The same verbs of `manage.py` send them within their own process, with
-`cyborgweb.management.local_api`.
+`cyborg` sends them over HTTP with `HttpApiClient`. The same verbs of `manage.py` send them within their own process,
+with `cyborgweb.management.local_api`.
 
 keystoneauth1 is imported and the login happens only at the first request, so that `--help` costs nothing.
 """
