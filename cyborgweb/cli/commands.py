@@ -24,17 +24,18 @@ MAX_COMMANDS = 50
 @click.option("--host", help="Only of this host.")
 @click.option("--device", help="Only of this device.")
 @click.option("--open/--ended", "is_open", default=None, help="Only commands that have not ended, or only the others.")
-@click.option("--limit", type=click.IntRange(1), default=MAX_COMMANDS, show_default=True, help="Number of rows.")
+@click.option(
+    "--limit", "max_rows", type=click.IntRange(1), default=MAX_COMMANDS, show_default=True, help="Number of rows."
+)
 @pass_cli_context
 def command_list(
-    cli_context: CliContext, host: str | None, device: str | None, is_open: bool | None, limit: int
+    cli_context: CliContext, host: str | None, device: str | None, is_open: bool | None, max_rows: int
 ) -> None:
     """List commands to agents, the newest first."""
     uuid = names.resolve_device(cli_context.api, device) if device else None
     filters = drop_empty({"host": host, "device": uuid}) | ({} if is_open is None else {"ended": not is_open})
-    print_rows(
-        cli_context.api.iterate_rows("commands/", limit, **filters), COMMAND_COLUMNS, cli_context.output, "No commands."
-    )
+    rows = cli_context.api.iterate_rows("commands/", max_rows, **filters)
+    print_rows(rows, COMMAND_COLUMNS, cli_context.output, "No commands.")
 
 
 @verb_command("command-show", "command-show 0e8f9e63-1b5a-4738-9fb6-eff9659e382f --wait")
@@ -73,7 +74,7 @@ def _make_order_verb(
 _driver_option = click.option("--driver", help="Only this driver.")
 
 ORDER_VERBS = {
-    verb.name: verb
+    verb.name or "": verb
     for verb in (
         _make_order_verb("device-health", "Ask the driver for a device's health and for the reasons.", "3f1c"),
         _make_order_verb("device-reset", "Reset the hardware. Its programmed image may be lost.", "3f1c"),

@@ -41,7 +41,8 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 @pass_cli_context
 def device_list(cli_context: CliContext, limit: int, kind: str | None, quiet: bool, **filters: Any) -> None:
     """List devices. Each row is one card, with its state and the number of its units that are held."""
-    rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind)
+    fields = "uuid" if quiet else None
+    rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
     if quiet:
         click.echo("".join(f"{row['uuid']}\n" for row in rows), nl=False)
         return

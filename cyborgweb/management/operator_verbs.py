@@ -21,7 +21,7 @@ from cyborgweb.cli.output import print_rows
 from cyborgweb.cli.problems import CliError
 from cyborgweb.management.local_api import LocalApiClient
 
-DEFAULTS = {"wait": False, "yes": True, "history": True, "which": "all"}
+DEFAULTS = {"wait": False, "yes": True, "history": True, "which": "all", "limit": 1_000_000}
 """Defaults of options that differ from those of `cyborg`: scripts of operators do not expect to wait or to be asked."""
 
 
