@@ -16,6 +16,7 @@ from cyborgweb.cli.output import print_row, print_rows
 from cyborgweb.cli.problems import ExitCode
 
 COMMAND_COLUMNS = ("uuid", "state", "percent", "op", "device=device_name", "host=host.name", "by", "text")
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 RESULT_FIELDS = ("uuid", "op", "state", "percent", "progress", "text")
 MAX_COMMANDS = 50
 
@@ -47,9 +48,7 @@ def command_show(cli_context: CliContext, command: UUID, wait: bool) -> None:
     _wait_and_print(cli_context, cli_context.api.get(f"commands/{command}/"), wait)
 
 
-def _make_order_verb(
-    name: str, text: str, example: str, *parameters: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> click.Command:
+def _make_order_verb(name: str, text: str, example: str, *parameters: Decorator) -> click.Command:
     """Return the verb that orders an operation; its `name` is `device-OP` or `host-OP`.
 
     `parameters` are the options that the operation takes, named like the fields of the API.
@@ -66,9 +65,11 @@ def _make_order_verb(
         command = cli_context.api.post("commands/", {"op": op, target_kind: uuid} | body)
         _wait_and_print(cli_context, command, wait)
 
-    for parameter in reversed((click.argument(target_kind), *parameters)):
-        order = parameter(order)
-    return verb_command(name, f"{name} {example}", text)(order)
+    decorators: tuple[Decorator, ...] = (click.argument(target_kind), *parameters)
+    decorated: Callable[..., Any] = order
+    for decorator in reversed(decorators):
+        decorated = decorator(decorated)
+    return verb_command(name, f"{name} {example}", text)(decorated)
 
 
 _driver_option = click.option("--driver", help="Only this driver.")

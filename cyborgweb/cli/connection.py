@@ -43,8 +43,10 @@ class ApiClient(ABC):
         """How error messages name the server."""
 
     @abstractmethod
-    def send_request(self, method: str, path: str, **request_options: Any) -> dict[str, Any]:
-        """Send a request and return the decoded answer. The options are those of requests: `params`, `json`, `data`."""
+    def send_request(
+        self, method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
+    ) -> dict[str, Any]:
+        """Send a request and return the decoded answer. The body is `json`, or the bytes that `data` can read."""
 
     def spell_verb(self, verb: str) -> str:
         """Return how people type a verb of the command line that uses this client, for messages."""

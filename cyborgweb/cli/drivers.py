@@ -203,7 +203,7 @@ def uninstall_driver(cli_context: CliContext, yes: bool, **rollout_options: Any)
     _start_rollout(cli_context, "uninstall", {}, **rollout_options)
 
 
-@verb_command("rollout-show", "rollout-show\nrollout-show 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --wait")
+@verb_command("rollout-show", "rollout-show 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --wait")
 @click.argument("rollout", type=click.UUID, required=False)
 @options.follow_option
 @pass_cli_context

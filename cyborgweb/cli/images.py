@@ -43,6 +43,10 @@ class FileWithProgress:
             self.bar.update(len(chunk))
         return chunk
 
+    def readline(self, number: int = -1) -> bytes:
+        """Return at most `number` bytes. The interface WSGI requires this method; an upload has no lines."""
+        return self.read(number)
+
 
 def _check_properties(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> Sequence[str]:
     if wrong := next((text for text in values if "=" not in text), ""):
@@ -80,7 +84,7 @@ def image_upload(cli_context: CliContext, file: str, name: str | None, propertie
         print_row(image, cli_context.output)
 
 
-@verb_command("image-list", "image-list")
+@verb_command("image-list", "image-list --json")
 @options.limit_option
 @pass_cli_context
 def image_list(cli_context: CliContext, limit: int) -> None:

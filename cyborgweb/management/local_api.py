@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
@@ -45,11 +46,12 @@ class LocalApiClient(ApiClient):
             "wsgi.input": BytesIO(body) if data is None else data,
             "wsgi.url_scheme": "http",
         }
-        close_old_connections()  # as a server does before each request, so that a restart of PostgreSQL does no harm
         request = LocalRequest(environ, self.caller)
         match = resolve(request.path_info)
         response = match.func(request, *match.args, **match.kwargs)
         response.render()
+        if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            close_old_connections()  # a broken one, so that whoever waits goes on when PostgreSQL is back
         answer = SimpleNamespace(
             status_code=response.status_code, headers=response.headers, json=lambda: orjson.loads(response.content)
         )

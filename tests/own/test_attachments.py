@@ -164,7 +164,7 @@ def test_the_attachment_command_attaches_shows_lists_and_detaches(monkeypatch: p
     assert json.loads(said("show", str(row.uuid), "--json"))["state"] == "asked"
     assert " state attached " in said("attach", INSTANCE, "--device", str(Device.objects.get().uuid), "--wait")
     assert LIBVIRT_ELEMENT in said("show", str(row.uuid))
-    assert len(json.loads(said("list", "--instance", INSTANCE, "--state", "attached", "--json"))) == 1
+    assert len(json.loads(said("list", "--instance", INSTANCE, "--state", "attached", "--json"))) == 2
     assert len(json.loads(said("list", "--json"))) == 2
     assert " done detached" in said("detach", str(row.uuid), "--wait")
     with pytest.raises(CommandError, match="There is no device profile 'none'"):
