@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from cyborgweb.cli.problems import ExitCode
 DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
 DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
 MAX_HISTORY = 10
+PROGRESS_STEP = 200
+"""If more devices than these are changed, the number of those that are done is printed after each such step."""
 ACTION_COLUMNS = ("uuid=target", "outcome", "state", "host", "address", "text")
 AGENT_COLUMNS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
 AGENT_STATES = ("up", "late", "down", "revoked", "clone")
@@ -173,7 +176,12 @@ def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 def _apply_action(
     cli_context: CliContext, devices: Sequence[str], action: str, body: dict[str, str]
 ) -> list[dict[str, Any]]:
+    numbers = itertools.count(1)
+
     def apply_to_device(text: str) -> dict[str, Any]:
+        number = next(numbers)
+        if len(devices) > PROGRESS_STEP and number % PROGRESS_STEP == 0:
+            click.echo(f"{number} of {len(devices)}", err=True)
         shown = cli_context.api.post(
             f"devices/{names.resolve_device(cli_context.api, text)}/{action}/", options.drop_empty(body)
         )

@@ -22,7 +22,7 @@ from accelerators.models import AttachHandle, Attachment, Command, Device, Event
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.workflows import command_results, driver_rollouts
 from cyborgweb.auth import policy, read_only
-from cyborgweb.cli import commands, following
+from cyborgweb.cli import commands, devices, following
 from cyborgweb.management.operator_verbs import SPELLINGS, VERBS
 from drivers.inventory import DriverReport
 from tests.accelerators import test_rollouts
@@ -190,7 +190,9 @@ def test_an_action_moves_every_named_device_and_a_refusal_exits_with_1(
     cards: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(cards)))
-    assert run_verb("device", "enable", "-", "--reason", "burnt in")[0] == 0
+    monkeypatch.setattr(devices, "PROGRESS_STEP", 2)
+    status, _, err = run_verb("device", "enable", "-", "--reason", "burnt in")
+    assert (status, err) == (0, "2 of 3\n")
     assert Device.objects.filter(state="ready", state_reason="burnt in").count() == 3
     events = Event.objects.filter(action="device.ready")
     assert {(event.source, event.actor) for event in events} == {("person", getpass.getuser())} and len(events) == 3
