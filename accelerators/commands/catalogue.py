@@ -1,6 +1,6 @@
 """List the commands that people can order from an agent, each with a description.
 
-The console, our own API and `manage.py command` offer this list; `accelerators.commands.placing` places a command and
+The console, our own API and the command lines offer this list; `accelerators.commands.placing` places a command and
 makes the final decision whether it is possible. `install`, `attach` and `detach` are not listed: devices are installed
 when they are enabled, and attached and detached when requests are bound.
 """

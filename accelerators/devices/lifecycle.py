@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 from uuid import UUID
 
@@ -151,23 +150,6 @@ def apply_action_to_device(
     if result.reason is not None:
         raise RefusedError(result.reason, result.text)
     return result
-
-
-def apply_action_in_slices(
-    action: Action,
-    uuids: Iterable[UUID],
-    caller: Caller,
-    reason: str = "",
-    drain_to: DrainTarget = DrainTarget.MAINTENANCE,
-) -> Iterator[list[ActionResult]]:
-    """Apply an action to any number of devices in slices of SLICE_SIZE, with source PERSON; yield the results of each
-    slice.
-
-    Each slice is one transaction: slices that are done stay done if the caller stops or a later one fails.
-    """
-    remaining = iter(uuids)
-    while uuids_of_slice := list(islice(remaining, SLICE_SIZE)):
-        yield apply_action(action, uuids_of_slice, caller, reason, drain_to, EventSource.PERSON)
 
 
 def apply_action(

@@ -259,6 +259,7 @@ class CommandView(CollectionView):
         """Place a command. The answer shows the command itself; read it again later for its progress and its result."""
         values = self.validate_body()
         op, device, host = values.pop("op"), values.pop("device", None), values.pop("host", None)
+        values["source"] = self.caller.event_source
         try:
             command = (
                 placing.order_device_command(op, device, self.caller, **values)

@@ -219,7 +219,12 @@ def _make_action_handler(action: Action) -> Callable[..., Response]:
         values = view.validate_body()
         final_state = DrainTarget(values.get("then", DrainTarget.MAINTENANCE))
         lifecycle.apply_action_to_device(
-            action, UUID(kwargs["uuid"]), view.caller, values.get("reason", ""), final_state
+            action,
+            UUID(kwargs["uuid"]),
+            view.caller,
+            values.get("reason", ""),
+            final_state,
+            view.caller.event_source,
         )
         return Response(view.get_serializer(view.get_object()).data)
 
@@ -258,7 +263,9 @@ class DeviceView(CollectionView):
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Change keys of the device's layout that its driver accepts, and partition the device accordingly. The answer
         is the command that does it. Refused while anybody holds the device."""
-        command = partitioning.update_layout(self.get_object().uuid, caller=self.caller, **self.validate_body())
+        command = partitioning.update_layout(
+            self.get_object().uuid, caller=self.caller, source=self.caller.event_source, **self.validate_body()
+        )
         data = CommandSerializer(command, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(data, 202, headers={"Location": data["url"]})
 
