@@ -1,4 +1,7 @@
-"""Two writers between a real Keystone and a real Placement: switched live, killed amid a write, never double."""
+"""Test that Placement stays correct when the Placement writer is switched live and an agent is killed during a write.
+
+Keystone and Placement are real.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def between(placement: Placement) -> Iterator[TroubleProxy]:
 
 @pytest.fixture
 def cloud(keystone: Keystone, between: TroubleProxy, folder: Path) -> Iterator[KeystoneCloud]:
-    """The agent of the one-command product has the same `OS_…` variables as the conductor."""
+    """A product whose agent can write to Placement, because it has the same `OS_…` variables as the conductor."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": "off"}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
@@ -56,7 +59,7 @@ def reserved_units(placement: Placement, root: str) -> int:
 
 
 def check_in_step(cloud: KeystoneCloud, placement: Placement, root: str, wanted: int) -> None:
-    """One provider, as it is to be, nothing left to be told; and a second run would write nothing."""
+    """Wait until no provider intent is left and `wanted` units are reserved; another run must have nothing to write."""
     until(lambda: has_no_intents(cloud) and reserved_units(placement, root) == wanted, SOON_S)
     assert cloud.product.manage("placement_sync", "--dry-run")[-1] == "1 host, 0 to be written"
 
@@ -88,7 +91,7 @@ def test_placement_is_correct_while_writers_are_switched_and_an_agent_is_killed(
     gate, calls, waiting = threading.Event(), iter(range(1000)), list[int]()
 
     def held() -> tuple[str, bool]:
-        """The conductor looks, the agent looks, and the agent's write waits."""
+        """Let the reads of the conductor and of the agent pass (two calls); block the agent's write until `gate`."""
         if (number := next(calls)) >= 2:
             waiting.append(number)
             gate.wait(SOON_S)
