@@ -204,7 +204,7 @@ class Deployment:
         return True
 
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """Run a statement and return its rows. It uses the database's socket, so it works while machines are off."""
+        """Run a statement and return its rows. It uses the database's UNIX socket and not the simulated network."""
         with psycopg.connect(host=str(self.state_directory("db")), user="postgres", dbname="accelerators") as own:
             return own.execute(statement, values).fetchall()
 

@@ -23,7 +23,7 @@ from tests.system.deployment import ADDRESSES, CONSOLE_NAME, Deployment
 
 PROXY = (ADDRESSES["db.example.com"], 443)
 SILENCE_S = 18.0
-"""After so many seconds without a message a page opens another socket, as `live.js` does."""
+"""How long a page waits for a message before it opens another socket, as in `live.js`."""
 AGAIN_S = 0.5
 Answer = tuple[int, Any]
 

@@ -246,7 +246,7 @@ class ProxiedSite:
         return any(error for kind, _, error in self.waiting_intents() if kind == INTENTS[service])
 
     def plug_card(self, word: str, state: str) -> None:
-        """`plug` or `unplug` the card, and wait until the agent's report is stored."""
+        """Plug or unplug the card (`word`), and wait until the reported state is stored; record the time this takes."""
         product, begin = self.cloud.product, time.monotonic()
         run_fake_command(product, word, "0")
         product.until(lambda: product.rows(FAKE_CARD_STATE) == [(state,)], 20, f"a report that the card is {state}")

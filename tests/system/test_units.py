@@ -18,7 +18,7 @@ pytestmark = pytest.mark.system
 
 
 ONE_HANDLE = ("handles", 1)
-"""The setting of the fake card with which it is one unit until it is partitioned."""
+"""The setting of the fake card that gives it one handle until it is partitioned."""
 
 
 @pytest.fixture(scope="module")
