@@ -96,11 +96,11 @@ class DeploymentStory:
     def wait_for_devices(self, host: str, count: int, deadline_s: float = SOON_S) -> None:
         """Wait until the API shows exactly `count` devices of a host, all ready and not stale."""
 
-        def so() -> bool:
+        def has_these_devices() -> bool:
             found = self.person.listed(f"/api/devices/?host={host}.example.com")
             return sum(one["state"] == "ready" and not one["stale"] for one in found) == count == len(found)
 
-        self.until(so, f"{host} has {count} devices", deadline_s)
+        self.until(has_these_devices, f"{host} has {count} devices", deadline_s)
 
     def count_census_answers(self, at: tuple[str, int]) -> int:
         """Ask one process for a census; return how many hosts answered, 0 if the census failed."""
@@ -140,9 +140,9 @@ class BackgroundWork:
         self.page = LivePage(story.person, [self.key])
         self.stream = UsageStream(story.person, device)
         self.all = (self.nova, self.reader, self.page, self.stream)
-        self.until_it_goes_on(story)
+        self.until_all_progress(story)
 
-    def until_it_goes_on(self, story: DeploymentStory) -> None:
+    def until_all_progress(self, story: DeploymentStory) -> None:
         """Wait until each client has received further successful answers."""
         now, read, moment = time.monotonic(), len(self.reader.statuses), datetime.now(UTC).isoformat()
         story.until(lambda: self.nova.count_since(now) > 2, f"binds and commands: {self.nova.refused[-3:]}")
@@ -223,7 +223,7 @@ def disconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str, s
     story.until(lambda: come <= machine[survivor].callers(TLS), "the agents come to the other")
     story.wait_for_devices("host1", 3, READY_S)
     story.wait_for_devices("host2", 2)
-    work.until_it_goes_on(story)
+    work.until_all_progress(story)
     assert set(work.reader.statuses[read:]) == {200}
     check_page_follows_decision(story, work)
     machine[victim].power_off()
@@ -246,7 +246,7 @@ def reconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str) ->
     seen = story.deployment.count_served(*at)
     story.until(lambda: story.deployment.count_served(*at) > seen, "the proxy sends it callers again")
     check_census_at_every_process(story)
-    work.until_it_goes_on(story)
+    work.until_all_progress(story)
 
 
 def check_nothing_acknowledged_is_lost(story: DeploymentStory, work: BackgroundWork, node: str) -> None:

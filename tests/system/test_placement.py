@@ -154,18 +154,18 @@ def test_the_osc_placement_client_shows_our_providers(site: HostInPlacement) -> 
     command = environments.python("placement").with_name("openstack")
     kept = {"PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "ignore"} | site.placement.keystone.environment("admin")
 
-    def said(*words: str) -> Any:
+    def run_provider_command(*words: str) -> Any:
         whole = [command, "--os-placement-api-version", "1.39", "resource", "provider", *words, "-f", "json"]
         return json.loads(subprocess.run(whole, capture_output=True, check=True, env=kept).stdout)
 
-    listed = {one["name"]: one for one in said("list", "--in-tree", site.root)}
+    listed = {one["name"]: one for one in run_provider_command("list", "--in-tree", site.root)}
     assert listed.keys() == {site.host, f"{site.host}_FakeDevice", f"{site.host}_idle"}
     assert listed[f"{site.host}_FakeDevice"]["parent_provider_uuid"] == site.root
-    (fpga,) = said("inventory", "list", site.provider_uuid())
+    (fpga,) = run_provider_command("inventory", "list", site.provider_uuid())
     assert (fpga["resource_class"], fpga["total"], fpga["reserved"]) == ("FPGA", 16, 0)
-    (idle,) = said("inventory", "list", site.provider_uuid("idle"))
+    (idle,) = run_provider_command("inventory", "list", site.provider_uuid("idle"))
     assert (idle["total"], idle["reserved"]) == (4, 4)
-    assert {one["name"] for one in said("trait", "list", site.provider_uuid())} == {
+    assert {one["name"] for one in run_provider_command("trait", "list", site.provider_uuid())} == {
         "CUSTOM_FAKE_DEVICE",
         "OWNER_CYBORG",
     }

@@ -321,7 +321,7 @@ def call_with_new_tokens(site: ProxiedSite) -> Iterator[list[int | str]]:
     """
     statuses: list[int | str] = []
 
-    def come(token: str) -> None:
+    def call_with(token: str) -> None:
         url, headers = f"{site.cloud.endpoint}/devices", {"X-Auth-Token": token}
         try:
             statuses.append(requests.get(url, headers=headers, timeout=2 * READ_S).status_code)
@@ -329,7 +329,7 @@ def call_with_new_tokens(site: ProxiedSite) -> Iterator[list[int | str]]:
             statuses.append(str(error))
 
     tokens = [site.cloud.keystone.token("reader") for _ in range(STRANGERS)]
-    threads = [threading.Thread(target=come, args=(token,)) for token in tokens]
+    threads = [threading.Thread(target=call_with, args=(token,)) for token in tokens]
     for thread in threads:
         thread.start()
     try:

@@ -42,7 +42,7 @@ def sync_until_done(site: HostInPlacement, parts: list[DeployableRecord], **more
     raise AssertionError("never done")
 
 
-def check_in_step(site: HostInPlacement, parts: list[DeployableRecord]) -> None:
+def check_synchronized(site: HostInPlacement, parts: list[DeployableRecord]) -> None:
     """Check that Placement has the wanted providers and values, and that one more run writes nothing."""
     shown = {one["uuid"]: one for one in site.placement.tree(site.root).values()}
     for wanted in compute_desired_providers(parts)[0].values():
@@ -123,7 +123,7 @@ def test_our_values_and_those_of_three_rival_writers_are_all_kept(site: HostInPl
             sync_until_done(site, [site.make_part(total=total, traits1=f"CUSTOM_OURS{total}")])
     parts = [site.make_part(total=40, traits1="CUSTOM_OURS40")]
     sync_until_done(site, parts)
-    check_in_step(site, parts)
+    check_synchronized(site, parts)
     shown = site.read_providers()["FakeDevice"]
     assert shown["inventories"]["VGPU"]["total"] == rivals.write_counts["ratio"]
     assert [name for name in shown["traits"] if name.startswith("CUSTOM_OURS")] == ["CUSTOM_OURS40"]
@@ -132,7 +132,7 @@ def test_our_values_and_those_of_three_rival_writers_are_all_kept(site: HostInPl
     assert rivals.held.keys() <= holders.keys()
 
 
-def test_placement_converges_over_a_line_that_fails_at_random(site: HostInPlacement) -> None:
+def test_placement_converges_over_a_connection_that_fails_at_random(site: HostInPlacement) -> None:
     """Calls fail in all TROUBLE_KINDS, before or after Placement ran them; cards appear, change and vanish."""
     chance, held = random.Random(11), dict[str, str]()
     with failing_proxy.trouble_proxy(site.placement.url) as line:
@@ -141,7 +141,7 @@ def test_placement_converges_over_a_line_that_fails_at_random(site: HostInPlacem
             line.share = SHARE
             sync_until_done(site, parts, endpoint=line.url, timeout_s=TIMEOUT_S)
             line.share = 0.0
-            check_in_step(site, parts)
+            check_synchronized(site, parts)
             for part in parts:
                 if part.is_offered and part.attributes["rc"] == "FPGA" and len(held) < 3:
                     held[site.placement.allocate(site.provider_uuid(part.name.removeprefix(f"{site.host}_")), 1)] = (

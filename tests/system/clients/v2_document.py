@@ -189,7 +189,7 @@ def describe_operation(
     return made
 
 
-def list_parameters(key: str, item: Schema, /, **query: Schema) -> Schema:
+def describe_list_operation(key: str, item: Schema, /, **query: Schema) -> Schema:
     """Describe the GET of a collection, which answers with a list named `key`."""
     return describe_operation(200, resource(**{key: {"type": "array", "items": item}}), **PAGING, **query)
 
@@ -209,7 +209,7 @@ def document() -> Schema:
     uuids: Schema = {"type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"}
     paths: Schema = {
         "/device_profiles": {
-            "get": list_parameters("device_profiles", PROFILE, name=TEXT),
+            "get": describe_list_operation("device_profiles", PROFILE, name=TEXT),
             "post": profiles,
             "delete": describe_operation(204, None, 409, value=names),
         },
@@ -220,7 +220,7 @@ def document() -> Schema:
             "delete": describe_operation(204, None, 409),
         },
         "/accelerator_requests": {
-            "get": list_parameters("arqs", REQUEST, instance=UUID, bind_state={"enum": ["resolved"]}),
+            "get": describe_list_operation("arqs", REQUEST, instance=UUID, bind_state={"enum": ["resolved"]}),
             "post": requests,
             "patch": patch,
             "delete": describe_operation(204, None, arqs=uuids),
@@ -232,16 +232,18 @@ def document() -> Schema:
             "patch": patch,
             "delete": describe_operation(204, None),
         },
-        "/devices": {"get": list_parameters("devices", DEVICE, type=TEXT, vendor=TEXT, hostname=TEXT)},
+        "/devices": {"get": describe_list_operation("devices", DEVICE, type=TEXT, vendor=TEXT, hostname=TEXT)},
         "/devices/{uuid}": _in_path(uuid=UUID) | {"get": describe_operation(200, DEVICE)},
         "/devices/{uuid}/enable": _in_path(uuid=UUID) | {"post": action},
         "/devices/{uuid}/disable": _in_path(uuid=UUID) | {"post": action},
-        "/deployables": {"get": list_parameters("deployables", DEPLOYABLE)},
+        "/deployables": {"get": describe_list_operation("deployables", DEPLOYABLE)},
         "/deployables/{uuid}": _in_path(uuid=UUID) | {"get": describe_operation(200, DEPLOYABLE)},
         "/deployables/{uuid}/program": _in_path(uuid=UUID)
         | {"patch": describe_operation(200, DEPLOYABLE, 409, 503, body=PROGRAM)},
         "/attributes": {
-            "get": list_parameters("attributes", ATTRIBUTE, deployable_id={"type": "integer", "minimum": 0}, key=TEXT),
+            "get": describe_list_operation(
+                "attributes", ATTRIBUTE, deployable_id={"type": "integer", "minimum": 0}, key=TEXT
+            ),
             "post": attributes,
             "delete": describe_operation(204, None, uuid=UUID),
         },
