@@ -51,7 +51,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @dataclass
 class Product:
-    """One installation. `state` is its state directory, `before` the words before the command (such as setpriv).
+    """One installation. `state` is its state directory, `before` the words to put before the command (such as setpriv).
 
     A new installation begins with a copy of a migrated database (`tests.support.migrated`), which saves each test some
     seconds. With `from_nothing` the product makes its database itself, as on a user's machine; also with `before`,

@@ -315,7 +315,7 @@ def site(whole_site: ProxiedSite) -> Iterator[ProxiedSite]:
 
 @contextmanager
 def call_with_new_tokens(site: ProxiedSite) -> Iterator[list[int | str]]:
-    """Call the product in STRANGERS threads with tokens that must first be validated with Keystone.
+    """Call the product from STRANGERS threads with tokens that must first be validated with Keystone.
 
     Yields the list of the statuses received so far; a caller without an answer adds its error as text.
     """
