@@ -1,4 +1,4 @@
-"""Units made through the whole product, whoever is killed meanwhile: in the end the rows are what the host has."""
+"""Test that units are created and deleted through the whole product, and that the rows match the host after kills."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.system
 
 
 ONE_HANDLE = ("handles", 1)
-"""What the card has until it is divided."""
+"""The setting of the fake card that gives it one handle until it is partitioned."""
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +28,12 @@ def site() -> Iterator[ProductWithCard]:
 
 
 def count_parts_on_host(site: ProductWithCard) -> int:
-    """So many parts the card has, as the hardware itself says."""
+    """Return the number of the card's parts according to the fake hardware."""
     return int(next((path.read_text() for path in site.list_hardware_files("parts")), "1"))
 
 
 def count_listed_units(site: ProductWithCard) -> int:
-    """So many units a reader sees."""
+    """Return the number of free units that the API lists."""
     return len(site.product.json("/api/accelerators/?attached=false", site.admin)["results"])
 
 
