@@ -32,21 +32,9 @@ LONG_AGO = "2020-01-01T00:00:00Z"
 
 
 @pytest.fixture
-<<<<<<< /tmp/w/tl/o
 def host(keystone: Keystone, placement: Placement) -> Iterator[Host]:
-    """A host of one ready card with four handles, in Placement, looked at and compared."""
-    session = Session(V3Password(**keystone.credentials("admin")))
-||||||| /tmp/w/tl/b
-def host(keystone: Keystone, placement: Placement, settings: Any) -> Iterator[Host]:
-    """A host of one ready card with four handles, in Placement, looked at and compared."""
-    _cloud.append(Session(V3Password(**keystone.credentials("admin"))))
-    settings.SERVICE_SESSION = "tests.system.test_discrepancies.cloud"
-=======
-def host(keystone: Keystone, placement: Placement, settings: Any) -> Iterator[Host]:
     """A host with one ready card of four handles, whose providers are written to Placement and compared once."""
-    _cloud.append(Session(V3Password(**keystone.credentials("admin"))))
-    settings.SERVICE_SESSION = "tests.system.test_discrepancies.cloud"
->>>>>>> /tmp/w/tl/t
+    session = Session(V3Password(**keystone.credentials("admin")))
     name = f"cmp-{uuid.uuid4().hex[:8]}"
     placement.create_compute_provider(name)
     host = get_or_create_host(name)
