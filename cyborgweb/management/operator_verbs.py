@@ -119,7 +119,7 @@ class VerbsCommand(BaseCommand):
                 max_content_width=100,
             )
         except CliError as error:
-            raise CommandError(error.message) from None
+            raise CommandError(error.format_message()) from None
         except click.Abort:
             raise CommandError("The command was interrupted.") from None
         except click.UsageError as error:
