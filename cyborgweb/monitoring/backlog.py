@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from django.db import connection
 
-from accelerators.admin.records import STUCK_AFTER
+from accelerators.admin.events_and_intents import STUCK_AFTER
 
 NEAR_DEADLINE_S = 10
 """Seconds before its deadline from which a bind counts as close to failing."""

@@ -28,8 +28,8 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.filters import choice_filter, host_filter, presence_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
-from accelerators.domain import actions
-from accelerators.domain.actions import Action
+from accelerators.domain import device_actions
+from accelerators.domain.device_actions import Action
 from accelerators.domain.states import DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
 from accelerators.models.devices import build_driver_error_expression
@@ -176,7 +176,7 @@ class DeviceSerializer(RowSerializer):
     def get_next_actions(self, device: Device) -> list[str]:
         """The actions that are possible now. Each is a POST to the device's address followed by the action's name."""
         held = cast(_CountedDevice, device).held
-        return [action.value for action in actions.possible_actions(lifecycle.build_standing(device, held))]
+        return [action.value for action in device_actions.possible_actions(lifecycle.build_standing(device, held))]
 
     def get_draining(self, device: Device) -> dict[str, Any] | None:
         """The state the device enters (`to`) when its last request ends, and how many requests are left; null if it is
@@ -228,7 +228,7 @@ def _make_action_handler(action: Action) -> Callable[..., Response]:
         )
         return Response(view.get_serializer(view.get_object()).data)
 
-    perform_action.__doc__ = actions.ACTION_DESCRIPTIONS[action]
+    perform_action.__doc__ = device_actions.ACTION_DESCRIPTIONS[action]
     return perform_action
 
 

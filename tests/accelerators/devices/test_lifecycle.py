@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
-from accelerators.domain.actions import (
+from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import (
     Action,
     LifecycleState,
     possible_actions,
     state_after_action,
     state_after_last_request,
 )
-from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, DrainTarget, EventSource, IllegalTransitionError
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Intent

@@ -14,8 +14,8 @@ import pytest
 from django.db import connection
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer, CommandProgress
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.images import store
 from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host, Image
 from accelerators.models.attachments import AttachmentState
@@ -56,10 +56,10 @@ def run_agents(outcome: str = "succeeded", text: str = "done", **outcome_by_op: 
     def work() -> None:
         while not over.wait(0.01):
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
-                placing.store_progress([CommandProgress(command.host_id, command.pk, 50, "half of it")])
+                command_queue.store_progress([CommandProgress(command.host_id, command.pk, 50, "half of it")])
                 begun_ops.append(command.op)
             for command in Command.objects.filter(state="started", answered_at__isnull=True):
-                placing.store_answers(
+                command_queue.store_answers(
                     [CommandAnswer(command.host_id, command.pk, outcome_by_op.get(command.op, outcome), text)]
                 )
             command_results.end_answered_commands()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from django.core.management import CommandError
 
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.commands.catalogue import ORDERABLE_COMMANDS
 from accelerators.devices import admission_rules
 from accelerators.domain.caller import Caller
@@ -74,9 +74,13 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
                     test_rollouts.answer_as_agent(command, outcome, text)
                 driver_rollouts.advance_oldest_rollout()
             elif command.percent < 50:
-                placing.store_progress([placing.CommandProgress(command.host_id, command.id, 50, "half of it")])
+                command_queue.store_progress(
+                    [command_queue.CommandProgress(command.host_id, command.id, 50, "half of it")]
+                )
             else:
-                placing.store_answers([placing.CommandAnswer(command.host_id, command.id, outcome, text, detail)])
+                command_queue.store_answers(
+                    [command_queue.CommandAnswer(command.host_id, command.id, outcome, text, detail)]
+                )
                 command_results.end_answered_commands()
 
         monkeypatch.setattr(following.time, "sleep", step)

@@ -34,9 +34,9 @@ from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, De
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from accelerators.runtime import metric_files
-from agents import credentials, enrolment, tasks, telemetry, wire
+from agents import credentials, enrolment, jobs, telemetry, wire
 from agents.gateway import metrics
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.asgi import BoundedThreads, HttpApplication
 from cyborgweb.monitoring import calls, page, served, snapshot
 from cyborgweb.settings.keys import Keys, get_keys
@@ -104,7 +104,7 @@ def test_agent_messages_merges_and_http_requests_are_counted_in_the_next_scrape(
         assert Client().get(f"/api/devices/{uuid4()}/").status_code == 401
         until(lambda: compute_increase(before, scrape(port))("cyborg_agent_reports_total") == 1)
         during = scrape(port)
-        tasks.merge()
+        jobs.merge()
         after = compute_increase(before, scrape(port))
     assert get_value(during, "cyborg_spool_reports") == 1
     assert get_value(during, "cyborg_agents", state="up") == 1
@@ -399,7 +399,7 @@ def test_an_unusable_metrics_folder_leaves_counters_of_the_own_process(tmp_path:
 
 
 def test_agents_cli_and_supervisor_do_not_import_prometheus_client() -> None:
-    modules = "agents.host.main, cyborgweb.cli.main, cyborgweb.server.supervisor, placement_sync.direct, sys"
+    modules = "agents.host.main, cyborgweb.cli.main, cyborgweb.server.supervisor, placement_sync.agent_writer, sys"
     code = f"import {modules}; print('prometheus_client' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout == "False\n"

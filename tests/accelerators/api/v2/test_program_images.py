@@ -17,7 +17,7 @@ from accelerators.api.own import images as own
 from accelerators.domain import traits
 from accelerators.images import store
 from accelerators.models import Event, Image
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from cyborgweb import asgi
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys

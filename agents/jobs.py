@@ -9,7 +9,7 @@ import msgspec
 from django.db import DataError, IntegrityError, connection, transaction
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain.diff import HostReport
 from accelerators.domain.states import EventSource
 from accelerators.inventory.merge import merge_reports
@@ -81,7 +81,7 @@ def merge_batch() -> bool:
             "the database rejected a batch of reports (hosts: %d); applying it host by host: %s", len(batch), error
         )
         _apply_host_by_host(batch)
-    transaction.on_commit(placing.wake_job_for_answers, robust=True)
+    transaction.on_commit(command_queue.wake_job_for_answers, robust=True)
     return True
 
 
