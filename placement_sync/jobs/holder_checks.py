@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
-from django.db import connection
+from django.db.models import Exists, Max, OuterRef, Q, TextField, UUIDField
+from django.db.models.fields.json import KT
+from django.db.models.functions import Cast, Now
 
-from accelerators.models import Deployable, Device
+from accelerators.models import AttachHandle, Attachment, Deployable, Device, Event
 from accelerators.safety import HOLDER_CHECK_DEADLINE_S, HolderCheckResult
 from placement_sync.client import (
     PlacementClient,
@@ -35,25 +38,6 @@ at most this number of them.
 NO_HOLDERS = HolderCheckResult()
 MAX_UNKNOWN_INSTANCES = 10_000
 """Largest number of instances that are remembered as unknown to Nova. Their ids never come back."""
-
-SELECT_RELEASED_INSTANCES = """
-SELECT e.changes #>> '{instance_uuid,0}' FROM accelerators_event e
-WHERE e.host = %(host)s AND e.at > statement_timestamp() - make_interval(days => %(days)s)
-  AND e.action IN ('request.unbound', 'request.deleted') AND e.changes #>> '{instance_uuid,0}' IS NOT NULL
-  AND e.changes #>> '{attach_handle,0}' IN (SELECT t.id::text FROM accelerators_attachhandle t
-    JOIN accelerators_deployable p ON p.id = t.deployable_id WHERE p.device_id = %(device)s)
-  AND NOT EXISTS (SELECT FROM accelerators_attachment a WHERE a.ended_at IS NOT NULL
-    AND (a.fault = '' OR a.attached_at IS NULL)
-    AND a.instance = (e.changes #>> '{instance_uuid,0}')::uuid AND e.subject = ANY(a.requests))
-GROUP BY 1 ORDER BY max(e.at) DESC LIMIT %(count)s
-"""
-"""The instances that gave back a handle of the device. Events are the record: each unbind and each deletion writes
-which handle was held.
-
-Attachments that ended without a fault, or were never attached, are left out: Nova did not plug the device into the
-running instance, and whoever detached it has removed it from the guest. If somebody else deleted the requests, the
-attachment ends with a fault and is not left out. The host itself checks once more before anything is touched.
-"""
 
 _outages: dict[str, tuple[float, str]] = {}
 _unknown_instances: set[str] = set()
@@ -93,12 +77,7 @@ def check_nova(device: Device) -> HolderCheckResult:
     it any more.
     """
     host = device.host
-    with connection.cursor() as cursor:
-        cursor.execute(
-            SELECT_RELEASED_INSTANCES,
-            {"host": host.name, "days": RELEASED_WITHIN_DAYS, "device": device.pk, "count": MAX_INSTANCES},
-        )
-        former_holders = [uuid for (uuid,) in cursor.fetchall() if uuid not in _unknown_instances]
+    former_holders = [uuid for uuid in _load_former_holders(device) if uuid not in _unknown_instances]
     endpoint = settings.KEYS.nova_endpoint
     return (
         _ask_unless_away(
@@ -109,6 +88,35 @@ def check_nova(device: Device) -> HolderCheckResult:
         if former_holders
         else NO_HOLDERS
     )
+
+
+def _load_former_holders(device: Device) -> list[str]:
+    """Return the instances that gave back a handle of the device. Events are the record: each unbind and each deletion
+    writes which handle was held. One statement.
+
+    Attachments that ended without a fault, or were never attached, are left out: Nova did not plug the device into the
+    running instance, and whoever detached it has removed it from the guest. If somebody else deleted the requests, the
+    attachment ends with a fault and is not left out. The host itself checks once more before anything is touched.
+    """
+    handles = AttachHandle.objects.filter(deployable__device=device).order_by()
+    detachments = Attachment.objects.filter(
+        Q(fault="") | Q(attached_at=None),
+        ended_at__isnull=False,
+        instance=Cast(OuterRef("instance"), UUIDField()),
+        requests__contains=[OuterRef("subject")],
+    )
+    releases = Event.objects.annotate(
+        instance=KT("changes__instance_uuid__0"), handle=KT("changes__attach_handle__0")
+    ).filter(
+        ~Exists(detachments),
+        host=device.host.name,
+        at__gt=Now() - timedelta(days=RELEASED_WITHIN_DAYS),
+        action__in=["request.unbound", "request.deleted"],
+        instance__isnull=False,
+        handle__in=handles.values_list(Cast("id", TextField())),
+    )
+    latest_first = releases.values("instance").annotate(latest=Max("at")).order_by("-latest")
+    return list(latest_first.values_list("instance", flat=True)[:MAX_INSTANCES])
 
 
 def _find_instances_on_host(
