@@ -357,8 +357,10 @@ def _load_providers(hosts: Collection[int]) -> list[ComparedProvider]:
         )
     )
     return [
-        ComparedProvider(str(uuid), *columns, claims and msgspec.convert(claims, StoredClaims), device, in_use)
-        for uuid, *columns, claims, device, in_use in rows
+        ComparedProvider(
+            str(uuid), host, name, generation, claims and msgspec.convert(claims, StoredClaims), device, in_use
+        )
+        for uuid, host, name, generation, claims, device, in_use in rows
     ]
 
 
