@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from django.contrib.sessions.backends.db import SessionStore
 from django.core.exceptions import PermissionDenied
 from django.db import Error, InterfaceError, OperationalError, connection
 
@@ -223,7 +224,7 @@ class LiveFeed:
         if watcher.is_plain_page:
             return
         try:
-            shown = ListSnapshot(path, query, watcher.user, session_permissions.open_session_store(watcher.session_key))
+            shown = ListSnapshot(path, query, watcher.user, SessionStore(watcher.session_key))
             key_by_name = shown.parse_keys(rows)
             watcher.snapshot, watcher.row_names = shown, {key: text for text, key in key_by_name.items()}
             watcher.sent_rows = {key: (None, {}) for key in key_by_name.values()}

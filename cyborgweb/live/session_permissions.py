@@ -15,11 +15,6 @@ from django.db.models.functions import Now
 from django.http import HttpRequest
 
 
-def open_session_store(key: str) -> SessionStore:
-    """Return the session with this key. It is not loaded until something is read from it."""
-    return SessionStore(key)
-
-
 def user_of_session(session: str) -> Any | None:
     """Return the user of this session after Django's own checks, or None if there is none."""
     request = HttpRequest()

@@ -8,8 +8,9 @@ answer within 2 s counts against the act.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from django.conf import settings
@@ -47,15 +48,10 @@ def check_placement(device: Device) -> HolderCheckResult:
     """Return the consumers with an allocation of any of the device's providers, or why that is unknown."""
     recorded = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
     providers = [str(uuid) for uuid in recorded]
-    endpoint = settings.KEYS.placement_endpoint
-    return (
-        _ask_unless_away("placement", endpoint, lambda cloud: read_consumers(cloud, endpoint, providers))
-        if providers
-        else NO_HOLDERS
-    )
+    return _ask_unless_away("placement", settings.KEYS.placement_endpoint, providers, _read_consumers)
 
 
-def read_consumers(cloud: Any, endpoint: str, providers: Iterable[str]) -> HolderCheckResult:
+def _read_consumers(cloud: Any, endpoint: str, providers: Sequence[str]) -> HolderCheckResult:
     """Return the consumers with an allocation of any of these providers (at most MAX_SHOWN), or why that is unknown.
 
     Costs one call per provider, each with a deadline of 2 s.
@@ -78,16 +74,8 @@ def check_nova(device: Device) -> HolderCheckResult:
     """
     host = device.host
     former_holders = [uuid for uuid in _load_former_holders(device) if uuid not in _unknown_instances]
-    endpoint = settings.KEYS.nova_endpoint
-    return (
-        _ask_unless_away(
-            "nova",
-            endpoint,
-            lambda cloud: _find_instances_on_host(cloud, endpoint, former_holders, host.name, host.node),
-        )
-        if former_holders
-        else NO_HOLDERS
-    )
+    ask = partial(_find_instances_on_host, host_names=(host.name, host.node))
+    return _ask_unless_away("nova", settings.KEYS.nova_endpoint, former_holders, ask)
 
 
 def _load_former_holders(device: Device) -> list[str]:
@@ -120,10 +108,10 @@ def _load_former_holders(device: Device) -> list[str]:
 
 
 def _find_instances_on_host(
-    cloud: Any, endpoint: str, former_holders: Iterable[str], *host_names: str
+    cloud: Any, endpoint: str, former_holders: Sequence[str], host_names: Sequence[str]
 ) -> HolderCheckResult:
     """Ask Nova for these instances and return those that are on the host with one of `host_names`."""
-    answers = client.get_servers(cloud, endpoint, list(former_holders))
+    answers = client.get_servers(cloud, endpoint, former_holders)
     if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
         _unknown_instances.clear()
     _unknown_instances.update(uuid for uuid, answer in answers.items() if answer is None)
@@ -136,17 +124,20 @@ def _find_instances_on_host(
     return HolderCheckResult(tuple(holders[:MAX_SHOWN]), unknown)
 
 
-def _ask_unless_away(name: str, endpoint: str, ask: Callable[[Any], HolderCheckResult]) -> HolderCheckResult:
-    """Call `ask` with the cloud session and return its answer. If no cloud is configured, return NO_HOLDERS.
+def _ask_unless_away(
+    name: str, endpoint: str, uuids: Sequence[str], ask: Callable[[Any, str, Sequence[str]], HolderCheckResult]
+) -> HolderCheckResult:
+    """Call `ask` with the cloud session, the endpoint and `uuids`, and return its answer. If no cloud is configured, or
+    `uuids` is empty, return NO_HOLDERS.
 
     If the service failed less than BACK_OFF_S ago, return its last error without a call.
     """
-    if (cloud := get_cloud_session(endpoint)) is None:
+    if not uuids or (cloud := get_cloud_session(endpoint)) is None:
         return NO_HOLDERS
     until, why = _outages.get(name, (0.0, ""))
     if time.monotonic() < until:
         return HolderCheckResult(unknown=why)
-    check = ask(cloud)
+    check = ask(cloud, endpoint, uuids)
     if check.unknown and not check.holders:
         _outages[name] = (time.monotonic() + BACK_OFF_S, check.unknown)
     return check
