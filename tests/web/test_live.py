@@ -7,11 +7,13 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
 import pytest
 from django.contrib.auth.models import Group, Permission, User
+from django.contrib.sessions.models import Session
 from django.db import connection
 from django.test import Client
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -284,6 +286,13 @@ def test_a_users_fingerprint_changes_with_the_password_and_with_own_and_group_pe
         User.objects.filter(pk=person.pk).update(**{column: False})
         assert session_permissions.fingerprint_permissions([person.pk]) == {}
         User.objects.filter(pk=person.pk).update(**{column: True})
+
+
+def test_expired_and_deleted_sessions_are_not_live() -> None:
+    now = datetime.now(UTC)
+    for key, age in (("live", -60), ("expired", 60)):
+        Session.objects.create(session_key=key, session_data="", expire_date=now - timedelta(seconds=age))
+    assert session_permissions.filter_live_sessions({"live", "expired", "deleted"}) == {"live"}
 
 
 def test_the_feed_refuses_lists_that_may_not_be_viewed_anonymous_users_and_other_origins(
