@@ -35,7 +35,7 @@ DELETE FROM spool s USING batch b WHERE s.id = b.id AND b.before < %s
 RETURNING s.host_id, s.epoch, s.seq, s.payload
 """
 """Remove the oldest reports from the spool and return them, up to a number of reports and of bytes. Rows that another
-process has locked are skipped."""
+process has locked are skipped. Plain SQL, because it locks, measures and deletes in one statement."""
 TAKE_OLDEST = TAKE_BATCH.format(which="")
 TAKE_URGENT = TAKE_BATCH.format(which="WHERE host_id IN (SELECT host_id FROM spool WHERE urgent)")
 """The same for hosts with a report that shows a fault. It takes all their reports: a driver's good answer in an earlier

@@ -52,7 +52,10 @@ WHERE c.ended_at IS NULL AND c.answered_at IS NULL AND c.host_id = ANY(%(hosts)s
     OR c.state IN ('taken', 'started') AND c.host_id = ANY(%(fresh)s::bigint[]))
 ORDER BY c.id LIMIT %(count)s::bigint
 """
-"""Commands to send to `hosts`: queued ones that may still start, and for `fresh` hosts also those taken or started."""
+"""Commands to send to `hosts`: queued ones that may still start, and for `fresh` hosts also those taken or started.
+
+Plain SQL, because it is measured: `make bench`, the rows of the time until an agent has its command.
+"""
 CommandMessage = tuple[int, int] | CommandProgress | CommandAnswer
 """One message of an agent about a command. A pair (host id, command number) means: it is in the agent's journal."""
 

@@ -93,11 +93,14 @@ def fetch_refusal(*asked: Any) -> tuple[int, str]:
     return status, said["code"]
 
 
-def test_an_agent_can_fetch_the_image_of_its_command_only_while_the_command_is_open(port: int, image: Image) -> None:
+@pytest.mark.parametrize("column", ["answered_at", "ended_at"])
+def test_an_agent_can_fetch_the_image_of_its_command_only_while_the_command_is_open(
+    port: int, image: Image, column: str
+) -> None:
     agent, command = enrol_agent(port), place_program_command(image)
     assert fetch_image(agent, image.uuid) == fetch_image(agent, image.uuid) == (200, IMAGE_BYTES)
     with conductor.writing():
-        Command.objects.filter(pk=command.pk).update(ended_at=command.created_at)
+        Command.objects.filter(pk=command.pk).update(**{column: command.created_at})
     assert fetch_refusal(agent, image.uuid) == (403, "not-ordered")
 
 
