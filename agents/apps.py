@@ -8,15 +8,15 @@ class AgentsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        from accelerators.commands.command_queue import REACH_CHECKS
         from accelerators.commands.placement_delegation import WRITER_STATUSES
-        from accelerators.commands.placing import REACH_CHECKS
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui.extensions import PAGE_SECTIONS
         from agents import admin, liveness
         from agents.gateway import command_dispatch
 
-        JOBS.register("merge", Job("agents.tasks.merge", cluster="ingest"))
-        JOBS.register("leases", Job("agents.tasks.watch_leases", periodic=True))
+        JOBS.register("merge", Job("agents.jobs.merge", cluster="ingest"))
+        JOBS.register("leases", Job("agents.jobs.watch_leases", periodic=True))
         REACH_CHECKS.register("agent", command_dispatch.explain_unreachable)
         WRITER_STATUSES.register("agents", liveness.get_writer_statuses)
         PAGE_SECTIONS.register("host.agent", admin.build_host_section)

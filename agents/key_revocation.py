@@ -8,11 +8,11 @@ lost notification delays a decision only a little.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from django.db import IntegrityError, connection, transaction
-from django.db.models import QuerySet
+from django.db import IntegrityError, transaction
+from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet
 from django.db.models.functions import Now
 
 from accelerators import conductor
@@ -25,10 +25,6 @@ from agents.models import Agent, BarKind, JoinToken
 TOPIC = "agents"
 """Notifications that agent rows have changed; the detail is the host's id."""
 MAX_REASON_CHARS = 500
-SELECT_CHANGED_AGENTS = """SELECT host_id, public_key, barred, barred_reason, rotate_asked_at IS NOT NULL, connection,
-  epoch, boot_id, address
-FROM agents_agent WHERE changed_at > now() - make_interval(secs => %s)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +54,11 @@ class ConnectionIdentity:
 
 def read_agent_changes(seconds: float) -> list[AgentChange]:
     """Return the agents whose row changed in the last `seconds`, by the database's clock. One statement."""
-    with connection.cursor() as cursor:
-        cursor.execute(SELECT_CHANGED_AGENTS, [seconds])
-        return [AgentChange(*row) for row in cursor.fetchall()]
+    changed = Agent.objects.filter(changed_at__gt=Now() - timedelta(seconds=seconds)).order_by()
+    rotation_requested = ExpressionWrapper(Q(rotate_asked_at__isnull=False), BooleanField())
+    trust_columns = "host", "public_key", "barred", "barred_reason", rotation_requested
+    rows = changed.values_list(*trust_columns, "connection", "epoch", "boot_id", "address")
+    return [AgentChange(*row) for row in rows]
 
 
 def find_agent(host: str | UUID) -> Agent:

@@ -45,7 +45,7 @@ SET LOCAL statement_timeout TO %s; SELECT name, url FROM agents_gateway WHERE se
 SET LOCAL statement_timeout TO DEFAULT
 """
 """Three statements that are sent together. Outside a transaction they form one of their own; inside one, the last
-statement sets the timeout back."""
+statement sets the timeout back. Plain SQL, because the ORM cannot set a timeout."""
 
 
 @dataclass(frozen=True, slots=True)

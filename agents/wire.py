@@ -225,7 +225,7 @@ class Command(Message, frozen=True, omit_defaults=True):
     writer: NonNegativeInt = 0
     payload: Annotated[str, Meta(max_length=MAX_PAYLOAD_CHARS)] = ""
     """For `placement` only: `writer` is the writer's epoch for which the command was made, and `payload` is the input
-    of `placement_sync.direct`."""
+    of `placement_sync.agent_writer`."""
     wish: Wish | None = None
     """For `configure` only: the wanted state of the `driver`."""
 

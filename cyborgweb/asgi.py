@@ -20,7 +20,7 @@ from channels.routing import ProtocolTypeRouter, URLRouter  # type: ignore[impor
 from django.urls import re_path  # noqa: E402
 
 from accelerators.api.own.errors import build_error_body  # noqa: E402
-from agents.gateway.app import AgentGateway  # noqa: E402
+from agents.gateway.asgi_app import AgentGateway  # noqa: E402
 from agents.gateway.image_server import ImageServer  # noqa: E402
 from agents.gateway.sample_rpc import PATH as LOAD_PATH  # noqa: E402
 from agents.gateway.sample_rpc import SampleEndpoint  # noqa: E402

@@ -8,7 +8,7 @@ All exceptions of this package, each with the module that defines it:
       PlacementRejectedError            placement_sync.client
       WriterStoppedError                placement_sync.client
       ProviderMissingError              placement_sync.sync
-      _CredentialsError                 placement_sync.direct
+      _CredentialsError                 placement_sync.agent_writer
       NovaUnavailableError              placement_sync.nova.client
       AgentWritesError                  placement_sync.jobs.providers
       RetryLaterError                   placement_sync.jobs.attachments

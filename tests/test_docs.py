@@ -6,17 +6,19 @@ The manual that is made of them is looked at in `tests/cyborgweb/manual/test_hel
 from __future__ import annotations
 
 import ast
+import hashlib
 import pkgutil
 import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from django.core.management import get_commands
 
 from cyborgweb.cli.main import cli
-from cyborgweb.manual import contents
+from cyborgweb.manual import contents, pages
 
 ROOT = Path(__file__).resolve().parents[1]
 FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -26,8 +28,10 @@ CODE_REFERENCE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cy
 FILE_REFERENCE = re.compile(r"`((?:drivers|accelerators|agents|placement_sync|cyborgweb|tests|docs)/[\w/]+\.\w+)`")
 TEST_REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 MARKDOWN_LINK = re.compile(r"\]\(([^)\s]+)\)")
-DIAGRAM_ARROW = re.compile(r"^\s+\w+--?(?:>>|x)\w+:", re.MULTILINE)
+DIAGRAM_MESSAGE = re.compile(r"^\s+\w+--?(?:>>|x)\w+: (.+)", re.MULTILINE)
 FENCED_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+HEADING_OR_DIAGRAM = re.compile(r"^#+ ([^\n]+)$|^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SVG = "{http://www.w3.org/2000/svg}"
 PRODUCT_PACKAGES = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb")
 MAX_PICTURE_BYTES = 150_000
 """Of a picture."""
@@ -41,15 +45,33 @@ def list_function_names(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
+def build_slug(title: str) -> str:
+    """The anchor of a heading, as GitHub has it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 @cache
 def list_heading_anchors(page: Path) -> set[str]:
     """What its headings are called in links, as GitHub has it."""
     counts: Counter[str] = Counter()
     found = set()
     for title in re.findall(r"^#+ (.+)$", FENCED_BLOCK.sub("", page.read_text()), re.MULTILINE):
-        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        slug = build_slug(title)
         found.add(f"{slug}-{counts[slug]}" if counts[slug] else slug)
         counts[slug] += 1
+    return found
+
+
+def list_diagrams() -> list[tuple[str, str]]:
+    """The path of its drawing below docs/, and the text, of each Mermaid block of the manual."""
+    found = []
+    for page in PAGES[len(FRONT) :]:
+        anchor = ""
+        for title, block in HEADING_OR_DIAGRAM.findall(page.read_text()):
+            if block:
+                found.append((pages.diagram_path(page.stem, anchor), block))
+            else:
+                anchor = build_slug(title)
     return found
 
 
@@ -82,15 +104,31 @@ def test_the_code_files_and_tests_that_a_page_names_exist(page: Path) -> None:
 def test_every_arrow_of_a_flow_diagram_has_a_table_row_with_code_and_a_test() -> None:
     for section in FLOWS_PAGE.split("\n## ")[1:]:
         numbers = [int(row.split("|")[1]) for row in list_numbered_rows(section)]
-        assert numbers == list(range(1, len(DIAGRAM_ARROW.findall(section)) + 1)), section.splitlines()[0]
+        assert numbers == list(range(1, len(DIAGRAM_MESSAGE.findall(section)) + 1)), section.splitlines()[0]
         for row in list_numbered_rows(section):
             assert CODE_REFERENCE.search(row), row
             assert TEST_REFERENCE.search(row), row
 
 
 def test_flow_diagrams_contain_no_semicolon_that_mermaid_would_reject() -> None:
-    for picture in re.findall(r"^```mermaid\n(.*?)^```$", FLOWS_PAGE, re.MULTILINE | re.DOTALL):
-        assert ";" not in picture, "Mermaid takes it for the end of the line"
+    for _, block in list_diagrams():
+        assert ";" not in block, "Mermaid takes it for the end of the line"
+
+
+@pytest.mark.parametrize(("path", "block"), list_diagrams())
+def test_the_drawing_of_a_mermaid_block_was_made_from_its_present_text(path: str, block: str) -> None:
+    """A drawing has its participants first, then the conditions, then the numbered messages."""
+    drawing = ElementTree.parse(ROOT / "docs" / path).getroot()
+    texts = [one.text for one in drawing.iter(f"{SVG}text")]
+    participants = re.findall(r"participant \w+ as (.+)", block)
+    conditions = [f"if {condition}" for condition in re.findall(r"^\s+opt (.+)", block, re.MULTILINE)]
+    messages = DIAGRAM_MESSAGE.findall(block)
+    steps = [text for number, message in enumerate(messages, 1) for text in (str(number), message)]
+    assert texts == [*participants, *conditions, *steps]
+    assert drawing.findtext(f"{SVG}title") and drawing.findtext(f"{SVG}desc")
+    digest = hashlib.sha256(block.encode()).hexdigest()
+    recorded = drawing.findtext(f"{SVG}metadata")
+    assert recorded == f"mermaid sha256 {digest}", "correct the drawing, then write this digest into it"
 
 
 def test_the_table_of_contents_names_each_page_of_docs_exactly_once() -> None:
@@ -102,6 +140,7 @@ def test_the_table_of_contents_names_each_page_of_docs_exactly_once() -> None:
 
 def test_pictures_of_docs_are_small_shown_on_a_page_and_have_alternative_text() -> None:
     text = "".join(page.read_text() for page in PAGES)
+    text += "".join(f"{path})" for path, _ in list_diagrams())
     for picture in sorted((ROOT / "docs/images").iterdir()):
         assert picture.stat().st_size <= MAX_PICTURE_BYTES, f"{picture.name}: too large"
         assert f"images/{picture.name})" in text, f"{picture.name}: nobody shows it"

@@ -136,7 +136,7 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
 
 def test_a_changed_file_selects_the_tests_of_its_package() -> None:
     assert changed.select_tests(["accelerators/admin/devices.py"]) == ["tests/cyborgweb/console", changed.ALWAYS_RUN]
-    assert changed.select_tests(["agents/host/connection/link.py", "agents/wire.py", "agents/gateway/app.py"]) == [
+    assert changed.select_tests(["agents/host/connection/link.py", "agents/wire.py", "agents/gateway/asgi_app.py"]) == [
         "tests/agents/gateway",
         "tests/agents/host/connection",
         "tests/agents/wire",

@@ -11,8 +11,8 @@ from accelerators.admin import (
     commands,
     devices,
     drivers,
+    events_and_intents,
     hosts,
-    records,
     requests,
 )
 
@@ -23,7 +23,7 @@ __all__ = [
     "commands",
     "devices",
     "drivers",
+    "events_and_intents",
     "hosts",
-    "records",
     "requests",
 ]

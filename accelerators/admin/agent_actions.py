@@ -16,7 +16,7 @@ from django.template.response import TemplateResponse
 
 from accelerators import safety
 from accelerators.admin import device_actions
-from accelerators.commands import catalogue, placing
+from accelerators.commands import catalogue, command_queue
 from accelerators.commands.catalogue import OrderableCommand
 from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -96,7 +96,7 @@ def _parse_arguments(request: HttpRequest, act: OrderableCommand) -> dict[str, A
 def _place_command(
     request: HttpRequest, act: OrderableCommand, target: Device | Host, arguments: dict[str, Any]
 ) -> Command:
-    place = placing.order_device_command if isinstance(target, Device) else placing.order_host_command
+    place = command_queue.order_device_command if isinstance(target, Device) else command_queue.order_host_command
     reason = request.POST.get("reason", "")
     return place(
         act.op, target.uuid, device_actions.get_caller(request), reason=reason, source=EventSource.PERSON, **arguments

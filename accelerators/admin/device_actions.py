@@ -20,9 +20,9 @@ from accelerators import safety
 from accelerators.commands import catalogue
 from accelerators.devices import lifecycle
 from accelerators.devices.lifecycle import SeenStates
-from accelerators.domain import actions
-from accelerators.domain.actions import Action, LifecycleState
+from accelerators.domain import device_actions
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action, LifecycleState
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DrainTarget, EventSource, IllegalTransitionError
 from accelerators.models import Bulk, Device
@@ -48,7 +48,7 @@ class StateChoice:
     def meaning(self) -> str:
         """Return one sentence for people that says what the action does."""
         retirement_text = " When its last request has ended, it is retired." if self.then is DrainTarget.RETIRED else ""
-        return actions.ACTION_DESCRIPTIONS[self.action] + retirement_text
+        return device_actions.ACTION_DESCRIPTIONS[self.action] + retirement_text
 
     def is_offered(self, current: LifecycleState) -> bool:
         """Return whether the button is shown: the action is legal now, and would change something.
@@ -56,19 +56,21 @@ class StateChoice:
         Only our own requests count as holders; Placement and Nova are not asked.
         """
         try:
-            changes = actions.state_after_action(self.action, current, self.then) != current
+            changes = device_actions.state_after_action(self.action, current, self.then) != current
         except IllegalTransitionError:
             return False
         if (
             self.then is DrainTarget.RETIRED
         ):  # on a device that is free and not offered, the button "Retire" does the same
-            return changes and (bool(current.holding_requests) or current.effective_state in actions.OFFERED_STATES)
+            return changes and (
+                bool(current.holding_requests) or current.effective_state in device_actions.OFFERED_STATES
+            )
         return changes and not (self.action is Action.RETIRE and current.holding_requests)
 
     def explain_unavailable(self, current: LifecycleState) -> str:
         """Return, as a sentence, why the button is not shown; call it only if `is_offered` is False."""
         try:
-            if actions.state_after_action(self.action, current, self.then) == current:
+            if device_actions.state_after_action(self.action, current, self.then) == current:
                 return f"It is {current.state} already."
         except IllegalTransitionError as error:
             return f"It {error}."

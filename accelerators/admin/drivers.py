@@ -22,7 +22,7 @@ from django.utils.text import Truncator
 from unfold.decorators import display
 
 from accelerators.admin import device_actions
-from accelerators.commands.placing import MAX_REASON
+from accelerators.commands.command_queue import MAX_REASON
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DriverState, EventSource, RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Event, HostDriver, Rollout, RolloutStep

@@ -1,8 +1,8 @@
 """List the commands that people can order from an agent, each with a description.
 
-The console, our own API and `manage.py command` offer this list; `accelerators.commands.placing` places a command and
-makes the final decision whether it is possible. `install`, `attach` and `detach` are not listed: devices are installed
-when they are enabled, and attached and detached when requests are bound.
+The console, our own API and the command lines offer this list; `accelerators.commands.command_queue` places a command
+and makes the final decision whether it is possible. `install`, `attach` and `detach` are not listed: devices are
+installed when they are enabled, and attached and detached when requests are bound.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from accelerators.commands.placing import ALLOWED_STATES, EXCLUSIVE_OPS
+from accelerators.commands.command_queue import ALLOWED_STATES, EXCLUSIVE_OPS
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Device
 from drivers.plan import DESTRUCTIVE

@@ -16,7 +16,7 @@ from uuid import UUID
 from django.db import connection
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain import traits
 from accelerators.domain.groups import FUNCTION_KEY
 from accelerators.domain.states import AttributeOrigin, EventSource
@@ -98,7 +98,7 @@ def clear_bitstreams(device: int, deployable_name: str) -> None:
         conductor.record_event(
             "device.unclear",
             EventSource.SYSTEM,
-            placing.COMMANDS_JOB,
+            command_queue.COMMANDS_JOB,
             host=device_row.host,
             subject=(device_row.uuid, str(device_row)),
             changes={f"{deployable.name} bitstream": [str(deployable.bitstream_id), None] for deployable in selected},
@@ -143,7 +143,7 @@ def _add_waiter(uuid: str, changed: threading.Event) -> None:
         _waiters.setdefault(uuid, []).append(changed)
         is_first, _subscribed = not _subscribed, True
     if is_first:
-        pubsub.subscribe(placing.COMMAND_CHANGED_TOPIC, _wake_waiters)
+        pubsub.subscribe(command_queue.COMMAND_CHANGED_TOPIC, _wake_waiters)
     pubsub.start_listener()
 
 

@@ -23,9 +23,9 @@ from accelerators.devices.lifecycle import (
     store_state_changes,
 )
 from accelerators.domain import admission
-from accelerators.domain.actions import Action, state_after_action
 from accelerators.domain.admission import AdmissionFacts, EnabledRule
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action, state_after_action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import AdmittedState, EventSource
 from accelerators.models import AdmissionRule, Device

@@ -1,19 +1,18 @@
 """Change the state of devices: offer them, take them out of offer, drain them, retire them, and so on.
 
-The module `domain.actions` decides which actions a state allows. An action on up to 200 devices is one transaction with
-a constant number of statements. Rows are locked in the same order as by a merge of reports (hosts before devices, each
-by id), so that the two cannot deadlock.
+The module `domain.device_actions` decides which actions a state allows. An action on up to 200 devices is one
+transaction with a constant number of statements. Rows are locked in the same order as by a merge of reports (hosts
+before devices, each by id), so that the two cannot deadlock.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 from uuid import UUID
 
@@ -21,18 +20,18 @@ import msgspec
 from django.db.models import Exists, OuterRef, QuerySet
 
 from accelerators import conductor, safety
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandOrder, check_reason
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandOrder, check_reason
 from accelerators.conductor import lock_devices
-from accelerators.domain.actions import Action, LifecycleState, state_after_action, state_after_last_request
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action, LifecycleState, state_after_action, state_after_last_request
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.domain.states import DeviceState, DrainTarget, EventSource, IllegalTransitionError
 from accelerators.models import AcceleratorRequest, Deployable, Device
 from accelerators.runtime import jobs
 
-MAX_REASON = placing.MAX_REASON
+MAX_REASON = command_queue.MAX_REASON
 SLICE_SIZE = 200
 """Maximum number of devices that are moved in one transaction."""
 HOLDER_CHECKS_TIMEOUT_S = 10.0
@@ -153,23 +152,6 @@ def apply_action_to_device(
     return result
 
 
-def apply_action_in_slices(
-    action: Action,
-    uuids: Iterable[UUID],
-    caller: Caller,
-    reason: str = "",
-    drain_to: DrainTarget = DrainTarget.MAINTENANCE,
-) -> Iterator[list[ActionResult]]:
-    """Apply an action to any number of devices in slices of SLICE_SIZE, with source PERSON; yield the results of each
-    slice.
-
-    Each slice is one transaction: slices that are done stay done if the caller stops or a later one fails.
-    """
-    remaining = iter(uuids)
-    while uuids_of_slice := list(islice(remaining, SLICE_SIZE)):
-        yield apply_action(action, uuids_of_slice, caller, reason, drain_to, EventSource.PERSON)
-
-
 def apply_action(
     action: Action,
     uuids: Sequence[UUID],
@@ -251,7 +233,9 @@ def _decide_new_standing(
 
 
 def build_standing(device: Device, held: int = 0) -> LifecycleState:
-    """Return the standing of a device as `domain.actions` needs it; `held` is the number of requests that hold it."""
+    """Return the standing of a device as `domain.device_actions` needs it; `held` is the number of requests that hold
+    it.
+    """
     return LifecycleState(
         DeviceState(device.state),
         DeviceState(device.returns_to) if device.returns_to else None,
@@ -299,7 +283,7 @@ def store_state_changes(state_changes: Sequence[DeviceStateChange], source: Even
     conductor.record_events([_build_state_event(step, source, changed_at) for step in state_changes])
     conductor.raise_provider_intents({step.device.host_id: step.device.host for step in state_changes}.values())
     installs = [step for step in state_changes if step.after.state == _S.INSTALLING != step.before.state]
-    placing.place_commands(
+    command_queue.place_commands(
         [CommandOrder("install", step.device.uuid, actor=step.actor, reason=step.reason) for step in installs], source
     )
 
@@ -387,7 +371,7 @@ def _refuse_unless_free(give_up_at: float, device: Device, before: LifecycleStat
 def _refuse_unless_idle(device: Device, after: LifecycleState) -> None:
     """Raise RefusedError CONFLICT if a command is working on the device, IN_USE if it is held and would be installed
     (S1)."""
-    placing.refuse_if_busy(device, "install")
+    command_queue.refuse_if_busy(device, "install")
     if after.effective_state == _S.INSTALLING and (holders := safety.find_requests_of_device(device).holders):
         raise RefusedError(
             RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed."

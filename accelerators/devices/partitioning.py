@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from uuid import UUID
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, EventSource, HandleType
@@ -87,7 +87,7 @@ def partition_devices(
     TIME_LIMIT_S are refused with UNAVAILABLE. Raises RefusedError INVALID if the arguments are not valid for any
     device, or if the targets are none or more than MAX_DEVICES.
     """
-    placing.check_reason(reason)
+    command_queue.check_reason(reason)
     if wanted.unit_delta is not None and not 0 < abs(wanted.unit_delta) <= MAX_UNITS:
         raise RefusedError(RefusalReason.INVALID, f"The number of units must be 1 to {MAX_UNITS}.")
     devices = _resolve_targets(targets)
@@ -120,8 +120,8 @@ def update_layout(
 ) -> Command:
     """Place a `partition` command that sets these keys of the device's layout, and return it.
 
-    Raises RefusedError as `placing.order_device_command` does, and INVALID if the device's driver does not allow its
-    layout to be changed.
+    Raises RefusedError as `command_queue.order_device_command` does, and INVALID if the device's driver does not allow
+    its layout to be changed.
     """
     with conductor.writing():
         locked_device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=device))), None)
@@ -130,7 +130,7 @@ def update_layout(
                 RefusalReason.INVALID,
                 f"Device {device}: {locked_device.driver} does not allow its layout to be changed.",
             )
-        return placing.order_device_command(
+        return command_queue.order_device_command(
             "partition", device, caller, reason=reason, layout=layout, generation=generation, source=source
         )
 
@@ -193,9 +193,9 @@ def _order_partition(
             device = next(iter(conductor.lock_devices(Device.objects.filter(uuid=uuid))), None)
             if device is None:
                 raise RefusedError(RefusalReason.NOT_FOUND, f"Device not found with uuid={uuid}")
-            placing.refuse_if_changed(device, change.generation)
+            command_queue.refuse_if_changed(device, change.generation)
             layout = _build_layout(device, change)
-            command = placing.order_device_command(
+            command = command_queue.order_device_command(
                 "partition", uuid, caller, reason=reason, layout=layout, source=source
             )
     except RefusedError as refused:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from accelerators.domain.states import EventSource
+
 ADMIN_ROLE = "admin"
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -26,6 +28,13 @@ class Caller:
     system_scope: str = ""
     domain_id: str = ""
     is_authenticated: bool = True
+    is_local: bool = False
+    """True for the person at the server who runs `manage.py`. No policy rule applies to them."""
+
+    @property
+    def event_source(self) -> EventSource:
+        """The source of the events of what this caller does through the API."""
+        return EventSource.PERSON if self.is_local else EventSource.API
 
     @property
     def is_admin(self) -> bool:

@@ -18,7 +18,7 @@ from uuid import UUID
 from django.db.models import Q
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain.errors import AcceleratorsError, RefusedError
 from accelerators.domain.groups import BITSTREAM_KEY, FUNCTION_KEY
 from accelerators.domain.states import CommandState
@@ -281,13 +281,13 @@ def _give_image(command_ids: Sequence[int], image: Image) -> None:
     with conductor.writing():
         Image.objects.filter(pk=image.pk).update(used_at=datetime.now(UTC))
     for command_id in command_ids:
-        placing.mark_image_ready(command_id, store.to_image_ref(image))
+        command_queue.mark_image_ready(command_id, store.to_image_ref(image))
 
 
 def _refuse_commands(command_ids: Sequence[int], reason: str) -> None:
     """End these commands (ids) as refused, with this reason."""
     for command_id in command_ids:
-        placing.mark_image_failed(command_id, reason)
+        command_queue.mark_image_failed(command_id, reason)
 
 
 def _set_progress(command_ids: Sequence[int], text: str) -> None:
@@ -296,4 +296,4 @@ def _set_progress(command_ids: Sequence[int], text: str) -> None:
         waiting = Command.objects.filter(IS_WAITING_FOR_IMAGE, id__in=command_ids).exclude(progress=text[:500])
         changed_uuids = [str(uuid) for uuid in waiting.values_list("uuid", flat=True)]
         waiting.update(progress=text[:500], updated_at=datetime.now(UTC))
-    placing.publish_changed_commands(changed_uuids)
+    command_queue.publish_changed_commands(changed_uuids)

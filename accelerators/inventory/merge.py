@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from accelerators import conductor, conductor_sql
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain import admission
 from accelerators.domain.diff import (
     HostReport,
@@ -57,10 +57,10 @@ def merge_reports(reports: Mapping[int, Iterable[HostReport]]) -> int:
 def _place_install_commands(changes: InventoryChanges) -> None:
     """Place an `install` command for each device that an admission rule made installing."""
     orders = [
-        placing.CommandOrder("install", uuid, actor=rule.name, reason=f"admitted by {rule.state_by}")
+        command_queue.CommandOrder("install", uuid, actor=rule.name, reason=f"admitted by {rule.state_by}")
         for uuid, rule in changes.installs
     ]
-    placing.place_commands(orders, EventSource.RULE)
+    command_queue.place_commands(orders, EventSource.RULE)
 
 
 def _write_changes(cursor: Any, changes: InventoryChanges) -> None:

@@ -1,16 +1,15 @@
-"""Helpers of management commands: `--help` with examples, uuid arguments, tables, and the caller."""
+"""Helpers of management commands: `--help` with examples, tables, and the caller."""
 
 from __future__ import annotations
 
 import argparse
 import getpass
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
-from uuid import UUID
 
 from django.core.management.base import BaseCommand, CommandParser
 
-from accelerators.domain.caller import Caller
+from accelerators.domain.caller import ADMIN_ROLE, Caller
 
 
 class OperatorCommand(BaseCommand):
@@ -26,19 +25,7 @@ class OperatorCommand(BaseCommand):
 
 def current_operator() -> Caller:
     """Return the caller for whoever runs `manage.py`, named by the login name. Such a person may do everything."""
-    return Caller(getpass.getuser(), "", frozenset(), "")
-
-
-def uuid_argument(hint: str = "") -> Callable[[str], UUID]:
-    """Return an argparse type that parses a uuid; `hint` is appended to the error message."""
-
-    def parse_uuid(text: str) -> UUID:
-        try:
-            return UUID(text.strip())
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a uuid{hint}") from None
-
-    return parse_uuid
+    return Caller(getpass.getuser(), "", frozenset({ADMIN_ROLE}), "", is_local=True)
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

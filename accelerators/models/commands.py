@@ -1,8 +1,8 @@
 """Model of commands to agents.
 
 A command is inserted in the transaction that needs it, so it exists exactly if that transaction commits.
-`accelerators.commands.placing` inserts the rows; `agents.gateway.command_dispatch` and `agents.gateway.app` deliver
-them and receive the answers.
+`accelerators.commands.command_queue` inserts the rows; `agents.gateway.command_dispatch` and `agents.gateway.asgi_app`
+deliver them and receive the answers.
 """
 
 from __future__ import annotations

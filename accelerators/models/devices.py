@@ -6,7 +6,7 @@ from django.db import models
 from django.db.models import F, Func, Q, Value
 from django.db.models.functions import Coalesce, Now
 
-from accelerators.domain.actions import LifecycleState
+from accelerators.domain.device_actions import LifecycleState
 from accelerators.domain.states import AttributeOrigin, DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import fields
 from accelerators.models.hosts import Host

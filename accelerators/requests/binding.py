@@ -26,8 +26,8 @@ from django.db import IntegrityError, OperationalError
 from psycopg.errors import DeadlockDetected
 
 from accelerators import conductor, safety
-from accelerators.commands import placing
-from accelerators.commands.placing import TYPES_CREATED_ON_HOST, CommandOrder
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandOrder
 from accelerators.domain import groups
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
@@ -272,15 +272,15 @@ def finish_binds(outcomes: Sequence[BindOutcome], source: EventSource, actor: st
     moves = [_build_finish_row(outcome) for outcome in outcomes]
     _move_requests(moves, source, actor)
     notices.raise_notice_intents(moves)
-    placing.cancel_preparing_commands([end.request.uuid for end in outcomes if end.fault])
+    command_queue.cancel_preparing_commands([end.request.uuid for end in outcomes if end.fault])
     to_detach = [
         end.request
         for end in outcomes
         if end.fault and end.may_exist_on_host and end.request.attach_type in TYPES_CREATED_ON_HOST
     ]
-    placing.place_commands(
+    command_queue.place_commands(
         [
-            placing.build_detach_order(request.handle, request.instance, request.uuid, "its bind failed", actor)
+            command_queue.build_detach_order(request.handle, request.instance, request.uuid, "its bind failed", actor)
             for request in to_detach
         ]
     )
@@ -345,7 +345,7 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
         )
         return refused
     plans = [_plan_bind(*pair, caller, handles[pair[0].id], programmed_by) for pair in pairs]
-    placing.place_commands([order for _, order in plans if order], EventSource.API)
+    command_queue.place_commands([order for _, order in plans if order], EventSource.API)
     moves = [move for move, _ in plans]
     _move_requests(moves, EventSource.API, caller.name)
     notices.raise_notice_intents(moves)
@@ -511,16 +511,16 @@ def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller) 
 
 def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller) -> None:
     """Cancel commands that still wait for their image, and order a detach of each handle that is made on a host."""
-    placing.cancel_preparing_commands([request.uuid for request in requests if request.state == _S.BIND_STARTED])
+    command_queue.cancel_preparing_commands([request.uuid for request in requests if request.state == _S.BIND_STARTED])
     to_detach = [
         (held_request, held_request.handle)
         for held_request in requests
         if held_request.handle and held_request.attach_type in TYPES_CREATED_ON_HOST
     ]
     reason_and_actor = "its request is gone", caller.name
-    placing.place_commands(
+    command_queue.place_commands(
         [
-            placing.build_detach_order(handle, one.instance_uuid, one.uuid, *reason_and_actor)
+            command_queue.build_detach_order(handle, one.instance_uuid, one.uuid, *reason_and_actor)
             for one, handle in to_detach
         ],
         EventSource.API,

@@ -22,7 +22,7 @@ from django.db.models import CharField, Q
 from django.db.models.functions import Cast
 
 from accelerators import conductor
-from accelerators.commands.placing import check_reason
+from accelerators.commands.command_queue import check_reason
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.domain.libvirt_xml import HeldHandle

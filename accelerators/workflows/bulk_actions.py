@@ -20,11 +20,11 @@ from django.db import connection, transaction
 from django.db.models import Count, Exists, F, OuterRef, Q, QuerySet
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.devices import lifecycle
 from accelerators.devices.lifecycle import ActionResult, SeenStates
-from accelerators.domain.actions import Action, LifecycleState, state_after_action, state_after_last_request
 from accelerators.domain.caller import Caller, request_id
+from accelerators.domain.device_actions import Action, LifecycleState, state_after_action, state_after_last_request
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import (
     BulkState,
@@ -214,7 +214,7 @@ def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False
     commands (`bulk_commands.BULK_OPS`) ignore it. A set of at most BULK_SLICE_SIZE devices is finished when this
     returns; the job `bulks` works on a larger one. Raises RefusedError INVALID for a reason that cannot be stored.
     """
-    reason = placing.check_reason(reason)
+    reason = command_queue.check_reason(reason)
     with conductor.writing():
         draft = Bulk.objects.select_for_update().filter(pk=bulk.pk, state=BulkState.DRAFT).first()
         if draft is None:

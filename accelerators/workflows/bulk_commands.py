@@ -1,6 +1,7 @@
 """Place the commands of a bulk action: one for each device, or a reason why the device gets none.
 
-Each command is placed by `placing.order_device_command`, whose checks decide, whatever `predict_refusal` predicted.
+Each command is placed by `command_queue.order_device_command`, whose checks decide, whatever `predict_refusal`
+predicted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from uuid import UUID
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.devices.lifecycle import HOLDER_CHECKS_TIMEOUT_S, ActionResult
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -41,13 +42,13 @@ def predict_refusal(
     """
     if op in DESTRUCTIVE and word_when_chosen != word_now:
         return f"was {word_when_chosen} when it was chosen, is {word_now} now"
-    if state not in placing.ALLOWED_STATES[op]:
+    if state not in command_queue.ALLOWED_STATES[op]:
         return f"is {state}: {op} is not possible"
     if not is_supported:
         return f"its driver does not support {op}"
     if op in DESTRUCTIVE and is_held:
         return f"is held: it cannot be {PAST_PARTICIPLES[op]}"
-    return "is busy with a command" if is_busy and op in placing.EXCLUSIVE_OPS else ""
+    return "is busy with a command" if is_busy and op in command_queue.EXCLUSIVE_OPS else ""
 
 
 def place_command_for_each(
@@ -88,7 +89,7 @@ def _place_command(
             raise RefusedError(RefusalReason.CONFLICT, text)
         if op in DESTRUCTIVE and time.monotonic() > give_up_at:
             raise RefusedError(RefusalReason.UNAVAILABLE, "The check whether it is held took too long: try again.")
-        command = placing.order_device_command(op, device.uuid, caller, reason=reason, source=EventSource.PERSON)
+        command = command_queue.order_device_command(op, device.uuid, caller, reason=reason, source=EventSource.PERSON)
     except RefusedError as refused:
         return ActionResult(device.uuid, "refused", *device_columns, refused.text, refused.reason)
     return ActionResult(device.uuid, "moved", *device_columns, f"command {command.pk}")

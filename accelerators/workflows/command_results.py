@@ -18,7 +18,7 @@ from django.db.models import F, Max, Q, QuerySet
 from django.db.models.functions import Now
 
 from accelerators import conductor, outbox
-from accelerators.commands import placement_delegation, placing, programming, sql
+from accelerators.commands import command_queue, placement_delegation, programming, sql
 from accelerators.devices.lifecycle import DeviceStateChange, build_standing, store_state_changes
 from accelerators.domain.states import CommandState, DeviceState, EventSource
 from accelerators.models import Command, Device
@@ -68,7 +68,7 @@ class _Consequences:
 
     state_changes: list[DeviceStateChange] = field(default_factory=list)
     bind_outcomes: list[BindOutcome] = field(default_factory=list)
-    attach_orders: list[placing.CommandOrder] = field(default_factory=list)
+    attach_orders: list[command_queue.CommandOrder] = field(default_factory=list)
     detach_numbers: list[int] = field(default_factory=list)
     bound_after_placement: dict[str, dict[str, str]] = field(default_factory=dict)
     """Requests that become Bound once Placement shows the traits of what was programmed: uuid → `{"host": uuid}`."""
@@ -78,7 +78,7 @@ class _Consequences:
 
 def run() -> None:
     """Run the job `commands`: end commands until none is due, or the job's time slice is over."""
-    jobs.run_steps(placing.COMMANDS_JOB, lambda: end_answered_commands() | end_late_commands())
+    jobs.run_steps(command_queue.COMMANDS_JOB, lambda: end_answered_commands() | end_late_commands())
 
 
 def end_answered_commands() -> bool:
@@ -88,7 +88,7 @@ def end_answered_commands() -> bool:
 
 def end_late_commands() -> bool:
     """End one batch of the commands that were not begun, or not answered, in time; True if there may be more."""
-    late = Q(state__in=placing.NOT_BEGUN_STATES, start_by__lt=Now()) | Q(state__in=BEGUN_STATES, end_by__lt=Now())
+    late = Q(state__in=command_queue.NOT_BEGUN_STATES, start_by__lt=Now()) | Q(state__in=BEGUN_STATES, end_by__lt=Now())
     return _end_batch(Command.objects.filter(late, answered_at__isnull=True), _judge_late_command)
 
 
@@ -162,7 +162,7 @@ def _end_with_consequences(ended_commands: Sequence[EndedCommand]) -> None:
     if any(one.command.op == driver_config.CONFIGURE_OP for one in ended_commands):
         transaction.on_commit(partial(jobs.enqueue_job, "rollouts"), robust=True)
     uuids = [str(one.command.uuid) for one in ended_commands]
-    transaction.on_commit(partial(placing.publish_changed_commands, uuids), robust=True)
+    transaction.on_commit(partial(command_queue.publish_changed_commands, uuids), robust=True)
 
 
 def _lock_waiting_requests_of_commands(commands: Sequence[Command]) -> dict[int, list[WaitingRequest]]:
@@ -216,7 +216,7 @@ def _collect_attach_consequences(
                     request, ended.text, may_exist_on_host=ended.may_have_changed_host and request.uuid == own_request
                 )
             )
-        elif request.uuid != own_request and request.attach_type in placing.TYPES_CREATED_ON_HOST:
+        elif request.uuid != own_request and request.attach_type in command_queue.TYPES_CREATED_ON_HOST:
             consequences.attach_orders.append(_build_attach_order(request, command))
         elif command.exclusive and jobs.has_handler("provider"):
             consequences.bound_after_placement[request.uuid] = {"host": str(command.host.uuid)}
@@ -226,10 +226,10 @@ def _collect_attach_consequences(
         consequences.detach_numbers.append(command.id)
 
 
-def _build_attach_order(request: WaitingRequest, command: Command) -> placing.CommandOrder:
+def _build_attach_order(request: WaitingRequest, command: Command) -> command_queue.CommandOrder:
     """Build the `attach` order for a request that waited until another command had programmed its device."""
     arguments = {"consumer": request.instance}
-    return placing.CommandOrder(
+    return command_queue.CommandOrder(
         "attach", handle=request.handle, arguments=arguments, actor=command.actor, request=request.uuid
     )
 
@@ -315,5 +315,5 @@ def _write_consequences(consequences: _Consequences) -> None:
     if consequences.bind_outcomes:
         binding.finish_binds(consequences.bind_outcomes, EventSource.AGENT, "commands")
     conductor.raise_intents(binding.PROGRAMMED_INTENT, consequences.bound_after_placement)
-    placing.place_commands(consequences.attach_orders)
-    placing.order_missing_detaches(consequences.detach_numbers)
+    command_queue.place_commands(consequences.attach_orders)
+    command_queue.order_missing_detaches(consequences.detach_numbers)

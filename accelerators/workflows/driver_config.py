@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from accelerators import conductor, safety
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandOrder
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandOrder
 from accelerators.devices.lifecycle import HOLDER_CHECKS_TIMEOUT_S
 from accelerators.domain import driver_status
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -160,7 +160,7 @@ def order_driver_change(host: Host, change: DriverChange, origin: ChangeOrigin) 
         if wish and wish.command and wish.command.ended_at is None:
             text = f"{change.driver} on {host.name} is being changed (command {wish.command.uuid}): wait for its end."
             raise RefusedError(RefusalReason.CONFLICT, text)
-        placing.refuse_if_unreachable(host)
+        command_queue.refuse_if_unreachable(host)
         devices = conductor.lock_devices(Device.objects.filter(host=host, driver=change.driver))
         _refuse_if_devices_busy(devices)
         if entry and driver_status.driver_state_of(entry) not in driver_status.OFF_STATES:
@@ -252,7 +252,7 @@ def _store_wish_and_place_command(
     wish_argument = {name: getattr(wish, name) for name in ("generation", "installed", "enabled", "settings")}
     arguments = {"driver": wish.driver, "wish": wish_argument}
     order = CommandOrder(CONFIGURE_OP, host=wish.host_id, arguments=arguments, actor=origin.actor, reason=origin.reason)
-    (command,) = placing.place_commands([order], origin.source)
+    (command,) = command_queue.place_commands([order], origin.source)
     Device.objects.filter(pk__in=[device.pk for device in devices]).update(busy_with=command.uuid)
     wish.command, wish.actor, wish.reason, wish.updated_at = (
         command,

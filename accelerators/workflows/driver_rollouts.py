@@ -20,7 +20,7 @@ from django.db import transaction
 from django.db.models import Q, QuerySet
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -94,7 +94,7 @@ def start_rollout(
     is stored.
     """
     driver_config.check_driver_change(change)
-    reason = placing.check_reason(reason)
+    reason = command_queue.check_reason(reason)
     if not 1 <= pace.max_parallel <= MAX_PARALLEL:
         raise RefusedError(
             RefusalReason.INVALID, f"max_parallel, the number of hosts at a time, must be 1 to {MAX_PARALLEL}."

@@ -21,8 +21,8 @@ import msgspec
 import psycopg
 from django.db import DatabaseError, InterfaceError, close_old_connections, connection
 
-from accelerators.commands import placement_delegation, placing
-from accelerators.commands.placing import CommandAnswer, CommandId, CommandProgress
+from accelerators.commands import command_queue, placement_delegation
+from accelerators.commands.command_queue import CommandAnswer, CommandId, CommandProgress
 from accelerators.models import Host
 from accelerators.runtime import database_outage, pubsub
 from agents import wire
@@ -52,7 +52,10 @@ WHERE c.ended_at IS NULL AND c.answered_at IS NULL AND c.host_id = ANY(%(hosts)s
     OR c.state IN ('taken', 'started') AND c.host_id = ANY(%(fresh)s::bigint[]))
 ORDER BY c.id LIMIT %(count)s::bigint
 """
-"""Commands to send to `hosts`: queued ones that may still start, and for `fresh` hosts also those taken or started."""
+"""Commands to send to `hosts`: queued ones that may still start, and for `fresh` hosts also those taken or started.
+
+Plain SQL, because it is measured: `make bench`, the rows of the time until an agent has its command.
+"""
 CommandMessage = tuple[int, int] | CommandProgress | CommandAnswer
 """One message of an agent about a command. A pair (host id, command number) means: it is in the agent's journal."""
 
@@ -82,11 +85,11 @@ def store_messages(messages: Sequence[CommandMessage]) -> set[CommandId]:
     Only an Answer can settle a command. Raise database errors.
     """
     if taken := [one for one in messages if not isinstance(one, (CommandProgress, CommandAnswer))]:
-        placing.mark_commands_taken(taken)
+        command_queue.mark_commands_taken(taken)
     if progress := [one for one in messages if isinstance(one, CommandProgress)]:
-        placing.store_progress(progress)
+        command_queue.store_progress(progress)
     answers = [message for message in messages if isinstance(message, CommandAnswer)]
-    return placing.store_answers(answers) if answers else set()
+    return command_queue.store_answers(answers) if answers else set()
 
 
 def explain_unreachable(host: Host) -> str:
@@ -122,8 +125,8 @@ class CommandDispatcher(threading.Thread):
         """Add an agent that has sent Hello; its open commands are sent soon. The first call starts the thread."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            pubsub.subscribe(placing.COMMANDS_TOPIC, self._on_new_commands)
-            pubsub.subscribe(placing.COMMAND_CHANGED_TOPIC, self._on_changed_commands)
+            pubsub.subscribe(command_queue.COMMANDS_TOPIC, self._on_new_commands)
+            pubsub.subscribe(command_queue.COMMAND_CHANGED_TOPIC, self._on_changed_commands)
             pubsub.subscribe(placement_delegation.WRITER_TOPIC, self._on_writer_change)
             self.start()
             pubsub.start_listener()
@@ -268,7 +271,7 @@ class CommandDispatcher(threading.Thread):
                 state.sent_at |= dict.fromkeys((id for id, *_ in unsent), now)
                 outgoing.append((state.session, [_encode_command(*row) for row in unsent]))
             else:
-                placing.refuse_undelivered_commands(
+                command_queue.refuse_undelivered_commands(
                     [id for id, *_ in unsent], _describe_no_commands(state.session.identity.host, state.release)
                 )
         if len(rows) == MAX_COMMANDS_PER_QUERY:
@@ -279,7 +282,7 @@ class CommandDispatcher(threading.Thread):
 
     def _collect_acknowledgements(self, outgoing: list[tuple[AgentSession, list[str]]]) -> None:
         """Append an Ack for each watched command that is settled, and stop watching it. One query."""
-        settled = self._unsettled_results.keys() - placing.select_open_commands(self._unsettled_results)
+        settled = self._unsettled_results.keys() - command_queue.select_open_commands(self._unsettled_results)
         for number in settled:
             outgoing.append((self._unsettled_results.pop(number), [wire.encode_message(wire.Ack(number[1], "Result"))]))
 

@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, TypeVar
 from django.db import InterfaceError, OperationalError, connection
 
 from accelerators.images import store
+from accelerators.models import Command
+from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import database_outage
 from agents import credentials, enrolment, key_revocation, wire
 from agents.enrolment import ChallengeStore, ConnectionRejectedError
@@ -34,11 +36,6 @@ LOOKUP_TIMEOUT_S = 8.0
 STALL_TIMEOUT_S = 60.0
 """Seconds after which the transfer to an agent that reads nothing is ended."""
 IMAGE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-SELECT_COMMAND_NAMES_IMAGE = """
-SELECT EXISTS (SELECT FROM accelerators_command
-  WHERE host_id = %s AND ended_at IS NULL AND answered_at IS NULL AND arguments -> 'image' ->> 'id' = %s)
-"""
-"""Whether an open command of a host names an image."""
 ResultT = TypeVar("ResultT")
 
 
@@ -141,12 +138,11 @@ def _open_image_for_agent(credential: credentials.Credential, image_id: str) -> 
             )
         if not IMAGE_ID.fullmatch(image_id):
             raise ConnectionRejectedError(404, "no-image", "the path must end in the uuid of an image")
-        with connection.cursor() as cursor:
-            cursor.execute(SELECT_COMMAND_NAMES_IMAGE, [identity.host_id, image_id])
-            if not cursor.fetchone()[0]:
-                raise ConnectionRejectedError(
-                    403, "not-ordered", f"no open command of host {identity.host!r} names image {image_id}"
-                )
+        unanswered_commands = Command.objects.filter(COMMAND_IS_OPEN, host=identity.host_id, answered_at=None)
+        if not unanswered_commands.filter(arguments__image__id=image_id).exists():
+            raise ConnectionRejectedError(
+                403, "not-ordered", f"no open command of host {identity.host!r} names image {image_id}"
+            )
     finally:
         connection.close()
     try:

@@ -31,7 +31,10 @@ SELECT * FROM unnest(%(hosts)s::bigint[], %(times)s::timestamptz[], %(epochs)s::
 ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_at),
   epoch = greatest(l.epoch, excluded.epoch)
 """
-"""Renew leases, and register this gateway if it has an address. Gateways not seen for an hour are deleted."""
+"""Renew leases, and register this gateway if it has an address. Gateways not seen for an hour are deleted.
+
+Plain SQL, because it writes two tables in one round trip, and a lease may only move forward.
+"""
 UPDATE_AGENTS_FROM_HELLO = """
 UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
   epoch = x.epoch, address = x.address, connection = x.number, connected_at = now(), changed_at = now()
@@ -39,7 +42,11 @@ FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, ops text, wri
   epoch bigint, address text, number bigint)
 WHERE a.host_id = x.host AND a.connection <= x.number
 """
-"""Store what agents sent in Hello. The row always describes the newest connection, whichever gateway holds it."""
+"""Store what agents sent in Hello. The row always describes the newest connection, whichever gateway holds it.
+
+Plain SQL, because each of thousands of rows gets values of its own: `bulk_update` would write a CASE with a branch for
+each.
+"""
 
 
 class LeaseBuffer:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agents import credentials, wire
-from agents.host import once
+from agents.host import discovery_table
 from agents.host.connection.authority import PlacementAuthority
 from agents.host.connection.http import GatewayEndpoint
 from agents.host.connection.identity import Keyring, load_or_create_keys
@@ -130,7 +130,9 @@ async def _print_inventory(settings: AgentSettings, *, as_json: bool) -> int:
     finally:
         await _close_drivers(drivers)
     reports = [canonicalize_report(report) for report in resolve_conflicts(reports_by_driver)]
-    sys.stdout.write(once.render_json(reports) if as_json else once.render_table(reports, name, limitations))
+    sys.stdout.write(
+        discovery_table.render_json(reports) if as_json else discovery_table.render_table(reports, name, limitations)
+    )
     return 1 if any(report.error for report in reports) else 0
 
 

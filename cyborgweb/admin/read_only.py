@@ -12,7 +12,7 @@ from django.template.response import TemplateResponse
 from django.urls import reverse
 
 from accelerators.admin import device_actions
-from accelerators.commands.placing import MAX_REASON
+from accelerators.commands.command_queue import MAX_REASON
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import EventSource
 from accelerators.ui import badges

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from django.conf import settings
+from django.core.handlers.wsgi import WSGIRequest
 from rest_framework.authentication import BaseAuthentication, SessionAuthentication
 from rest_framework.exceptions import APIException, AuthenticationFailed
 from rest_framework.request import Request
@@ -45,6 +46,18 @@ class KeystoneUnavailableError(CyborgwebError, APIException):
     wait = UNREACHABLE_PAUSE_S
 
 
+class LocalRequest(WSGIRequest):
+    """A request that was built in this process by a command of `manage.py`, and that no network has carried."""
+
+    def __init__(self, environ: dict[str, Any], caller: Caller) -> None:
+        super().__init__(environ)
+        self.caller = caller
+
+    def get_host(self) -> str:
+        """Return `localhost`; the host names that the web process accepts do not matter here."""
+        return "localhost"
+
+
 class CallerAuthentication(BaseAuthentication):
     """Finds the caller of a request. An unknown or missing token is answered with 401; there is no anonymous caller."""
 
@@ -54,6 +67,8 @@ class CallerAuthentication(BaseAuthentication):
         Raises AuthenticationFailed (401), PermissionDenied for a session without a valid CSRF token, and
         KeystoneUnavailableError (503).
         """
+        if isinstance(request._request, LocalRequest):
+            return request._request.caller, None
         token = request.headers.get("X-Auth-Token")
         if token is None:
             caller = _caller_from_session(request)

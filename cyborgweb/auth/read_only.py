@@ -13,7 +13,7 @@ from django.db import transaction
 
 from accelerators import conductor
 from accelerators.api.own.errors import READ_ONLY, ApiError
-from accelerators.commands.placing import check_reason
+from accelerators.commands.command_queue import check_reason
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.runtime import pubsub

@@ -1,1 +1,4 @@
-"""The `cyborg` command line for operators. It works over `/api/` of a local or remote server and imports no Django."""
+"""The command line for operators, over `/api/` of a local or remote server. It imports no Django.
+
+`cyborgweb.management.operator_verbs` offers the same verbs as commands of `manage.py`, without a network.
+"""

@@ -53,10 +53,19 @@ def accelerator_list(cli_context: CliContext, limit: int, which: str, device: st
     print_rows(rows, LIST_COLUMNS, cli_context.output, "No accelerators.")
 
 
+generation_option = click.option(
+    "--generation", type=click.IntRange(0), help="The device's generation that you saw: refused if it has changed."
+)
+
+
 def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that accelerator-create and accelerator-delete share: targets, count, layout, reason, waiting."""
+    """Add the parameters that accelerator-create and accelerator-delete share: targets, count, layout, reason, waiting.
+
+    The targets are the devices that are named by arguments and options.
+    """
     for option in reversed(
         (
+            click.argument("targets", nargs=-1, metavar="[DEVICE|HOST/BACKEND]..."),
             click.option("--device", "devices", multiple=True, help="On this device; can be repeated."),
             click.option("--host", "hosts", multiple=True, help="On this host's --backend; can be repeated."),
             click.option(
@@ -70,18 +79,10 @@ def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 type=click.IntRange(1, MAX_UNITS),
                 help="Number of units on each device. Without it, one is created, or all are deleted.",
             ),
-            click.option(
-                "--layout",
-                multiple=True,
-                metavar="WORD=VALUE",
-                callback=options.parse_key_values,
-                help="Settings of the driver in addition to the number, such as type=nvidia-63; can be repeated.",
+            options.layout_option(
+                help="Settings of the driver in addition to the number, such as type=nvidia-63; can be repeated."
             ),
-            click.option(
-                "--generation",
-                type=click.IntRange(0),
-                help="The device's generation that you saw: refused if it has changed.",
-            ),
+            generation_option,
             options.reason_option,
             options.wait_option,
         )
@@ -92,7 +93,7 @@ def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @verb_command(
     "accelerator-create",
-    "accelerator-create --device 3f1c --count 4\naccelerator-create --host cmp1 --host cmp2 --backend nics --count 2",
+    "accelerator-create --device 3f1c --count 4\naccelerator-create cmp1/nics cmp2/nics --count 2",
 )
 @add_target_options
 @pass_cli_context
@@ -114,6 +115,7 @@ def accelerator_delete(cli_context: CliContext, count: int | None, yes: bool, **
     """Remove units from devices. Without --count all units are removed. Refused while a unit of the device is held."""
     if count is None:
         target_names = [
+            *target_options["targets"],
             *target_options["devices"],
             *(f"{host} {backend}" for host in target_options["hosts"] for backend in target_options["backends"]),
         ]
@@ -123,17 +125,8 @@ def accelerator_delete(cli_context: CliContext, count: int | None, yes: bool, **
 
 @verb_command("accelerator-update", "accelerator-update 3f1c --layout vfs=8 --generation 41")
 @click.argument("device")
-@click.option(
-    "--layout",
-    multiple=True,
-    required=True,
-    metavar="WORD=VALUE",
-    callback=options.parse_key_values,
-    help="Settings of the device's driver, see `changeable` of device-show; can be repeated.",
-)
-@click.option(
-    "--generation", type=click.IntRange(0), help="The device's generation that you saw: refused if it has changed."
-)
+@options.layout_option(required=True)
+@generation_option
 @options.reason_option
 @options.wait_option
 @pass_cli_context
@@ -156,18 +149,22 @@ def _change_units(
     path: str,
     action: str,
     count: int | None,
+    targets: Sequence[str],
     devices: Sequence[str],
     hosts: Sequence[str],
     backends: Sequence[str],
     wait: bool,
     **changes: Any,
 ) -> None:
-    if bool(hosts) != bool(backends) or not (devices or hosts):
-        raise click.UsageError("Select devices: give --device, or --host and --backend.")
+    if bool(hosts) != bool(backends) or not (targets or devices or hosts):
+        raise click.UsageError("Select devices: name them, or give --device, or --host and --backend.")
+    devices = (*devices, *(target for target in targets if "/" not in target))
+    host_backends = [target.rpartition("/")[::2] for target in targets if "/" in target]
+    host_backends += [(host, backend) for host in hosts for backend in backends]
     name_by_uuid = {names.resolve_device(cli_context.api, device): device for device in devices}
-    targets: list[dict[str, str]] = [{"device": uuid} for uuid in name_by_uuid]
-    targets += [{"host": host, "backend": backend} for host in hosts for backend in backends]
-    answer = cli_context.api.post(path, {"targets": targets} | options.drop_empty({"count": count, **changes}))
+    body: dict[str, Any] = {"targets": [{"device": uuid} for uuid in name_by_uuid]}
+    body["targets"] += [{"host": host, "backend": backend} for host, backend in host_backends]
+    answer = cli_context.api.post(path, body | options.drop_empty({"count": count, **changes}))
     _wait_and_finish(
         cli_context, action, [_build_result_row(result, name_by_uuid) for result in answer["results"]], wait
     )
@@ -194,7 +191,8 @@ def _wait_and_finish(cli_context: CliContext, action: str, rows: list[dict[str, 
     if wait:
         ordered = [row["command"] for row in rows if row["command"]]
         first_device = next((row["device"] for row in rows if row["command"]), "")
-        ended_commands = wait_for_commands(cli_context.api, action, f"cyborg device-show {first_device}", ordered)
+        later = f"{cli_context.api.spell_verb('device-show')} {first_device}"
+        ended_commands = wait_for_commands(cli_context.api, action, later, ordered)
         for row in rows:
             if command := ended_commands.get(row["command"]):
                 row.update(describe_ended_command(command))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
@@ -11,9 +12,10 @@ from cyborgweb.cli import names, options
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.outcomes import run_for_each, show_and_exit
-from cyborgweb.cli.output import print_row
+from cyborgweb.cli.output import print_row, print_rows
 from cyborgweb.cli.problems import CliError, ExitCode
 
+LIST_COLUMNS = ("uuid", "state", "instance", "profile", "device", "host", "by", "fault")
 DETACH_COLUMNS = ("attachment", "outcome", "state", "text")
 GONE_STATES = ("detached", "failed")
 """States of an attachment that holds nothing any more; `failed` means that it was undone before it was attached."""
@@ -76,6 +78,41 @@ def detach_instance(
         raise click.UsageError(f"It has the attachments {', '.join(open_uuids)}: give --attachment UUID, or --all.")
     options.confirm(f"Detach {', '.join(open_uuids)}? Unplug the accelerators from the machine first.", yes)
 
+    _detach(cli_context, open_uuids, reason, wait)
+
+
+@verb_command("attachment-detach", "attachment-detach 0e8f9e63-1b5a-4738-9fb6-eff9659e382f --yes")
+@click.argument("attachment", type=click.UUID)
+@options.yes_option
+@options.reason_option
+@options.wait_option
+@pass_cli_context
+def attachment_detach(cli_context: CliContext, attachment: UUID, yes: bool, reason: str, wait: bool) -> None:
+    """Detach one attachment, in any state."""
+    options.confirm(f"Detach {attachment}? Unplug the accelerators from the machine first.", yes)
+    _detach(cli_context, [str(attachment)], reason, wait)
+
+
+@verb_command("attachment-list", "attachment-list --state attached")
+@click.option("--instance", type=click.UUID, help="Only of this instance.")
+@click.option("--state", type=click.Choice((*OPEN_STATES, *GONE_STATES)), multiple=True, help="In this state.")
+@options.limit_option
+@pass_cli_context
+def attachment_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
+    """List attachments, the newest first. What Nova attached at boot is not listed."""
+    rows = cli_context.fetch_rows("attachments/", limit, **filters)
+    print_rows(rows, LIST_COLUMNS, cli_context.output, "No attachments.")
+
+
+@verb_command("attachment-show", "attachment-show 0e8f9e63-1b5a-4738-9fb6-eff9659e382f")
+@click.argument("attachment", type=click.UUID)
+@pass_cli_context
+def attachment_show(cli_context: CliContext, attachment: UUID) -> None:
+    """Show an attachment with its steps, and with what remains to be done so that the guest sees the device."""
+    print_row(cli_context.api.get(f"attachments/{attachment}/"), cli_context.output)
+
+
+def _detach(cli_context: CliContext, uuids: Sequence[str], reason: str, wait: bool) -> None:
     def detach(uuid: str) -> dict[str, Any]:
         current = cli_context.api.post(f"attachments/{uuid}/detach/", options.drop_empty({"reason": reason}))
         if wait:
@@ -83,7 +120,7 @@ def detach_instance(
         return {"attachment": uuid, "state": current["state"], "text": current["fault"]}
 
     show_and_exit(
-        [{"attachment": row.get("target"), **row} for row in run_for_each(open_uuids, detach)],
+        [{"attachment": row.get("target"), **row} for row in run_for_each(uuids, detach)],
         DETACH_COLUMNS,
         cli_context.output,
     )
@@ -104,7 +141,5 @@ def _follow_attachment(
             100 if has_ended else 90 * steps_done / USUAL_STEPS, f"{current['state']} {step_text}".strip(), has_ended
         )
 
-    follow_until_ended(
-        action, f"cyborg accelerator-list --instance {attachment['instance']}, or {attachment['url']}", poll
-    )
+    follow_until_ended(action, f"{cli_context.api.spell_verb('attachment-show')} {attachment['uuid']}", poll)
     return current

@@ -1,4 +1,7 @@
-"""HTTP requests of the `cyborg` command to `/api/`: paging, and API errors as `CliError`.
+"""Requests of the command line to `/api/`: paging, and API errors as `CliError`.
+
+`cyborg` sends them over HTTP with `HttpApiClient`. The same verbs of `manage.py` send them within their own process,
+with `cyborgweb.management.local_api`.
 
 keystoneauth1 is imported and the login happens only at the first request, so that `--help` costs nothing.
 """
@@ -6,6 +9,7 @@ keystoneauth1 is imported and the login happens only at the first request, so th
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -30,24 +34,44 @@ NEVER_SENT_ERRORS = ("NewConnectionError", "NameResolutionError")
 """Names in an error's text which show that the request never left this machine, so nothing can have been changed."""
 
 
-class ApiClient:
+class ApiClient(ABC):
     """A client of the API below `/api/`. Every method raises CliError, with the API's own error message if any."""
 
-    def __init__(self, login: LoginOptions) -> None:
-        self.login = login
+    @property
+    @abstractmethod
+    def server_name(self) -> str:
+        """How error messages name the server."""
+
+    @abstractmethod
+    def send_request(
+        self, method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
+    ) -> dict[str, Any]:
+        """Send a request and return the decoded answer. The body is `json`, or the bytes that `data` can read."""
+
+    def spell_verb(self, verb: str) -> str:
+        """Return how people type a verb of the command line that uses this client, for messages."""
+        return f"cyborg {verb}"
 
     def get(self, path: str, **query: Any) -> dict[str, Any]:
         """Return the decoded answer to a GET; `query` values that are bool are sent as `true` and `false`."""
         parameters = {name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()}
-        return self._send_request("GET", path, params=parameters)
+        return self.send_request("GET", path, params=parameters)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send `body` as JSON with POST and return the decoded answer."""
-        return self._send_request("POST", path, json=body)
+        return self.send_request("POST", path, json=body)
 
     def patch(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send `body` as JSON with PATCH and return the decoded answer."""
-        return self._send_request("PATCH", path, json=body)
+        return self.send_request("PATCH", path, json=body)
+
+    def delete(self, path: str) -> None:
+        """Send a DELETE."""
+        self.send_request("DELETE", path)
+
+    def upload(self, path: str, content: Any, **query: Any) -> dict[str, Any]:
+        """Send bytes with POST and return the decoded answer. `content` has `read`, `__iter__` and `__len__`."""
+        return self.send_request("POST", path, params=query, data=content)
 
     def iterate_rows(self, path: str, limit: int, **query: Any) -> Iterator[dict[str, Any]]:
         """Yield at most `limit` rows of a list, fetching page after page.
@@ -58,18 +82,31 @@ class ApiClient:
         while limit > 0:
             page = self.get(path, **query)
             if not isinstance(page.get("results"), list):
-                raise CliError(ExitCode.AWAY, f"{self._session_and_url[1]}/api/{path} answered no list: check --url.")
+                raise CliError(ExitCode.AWAY, f"{self.server_name}/api/{path} answered no list: check --url.")
             yield from page["results"][:limit]
             limit -= len(page["results"])
             if not page.get("next"):
                 return
             query = dict(parse_qs(urlsplit(page["next"]).query))
 
+
+class HttpApiClient(ApiClient):
+    """A client that reaches the API over HTTP, logged in with keystoneauth1."""
+
+    def __init__(self, login: LoginOptions) -> None:
+        self.login = login
+
+    @property
+    def server_name(self) -> str:
+        """The server's address."""
+        return str(self._session_and_url[1])
+
     @cached_property
     def _session_and_url(self) -> tuple[Any, str]:
         return open_session(self.login)
 
-    def _send_request(self, method: str, path: str, **request_options: Any) -> dict[str, Any]:
+    def send_request(self, method: str, path: str, **request_options: Any) -> dict[str, Any]:
+        """Send a request, logging in first if necessary, and return the decoded answer."""
         from keystoneauth1 import exceptions
 
         server_url = self.login.url or "Keystone"
@@ -83,7 +120,7 @@ class ApiClient:
                 method,
                 raise_exc=False,
                 user_agent="cyborg",
-                headers=ACCEPT_HEADERS,
+                headers=ACCEPT_HEADERS | (BYTES_HEADERS if "data" in request_options else {}),
                 **request_options,
             )
         except exceptions.ConnectTimeout:
@@ -110,15 +147,18 @@ class ApiClient:
             raise CliError(
                 ExitCode.NOT_ALLOWED, f"You are not logged in: {_describe_cause(error)} Log in with {LOGIN_HELP}."
             ) from None
-        return _decode_response(response, server_url)
+        return decode_response(response, server_url)
 
 
 ACCEPT_HEADERS = {"Accept": "application/json"}
+BYTES_HEADERS = {"Content-Type": "application/octet-stream"}
 
 
-def _decode_response(response: Any, server_url: str) -> dict[str, Any]:
+def decode_response(response: Any, server_url: str) -> dict[str, Any]:
     """Return the decoded JSON object of a successful answer; raise CliError for redirects, errors and other content."""
     status = response.status_code
+    if status == 204:
+        return {}
     if 300 <= status < 400:
         location = response.headers.get("Location", "another address")
         raise CliError(ExitCode.AWAY, f"{server_url} redirects to {location}: give the right address in --url.")

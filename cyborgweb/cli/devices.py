@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from cyborgweb.cli.problems import ExitCode
 
 DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
 DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
+MAX_HISTORY = 10
+PROGRESS_STEP = 200
+"""If more devices than these are changed, the number of those that are done is printed after each such step."""
 ACTION_COLUMNS = ("uuid=target", "outcome", "state", "host", "address", "text")
 AGENT_COLUMNS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
 AGENT_STATES = ("up", "late", "down", "revoked", "clone")
@@ -35,48 +39,100 @@ AGENT_STATES = ("up", "late", "down", "revoked", "clone")
 @click.option(
     "--stale/--fresh", default=None, help="Only devices whose host or driver does not report, or only the others."
 )
+@click.option("--quiet", is_flag=True, help="Print only uuids, one per line, as input for another command.")
 @options.limit_option
 @pass_cli_context
-def device_list(cli_context: CliContext, limit: int, kind: str | None, **filters: Any) -> None:
+def device_list(cli_context: CliContext, limit: int, kind: str | None, quiet: bool, **filters: Any) -> None:
     """List devices. Each row is one card, with its state and the number of its units that are held."""
-    rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind)
+    fields = "uuid" if quiet else None
+    rows = cli_context.fetch_rows("devices/", limit, **filters, type=kind, fields=fields)
+    if quiet:
+        click.echo("".join(f"{row['uuid']}\n" for row in rows), nl=False)
+        return
     print_rows(rows, DEVICE_COLUMNS, cli_context.output, "No devices.")
 
 
 @verb_command("device-show", "device-show 3f1c\ndevice-show cmp1.example/0000:3b:00.0")
 @click.argument("device")
+@click.option(
+    "--history/--no-history",
+    default=False,
+    help=f"Show its latest {MAX_HISTORY} commands and {MAX_HISTORY} events, too.",
+)
 @pass_cli_context
-def device_show(cli_context: CliContext, device: str) -> None:
+def device_show(cli_context: CliContext, device: str, history: bool) -> None:
     """Show a device. Includes its state with the reason, time and person, and the actions that are possible."""
-    print_row(cli_context.api.get(f"devices/{names.resolve_device(cli_context.api, device)}/"), cli_context.output)
+    uuid = names.resolve_device(cli_context.api, device)
+    row = cli_context.api.get(f"devices/{uuid}/")
+    if history:
+        commands = {"device": uuid, "fields": "uuid,op,state,text,created_at"}
+        events = {"subject": uuid, "fields": "at,action,actor,reason"}
+        row["latest_commands"] = list(cli_context.api.iterate_rows("commands/", MAX_HISTORY, **commands))
+        row["latest_events"] = list(cli_context.api.iterate_rows("events/", MAX_HISTORY, **events))
+    print_row(row, cli_context.output)
+
+
+devices_argument = click.argument("devices", nargs=-1, required=True, callback=options.read_dash)
 
 
 @verb_command("device-ready", 'device-ready 3f1c 77ab --reason "burnt in"')
-@click.argument("devices", nargs=-1, required=True)
+@devices_argument
 @options.reason_option
 @options.wait_option
 @pass_cli_context
 def device_ready(cli_context: CliContext, devices: Sequence[str], reason: str, wait: bool) -> None:
-    """Offer devices to instances. A device that must be installed on its host first is followed until that ends."""
+    """Offer devices to instances. A device that must be installed on its host first is followed until that ends.
+
+    Name devices, or write - to read their names from standard input.
+    """
     rows = _apply_action(cli_context, devices, "enable", {"reason": reason})
     if wait:
         _wait_until_installed(cli_context, [row for row in rows if row.get("state") == "installing"])
     show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
 
 
-@verb_command("device-maintain", 'device-maintain 3f1c --reason "new firmware"')
-@click.argument("devices", nargs=-1, required=True)
-@options.reason_option
-@pass_cli_context
-def device_maintain(cli_context: CliContext, devices: Sequence[str], reason: str) -> None:
-    """Stop offering devices. Instances keep the units that they hold."""
-    show_and_exit(
-        _apply_action(cli_context, devices, "disable", {"reason": reason}), ACTION_COLUMNS, cli_context.output
-    )
+def _make_action_verb(name: str, action: str, text: str, example: str) -> click.Command:
+    """Return the verb that applies `action` to devices, without any further options; `text` is its help."""
+
+    @verb_command(name, example, text)
+    @devices_argument
+    @options.reason_option
+    @pass_cli_context
+    def apply_action(cli_context: CliContext, devices: Sequence[str], reason: str) -> None:
+        rows = _apply_action(cli_context, devices, action, {"reason": reason})
+        show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
+
+    return apply_action
+
+
+device_maintain = _make_action_verb(
+    "device-maintain",
+    "disable",
+    "Stop offering devices. Instances keep the units that they hold.",
+    'device-maintain 3f1c --reason "new firmware"',
+)
+device_quarantine = _make_action_verb(
+    "device-quarantine",
+    "quarantine",
+    "Stop offering devices that cannot be trusted. Instances keep the units that they hold.",
+    'device-quarantine 3f1c --reason "smoke"',
+)
+device_release = _make_action_verb(
+    "device-release",
+    "release",
+    "End the quarantine of devices. They are in maintenance then.",
+    "device-release 3f1c",
+)
+device_reinstate = _make_action_verb(
+    "device-reinstate",
+    "reinstate",
+    "Take retired devices back into use. They are inactive then.",
+    "device-reinstate 3f1c",
+)
 
 
 @verb_command("device-drain", 'device-drain 3f1c --then retired --reason "end of lease"')
-@click.argument("devices", nargs=-1, required=True)
+@devices_argument
 @click.option(
     "--then",
     type=click.Choice(["maintenance", "retired"]),
@@ -96,7 +152,7 @@ def device_drain(cli_context: CliContext, devices: Sequence[str], then: str, rea
 
 
 @verb_command("device-retire", 'device-retire 3f1c --yes --reason "broken fan"')
-@click.argument("devices", nargs=-1, required=True)
+@devices_argument
 @options.reason_option
 @options.yes_option
 @pass_cli_context
@@ -120,7 +176,12 @@ def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 def _apply_action(
     cli_context: CliContext, devices: Sequence[str], action: str, body: dict[str, str]
 ) -> list[dict[str, Any]]:
+    numbers = itertools.count(1)
+
     def apply_to_device(text: str) -> dict[str, Any]:
+        number = next(numbers)
+        if len(devices) > PROGRESS_STEP and number % PROGRESS_STEP == 0:
+            click.echo(f"{number} of {len(devices)}", err=True)
         shown = cli_context.api.post(
             f"devices/{names.resolve_device(cli_context.api, text)}/{action}/", options.drop_empty(body)
         )
@@ -171,4 +232,4 @@ def _wait_until_installed(cli_context: CliContext, rows: list[dict[str, Any]]) -
             not installing_rows,
         )
 
-    follow_until_ended("install", f"cyborg device-show {rows[0]['target']}", poll)
+    follow_until_ended("install", f"{cli_context.api.spell_verb('device-show')} {rows[0]['target']}", poll)

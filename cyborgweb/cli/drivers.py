@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import click
 
@@ -14,7 +15,7 @@ from cyborgweb.cli import names, options
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.outcomes import show_and_exit
-from cyborgweb.cli.output import print_rows
+from cyborgweb.cli.output import print_row, print_rows
 from cyborgweb.cli.problems import ExitCode
 
 DRIVER_STATES = ("ok", "failed", "quarantined", "disabled", "absent")
@@ -30,7 +31,9 @@ DRIVER_COLUMNS = (
     "since=seen.since",
     "error=seen.error",
 )
-ROLLOUT_COLUMNS = ("host", "state", "text")
+ROLLOUT_COLUMNS = ("uuid", "state", "op", "driver", "total", "created_at", "by", "reason")
+STEP_COLUMNS = ("host", "state", "text")
+MAX_ROLLOUTS = 50
 MAX_SETTINGS_BYTES = 65_536
 
 
@@ -110,9 +113,11 @@ def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
         (
             click.argument("driver"),
             click.option("--host", "hosts", multiple=True, help="On this host; can be repeated."),
-            click.option("--hosts-like", metavar="GLOB", help="On hosts whose names match, such as 'cmp1*'."),
-            click.option("--hosts-with", metavar="DRIVER", help="On hosts that have this driver."),
-            click.option("--all-hosts", is_flag=True, help="On every host."),
+            click.option(
+                "--hosts-like", "--match", metavar="GLOB", help="On hosts whose names match, such as 'cmp1*'."
+            ),
+            click.option("--hosts-with", "--running", metavar="DRIVER", help="On hosts that have this driver."),
+            click.option("--all-hosts", "--all", is_flag=True, help="On every host."),
             click.option(
                 "--max-parallel",
                 type=click.IntRange(1, 100),
@@ -120,7 +125,9 @@ def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 show_default=True,
                 help="Largest number of hosts at a time.",
             ),
-            click.option("--keep-going", is_flag=True, help="Go on with further hosts after one has failed."),
+            click.option(
+                "--keep-going", "--go-on", is_flag=True, help="Go on with further hosts after one has failed."
+            ),
             options.reason_option,
             options.wait_option,
         )
@@ -132,6 +139,7 @@ def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
 settings_options = (
     click.option(
         "--settings",
+        "--settings-file",
         "file",
         metavar="FILE",
         callback=read_settings_file,
@@ -152,12 +160,17 @@ settings_options = (
 @add_rollout_options
 @settings_options[0]
 @settings_options[1]
+@click.option("--enable/--disable", "enabled", default=True, help="Whether the driver runs; by default it does.")
 @pass_cli_context
 def install_driver(
-    cli_context: CliContext, file: dict[str, Any] | None, values: dict[str, Any], **rollout_options: Any
+    cli_context: CliContext,
+    file: dict[str, Any] | None,
+    values: dict[str, Any],
+    enabled: bool,
+    **rollout_options: Any,
 ) -> None:
     """Install a driver on hosts. Its package must be installed there; the answer names hosts where it is missing."""
-    _start_rollout(cli_context, "install", {"enabled": True} | _merge_settings(file, values), **rollout_options)
+    _start_rollout(cli_context, "install", {"enabled": enabled} | _merge_settings(file, values), **rollout_options)
 
 
 @verb_command("update-driver", "update-driver pci_driver --host cmp1.example --disable --reason 'bad firmware'")
@@ -188,6 +201,31 @@ def uninstall_driver(cli_context: CliContext, yes: bool, **rollout_options: Any)
     """Uninstall a driver from hosts. Refused on hosts where its devices are held."""
     options.confirm(f"Uninstall {rollout_options['driver']} on {_describe_hosts(rollout_options)}?", yes)
     _start_rollout(cli_context, "uninstall", {}, **rollout_options)
+
+
+@verb_command("rollout-show", "rollout-show 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --wait")
+@click.argument("rollout", type=click.UUID, required=False)
+@options.follow_option
+@pass_cli_context
+def rollout_show(cli_context: CliContext, rollout: UUID | None, wait: bool) -> None:
+    """Show a rollout, which installs, updates or uninstalls a driver on its hosts; without a uuid list the newest."""
+    if rollout is None:
+        rows = cli_context.api.iterate_rows("rollouts/", MAX_ROLLOUTS)
+        return print_rows(rows, ROLLOUT_COLUMNS, cli_context.output, "No rollouts.")
+    shown = cli_context.api.get(f"rollouts/{rollout}/")
+    if wait:
+        shown = _follow_rollout(cli_context, shown, f"{shown['op']} {shown['driver']}")
+    print_row(shown, cli_context.output)
+    if wait and (shown["counts"]["failed"] or shown["state"] != "done"):
+        sys.exit(ExitCode.REFUSED)
+
+
+@verb_command("rollout-cancel", "rollout-cancel 5d0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b")
+@click.argument("rollout", type=click.UUID)
+@pass_cli_context
+def rollout_cancel(cli_context: CliContext, rollout: UUID) -> None:
+    """Start no further host of a rollout. Hosts that have been started are finished."""
+    print_row(cli_context.api.post(f"rollouts/{rollout}/cancel/", {}), cli_context.output)
 
 
 def _merge_settings(file: dict[str, Any] | None, values: dict[str, Any]) -> dict[str, Any]:
@@ -228,10 +266,13 @@ def _start_rollout(
     rollout = cli_context.api.post("rollouts/", body | changes | target | ({"reason": reason} if reason else {}))
     if wait:
         rollout = _follow_rollout(cli_context, rollout, f"{op} {driver}")
+    else:
+        command = cli_context.api.spell_verb("rollout-show")
+        click.echo(f"To follow the rollout: {command} {rollout['uuid']} --wait", err=True)
     exit_code_by_state = {"failed": ExitCode.REFUSED, "skipped": ExitCode.REFUSED}
     show_and_exit(
         [{**step, "code": exit_code_by_state.get(step["state"], ExitCode.DONE)} for step in rollout["steps"]],
-        ROLLOUT_COLUMNS,
+        STEP_COLUMNS,
         cli_context.output,
     )
 
@@ -252,5 +293,5 @@ def _follow_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str
         has_ended = current["state"] != "running" and "ordered" not in states
         return WorkProgress(100 * (len(states) - open_count) / max(1, len(states)), text, has_ended)
 
-    follow_until_ended(title, f"cyborg driver-list --driver {rollout['driver']}, or {rollout['url']}", poll)
+    follow_until_ended(title, f"{cli_context.api.spell_verb('rollout-show')} {rollout['uuid']} --wait", poll)
     return current

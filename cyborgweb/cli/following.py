@@ -49,7 +49,7 @@ def follow_until_ended(title: str, later_command: str, poll: Callable[[], WorkPr
                 except CliError as problem:
                     if problem.exit_code != ExitCode.AWAY or time.monotonic() - answered_at > MAX_OUTAGE_S:
                         text = f"{problem.message} The ordered work goes on. To look again: {later_command}"
-                        raise CliError(problem.exit_code, text) from None
+                        raise CliError(problem.exit_code, text, problem.reason) from None
                     progress = WorkProgress(
                         bar.pos if bar else 0, "the server cannot be reached; it is tried again", False
                     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from cyborgweb.cli import accelerators, attachments, backends, census, devices, drivers, usage
+from cyborgweb.cli import accelerators, attachments, backends, census, commands, devices, drivers, images, usage
 from cyborgweb.cli.options import VerbCommand, connection_options, output_options
 
 SHELLS = ("bash", "zsh", "fish")
@@ -61,6 +61,8 @@ VERB_COMMANDS = (
     drivers.install_driver,
     drivers.uninstall_driver,
     drivers.update_driver,
+    drivers.rollout_show,
+    drivers.rollout_cancel,
     backends.backend_list,
     backends.backend_show,
     backends.service_list,
@@ -70,13 +72,25 @@ VERB_COMMANDS = (
     devices.device_ready,
     devices.device_maintain,
     devices.device_drain,
+    devices.device_quarantine,
+    devices.device_release,
     devices.device_retire,
+    devices.device_reinstate,
+    *commands.ORDER_VERBS.values(),
+    commands.command_list,
+    commands.command_show,
+    images.image_upload,
+    images.image_list,
+    images.image_remove,
     accelerators.accelerator_list,
     accelerators.accelerator_create,
     accelerators.accelerator_update,
     accelerators.accelerator_delete,
     attachments.attach_instance,
     attachments.detach_instance,
+    attachments.attachment_list,
+    attachments.attachment_show,
+    attachments.attachment_detach,
     usage.show_usage,
     census.load_census,
     devices.agent_list,

@@ -21,10 +21,8 @@ def resolve_device(api: ApiClient, text: str) -> str:
     A whole uuid costs no request; otherwise up to MAX_DEVICES_FETCHED devices are fetched. Raises CliError if no device
     or several devices match, UsageError if `text` has none of these forms.
     """
-    try:
-        return str(UUID(text))
-    except ValueError:
-        pass
+    if uuid := _parse_uuid(text):
+        return uuid
     host, slash, address = text.rpartition("/")
     if slash:
         matching_uuids = [
@@ -51,14 +49,24 @@ def resolve_device(api: ApiClient, text: str) -> str:
             f"{text!r} is not one device but {len(matching_uuids)}: {first_matches}…; give more of its uuid.",
         )
     if not matching_uuids:
-        raise CliError(ExitCode.NOT_FOUND, f"There is no device {text!r}: `cyborg device-list` lists all devices.")
+        lister = api.spell_verb("device-list")
+        raise CliError(ExitCode.NOT_FOUND, f"There is no device {text!r}: `{lister}` lists all devices.")
     return str(matching_uuids[0])
 
 
 def resolve_host(api: ApiClient, name: str) -> str:
-    """Return the uuid of the host `name`. Raises CliError if there is none."""
+    """Return the uuid of a host, given its name or its uuid. Raises CliError if no host has the name."""
+    if uuid := _parse_uuid(name):
+        return uuid
     for row in api.iterate_rows("hosts/", 1, name=name, fields="uuid"):
         return str(row["uuid"])
-    raise CliError(
-        ExitCode.NOT_FOUND, f"There is no host {name!r}: `cyborg agent-list` lists the hosts that have an agent."
-    )
+    lister = api.spell_verb("agent-list")
+    raise CliError(ExitCode.NOT_FOUND, f"There is no host {name!r}: `{lister}` lists the hosts that have an agent.")
+
+
+def _parse_uuid(text: str) -> str:
+    """Return the canonical form of a uuid, or "" if `text` is none."""
+    try:
+        return str(UUID(text))
+    except ValueError:
+        return ""

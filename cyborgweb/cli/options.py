@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cyborgweb.cli.connection import ApiClient
+from cyborgweb.cli.connection import ApiClient, HttpApiClient
 from cyborgweb.cli.logins import LoginOptions
 from cyborgweb.cli.output import FORMATS, OutputOptions
 
@@ -25,15 +25,19 @@ MAX_KEY_VALUES = 64
 
 @dataclass
 class CliContext:
-    """The connection and output settings of this call, which `pass_cli_context` passes to every verb."""
+    """The connection and output settings of this call, which `pass_cli_context` passes to every verb.
+
+    With a `client` the connection settings are not used.
+    """
 
     login: LoginOptions = field(default_factory=LoginOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
+    client: ApiClient | None = None
 
     @cached_property
     def api(self) -> ApiClient:
-        """The API client; it logs in and connects only when its first method is called."""
-        return ApiClient(self.login)
+        """The API client; over HTTP it logs in and connects only when its first method is called."""
+        return self.client or HttpApiClient(self.login)
 
     def fetch_rows(self, path: str, limit: int, **filters: Any) -> list[dict[str, Any]]:
         """Return at most `limit` rows of a list; print a note on standard error if there are more.
@@ -55,21 +59,30 @@ class VerbCommand(click.Command):
     """A command that also accepts the common options after its name.
 
     Its help shows the output options. The connection options are hidden there, because `cyborg --help` shows them.
+    Each line of `example` begins with the verb's name.
     """
 
     def __init__(self, *args: Any, example: str = "", **options: Any) -> None:
-        example_lines = "\n".join(f"  cyborg {line}" for line in example.splitlines())
         super().__init__(*args, **options)
-        self.epilog = f"\b\nExample:\n{example_lines}"
+        self.example = example
         self.params += [*output_options(), *connection_options(hidden=True)]
 
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples, with the verb as the user types it, which differs between `cyborg` and `manage.py`."""
+        lines = (line.removeprefix(self.name or "") for line in self.example.splitlines())
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text("\n".join(["\b\nExample:", *(f"  {context.command_path}{line}" for line in lines)]))
 
-def verb_command(name: str, example: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator that makes a function a verb. The function's docstring is the help text.
 
-    Each line of `example` is shown in the help as a command line, after the word `cyborg`.
+def verb_command(
+    name: str, example: str, help_text: str | None = None
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator that makes a function a verb. The help text is by default the function's docstring.
+
+    Each line of `example` is shown in the help as a command line.
     """
-    return click.command(name, cls=VerbCommand, example=example)
+    return click.command(name, cls=VerbCommand, example=example, help=help_text)
 
 
 def connection_options(hidden: bool = False) -> list[click.Parameter]:
@@ -105,7 +118,7 @@ def connection_options(hidden: bool = False) -> list[click.Parameter]:
 
 
 def output_options() -> list[click.Parameter]:
-    """Return the output options --format and --columns."""
+    """Return the output options --format, --json and --columns."""
     return [
         click.Option(
             ["--format", "-f"],
@@ -113,6 +126,13 @@ def output_options() -> list[click.Parameter]:
             expose_value=False,
             callback=_store_in_context("output", "format"),
             help="The default is table. json and yaml print whole rows, table and csv the columns.",
+        ),
+        click.Option(
+            ["--json"],
+            is_flag=True,
+            expose_value=False,
+            callback=_store_in_context("output", "format", lambda _: "json"),
+            help="The same as --format json.",
         ),
         click.Option(
             ["--columns", "-c"],
@@ -155,7 +175,10 @@ limit_option = click.option(
     help="Largest number of rows.",
 )
 wait_option = click.option(
-    "--wait/--no-wait", default=True, help="Wait until the work has ended (the default), or only order it."
+    "--wait/--no-wait", default=True, show_default=True, help="Wait until the work has ended, or only order it."
+)
+follow_option = click.option(
+    "--wait", is_flag=True, help="Wait until it has ended. The exit code is then 1 if it failed."
 )
 yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 
@@ -172,6 +195,11 @@ reason_option = click.option(
 )
 
 
+def read_dash(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of an argument without repetitions; the word - stands for the words on standard input."""
+    return tuple(dict.fromkeys(one for word in words for one in (sys.stdin.read().split() if word == "-" else [word])))
+
+
 def drop_empty(values: dict[str, Any]) -> dict[str, Any]:
     """Return `values` without the options that were not given (None or empty)."""
     return {name: value for name, value in values.items() if value not in (None, "", (), {})}
@@ -183,6 +211,12 @@ def parse_key_values(context: click.Context, parameter: click.Parameter, value: 
     if len(pairs) > MAX_KEY_VALUES or not all(word and mark and said for word, mark, said in pairs):
         raise click.BadParameter(f"Write WORD=VALUE, such as vfs=4; at most {MAX_KEY_VALUES} times.")
     return {word: said for word, _, said in pairs}
+
+
+def layout_option(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option --layout, with further attributes of click's options."""
+    attributes.setdefault("help", "Settings of the device's driver, see `changeable` of device-show; can be repeated.")
+    return click.option("--layout", multiple=True, metavar="WORD=VALUE", callback=parse_key_values, **attributes)
 
 
 def confirm(question: str, is_confirmed: bool) -> None:

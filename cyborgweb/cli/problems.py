@@ -34,10 +34,13 @@ class CliError(CyborgwebError, click.ClickException):
         self.reason = to_printable_line(reason)
         self.exit_code = code  # type: ignore[misc]  # click declares it on the class, but reads it from the instance
 
+    def format_message(self) -> str:
+        """Return the message with the code of the error after it, if it has one."""
+        return f"{self.message} [{self.reason}]" if self.reason else self.message
+
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message, after the command's name, on `file` or standard error."""
-        suffix = f" [{self.reason}]" if self.reason else ""
-        click.echo(f"cyborg: {self.message}{suffix}", file=file, err=True)
+        click.echo(f"cyborg: {self.format_message()}", file=file, err=True)
 
 
 def to_printable_line(text: str) -> str:

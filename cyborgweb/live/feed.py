@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from django.contrib.sessions.backends.db import SessionStore
 from django.core.exceptions import PermissionDenied
 from django.db import Error, InterfaceError, OperationalError, connection
 
 from accelerators.runtime import metrics
+from agents.liveness import compute_thresholds
 from cyborgweb.live import session_permissions
 from cyborgweb.live.list_snapshot import Cells, ListSnapshot, hash_cell
 
@@ -58,12 +60,16 @@ SIGNED_OUT, NOT_ALLOWED, MALFORMED, TOO_SLOW, TRY_AGAIN_LATER = 4401, 4403, 4400
 SELECT_GENERATIONS = """
 SELECT collection, sum(value)::bigint, set_config('statement_timeout', %s, false) FROM generation GROUP BY collection
 """
+"""Plain SQL, because it also sets the statement timeout of the connection in the same round trip."""
 SELECT_UNCOUNTED = """
 SELECT (SELECT concat(count(*), ' ', sum(attempts), ' ', max(id)) FROM accelerators_intent),
   (SELECT concat(count(*) FILTER (WHERE seen_at >= %s), ' ', count(*) FILTER (WHERE seen_at >= %s)) FROM agents_lease),
   (SELECT max(changed_at) FROM agents_agent)
 """
-"""Facts that no generation counts but pages show: intents, agents that are up or late, agents that changed."""
+"""Facts that no generation counts but pages show: intents, agents that are up or late, agents that changed.
+
+Plain SQL, because it reads three tables in one statement.
+"""
 
 
 RenderedRow = tuple[object, Cells, dict[str, int]]
@@ -218,7 +224,7 @@ class LiveFeed:
         if watcher.is_plain_page:
             return
         try:
-            shown = ListSnapshot(path, query, watcher.user, session_permissions.open_session_store(watcher.session_key))
+            shown = ListSnapshot(path, query, watcher.user, SessionStore(watcher.session_key))
             key_by_name = shown.parse_keys(rows)
             watcher.snapshot, watcher.row_names = shown, {key: text for text, key in key_by_name.items()}
             watcher.sent_rows = {key: (None, {}) for key in key_by_name.values()}
@@ -436,7 +442,9 @@ class LiveFeed:
         """
         if pages and now >= self._next_uncounted_at:
             self._next_uncounted_at = now + self._intervals.uncounted_query_s
-            self._uncounted = session_permissions.query_with_liveness_limits(SELECT_UNCOUNTED)
+            with connection.cursor() as cursor:
+                cursor.execute(SELECT_UNCOUNTED, compute_thresholds())
+                self._uncounted = cursor.fetchone()
         state = self._outages, tuple(sorted(self._generations.items())), self._uncounted
         waiting = []
         for one in pages:

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from markdown_it.common.utils import escapeHtml
 from markdown_it.token import Token
 
-from cyborgweb.manual import contents, sequence
+from cyborgweb.manual import contents
 
 AddressFunction = Callable[[str], str]
 """Function that returns the address of something in docs/ in one edition of the manual: `guide.md#words`,
@@ -83,6 +83,11 @@ def resolve_link(name: str, link: str) -> str:
     return "/".join(parts) + (f"#{anchor}" if anchor else "")
 
 
+def diagram_path(name: str, anchor: str) -> str:
+    """Return the path below docs/ of the drawing that the page shows for the Mermaid block under this heading."""
+    return f"images/{PurePosixPath(name).name}-{anchor}.svg"
+
+
 def _replace_link_targets(tokens: Sequence[Token], name: str, address: AddressFunction) -> None:
     """Replace the targets of links and pictures by their addresses in this edition."""
     for token in tokens:
@@ -114,15 +119,15 @@ def _render_text(self: Any, tokens: Sequence[Token], at: int, options: Any, env:
 
 
 def _render_code_block(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
-    """Render a block of code, or a Mermaid diagram as SVG. In the info string, the word after the language is a file
-    name and becomes the caption.
+    """Render a block of code, or the drawing for a Mermaid block. In the info string, the word after the language is a
+    file name and becomes the caption.
     """
     token = tokens[at]
     language, _, name = token.info.partition(" ")
     if language == "mermaid":
-        heading = next((n for n in range(at, 0, -1) if tokens[n - 1].type == "heading_open"), None)
-        accessible_name = _plain_text(tokens[heading]) if heading else env["page"]
-        drawing = sequence.render_svg(token.content, accessible_name)
+        heading = next(n for n in range(at, -1, -1) if tokens[n].type == "heading_open")
+        path = diagram_path(env["page"], str(tokens[heading].attrGet("id")))
+        drawing = _read_drawing(path, _plain_text(tokens[heading + 1]))
         return f'<div class="drawing" tabindex="0" role="group">{drawing}</div>\n'
     caption = f"<figcaption>{escapeHtml(name)}</figcaption>" if name else ""
     return f'<figure class="code">{caption}<pre tabindex="0"><code>{escapeHtml(token.content)}</code></pre></figure>\n'
@@ -131,14 +136,16 @@ def _render_code_block(self: Any, tokens: Sequence[Token], at: int, options: Any
 def _render_image(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
     """Render a picture: a photograph by its file; an SVG drawing inline, so that it uses the page's colours."""
     token = tokens[at]
-    alternative_text, path = escapeHtml(token.content), token.meta.get("docs", "")
+    path = token.meta.get("docs", "")
     if path.endswith(".svg") and path in contents.list_public_files():
-        drawing = (contents.DOCS_FOLDER / path).read_text().partition("<svg ")[2]
-        return (
-            '<span class="drawing" tabindex="0">'
-            f'<svg role="img" aria-label="{alternative_text}" {drawing.strip()}</span>'
-        )
-    return f'<img src="{escapeHtml(str(token.attrGet("src")))}" alt="{alternative_text}" loading="lazy">'
+        return f'<span class="drawing" tabindex="0">{_read_drawing(path, token.content)}</span>'
+    return f'<img src="{escapeHtml(str(token.attrGet("src")))}" alt="{escapeHtml(token.content)}" loading="lazy">'
+
+
+def _read_drawing(path: str, label: str) -> str:
+    """Return an SVG file of docs/ as an element of the page; `label` is its accessible name."""
+    drawing = (contents.DOCS_FOLDER / path).read_text().partition("<svg ")[2].strip()
+    return f'<svg role="img" aria-label="{escapeHtml(label)}" {drawing}'
 
 
 def _render_table_heading(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:

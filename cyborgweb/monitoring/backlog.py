@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from django.db import connection
 
-from accelerators.admin.records import STUCK_AFTER
+from accelerators.admin.events_and_intents import STUCK_AFTER
 
 NEAR_DEADLINE_S = 10
 """Seconds before its deadline from which a bind counts as close to failing."""
@@ -37,6 +37,7 @@ SELECT json_build_object(
       coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
     FROM accelerators_intent GROUP BY kind) i))::text
 """
+"""Plain SQL, because it reads ten tables in one statement; the dashboard may run at most ten (promise P3)."""
 
 
 @dataclass(frozen=True)

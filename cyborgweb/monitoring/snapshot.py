@@ -8,22 +8,26 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from typing import Any
 
-import msgspec
 from django.conf import settings
 from django.db import Error, connection, transaction
-from django.db.models import Count, Q
+from django.db.models import Count, Q, QuerySet, Value
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from accelerators.domain.states import AgentState
-from accelerators.models import Device, Host
+from accelerators.models import AcceleratorRequest, Attachment, Command, Device, Host, HostDriver, Rollout
+from accelerators.models.commands import COMMAND_IS_OPEN
+from accelerators.models.drivers import ROLLOUT_IS_OPEN
 from accelerators.runtime import jobs
 from agents import liveness, telemetry
 from cyborgweb.monitoring import backlog
+from placement_sync.models import Discrepancy
 
 log = logging.getLogger(__name__)
 
@@ -43,36 +47,6 @@ METRIC_NAME = re.compile(
 """Metric names that our drivers use (`drivers.inventory.Sample`, `drivers.pci.pci_health`). Names that a host makes up
 are not exported.
 """
-
-SELECT_COUNTS = """
-SELECT json_build_object(
-  'requests', (SELECT json_object_agg(state, n) FROM
-    (SELECT state, count(*) AS n FROM accelerators_acceleratorrequest GROUP BY state) x),
-  'commands', (SELECT json_object_agg(state, n) FROM
-    (SELECT state, count(*) AS n FROM accelerators_command WHERE ended_at IS NULL GROUP BY state) x),
-  'attachments', (SELECT json_object_agg(state, n) FROM
-    (SELECT state, count(*) AS n FROM accelerators_attachment WHERE ended_at IS NULL GROUP BY state) x),
-  'discrepancies', (SELECT json_object_agg(kind, n) FROM
-    (SELECT kind, count(*) AS n FROM placement_sync_discrepancy GROUP BY kind) x),
-  'drivers', (SELECT json_object_agg(state, n) FROM
-    (SELECT state, count(*) AS n FROM accelerators_hostdriver GROUP BY state) x),
-  'rollouts', (SELECT count(*) FROM accelerators_rollout WHERE ended_at IS NULL))::text
-"""
-SELECT_DEVICE_NAMES = """
-SELECT d.host_id, d.key, d.uuid::text, d.type, h.name FROM accelerators_device d
-JOIN accelerators_host h ON h.id = d.host_id WHERE d.host_id = ANY(%s)
-"""
-
-
-class _StateCounts(msgspec.Struct):
-    """The answer of SELECT_COUNTS; null where there are no rows."""
-
-    rollouts: int
-    requests: dict[str, int] | None
-    commands: dict[str, int] | None
-    attachments: dict[str, int] | None
-    discrepancies: dict[str, int] | None
-    drivers: dict[str, int] | None
 
 
 @dataclass
@@ -108,7 +82,7 @@ def collect_gauges() -> Iterator[Metric]:
         # Before the transaction, because it may wait for other gateways.
         loads = telemetry.get_last_loads() if settings.KEYS.metrics_devices else None
         with transaction.atomic():
-            with connection.cursor() as cursor:
+            with connection.cursor() as cursor:  # the ORM cannot set a timeout
                 cursor.execute("SELECT set_config('statement_timeout', %s, true)", [str(STATEMENT_TIMEOUT_MS)])
             database_gauges = GaugeList()
             _add_fleet(database_gauges)
@@ -154,9 +128,6 @@ def _add_fleet(gauges: GaugeList) -> None:
 def _add_work(gauges: GaugeList) -> None:
     """Add the gauges of unfinished work: queues, intents, binds, commands, attachments, rollouts and discrepancies."""
     now, work = datetime.now(UTC), backlog.read_backlog()
-    with connection.cursor() as cursor:
-        cursor.execute(SELECT_COUNTS)
-        open_counts = msgspec.json.decode(cursor.fetchone()[0], type=_StateCounts)
 
     def age(moment: datetime | None) -> float:
         return max(0.0, (now - moment).total_seconds()) if moment else 0.0
@@ -194,20 +165,44 @@ def _add_work(gauges: GaugeList) -> None:
         "cyborg_devices_missing_held", "Devices that are missing while somebody holds them.", work.missing_held
     )
     gauges.add_gauge("cyborg_bulks_open", "Bulk actions under way.", work.bulks)
-    gauges.add_gauge("cyborg_rollouts_open", "Rollouts of drivers under way.", open_counts.rollouts)
-    for name, text, label, counts in (
-        ("cyborg_requests", "Accelerator requests by state.", "state", open_counts.requests),
-        ("cyborg_commands_open", "Commands that have not ended, by state.", "state", open_counts.commands),
-        ("cyborg_attachments_open", "Attachments that have not ended, by state.", "state", open_counts.attachments),
+    _add_counts_by_state(gauges)
+
+
+def _add_counts_by_state(gauges: GaugeList) -> None:
+    """Add the gauges that count rows by state or kind. One statement."""
+    tables: tuple[tuple[str, str, str, QuerySet[Any]], ...] = (
+        ("cyborg_requests", "Accelerator requests by state.", "state", AcceleratorRequest.objects.all()),
+        (
+            "cyborg_commands_open",
+            "Commands that have not ended, by state.",
+            "state",
+            Command.objects.filter(COMMAND_IS_OPEN),
+        ),
+        (
+            "cyborg_attachments_open",
+            "Attachments that have not ended, by state.",
+            "state",
+            Attachment.objects.filter(ended_at=None),
+        ),
         (
             "cyborg_discrepancies",
             "Discrepancies with Placement, Nova or the hardware, by kind.",
             "kind",
-            open_counts.discrepancies,
+            Discrepancy.objects.all(),
         ),
-        ("cyborg_host_drivers", "Drivers on hosts, by state.", "state", open_counts.drivers),
-    ):
-        gauges.add_labelled_gauge(name, text, [label], [([word], number) for word, number in (counts or {}).items()])
+        ("cyborg_host_drivers", "Drivers on hosts, by state.", "state", HostDriver.objects.all()),
+    )
+    open_rollouts = Rollout.objects.filter(ROLLOUT_IS_OPEN)
+    counted = [(name, label, rows) for name, _, label, rows in tables] + [("rollouts", "state", open_rollouts)]
+    first, *others = (
+        rows.order_by().values_list(Value(name), label).annotate(number=Count("*")) for name, label, rows in counted
+    )
+    counts = defaultdict[str, list[tuple[list[str], int]]](list)
+    for name, word, number in first.union(*others, all=True):
+        counts[name].append(([word], number))
+    gauges.add_gauge("cyborg_rollouts_open", "Rollouts of drivers under way.", sum(n for _, n in counts["rollouts"]))
+    for name, text, label, _ in tables:
+        gauges.add_labelled_gauge(name, text, [label], counts[name])
 
 
 def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
@@ -216,9 +211,11 @@ def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
     """
     since = time.time() - MAX_SAMPLE_AGE_S
     fresh_loads = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}
-    with connection.cursor() as cursor:
-        cursor.execute(SELECT_DEVICE_NAMES, [list(fresh_loads)])
-        names = {(host, key): (name, uuid, kind) for host, key, uuid, kind, name in cursor.fetchall()}
+    known_devices = Device.objects.filter(host__in=fresh_loads).order_by()
+    names = {
+        (host, key): (name, str(uuid), kind)
+        for host, key, uuid, kind, name in known_devices.values_list("host", "key", "uuid", "type", "host__name")
+    }
     series: list[tuple[tuple[str, ...], float]] = []
     left_out = 0
     for host, devices in fresh_loads.items():

@@ -25,7 +25,7 @@ SELECT_OLDEST_TRANSACTION = (
     "SELECT coalesce(min(xact_start), now()) FROM pg_stat_activity WHERE datname = current_database()"
 )
 """Start of the oldest running transaction. No event that is not yet visible can be older. Must be queried before the
-snapshot that sets the horizon is taken.
+snapshot that sets the horizon is taken. Plain SQL, because it reads a view of PostgreSQL's statistics.
 """
 
 _KINDS_OF_EVENT = """array_remove(ARRAY[
@@ -120,6 +120,8 @@ FAN_OUT_EVENTS = f"""WITH {_NEW_EVENTS}, {_MESSAGE_DATA}, {_INSERT_DELIVERIES} S
 """Reads one batch of events, decides what each project and the operators may see of them, writes the deliveries and
 moves the reader, all in one statement. Returns whether there may be more events, and the delivery ways that now have
 work.
+
+Plain SQL, because every part must see the same snapshot of transactions, and the ORM would need several statements.
 """
 
 

@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import orjson
 from django.db import connection, transaction
+from django.db.models import Case, F, QuerySet, TextField, Value, When
+from django.db.models.functions import Greatest, Now
 
 from accelerators import conductor
 from accelerators.domain.states import EventSource
@@ -63,6 +66,7 @@ SELECT * FROM (
   WHERE s.standing = 'active' AND s.way = %(way)s AND s.retry_at <= statement_timestamp()
 ) x WHERE x.place <= %(most)s OR %(way)s = 'email' ORDER BY x.next_at, x.id LIMIT %(batch)s
 """
+"""Plain SQL, because the ORM has no lateral join: each subscription has a limit of its own."""
 UPDATE_DELIVERIES = """
 UPDATE cyborgweb_delivery d SET attempts = d.attempts + 1, last_error = x.error,
   progress = CASE WHEN x.error = '' THEN 'delivered' WHEN x.pause IS NULL THEN 'given up' ELSE 'waiting' END,
@@ -70,6 +74,9 @@ UPDATE cyborgweb_delivery d SET attempts = d.attempts + 1, last_error = x.error,
   next_at = statement_timestamp() + make_interval(secs => coalesce(x.pause, 0))
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, error text, pause float8)
 WHERE d.id = x.id AND d.progress = 'waiting'
+"""
+"""Plain SQL, because each row gets values of its own, and a round of mails has 2000 rows: `bulk_update` would write a
+CASE with a branch for each.
 """
 UPDATE_SUBSCRIPTIONS = """
 UPDATE cyborgweb_subscription s SET failures = CASE WHEN x.error = '' THEN 0 ELSE s.failures + 1 END,
@@ -79,18 +86,7 @@ UPDATE cyborgweb_subscription s SET failures = CASE WHEN x.error = '' THEN 0 ELS
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, error text, pause float8) WHERE s.id = x.id AND s.standing = 'active'
 RETURNING s.id, s.failing_since < statement_timestamp() - make_interval(secs => %s)
 """
-POSTPONE_MAIL = """
-UPDATE cyborgweb_subscription SET retry_at = greatest(retry_at, statement_timestamp() + make_interval(secs => %s))
-WHERE way = 'email' AND standing = 'active'
-"""
-GIVE_UP_DELIVERIES = """
-UPDATE cyborgweb_delivery SET progress = 'given up', last_error = coalesce(nullif(last_error, ''), %s)
-WHERE progress = 'waiting' AND
-"""
-DELETE_OLD_DELIVERIES = """
-DELETE FROM cyborgweb_delivery WHERE id IN (SELECT id FROM cyborgweb_delivery
-  WHERE created_at < statement_timestamp() - make_interval(secs => %s) ORDER BY created_at LIMIT 1000)
-"""
+"""Plain SQL, because the ORM's updates return no columns."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +138,9 @@ def send_mails() -> bool:
     )
     store_outcomes(tried, outcomes, MAIL_COLLECT_S)
     if is_server_unavailable:
-        with connection.cursor() as cursor:
-            cursor.execute(POSTPONE_MAIL, [MAIL_SERVER_RETRY_S])
+        next_try_at = Now() + timedelta(seconds=MAIL_SERVER_RETRY_S)
+        active_mails = Subscription.objects.filter(way=DeliveryWay.EMAIL, standing=SubscriptionStanding.ACTIVE)
+        active_mails.update(retry_at=Greatest("retry_at", next_try_at))
     return bool(tried) and not is_server_unavailable
 
 
@@ -219,12 +216,19 @@ def store_outcomes(tried: list[DueDelivery], outcomes: list[AttemptOutcome], pau
 
 def give_up_and_delete_old() -> None:
     """Give up deliveries that have waited for `MAX_WAIT_S`, and delete at most 1000 older than `RETENTION_S`."""
-    with connection.cursor() as cursor:
-        too_long = "created_at < statement_timestamp() - make_interval(secs => %s)"
-        cursor.execute(
-            GIVE_UP_DELIVERIES + too_long, [f"It waited for more than {MAX_WAIT_S // 86_400} days.", MAX_WAIT_S]
-        )
-        cursor.execute(DELETE_OLD_DELIVERIES, [RETENTION_S])
+    waited_too_long = Delivery.objects.filter(created_at__lt=Now() - timedelta(seconds=MAX_WAIT_S))
+    _give_up(waited_too_long, f"It waited for more than {MAX_WAIT_S // 86_400} days.")
+    old = Delivery.objects.filter(created_at__lt=Now() - timedelta(seconds=RETENTION_S)).order_by("created_at")
+    Delivery.objects.filter(pk__in=old.values("pk")[:1000]).delete()
+
+
+def _give_up(deliveries: QuerySet[Delivery], reason: str) -> None:
+    """Give up those of the deliveries that are waiting. The error of the last attempt is kept; without one, `reason` is
+    stored.
+    """
+    last_error = Case(When(last_error="", then=Value(reason)), default=F("last_error"), output_field=TextField())
+    waiting = deliveries.filter(progress=DeliveryProgress.WAITING)
+    waiting.update(progress=DeliveryProgress.GIVEN_UP, last_error=last_error)
 
 
 def _stop_subscription(id: int, standing: SubscriptionStanding, reason: str) -> None:
@@ -234,8 +238,7 @@ def _stop_subscription(id: int, standing: SubscriptionStanding, reason: str) -> 
     with conductor.writing():
         row = Subscription.objects.get(pk=id)
         Subscription.objects.filter(pk=id).update(standing=standing)
-        with connection.cursor() as cursor:
-            cursor.execute(GIVE_UP_DELIVERIES + "subscription_id = %s", [reason, id])
+        _give_up(row.deliveries.all(), reason)
         changes = {"standing": [row.standing, standing]}
         subject = (row.uuid, row.name)
         action = f"subscription.{standing}"

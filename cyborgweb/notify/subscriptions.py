@@ -72,7 +72,7 @@ def create(
     secret = webhook.generate_secret() if subscription.way == DeliveryWay.WEBHOOK else ""
     subscription.secret = keyring.encrypt_secret(secret) if secret else ""
     with conductor.writing():
-        with connection.cursor() as cursor:
+        with connection.cursor() as cursor:  # the lock serializes creations, so that the limit holds
             cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_CREATE_LOCK_ID])
         if Subscription.objects.filter(project_id=subscription.project_id, person=person).count() >= MAX_SUBSCRIPTIONS:
             raise RefusedError(

@@ -3,7 +3,8 @@ checked.
 
 This module does not use Django and runs on threads. Source: standardwebhooks.com, specification 1.0. A host name is
 looked up once, every address it has must be allowed, and the connection goes to one of these addresses, so a DNS change
-a moment later has no effect. Redirects are not followed. Only the status of an answer is read.
+a moment later has no effect. Redirects are not followed. Only the status of an answer is read. ADR 1 (Libraries) says
+why no HTTP library is used.
 """
 
 from __future__ import annotations

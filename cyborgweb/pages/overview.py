@@ -52,7 +52,7 @@ SELECT to_json(hosts)::text, failing.* FROM hosts LEFT JOIN failing ON true
 ORDER BY failing.error = '', failing.since DESC, failing.host
 """
 """Hosts and failing drivers in one statement, so that the page stays within ten statements also when the list of
-gateways is read (promise P3).
+gateways is read (promise P3). Plain SQL, because the ORM cannot expand a JSON object into rows.
 """
 
 

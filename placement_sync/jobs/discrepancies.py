@@ -18,12 +18,14 @@ from uuid import UUID
 
 import msgspec
 from django.conf import settings
-from django.db import connection
-from django.db.models import Q
+from django.contrib.postgres.fields import ArrayField
+from django.db.models import Exists, F, Func, JSONField, OuterRef, Q, Subquery, TextField, Value
+from django.db.models.fields.json import KT
+from django.db.models.functions import Coalesce, Now
 
 from accelerators import conductor
-from accelerators.domain.states import EventSource
-from accelerators.models import Device, Host
+from accelerators.domain.states import DeviceState, EventSource, Health, RequestState
+from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, Host
 from accelerators.runtime import jobs
 from placement_sync.client import (
     PlacementClient,
@@ -32,8 +34,7 @@ from placement_sync.client import (
     PlacementUnavailableError,
 )
 from placement_sync.cloud import get_cloud_session
-from placement_sync.jobs import discrepancies_sql as sql
-from placement_sync.models import Discrepancy, DiscrepancyKind
+from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenProvider
 from placement_sync.nova import client
 
 JOB = "faults"
@@ -65,7 +66,7 @@ class StoredClaims(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ComparedProvider:
-    """A provider as of the last look; the columns of `sql.SELECT_PROVIDERS`. `device_id` is None after removal."""
+    """A provider as of the last look. `device_id` is None after removal."""
 
     uuid: str
     host_id: int
@@ -78,7 +79,7 @@ class ComparedProvider:
 
 @dataclass(frozen=True)
 class HoldingRequest:
-    """A request that holds a handle; the columns of `sql.SELECT_HOLDINGS`.
+    """A request that holds a handle.
 
     `defect` tells what is wrong with the device or handle; it is '' if nothing is.
     """
@@ -158,7 +159,9 @@ def _summarize_discrepancies(condition: Q) -> list[DiscrepancySummary]:
 
 def invalidate_claims(hosts: Collection[int]) -> None:
     """Mark the stored allocations of these hosts as outdated, so that the next comparison reads them again."""
-    _execute(sql.INVALIDATE_CLAIMS, {"hosts": list(hosts)})
+    path, no_generation = Value(["generation"], ArrayField(TextField())), Value(-1, JSONField())
+    outdated_claims = Func("claims", path, no_generation, function="jsonb_set", output_field=JSONField())
+    WrittenProvider.objects.filter(host__in=hosts, claims__isnull=False).update(claims=outdated_claims)
 
 
 def run() -> None:
@@ -170,20 +173,18 @@ def step() -> bool:
     """Compare one batch of hosts that were looked at since their last comparison; return True if there may be more."""
     if (cloud := get_cloud_session(settings.KEYS.placement_endpoint)) is None:
         return False
-    due = _fetch_rows(sql.SELECT_DUE_HOSTS, {"count": HOST_BATCH})
+    due = _load_due_hosts()
     if not due:
         return False
     now, looked_at_by_host = due[0][2], {host: looked_at for host, looked_at, _ in due}
     stored = list(Discrepancy.objects.filter(host__in=looked_at_by_host).select_related("host", "device"))
     suspect_uuids = {str(row.provider) for row in stored if row.kind != DiscrepancyKind.WITHOUT_DEVICE}
-    providers = [
-        _decode_provider(*row) for row in _fetch_rows(sql.SELECT_PROVIDERS, {"hosts": list(looked_at_by_host)})
-    ]
+    providers = _load_providers(looked_at_by_host)
     uuids_to_read = [one.uuid for one in providers if must_read_allocations(one, one.uuid in suspect_uuids, now)]
     read_allocations = _read_allocations(cloud, uuids_to_read)
     unread_uuids = set(uuids_to_read) - read_allocations.keys()
     # Load requests after allocations. Otherwise a request that is released in between would look unclaimed.
-    holdings = [HoldingRequest(*row) for row in _fetch_rows(sql.SELECT_HOLDINGS, {"hosts": list(looked_at_by_host)})]
+    holdings = _load_holdings(looked_at_by_host)
     by_provider: dict[str, list[HoldingRequest]] = {}
     for holding in holdings:
         by_provider.setdefault(holding.provider_uuid, []).append(holding)
@@ -333,11 +334,73 @@ def _build_contradiction(kind: DiscrepancyKind, holding: HoldingRequest, explana
     )
 
 
-def _decode_provider(
-    uuid: str, host: int, name: str, generation: int, claims: str | None, device: int, in_use: bool
-) -> ComparedProvider:
-    stored_claims = msgspec.json.decode(claims, type=StoredClaims) if claims else None
-    return ComparedProvider(uuid, host, name, generation, stored_claims, device, in_use)
+def _load_due_hosts() -> list[tuple[int, datetime, datetime]]:
+    """Return at most HOST_BATCH hosts that must be compared: id, time of the last look, and the database's time. One
+    statement.
+    """
+    is_due = Q(compared_at=None) | Q(looked_at__gt=F("compared_at")) | Q(compare_at__lte=Now())
+    due = Tree.objects.filter(is_due).order_by(Coalesce("compare_at", "looked_at"), "host")
+    return list(due.values_list("host", "looked_at", Now())[:HOST_BATCH])
+
+
+def _load_providers(hosts: Collection[int]) -> list[ComparedProvider]:
+    """Return the providers of these hosts that Placement showed at the last look. One statement."""
+    deployables = Deployable.objects.filter(rp_uuid=OuterRef("uuid"))
+    device_id = deployables.order_by(F("missing_since").asc(nulls_first=True)).values("device")[:1]
+    bound_requests = AcceleratorRequest.objects.filter(deployable__rp_uuid=OuterRef("uuid"), state=RequestState.BOUND)
+    rows = (
+        WrittenProvider.objects.filter(host__in=hosts, seen__isnull=False)
+        .order_by("uuid")
+        .values_list(
+            "uuid", "host", KT("seen__name"), "seen__generation", "claims", Subquery(device_id), Exists(bound_requests)
+        )
+    )
+    return [
+        ComparedProvider(
+            str(uuid), host, name, generation, claims and msgspec.convert(claims, StoredClaims), device, in_use
+        )
+        for uuid, host, name, generation, claims, device, in_use in rows
+    ]
+
+
+def _load_holdings(hosts: Collection[int]) -> list[HoldingRequest]:
+    """Return the requests that hold a handle of these hosts' devices, oldest first. One statement."""
+    requests = AcceleratorRequest.objects.filter(
+        attach_handle__deployable__device__host__in=hosts,
+        state__in=[RequestState.BIND_STARTED, RequestState.BOUND],
+        instance_uuid__isnull=False,
+        device_rp_uuid__isnull=False,
+    )
+    holdings = []
+    for request in requests.select_related("attach_handle__deployable__device").order_by("id"):
+        handle = request.attach_handle
+        assert handle
+        holdings.append(
+            HoldingRequest(
+                str(request.uuid),
+                handle.deployable.device.host_id,
+                str(request.device_rp_uuid),
+                handle.deployable.name,
+                handle.deployable.device_id,
+                str(request.instance_uuid),
+                request.state == RequestState.BOUND,
+                request.updated_at or request.created_at,
+                _describe_defect(handle),
+            )
+        )
+    return holdings
+
+
+def _describe_defect(handle: AttachHandle) -> str:
+    """Return what is wrong with a handle or its device, '' if nothing is."""
+    device = handle.deployable.device
+    if device.state in (DeviceState.MISSING, DeviceState.FAILED):
+        return f"the device is {device.state}: {device.state_reason}"
+    if device.status == Health.FAILED:
+        return f"the device has failed: {device.status_reason}"
+    if handle.deployable.missing_since or handle.missing_since:
+        return "what it holds is missing from the device"
+    return ""
 
 
 def _read_allocations(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
@@ -432,27 +495,15 @@ def _store_comparisons(
 
     Those in `hosts_to_recheck` are compared again after CONFIRM_AFTER_S.
     """
-    changed_claims = [
-        {"uuid": provider.uuid, "claims": claims}
+    changed = [
+        WrittenProvider(uuid=provider.uuid, claims=msgspec.to_builtins(claims))
         for provider, claims, _ in comparisons
         if claims and claims != provider.claims
     ]
-    if changed_claims:
-        _execute(sql.UPDATE_CLAIMS, {"rows": msgspec.json.encode(changed_claims).decode()})
-    hosts = [
-        {"host": host, "looked_at": looked_at_by_host[host], "again": host in hosts_to_recheck}
-        for host in sorted(looked_at_by_host)
+    WrittenProvider.objects.bulk_update(changed, ["claims"])
+    recheck_at = Now() + timedelta(seconds=CONFIRM_AFTER_S)
+    trees = [
+        Tree(host_id=host, compared_at=looked_at, compare_at=recheck_at if host in hosts_to_recheck else None)
+        for host, looked_at in looked_at_by_host.items()
     ]
-    _execute(sql.MARK_HOSTS_COMPARED, {"rows": msgspec.json.encode(hosts).decode(), "again_s": CONFIRM_AFTER_S})
-
-
-def _fetch_rows(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    with connection.cursor() as cursor:
-        cursor.execute(statement, values)
-        rows: list[tuple[Any, ...]] = cursor.fetchall()
-    return rows
-
-
-def _execute(statement: str, values: Mapping[str, Any]) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute(statement, values)
+    Tree.objects.bulk_update(trees, ["compared_at", "compare_at"])

@@ -8,13 +8,17 @@ answer within 2 s counts against the act.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from django.conf import settings
-from django.db import connection
+from django.db.models import Exists, Max, OuterRef, Q, TextField, UUIDField
+from django.db.models.fields.json import KT
+from django.db.models.functions import Cast, Now
 
-from accelerators.models import Deployable, Device
+from accelerators.models import AttachHandle, Attachment, Deployable, Device, Event
 from accelerators.safety import HOLDER_CHECK_DEADLINE_S, HolderCheckResult
 from placement_sync.client import (
     PlacementClient,
@@ -36,25 +40,6 @@ NO_HOLDERS = HolderCheckResult()
 MAX_UNKNOWN_INSTANCES = 10_000
 """Largest number of instances that are remembered as unknown to Nova. Their ids never come back."""
 
-SELECT_RELEASED_INSTANCES = """
-SELECT e.changes #>> '{instance_uuid,0}' FROM accelerators_event e
-WHERE e.host = %(host)s AND e.at > statement_timestamp() - make_interval(days => %(days)s)
-  AND e.action IN ('request.unbound', 'request.deleted') AND e.changes #>> '{instance_uuid,0}' IS NOT NULL
-  AND e.changes #>> '{attach_handle,0}' IN (SELECT t.id::text FROM accelerators_attachhandle t
-    JOIN accelerators_deployable p ON p.id = t.deployable_id WHERE p.device_id = %(device)s)
-  AND NOT EXISTS (SELECT FROM accelerators_attachment a WHERE a.ended_at IS NOT NULL
-    AND (a.fault = '' OR a.attached_at IS NULL)
-    AND a.instance = (e.changes #>> '{instance_uuid,0}')::uuid AND e.subject = ANY(a.requests))
-GROUP BY 1 ORDER BY max(e.at) DESC LIMIT %(count)s
-"""
-"""The instances that gave back a handle of the device. Events are the record: each unbind and each deletion writes
-which handle was held.
-
-Attachments that ended without a fault, or were never attached, are left out: Nova did not plug the device into the
-running instance, and whoever detached it has removed it from the guest. If somebody else deleted the requests, the
-attachment ends with a fault and is not left out. The host itself checks once more before anything is touched.
-"""
-
 _outages: dict[str, tuple[float, str]] = {}
 _unknown_instances: set[str] = set()
 
@@ -63,15 +48,10 @@ def check_placement(device: Device) -> HolderCheckResult:
     """Return the consumers with an allocation of any of the device's providers, or why that is unknown."""
     recorded = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
     providers = [str(uuid) for uuid in recorded]
-    endpoint = settings.KEYS.placement_endpoint
-    return (
-        _ask_unless_away("placement", endpoint, lambda cloud: read_consumers(cloud, endpoint, providers))
-        if providers
-        else NO_HOLDERS
-    )
+    return _ask_unless_away("placement", settings.KEYS.placement_endpoint, providers, _read_consumers)
 
 
-def read_consumers(cloud: Any, endpoint: str, providers: Iterable[str]) -> HolderCheckResult:
+def _read_consumers(cloud: Any, endpoint: str, providers: Sequence[str]) -> HolderCheckResult:
     """Return the consumers with an allocation of any of these providers (at most MAX_SHOWN), or why that is unknown.
 
     Costs one call per provider, each with a deadline of 2 s.
@@ -93,29 +73,45 @@ def check_nova(device: Device) -> HolderCheckResult:
     it any more.
     """
     host = device.host
-    with connection.cursor() as cursor:
-        cursor.execute(
-            SELECT_RELEASED_INSTANCES,
-            {"host": host.name, "days": RELEASED_WITHIN_DAYS, "device": device.pk, "count": MAX_INSTANCES},
-        )
-        former_holders = [uuid for (uuid,) in cursor.fetchall() if uuid not in _unknown_instances]
-    endpoint = settings.KEYS.nova_endpoint
-    return (
-        _ask_unless_away(
-            "nova",
-            endpoint,
-            lambda cloud: _find_instances_on_host(cloud, endpoint, former_holders, host.name, host.node),
-        )
-        if former_holders
-        else NO_HOLDERS
+    former_holders = [uuid for uuid in _load_former_holders(device) if uuid not in _unknown_instances]
+    ask = partial(_find_instances_on_host, host_names=(host.name, host.node))
+    return _ask_unless_away("nova", settings.KEYS.nova_endpoint, former_holders, ask)
+
+
+def _load_former_holders(device: Device) -> list[str]:
+    """Return the instances that gave back a handle of the device. Events are the record: each unbind and each deletion
+    writes which handle was held. One statement.
+
+    Attachments that ended without a fault, or were never attached, are left out: Nova did not plug the device into the
+    running instance, and whoever detached it has removed it from the guest. If somebody else deleted the requests, the
+    attachment ends with a fault and is not left out. The host itself checks once more before anything is touched.
+    """
+    handles = AttachHandle.objects.filter(deployable__device=device).order_by()
+    detachments = Attachment.objects.filter(
+        Q(fault="") | Q(attached_at=None),
+        ended_at__isnull=False,
+        instance=Cast(OuterRef("instance"), UUIDField()),
+        requests__contains=[OuterRef("subject")],
     )
+    releases = Event.objects.annotate(
+        instance=KT("changes__instance_uuid__0"), handle=KT("changes__attach_handle__0")
+    ).filter(
+        ~Exists(detachments),
+        host=device.host.name,
+        at__gt=Now() - timedelta(days=RELEASED_WITHIN_DAYS),
+        action__in=["request.unbound", "request.deleted"],
+        instance__isnull=False,
+        handle__in=handles.values_list(Cast("id", TextField())),
+    )
+    latest_first = releases.values("instance").annotate(latest=Max("at")).order_by("-latest")
+    return list(latest_first.values_list("instance", flat=True)[:MAX_INSTANCES])
 
 
 def _find_instances_on_host(
-    cloud: Any, endpoint: str, former_holders: Iterable[str], *host_names: str
+    cloud: Any, endpoint: str, former_holders: Sequence[str], host_names: Sequence[str]
 ) -> HolderCheckResult:
     """Ask Nova for these instances and return those that are on the host with one of `host_names`."""
-    answers = client.get_servers(cloud, endpoint, list(former_holders))
+    answers = client.get_servers(cloud, endpoint, former_holders)
     if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
         _unknown_instances.clear()
     _unknown_instances.update(uuid for uuid, answer in answers.items() if answer is None)
@@ -128,17 +124,20 @@ def _find_instances_on_host(
     return HolderCheckResult(tuple(holders[:MAX_SHOWN]), unknown)
 
 
-def _ask_unless_away(name: str, endpoint: str, ask: Callable[[Any], HolderCheckResult]) -> HolderCheckResult:
-    """Call `ask` with the cloud session and return its answer. If no cloud is configured, return NO_HOLDERS.
+def _ask_unless_away(
+    name: str, endpoint: str, uuids: Sequence[str], ask: Callable[[Any, str, Sequence[str]], HolderCheckResult]
+) -> HolderCheckResult:
+    """Call `ask` with the cloud session, the endpoint and `uuids`, and return its answer. If no cloud is configured, or
+    `uuids` is empty, return NO_HOLDERS.
 
     If the service failed less than BACK_OFF_S ago, return its last error without a call.
     """
-    if (cloud := get_cloud_session(endpoint)) is None:
+    if not uuids or (cloud := get_cloud_session(endpoint)) is None:
         return NO_HOLDERS
     until, why = _outages.get(name, (0.0, ""))
     if time.monotonic() < until:
         return HolderCheckResult(unknown=why)
-    check = ask(cloud)
+    check = ask(cloud, endpoint, uuids)
     if check.unknown and not check.holders:
         _outages[name] = (time.monotonic() + BACK_OFF_S, check.unknown)
     return check

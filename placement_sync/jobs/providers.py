@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
+from django.db.models import CharField, Exists, OuterRef, Q
+from django.db.models.functions import Cast, Now
 
 from accelerators import conductor, outbox
 from accelerators.domain.states import EventSource
-from accelerators.models import Host, Intent
+from accelerators.models import Deployable, Host, Intent
 from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync import mapping
@@ -46,15 +49,6 @@ PROVIDER_MISSING_RETRY_S = 30.0
 """Retry interval for a host whose compute provider does not exist yet, in seconds."""
 SWEEP_S = 300.0
 """A host is looked at again after this time without a look, in seconds: somebody else may have changed Placement."""
-
-SELECT_HOSTS_TO_SWEEP = """
-SELECT h.id FROM accelerators_host h LEFT JOIN placement_sync_tree t ON t.host_id = h.id
-WHERE coalesce(t.looked_at, '-infinity') < statement_timestamp() - make_interval(secs => %s)
-  AND (t.host_id IS NOT NULL OR EXISTS (SELECT FROM accelerators_device d
-    JOIN accelerators_deployable p ON p.device_id = d.id WHERE d.host_id = h.id AND p.rp_uuid IS NOT NULL))
-  AND NOT EXISTS (SELECT FROM accelerators_intent i WHERE i.kind = 'provider' AND i.key = h.uuid::text)
-ORDER BY h.id LIMIT %s
-"""
 
 SyncResult = SyncOutcome | Exception
 
@@ -194,10 +188,12 @@ def _bind_programmed_requests(host: str) -> None:
 
 def _enqueue_hosts_to_sweep() -> None:
     """Raise an intent for up to INTENT_BATCH hosts that were not looked at for SWEEP_S."""
+    looked_at_before = Q(placement__looked_at__lt=Now() - timedelta(seconds=SWEEP_S))
+    providers = Deployable.objects.filter(device__host=OuterRef("pk"), rp_uuid__isnull=False)
+    intents = Intent.objects.filter(kind=KIND, key=Cast(OuterRef("uuid"), CharField()))
+    hosts = Host.objects.filter(looked_at_before | Q(placement=None) & Exists(providers), ~Exists(intents))
     with conductor.writing():
-        rows = conductor.open_cursor().execute(SELECT_HOSTS_TO_SWEEP, [SWEEP_S, INTENT_BATCH]).fetchall()
-        if rows:
-            conductor.raise_provider_intents(Host.objects.filter(id__in=[id for (id,) in rows]))
+        conductor.raise_provider_intents(hosts.order_by("id")[:INTENT_BATCH])
 
 
 def _back_off_due_intents(error: str) -> None:

@@ -1,69 +1,54 @@
 """Load what is desired and what was written for one host, and store the outcome of a synchronization.
 
 It connects the tables with the pure code in `mapping` and `sync`. Reading a host costs three statements, storing an
-outcome at most four.
+outcome at most three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
-import msgspec
-from django.db import connection, transaction
+from django.contrib.postgres.expressions import ArraySubquery
+from django.db import transaction
+from django.db.models import Exists, F, OuterRef
+from django.db.models.functions import JSONObject, Now
 
-from accelerators.models import Host
+from accelerators.domain.states import DeviceState, HandleType
+from accelerators.models import AttachHandle, Attribute, Deployable, Host
 from placement_sync.mapping import DeployableRecord
-from placement_sync.models import Tree
+from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import ObservedProvider, WrittenRecord
 from placement_sync.sync import SyncOutcome
 
-SELECT_DEPLOYABLES = """
-SELECT p.name, coalesce(p.rp_uuid::text, ''), CASE WHEN p.missing_since IS NULL THEN p.num_accelerators ELSE 0 END,
-  coalesce((SELECT json_object_agg(a.key, a.value) FROM accelerators_attribute a WHERE a.deployable_id = p.id), '{}'),
-  d.state = 'ready' AND p.missing_since IS NULL
-FROM accelerators_deployable p JOIN accelerators_device d ON d.id = p.device_id
-WHERE d.host_id = %s AND p.rp_uuid IS NOT NULL
-  AND NOT EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV')
-ORDER BY p.missing_since NULLS FIRST, p.id
-"""
-"""The deployables of a host that are providers.
-
-A provider exists from the time when its device first left `inactive` (then its id is recorded) until it is removed.
-Device nodes (attach type DEV) are left out: they are not for guests, so Nova must never be offered one.
-"""
-SELECT_WRITTEN = (
-    "SELECT uuid::text, classes::json, traits::json, seen::json FROM placement_sync_writtenprovider WHERE host_id = %s"
-)
-UPSERT_WRITTEN = """
-INSERT INTO placement_sync_writtenprovider AS t (uuid, host_id, classes, traits, seen)
-SELECT x.uuid, %s, x.classes, x.traits, x.seen
-FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, classes jsonb, traits jsonb, seen jsonb)
-ON CONFLICT (uuid) DO UPDATE SET host_id = excluded.host_id, classes = excluded.classes, traits = excluded.traits,
-  seen = excluded.seen
-"""
-DELETE_OTHER_WRITTEN = "DELETE FROM placement_sync_writtenprovider WHERE host_id = %s AND NOT uuid = ANY(%s::uuid[])"
-UPSERT_TREE = """
-INSERT INTO placement_sync_tree AS t (host_id, root, looked_at, synced_at, problems)
-VALUES (%(host)s, %(root)s, now(), now(), %(problems)s::jsonb)
-ON CONFLICT (host_id) DO UPDATE SET root = excluded.root, looked_at = now(), synced_at = now(),
-  problems = excluded.problems
-"""
-
 
 def load_deployables(host: Host) -> list[DeployableRecord]:
-    """Return the host's deployables that are providers. One statement."""
-    with connection.cursor() as cursor:
-        cursor.execute(SELECT_DEPLOYABLES, [host.pk])
-        return [DeployableRecord(*row) for row in cursor.fetchall()]
+    """Return the host's deployables that are providers. One statement.
+
+    A provider exists from the time when its device first left `inactive` (then its id is recorded) until it is removed.
+    Device nodes (attach type DEV) are left out: they are not for guests, so Nova must never be offered one.
+    """
+    device_nodes = AttachHandle.objects.filter(deployable=OuterRef("pk"), attach_type=HandleType.DEV)
+    attributes = Attribute.objects.filter(deployable=OuterRef("pk")).values(item=JSONObject(key="key", value="value"))
+    rows = (
+        Deployable.objects.filter(~Exists(device_nodes), device__host=host, rp_uuid__isnull=False)
+        .order_by(F("missing_since").asc(nulls_first=True), "id")
+        .values_list("name", "rp_uuid", "num_accelerators", "missing_since", "device__state", ArraySubquery(attributes))
+    )
+    return [
+        DeployableRecord(
+            name,
+            str(rp_uuid),
+            total if missing_since is None else 0,
+            {item["key"]: item["value"] for item in attribute_items},
+            device_state == DeviceState.READY and missing_since is None,
+        )
+        for name, rp_uuid, total, missing_since, device_state, attribute_items in rows
+    ]
 
 
 def load_written(host: Host) -> dict[str, WrittenRecord]:
     """Return what was last written to each provider of the host, by provider uuid. One statement."""
-    with connection.cursor() as cursor:
-        cursor.execute(SELECT_WRITTEN, [host.pk])
-        return {uuid: _decode_written(*row) for uuid, *row in cursor.fetchall()}
+    return {str(row.uuid): _decode_written(row) for row in WrittenProvider.objects.filter(host=host).defer("claims")}
 
 
 def load_root(host: Host) -> str:
@@ -77,20 +62,29 @@ def store_outcome(host: Host, outcome: SyncOutcome) -> None:
 
     One transaction.
     """
-    rows = [_encode_written(uuid, entry) for uuid, entry in sorted(outcome.written.items())]
-    with transaction.atomic(), connection.cursor() as cursor:
-        cursor.execute(DELETE_OTHER_WRITTEN, [host.pk, sorted(outcome.written)])
-        if rows:
-            cursor.execute(UPSERT_WRITTEN, [host.pk, msgspec.json.encode(rows).decode()])
-        problems = msgspec.json.encode(outcome.problems).decode()
-        cursor.execute(UPSERT_TREE, {"host": host.pk, "root": outcome.root or None, "problems": problems})
+    tree = Tree(host=host, root=outcome.root or None, looked_at=Now(), synced_at=Now(), problems=outcome.problems)
+    written = [_encode_written(host, uuid, entry) for uuid, entry in sorted(outcome.written.items())]
+    with transaction.atomic():
+        WrittenProvider.objects.filter(host=host).exclude(uuid__in=outcome.written).delete()
+        WrittenProvider.objects.bulk_create(
+            written,
+            update_conflicts=True,
+            unique_fields=["uuid"],
+            update_fields=["host", "classes", "traits", "seen"],
+        )
+        Tree.objects.bulk_create(
+            [tree],
+            update_conflicts=True,
+            unique_fields=["host"],
+            update_fields=["root", "looked_at", "synced_at", "problems"],
+        )
 
 
-def _decode_written(classes: list[str], traits: list[str], seen: Mapping[str, Any] | None) -> WrittenRecord:
-    observed = ObservedProvider(**{**seen, "traits": frozenset(seen["traits"])}) if seen else None
-    return WrittenRecord(frozenset(classes), frozenset(traits), observed)
+def _decode_written(row: WrittenProvider) -> WrittenRecord:
+    observed = ObservedProvider(**{**row.seen, "traits": frozenset(row.seen["traits"])}) if row.seen else None
+    return WrittenRecord(frozenset(row.classes), frozenset(row.traits), observed)
 
 
-def _encode_written(uuid: str, entry: WrittenRecord) -> dict[str, Any]:
+def _encode_written(host: Host, uuid: str, entry: WrittenRecord) -> WrittenProvider:
     seen = {**asdict(entry.seen), "traits": sorted(entry.seen.traits)} if entry.seen else None
-    return {"uuid": uuid, "classes": sorted(entry.classes), "traits": sorted(entry.traits), "seen": seen}
+    return WrittenProvider(uuid=uuid, host=host, classes=sorted(entry.classes), traits=sorted(entry.traits), seen=seen)

@@ -18,15 +18,15 @@ from django.db import transaction
 from django.db.models.functions import Now
 
 from accelerators import conductor
-from accelerators.commands import placement_delegation, placing
-from accelerators.commands.placing import CommandOrder, check_reason
+from accelerators.commands import command_queue, placement_delegation
+from accelerators.commands.command_queue import CommandOrder, check_reason
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import CommandState, EventSource
 from accelerators.models import Command, Host
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import jobs, pubsub
 from placement_sync import mapping
-from placement_sync.direct import ProviderWork
+from placement_sync.agent_writer import ProviderWork
 from placement_sync.jobs import repository
 from placement_sync.models import Writer, WriterChoice
 from placement_sync.sync import SyncOutcome
@@ -79,7 +79,7 @@ def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = 
         queued_commands = Command.objects.filter(
             COMMAND_IS_OPEN, op=placement_delegation.PLACEMENT_OP, state=CommandState.QUEUED
         )
-        placing.refuse_undelivered_commands(
+        command_queue.refuse_undelivered_commands(
             [*queued_commands.values_list("id", flat=True)], f"the writer is now: {who}"
         )
         transaction.on_commit(partial(pubsub.publish, placement_delegation.WRITER_TOPIC), robust=True)
@@ -120,7 +120,7 @@ def _end_commands(command_ids: Sequence[int]) -> None:
             Command.objects.filter(id__in=command_ids, answered_at__isnull=True).update(
                 start_by=Now(), end_by=Now(), updated_at=Now()
             )
-            transaction.on_commit(partial(jobs.enqueue_job, placing.COMMANDS_JOB), robust=True)
+            transaction.on_commit(partial(jobs.enqueue_job, command_queue.COMMANDS_JOB), robust=True)
 
 
 def delegate_writes(host: Host, outcome: SyncOutcome) -> int:
@@ -142,7 +142,7 @@ def delegate_writes(host: Host, outcome: SyncOutcome) -> int:
         reason=f"writes: {len(outcome.writes)}",
     )
     with conductor.writing():
-        command_id: int = placing.place_commands([order])[0].pk
+        command_id: int = command_queue.place_commands([order])[0].pk
     return command_id
 
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.conf import settings
-from django.db import connection
+from django.db.models.functions import Now
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
@@ -37,11 +37,8 @@ PAGE_SIZE, TIMEOUT_S = 1000, 10.0
 MIN_FOREIGN_CLOUD = 4
 """If this many or more instances hold requests and none of them is listed, the listing is taken for another cloud's."""
 JOB_CALLER = Caller("instances", "", frozenset({"admin", "service"}), "", service=True)
-SELECT_HOLDING_INSTANCES = """
-SELECT DISTINCT instance_uuid::text FROM accelerators_acceleratorrequest
-WHERE instance_uuid IS NOT NULL AND updated_at < statement_timestamp() - interval '60 seconds'
-"""
-"""The instances that hold a request which has not changed for 60 s."""
+MIN_UNCHANGED_S = 60.0
+"""A request is compared with Nova once it has not changed for this many seconds."""
 
 
 def run() -> None:
@@ -54,9 +51,7 @@ def step() -> bool:
 
     Always returns False: there is never more.
     """
-    with connection.cursor() as cursor:
-        cursor.execute(SELECT_HOLDING_INSTANCES)
-        holding = {uuid for (uuid,) in cursor.fetchall()}
+    holding = _load_holding_instances()
     missing_since = {str(row.instance): row.since for row in Vanished.objects.all()}
     now = datetime.now(UTC)
     if not holding or Look.objects.filter(job=JOB, at__gt=now - timedelta(seconds=LISTING_INTERVAL_S)).exists():
@@ -76,6 +71,14 @@ def step() -> bool:
     except NovaUnavailableError as error:
         log.warning("The instances that hold accelerators could not be compared with Nova: %s", error)
     return False
+
+
+def _load_holding_instances() -> set[str]:
+    """Return the instances that hold a request which has not changed for MIN_UNCHANGED_S."""
+    unchanged = AcceleratorRequest.objects.filter(
+        instance_uuid__isnull=False, updated_at__lt=Now() - timedelta(seconds=MIN_UNCHANGED_S)
+    )
+    return {str(uuid) for uuid in unchanged.order_by().values_list("instance_uuid", flat=True).distinct()}
 
 
 def select_confirmed_missing(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.settings.keys import Keys
 from tests.support.webserver import serving
 

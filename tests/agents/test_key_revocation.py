@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Device, Event
-from agents import credentials, enrolment, key_revocation, tasks, wire
-from agents.gateway.app import AgentGateway
+from agents import credentials, enrolment, jobs, key_revocation, wire
+from agents.gateway.asgi_app import AgentGateway
 from agents.host.connection.http import GatewayEndpoint
 from agents.host.connection.identity import load_or_create_keys
 from agents.host.connection.link import GatewayLink
@@ -103,7 +103,7 @@ def test_X1_revoking_closes_the_connection_and_refuses_the_agent_from_then_on(
     assert agent.connect_refused() == (403, "token-expired")
     agent.token = ""
     assert agent.connect_refused() == (403, "revoked")
-    tasks.merge()
+    jobs.merge()
     assert Device.objects.count() == 1, "what was acknowledged is not lost"
     assert not key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "again")
     event = Event.objects.get(action="agent.revoked")

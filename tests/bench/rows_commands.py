@@ -1,6 +1,6 @@
 """Rows of the commands: from a row's commit until its agent has it, and whether any is lost where rings are.
 
-The rows are made here as everybody makes them, by `accelerators.commands.placing`; the product's web process
+The rows are made here as everybody makes them, by `accelerators.commands.command_queue`; the product's web process
 delivers them. A ring that is to be lost goes to a channel on which nobody listens.
 """
 
@@ -14,8 +14,8 @@ from time import monotonic, sleep
 from django.db import connection, transaction
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandOrder
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandOrder
 from accelerators.runtime import pubsub
 from tests.bench import fixtures
 from tests.bench.figures import Row, median
@@ -75,7 +75,7 @@ def _place(host: int) -> tuple[int, float]:
     committed: list[float] = []
     with conductor.writing():
         transaction.on_commit(lambda: committed.append(monotonic()))
-        (made,) = placing.place_commands([CommandOrder("rescan", host=host, actor="bench")])
+        (made,) = command_queue.place_commands([CommandOrder("rescan", host=host, actor="bench")])
     return made.id, committed[0]
 
 

@@ -13,7 +13,7 @@ from time import perf_counter, process_time
 
 from django.db import connection, transaction
 
-from agents import tasks
+from agents import jobs
 from agents.gateway.writer import COPY_TO_SPOOL, COPY_TYPES
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row, median
@@ -47,7 +47,7 @@ def rows(size: Size, progress: Callable[[str], None]) -> list[Row]:
         fixtures.empty_inventory()
         _spool(ids)
         began, cpu = perf_counter(), process_time()
-        tasks.merge()
+        jobs.merge()
         merged.append(perf_counter() - began)
         spent.append(process_time() - cpu)
         if not turn:

@@ -104,6 +104,37 @@ def test_a_device_page_shows_the_decision_of_another_user_without_a_reload(desk:
     expect(page.get_by_role("region", name="Now")).to_contain_text("seen by the other one")
 
 
+def test_a_live_update_keeps_focus_selection_scroll_position_open_parts_and_typed_text(desk: ConsoleDesk) -> None:
+    page = open_live_list(desk)
+    device_row(page, CARDS[2]).get_by_role("link", name="miss model info").click()
+    expect(live_badge(page)).to_contain_text("live")
+    page.locator("#reason").fill("half a sentence")
+    page.locator("details.stored summary").click()
+    page.mouse.move(0, 0)
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('h1')); scrollTo(0, 60)")
+    look = """() => [document.activeElement.textContent, String(getSelection()), scrollY,
+        document.querySelector("details.stored").open, document.querySelector("#reason").value]"""
+    before = page.evaluate(look)
+    desk.product.rows("UPDATE accelerators_device SET state_reason = 'seen again' RETURNING 1")
+    expect(page.locator("main")).to_contain_text("seen again")
+    assert page.evaluate(look) == before
+    assert before[0].startswith("The stored inventory") and before[1:] == [before[1], 60, True, "half a sentence"]
+    assert before[1]
+
+
+def test_keyboard_focus_stays_on_its_device_when_another_row_moves(desk: ConsoleDesk) -> None:
+    page = desk.open_as_administrator()
+    ((host,),) = desk.product.rows("SELECT id FROM accelerators_host")
+    page.goto(f"/admin/accelerators/host/{host}/change/")
+    expect(live_badge(page)).to_contain_text("live")
+    rows = page.locator("section[aria-labelledby=devices] tbody tr")
+    rows.filter(has_text=CARDS[1]).get_by_role("link").focus()
+    desk.product.rows("UPDATE accelerators_device SET numa_node = 0 WHERE address = %s RETURNING 1", CARDS[2])
+    expect(rows.first).to_contain_text(CARDS[2])
+    focused_row = page.evaluate("document.activeElement.closest('tr')?.textContent")
+    assert CARDS[1] in (focused_row or "nowhere")
+
+
 def test_a_live_page_reconnects_after_the_web_process_was_killed_and_catches_up(
     desk: ConsoleDesk, hardware: Hardware
 ) -> None:

@@ -53,7 +53,7 @@ AREAS = (
     Area(
         "life cycle and admission",
         (
-            "accelerators/domain/actions.py",
+            "accelerators/domain/device_actions.py",
             "accelerators/domain/admission.py",
             "accelerators/devices/lifecycle.py",
             "accelerators/devices/admission_rules.py",
@@ -97,7 +97,7 @@ AREAS = (
     Area(
         "commands",
         (
-            "accelerators/commands/placing.py",
+            "accelerators/commands/command_queue.py",
             "accelerators/commands/sql.py",
             "accelerators/workflows/command_results.py",
         ),
@@ -115,7 +115,7 @@ AREAS = (
         (
             "tests/placement_sync/test_reconcile.py",
             "tests/placement_sync/test_attaching.py",
-            "tests/agents/host/execution/test_direct.py",
+            "tests/agents/host/execution/test_agent_writer.py",
         ),
     ),
     Area(
@@ -130,7 +130,7 @@ AREAS = (
     Area(
         "gateway and writer",
         (
-            "agents/gateway/app.py",
+            "agents/gateway/asgi_app.py",
             "agents/gateway/writer.py",
             "agents/gateway/sessions.py",
             "agents/gateway/leases.py",

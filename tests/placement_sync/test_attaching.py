@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -310,7 +310,9 @@ def test_an_attachment_waits_for_the_attach_command_of_the_host(cloud: FakeCloud
     run_steps(8)
     assert (current_state(row), row.step, request_states()) == ("attaching", "binding", ["BindStarted"])
     command = Command.objects.get(op="attach")
-    placing.store_answers([placing.CommandAnswer(command.host_id, command.id, outcome, "there is no room", {})])
+    command_queue.store_answers(
+        [command_queue.CommandAnswer(command.host_id, command.id, outcome, "there is no room", {})]
+    )
     command_results.end_answered_commands()
     run_steps()
     if outcome == "succeeded":

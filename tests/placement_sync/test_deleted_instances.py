@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,15 @@ def test_a_request_is_freed_after_its_instance_was_absent_from_two_listings_and_
     run_job_after_a_minute()
     assert instances_with_requests() == set(alive)
     assert gone in Event.objects.get(action="instance.vanished").reason
+    assert not Vanished.objects.exists()
+
+
+def test_an_instance_whose_request_changed_within_a_minute_is_not_compared(nova: FakeNova) -> None:
+    fresh, *alive = bind_instances(3)
+    with conductor.writing():
+        AcceleratorRequest.objects.filter(instance_uuid=fresh).update(updated_at=datetime.now(UTC))
+    nova.servers = alive
+    run_job_after_a_minute()
     assert not Vanished.objects.exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from django.urls import reverse
 from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Host
+from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Event, Host
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from placement_sync.cloud import SERVICE_SESSION
@@ -178,6 +179,8 @@ def test_an_allocation_without_a_request_is_a_discrepancy_only_after_a_minute() 
     set_allocations(first_provider(), instance, stranger)
     compare_again()
     assert list_discrepancies() == []
+    compare_at = Tree.objects.get().compare_at
+    assert compare_at and timedelta(seconds=30) < compare_at - datetime.now(UTC) <= timedelta(seconds=60)
     age_unattached_claims()
     discrepancies.step()
     (row,) = Discrepancy.objects.all()
@@ -190,13 +193,16 @@ def test_an_allocation_without_a_request_is_a_discrepancy_only_after_a_minute() 
     assert Tree.objects.get().compare_at is None
 
 
-def test_an_allocation_whose_request_is_bound_meanwhile_is_no_discrepancy() -> None:
+@pytest.mark.parametrize("state", ["Bound", "BindStarted"])
+def test_an_allocation_whose_request_is_bound_or_being_bound_meanwhile_is_no_discrepancy(state: str) -> None:
     (instance,) = make_bound_cards()
     late = str(uuid.uuid4())
     set_allocations(first_provider(), instance, late)
     compare_again()
     (request,) = binding.create_requests("one", NOVA)
     binding.bind_requests([BindSpec(request, "cmp1", first_provider(), late)], NOVA)
+    with conductor.writing():
+        AcceleratorRequest.objects.filter(uuid=request).update(state=state, deadline=datetime.now(UTC))
     age_unattached_claims()
     discrepancies.step()
     assert list_discrepancies() == []
@@ -227,6 +233,11 @@ def test_an_active_instance_whose_device_is_missing_or_failed_is_a_discrepancy(n
     assert "it could not be restored" in Discrepancy.objects.get().said
     with conductor.writing():
         Device.objects.update(status="ok")
+        AttachHandle.objects.update(missing_since=LONG_AGO)
+    compare_again()
+    assert "what it holds is missing from the device" in Discrepancy.objects.get().said
+    with conductor.writing():
+        AttachHandle.objects.update(missing_since=None)
     compare_again()
     assert list_discrepancies() == []
 

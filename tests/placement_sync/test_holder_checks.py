@@ -156,6 +156,16 @@ def test_a_device_attached_to_a_running_instance_is_free_only_after_a_regular_de
     assert (try_to_retire(device) is None) == free
 
 
+def test_a_detachment_of_other_requests_of_the_instance_does_not_free_a_device(device: Device, nova: FakeNova) -> None:
+    instance = make_former_instance(device)
+    nova.shown[instance] = ("ACTIVE", "cmp1")
+    with conductor.writing():
+        Attachment.objects.create(
+            instance=instance, project_id="p1", host="cmp1", actor="olga", ended_at=EARLIER, requests=[uuid.uuid4()]
+        )
+    assert try_to_retire(device)
+
+
 @pytest.mark.parametrize("shown", [("SHELVED_OFFLOADED", ""), ("DELETED", "cmp1"), ("ACTIVE", "cmp2"), None])
 def test_an_instance_that_ended_or_moved_does_not_prevent_retiring(
     device: Device, nova: FakeNova, shown: tuple[str, str] | None

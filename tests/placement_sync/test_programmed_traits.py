@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.models import AttachHandle, Intent
 from accelerators.requests import binding
 from accelerators.runtime import jobs
@@ -45,7 +45,7 @@ def test_a_programmed_request_is_bound_only_after_its_traits_are_in_placement(
     make_handles_pci()
     (request,) = create_and_bind("adder")
     attach = get_open_command("attach")
-    placing.mark_image_ready(attach.id, ADDER_IMAGE)
+    command_queue.mark_image_ready(attach.id, ADDER_IMAGE)
     placement.away = True
     answer_command(attach)
     assert get_state_and_fault(request) == ("BindStarted", "")
@@ -69,7 +69,7 @@ def test_a_request_unbound_before_placement_is_written_is_skipped(
     make_handles_pci()
     (request,) = create_and_bind("adder")
     attach = get_open_command("attach")
-    placing.mark_image_ready(attach.id, ADDER_IMAGE)
+    command_queue.mark_image_ready(attach.id, ADDER_IMAGE)
     answer_command(attach)
     binding.unbind_requests([str(request.uuid)], NOVA)
     providers.step()

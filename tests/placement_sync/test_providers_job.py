@@ -195,6 +195,29 @@ def test_a_provider_deleted_by_others_is_restored_by_the_periodic_check(placemen
     assert uuid in placement.model.providers
 
 
+def test_the_periodic_check_selects_hosts_with_providers_that_nobody_looked_at_and_that_have_no_intent() -> None:
+    host = make_ready_host()
+    apply_report(get_or_create_host("cmp2"), make_driver_report(make_card(1)))
+    delete_intents()
+    providers._enqueue_hosts_to_sweep()
+    intent = Intent.objects.get(kind=providers.KIND)
+    assert intent.key == str(host.uuid), "it was never looked at, and cmp2 has no provider"
+    intent.payload = {"host": "kept"}
+    with conductor.writing():
+        intent.save()
+    providers._enqueue_hosts_to_sweep()
+    assert Intent.objects.get(kind=providers.KIND).payload == {"host": "kept"}, "an open intent is not renewed"
+    delete_intents()
+    Tree.objects.create(host=host)
+    providers._enqueue_hosts_to_sweep()
+    assert not Intent.objects.filter(kind=providers.KIND).exists(), "it was looked at just now"
+
+
+def delete_intents() -> None:
+    with conductor.writing():
+        Intent.objects.filter(kind=providers.KIND).delete()
+
+
 def test_the_job_calls_nobody_without_a_service_session(placement: PlacementModelSession) -> None:
     make_ready_host()
     with SERVICE_SESSION.replaced("keystone", keystone.service_session):

@@ -15,15 +15,15 @@ from django.test import Client
 from django.urls import reverse
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer
 from accelerators.devices import lifecycle
 from accelerators.domain.errors import RefusedError
 from accelerators.models import Command, Device, Event, Host, Intent
 from accelerators.workflows import command_results
 from agents.models import Agent, Lease
+from placement_sync.agent_writer import ProviderWork
 from placement_sync.client import PlacementClient
-from placement_sync.direct import ProviderWork
 from placement_sync.jobs import providers, writer_election
 from placement_sync.models import Tree, WrittenProvider
 from placement_sync.sync import synchronize_host
@@ -62,7 +62,7 @@ def provider_intent() -> Intent:
 
 
 def end_command(command: Command, outcome: str = "succeeded", text: str = "") -> None:
-    placing.store_answers([CommandAnswer(command.host_id, command.pk, outcome, text)])
+    command_queue.store_answers([CommandAnswer(command.host_id, command.pk, outcome, text)])
     command_results.end_answered_commands()
 
 
@@ -159,7 +159,7 @@ def test_the_conductor_writes_for_a_host_whose_agent_cannot_and_shows_why(
 def test_the_conductor_takes_over_only_when_the_command_of_a_silent_agent_has_expired(host: Host) -> None:
     providers.step()
     (command,) = list_placement_commands()
-    placing.mark_commands_taken([(host.id, command.pk)])
+    command_queue.mark_commands_taken([(host.id, command.pk)])
     writer_election.switch_writer("conductor", "olga")
     make_intents_due()
     providers.step()

@@ -1,1 +1,1 @@
-"""The whole product as its own processes: started, used, killed in parts. `make test-system`."""
+"""Tests of the whole product, which they run as separate processes. `make test-system` runs them."""

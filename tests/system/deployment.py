@@ -1,7 +1,8 @@
-"""Two controllers, two compute hosts, database and proxy, each a machine of its own, run by the files of docs/deploy.
+"""Run a deployment of two controllers, two compute hosts, a database and a proxy with the files of docs/deploy.
 
-The commands and their environment are read from the units, the examples of environment files and nginx's configuration
-are filled in as an operator would, so that what is tested is what is shipped. Used by `test_deployment`.
+The database and the proxy share one simulated machine; each of the others has its own. Commands and environment come
+from the shipped systemd units; the example environment files and nginx's configuration are filled in as an operator
+would do it. So the tests test the files that are shipped. Used by `test_deployment`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ STOP_S = 20.0
 
 @dataclass(frozen=True)
 class Unit:
-    """What a unit file starts, and with which rights; a test's folders stand in place of the installation's."""
+    """The command, environment and rights of a unit file, with the test's folders in place of the installation's."""
 
     words: list[str]
     environment: dict[str, str]
@@ -59,7 +60,7 @@ class Unit:
 
 
 def read_unit(name: str, state: Path, filled: Mapping[str, str]) -> Unit:
-    """The shipped unit `name`. `filled` are lines that the operator adds to the example of its environment file."""
+    """Return the shipped unit `name`. `filled` are variables that the operator adds to the example environment file."""
     said: dict[str, list[str]] = {}
     for line in (FILES / f"systemd/{name}.service").read_text().splitlines():
         key, _, value = line.partition("=")
@@ -78,7 +79,7 @@ def read_unit(name: str, state: Path, filled: Mapping[str, str]) -> Unit:
 
 @dataclass
 class Deployment:
-    """All of it. `folder` holds everybody's state and logs."""
+    """The whole deployment. `folder` holds the state and the logs of all machines."""
 
     folder: Path
     machines: dict[str, NetworkMachine] = field(default_factory=dict)
@@ -103,17 +104,17 @@ class Deployment:
             raise
 
     def close(self) -> None:
-        """No process and no network is left."""
+        """Kill all machines, remove the network and wait for the processes."""
         self.network.close()
         for process in self.running.values():
             process.wait(STOP_S)
 
     def state_directory(self, name: str) -> Path:
-        """A machine's state directory."""
+        """Return the state directory of a machine."""
         return self.folder / name
 
     def _share_secrets(self) -> None:
-        """The nodes have one secret key and one certificate for agents, which here the proxy shows to people, too."""
+        """Give both nodes the same secret key and the same TLS certificate, which the proxy of the tests uses, too."""
         first, second = (self.state_directory(node) for node in NODES)
         for state in (first, second):
             state.mkdir(mode=0o700)
@@ -126,29 +127,29 @@ class Deployment:
 
     @property
     def certificate(self) -> Path:
-        """What the proxy shows to people."""
+        """The TLS certificate of the proxy."""
         return self.state_directory("node1") / tls.CERTIFICATE_FILE
 
     def start(self, machine: str, name: str, *words: str | Path, env: Mapping[str, str] | None = None) -> None:
-        """Run the words there as `name`; what they say goes into a log."""
+        """Start a command on a machine as `name`; its output goes to the log of that name."""
         with (self.folder / f"{machine}-{name}.log").open("ab") as log:
             self.running[machine, name] = subprocess.Popen(
                 self.machines[machine].command(*words), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env
             )
 
     def start_unit(self, machine: str, name: str, **filled: str) -> None:
-        """As systemd does."""
+        """Start a shipped unit on a machine as systemd does; `filled` are further lines of its environment file."""
         one = read_unit(name, self.state_directory(machine), self._environment_lines(name, machine) | filled)
         self.start(machine, name, *one.before, *one.words, env=environment() | one.environment)
 
     def stop(self, machine: str, name: str) -> int:
-        """SIGTERM to the unit's main process; its exit code, in time."""
+        """Send SIGTERM to the unit's main process and return its exit code; raise TimeoutExpired after STOP_S."""
         process = self.running[machine, name]
         os.kill(processes.list_descendants(process.pid)[0].pid, signal.SIGTERM)
         return process.wait(STOP_S)
 
     def _environment_lines(self, name: str, machine: str) -> dict[str, str]:
-        """What the operator writes into the environment file."""
+        """Return the variables that the operator writes into the environment file of unit `name`."""
         if name != "accelerators-agent":
             password = quote(PASSWORD, safe="")
             return {"CYBORG_DATABASE_URL": f"postgresql://accelerators:{password}@db.example.com/accelerators"}
@@ -157,7 +158,7 @@ class Deployment:
         return {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_DRIVER_SETTINGS": str(settings)}
 
     def control_file(self, host: str) -> Path:
-        """What hardware a compute host has."""
+        """Return the path of the file that says which fake hardware a compute host has."""
         return self.folder / f"{host}.json"
 
     def _manage_command(self, node: str, words: tuple[str, ...]) -> tuple[list[str | Path], dict[str, str]]:
@@ -165,17 +166,17 @@ class Deployment:
         return [*one.before, sys.executable, ROOT / "manage.py", *words], environment() | one.environment
 
     def manage(self, node: str, *words: str) -> list[str]:
-        """`manage.py …` on a node, as its units run: the lines it prints."""
+        """Run `manage.py` on a node with the rights and environment of its unit, and return its output lines."""
         command, env = self._manage_command(node, words)
         return self.machines[node].run_command(*command, env=env).splitlines()
 
     def start_managed(self, node: str, name: str, *words: str) -> None:
-        """The same in the background."""
+        """Start `manage.py` in the same way in the background, as the process `name`."""
         command, env = self._manage_command(node, words)
         self.start(node, name, *command, env=env)
 
     def _begin_database(self) -> None:
-        """PostgreSQL as a distribution sets it up: by password over the network."""
+        """Start PostgreSQL with password authentication over the network, as distributions set it up."""
         binaries, home, plain = (
             postgres.find_binaries(os.environ.get("CYBORG_PG_BIN", "")),
             self.state_directory("db"),
@@ -203,16 +204,16 @@ class Deployment:
         return True
 
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """Ask the database, past all machines."""
+        """Run a statement and return its rows. It uses the database's UNIX socket and not the simulated network."""
         with psycopg.connect(host=str(self.state_directory("db")), user="postgres", dbname="accelerators") as own:
             return own.execute(statement, values).fetchall()
 
     def first_column(self, statement: str) -> set[str]:
-        """The first column, as text."""
+        """Run a statement and return the first column of its rows as text."""
         return {str(row[0]) for row in self.rows(statement)}
 
     def start_proxy(self) -> None:
-        """nginx with the shipped files, included as Debian's nginx.conf would."""
+        """Start nginx with the shipped files, which are included as Debian's nginx.conf would include them."""
         folder = self.state_directory("nginx")
         folder.mkdir()
         for path in (FILES / "nginx").iterdir():
@@ -227,14 +228,14 @@ class Deployment:
         self.start("db", "nginx", NGINX, "-p", folder, "-c", folder / "nginx.conf")
 
     def count_served(self, address: str, port: int) -> int:
-        """How many answers of this process alone the proxy has passed on."""
+        """Return how many requests the proxy has sent to this upstream address and to no other."""
         return (self.state_directory("nginx") / "access.log").read_text().splitlines().count(f"{address}:{port}")
 
     def read_log(self, machine: str, name: str) -> str:
-        """What a process said."""
+        """Return the log of the process `name` of a machine."""
         return (self.folder / f"{machine}-{name}.log").read_text(errors="replace")
 
     def log_ends(self) -> str:
-        """The ends of all logs, for a failure."""
+        """Return the ends of all logs, for the message of a failure."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)

@@ -1,10 +1,11 @@
 """Virtual environments of other projects' software, for the tests that talk to it: Keystone, the clients, Nova.
 
-Each is made once from a locked file of `requirements/system/` and kept in the cache folder (`tests.support.cache`),
-named after the lock's content, so a changed lock makes another one, and several checkouts can use the same one. Before
-its first use in a run its packages are compared with the lock; an environment that differs is replaced. An environment
-is made in a folder of its own and renamed when it is complete, so nobody meets half of one. One that was not used for
-30 days is deleted. Where the packages cannot be had, the tests that need them are skipped with one loud line.
+Each environment is made once from a lock file in `requirements/system/` and kept in the cache folder
+(`tests.support.cache`). Its name contains a hash of the lock file, so a changed lock file makes another environment,
+and several checkouts can use the same one. Before its first use in a run its packages are compared with the lock file;
+an environment that differs is replaced. An environment is made in a separate folder and renamed when it is complete, so
+no process ever sees a partial one. An environment that was not used for 30 days is deleted. If the packages cannot be
+installed, the tests that need them are skipped with one loud line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""An HTTP proxy on loopback in front of a service, which now and then makes trouble on the way there or back.
+"""An HTTP proxy on loopback that fails a random share of the calls to a service.
 
-Used by `test_storms`. What it answers in the service's place may be said before or after the service did its work.
+A failed call may or may not have reached the service. Used by `test_storms` and `test_writers`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ PASSED_HEADERS = ("X-Auth-Token", "OpenStack-API-Version", "Accept", "Content-Ty
 
 @dataclass
 class TroubleProxy:
-    """So often, at random: `share` of the calls, half of them after the service did its work. `made` counts by kind."""
+    """Controls and counters of the proxy: `share` of the calls fail at random, half of them after the service ran them.
+
+    `made` counts the failed calls by kind (TROUBLE_KINDS).
+    """
 
     target: str
     share: float = 0.0
@@ -33,7 +36,7 @@ class TroubleProxy:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next(self) -> tuple[str, bool]:
-        """What the next call meets ('' for nothing), and whether only after it was done."""
+        """Choose how the next call fails ('': it does not), and whether the service receives it; return both."""
         with self._lock:
             if self.chance.random() >= self.share:
                 return "", True
@@ -44,7 +47,7 @@ class TroubleProxy:
 
 @contextmanager
 def trouble_proxy(target: str) -> Iterator[TroubleProxy]:
-    """A proxy at a free port, gone at the end."""
+    """Run a proxy on a free port in front of the service at the URL `target` until the end of the block."""
     trouble = TroubleProxy(target)
 
     class Handler(BaseHTTPRequestHandler):
@@ -67,7 +70,7 @@ def trouble_proxy(target: str) -> Iterator[TroubleProxy]:
                 self.close_connection = True
                 return
             status, answer = RUBBISH.get(kind, (status, answer))
-            with suppress(ConnectionError):  # who asked did not wait
+            with suppress(ConnectionError):  # the client may have closed the connection
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(answer)))
@@ -77,7 +80,7 @@ def trouble_proxy(target: str) -> Iterator[TroubleProxy]:
         do_GET = do_PUT = do_POST = do_DELETE = forward
 
         def log_message(self, *_: object) -> None:
-            """Nothing to say."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -1,4 +1,4 @@
-"""Watches PostgreSQL for transactions of the product that are open while nothing is asked of the database."""
+"""Watch PostgreSQL for transactions of the product that stay open while they run no statement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psycopg
 from tests.system.product import Product
 
 IDLE_S = 2.5
-"""Longer than any computation between two statements of a transaction takes, shorter than a slow service's answer."""
+"""Longer than any computation between two statements of a transaction, shorter than the answer of a slow service."""
 INTERVAL_S = 0.2
 IDLE = """
 SELECT query FROM pg_stat_activity WHERE datname = 'cyborg' AND state = 'idle in transaction'
@@ -21,9 +21,9 @@ SELECT query FROM pg_stat_activity WHERE datname = 'cyborg' AND state = 'idle in
 
 @contextmanager
 def watch_for_idle_transactions(product: Product) -> Iterator[set[str]]:
-    """Yield the last statements of transactions that were idle for `IDLE_S`; a thread adds to them until the end.
+    """Yield a set to which a thread adds the last statement of each transaction that was idle for `IDLE_S`.
 
-    It adds its own failures, too, so that an empty set means that it has looked.
+    The thread adds its own errors, too, so an empty set means that every look succeeded.
     """
     found: set[str] = set()
     over = threading.Event()

@@ -1,7 +1,7 @@
-"""Keystone as a process: its WSGI application on a socket handed over by `tests.system.keystone`.
+"""Run Keystone's WSGI application on a socket that `tests.system.keystone` passes on.
 
-Run as `python -m tests.system.keystone_process FD` by the interpreter of Keystone's own environment; it imports
-nothing of ours but the leash.
+Run as `python -m tests.system.keystone_process FD` by the interpreter of Keystone's own environment; of our
+code it imports only the function that makes it end with its parent.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ THREADS = 8
 
 
 def main() -> None:
-    """Serve until killed; the configuration is where `OS_KEYSTONE_CONFIG_DIR` says."""
+    """Serve until killed, with the configuration in the folder `OS_KEYSTONE_CONFIG_DIR`."""
     die_with_parent()
-    listener = socket.socket(fileno=int(sys.argv.pop()))  # Keystone reads what is left of the command line
+    listener = socket.socket(fileno=int(sys.argv.pop()))  # Keystone parses the remaining command line
     import waitress
     from keystone.server.wsgi import initialize_public_application
 

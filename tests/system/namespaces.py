@@ -1,7 +1,8 @@
-"""Machines as namespaces: each with a network, a name and processes of its own, all on one bridge. For root alone.
+"""Simulate several machines with Linux namespaces: each has its own network, host name and processes.
 
-A machine is its first process: with it the kernel ends all others, as a power cut does. It dies with whoever made it,
-also by SIGKILL, and nothing is left of it, for none of its namespaces has a name. Used by `deployment`.
+All are connected to one bridge; only root can make them. Killing the first process of a machine makes the kernel kill
+all others, like a power cut. That process is killed when the test process ends, also by SIGKILL. The namespaces have no
+names, so none of them remains. Used by `deployment`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ESTABLISHED = "01"
 
 @dataclass
 class NetworkMachine:
-    """One of them. `pid` is its first process, 0 while it is without power."""
+    """One simulated machine. `pid` is the id of its first process, 0 while the machine is off."""
 
     network: BridgeNetwork
     name: str
@@ -32,7 +33,10 @@ class NetworkMachine:
     _holder: subprocess.Popen[str] | None = None
 
     def power_on(self) -> None:
-        """Make it, and lead its cable to the bridge. The card is the same each time, so nobody's ARP table is wrong."""
+        """Start the machine and connect its network card to the bridge.
+
+        The MAC address is derived from the IP address, so the other machines' ARP tables stay right after a restart.
+        """
         ready = f"hostname {self.name} && mount --bind {self.network.hosts} /etc/hosts && ip link set lo up"
         self._holder, self.pid = _start_holder(f"{ready} && echo ready && exec sleep infinity")
         card = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
@@ -42,7 +46,7 @@ class NetworkMachine:
         self.run_command("ip", "link", "set", "eth0", "up")
 
     def power_off(self) -> None:
-        """All at once, and nobody hears a word: the cable goes first."""
+        """Kill all processes of the machine, after removing its network card: no peer receives a FIN or RST packet."""
         if self._holder is None:
             return
         self.network.run_ip(f"link delete {self.name}")
@@ -51,27 +55,27 @@ class NetworkMachine:
         self._holder, self.pid = None, 0
 
     def unplug_cable(self) -> None:
-        """The cable is out; the machine runs on."""
+        """Disconnect the machine from the bridge; its processes go on."""
         self.network.run_ip(f"link set {self.name} down")
 
     def command(self, *words: str | Path) -> list[str | Path]:
-        """What runs these words on it."""
+        """Return the command line that runs these words on this machine."""
         return ["nsenter", "--target", str(self.pid), *UNSHARED, "--", "env", "-C", str(ROOT), *words]
 
     def run_command(self, *words: str | Path, env: Mapping[str, str] | None = None) -> str:
-        """What it prints; fails with what it says when it fails."""
+        """Run a command on this machine and return its standard output; fail with its standard error if it fails."""
         done = subprocess.run(self.command(*words), capture_output=True, text=True, check=False, env=env)
         assert done.returncode == 0, f"{self.name}: {words}: {done.stderr[-3000:]}"
         return done.stdout
 
     def connect(self, address: str, port: int, timeout: float = 10.0) -> socket.socket:
-        """A connection from this machine, for this process."""
+        """Return a TCP connection that this process holds but that comes from this machine's network."""
         with self._enter_network():
             return socket.create_connection((address, port), timeout)
 
     @contextmanager
     def _enter_network(self) -> Iterator[None]:
-        """This thread is in its network; a socket stays where it was made."""
+        """Move the current thread to this machine's network for the block; sockets made in it stay in that network."""
         with open("/proc/thread-self/ns/net") as here, open(f"/proc/{self.pid}/ns/net") as there:
             _enter(there.fileno())
             try:
@@ -80,7 +84,7 @@ class NetworkMachine:
                 _enter(here.fileno())
 
     def callers(self, port: int) -> set[str]:
-        """The addresses that are connected to this port of it."""
+        """Return the addresses of the peers that are connected to this port of the machine."""
         lines = Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:]
         rows = [line.split() for line in lines]
         return {_address(row[2]) for row in rows if row[1].endswith(f":{port:04X}") and row[3] == ESTABLISHED}
@@ -88,7 +92,7 @@ class NetworkMachine:
 
 @dataclass
 class BridgeNetwork:
-    """The bridge, in a namespace of its own. `hosts` is every machine's /etc/hosts."""
+    """The bridge between the machines, in its own namespace. `hosts` is every machine's /etc/hosts."""
 
     hosts: Path
     machines: list[NetworkMachine] = field(default_factory=list)
@@ -97,18 +101,18 @@ class BridgeNetwork:
         self._switch, self._pid = _start_holder(f"{BRIDGE} && echo ready && exec sleep infinity")
 
     def add_machine(self, name: str, address: str) -> NetworkMachine:
-        """A new one, with power."""
+        """Make a machine, start it and return it."""
         made = NetworkMachine(self, name, address)
         self.machines.append(made)
         made.power_on()
         return made
 
     def run_ip(self, what: str) -> None:
-        """`ip …` where the bridge is."""
+        """Run `ip` with these arguments in the namespace of the bridge."""
         subprocess.run(["nsenter", "--target", str(self._pid), "--net", "ip", *what.split()], check=True)
 
     def close(self) -> None:
-        """The end of everything."""
+        """Kill all machines and remove the bridge."""
         for machine in self.machines:
             machine.power_off()
         self._switch.kill()
@@ -116,7 +120,7 @@ class BridgeNetwork:
 
 
 def _start_holder(script: str) -> tuple[subprocess.Popen[str], int]:
-    """A process with namespaces of its own, once it has said that it is ready; its first child's id."""
+    """Start a process with its own namespaces, wait until it is ready, and return it and its first child's id."""
     holder = subprocess.Popen([*HOLD, script], stdout=subprocess.PIPE, text=True)
     assert holder.stdout and holder.stdout.readline() == "ready\n", "no namespaces"
     return holder, processes.list_descendants(holder.pid)[0].pid
@@ -128,5 +132,5 @@ def _enter(namespace: int) -> None:
 
 
 def _address(text: str) -> str:
-    """`0100007F:1F90` of /proc/net/tcp, as people write it."""
+    """Convert an address of /proc/net/tcp, such as `0100007F:1F90`, to dotted notation without the port."""
     return socket.inet_ntoa(bytes.fromhex(text.partition(":")[0])[::-1])

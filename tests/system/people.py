@@ -1,7 +1,7 @@
-"""Who comes to a deployment through its proxy, from a machine of their own: callers of APIs, and a browser.
+"""Clients that use a deployment through its proxy, from a separate machine: API clients and a browser.
 
-What goes on by itself is a thread that notes what it is told, and comes back as what it stands for does. Used by
-`test_deployment`.
+A client that works continuously is a thread, which records the answers and reconnects as the client that it imitates
+would. Used by `test_deployment`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.system.deployment import ADDRESSES, CONSOLE_NAME, Deployment
 
 PROXY = (ADDRESSES["db.example.com"], 443)
 SILENCE_S = 18.0
-"""As `live.js`: then a page opens another socket."""
+"""How long a page waits for a message before it opens another socket, as in `live.js`."""
 AGAIN_S = 0.5
 Answer = tuple[int, Any]
 
 
 @dataclass
 class Person:
-    """`tokens` are an administrator's and, beside it, Nova's; `cookies` are a browser's."""
+    """A client. `tokens` are its headers with an administrator's token and Nova's; `cookies` are those of a browser."""
 
     deployment: Deployment
     tokens: dict[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Person:
     def open(
         self, method: str, path: str, body: Any = None, at: tuple[str, int] = PROXY, timeout: float = 30.0, **more: str
     ) -> http.client.HTTPResponse:
-        """The answer, not read yet; raises OSError, HTTPException."""
+        """Send a request and return the answer, whose body is not read yet. Raises OSError, HTTPException."""
         connection = http.client.HTTPConnection(CONSOLE_NAME, timeout=timeout)
         raw = self.deployment.machines["people"].connect(*at, timeout)
         connection.sock = self.tls.wrap_socket(raw, server_hostname=CONSOLE_NAME) if at == PROXY else raw
@@ -60,7 +60,7 @@ class Person:
         return answer
 
     def call(self, method: str, path: str, body: Any = None, at: tuple[str, int] = PROXY, **more: str) -> Answer:
-        """Status and what is said, as JSON where it is; (0, why) where nobody answers."""
+        """Send a request and return status and body, decoded if it is JSON; (0, reason) if there is no answer."""
         try:
             answer = self.open(method, path, body, at, **more)
             text = answer.read().decode()
@@ -70,12 +70,12 @@ class Person:
         return answer.status, json.loads(text) if is_json and text else text
 
     def listed(self, path: str) -> list[dict[str, Any]]:
-        """A list of our own API; [] while there is none to be had."""
+        """Return the results of a list in our own API; [] unless the status is 200."""
         status, said = self.call("GET", path)
         return list(said["results"]) if status == 200 else []
 
     def login(self, name: str, password: str) -> None:
-        """As a browser does."""
+        """Log in to the console as a browser does, and keep the session cookie."""
         status, page = self.call("GET", "/admin/login/")
         assert status == 200, page
         token = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', page)
@@ -87,7 +87,7 @@ class Person:
 
 
 class RepeatingCaller(threading.Thread):
-    """Does `turn` again and again until `end`; what goes wrong on the way is noted, and tried again."""
+    """Call `turn` repeatedly until `end` is called; record connection errors in `troubles` and go on."""
 
     def __init__(self, person: Person) -> None:
         super().__init__(daemon=True)
@@ -106,13 +106,13 @@ class RepeatingCaller(threading.Thread):
             self.over.wait(AGAIN_S)
 
     def end(self) -> None:
-        """Ask no more; returns when the last answer is there."""
+        """Stop calling `turn`; wait up to 60 s for the call that still runs."""
         self.over.set()
         self.join(60)
 
 
 class LivePage(RepeatingCaller):
-    """The list of devices in a browser. `cells` are its rows' as they are shown, `live` what its badge says."""
+    """The console's list of devices in a browser: `cells` per row as shown, and `live`, the state of its live badge."""
 
     def __init__(self, person: Person, keys: list[str]) -> None:
         self.keys, self.cells, self.live = keys, {key: dict[str, str]() for key in keys}, False
@@ -140,7 +140,7 @@ class LivePage(RepeatingCaller):
 
 
 class UsageStream(RepeatingCaller):
-    """The usage of a device as it comes."""
+    """A client that follows the usage of a device as a stream of events. `told` are the samples it received."""
 
     def __init__(self, person: Person, device: str) -> None:
         self.device, self.told = device, list[dict[str, Any]]()
@@ -153,12 +153,12 @@ class UsageStream(RepeatingCaller):
                 self.told.append(json.loads(line.removeprefix(b"data:")))
 
     def newest(self) -> str:
-        """When the newest of it was taken; '' before there is any."""
+        """Return the time at which the newest received sample was taken; '' before there is one."""
         return max((one["at"] or "" for one in self.told[-3:]), default="")
 
 
 class MonitoringReader(RepeatingCaller):
-    """Somebody's monitoring: asks for the same again and again. `statuses` are the answers'."""
+    """A monitoring client that reads the same list repeatedly. `statuses` are the statuses of the answers."""
 
     def __init__(self, person: Person) -> None:
         self.statuses = list[int]()
@@ -171,9 +171,10 @@ class MonitoringReader(RepeatingCaller):
 
 
 class NovaTraffic(RepeatingCaller):
-    """Makes a request, binds it, gives up the one before; and has the host looked at anew, by a command.
+    """Each turn creates a request, binds it, deletes the request of the turn before, and orders a rescan of the host.
 
-    `made`, `bound`, `deleted`, `ordered`: what was acknowledged, id → when (monotonic). `refused`: what was not.
+    `made`, `bound`, `deleted`, `ordered`: id → time (monotonic) of each acknowledged request or command. `tried`: the
+    requests whose deletion was attempted. `refused`: all answers with an unexpected status.
     """
 
     def __init__(self, person: Person, provider: str, hostname: str, host: str) -> None:
@@ -199,7 +200,7 @@ class NovaTraffic(RepeatingCaller):
             self.ordered[said["uuid"]] = time.monotonic()
 
     def ask(self, wanted: int, method: str, path: str, body: Any = None) -> Any:
-        """What is answered with the status that is wanted; None: it was not."""
+        """Send a request and return the body if its status is `wanted`; else record it in `refused` and return None."""
         status, said = self.person.call(method, path, body)
         if status == wanted:
             return said
@@ -207,5 +208,5 @@ class NovaTraffic(RepeatingCaller):
         return None
 
     def count_since(self, moment: float) -> int:
-        """How many binds and how many commands were acknowledged after it, the fewer of both."""
+        """Count the binds and the commands acknowledged after `moment`; return the smaller number."""
         return min(sum(at > moment for at in kind.values()) for kind in (self.bound, self.ordered))

@@ -1,7 +1,7 @@
-"""Placement as a process: its WSGI application on a socket handed over by `tests.system.placement`.
+"""Run Placement's WSGI application on a socket that `tests.system.placement` passes on.
 
-Run as `python -m tests.system.placement_process FD` by the interpreter of Placement's own environment; it imports
-nothing of ours but the leash.
+Run as `python -m tests.system.placement_process FD` by the interpreter of Placement's own environment; of our
+code it imports only the function that makes it end with its parent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ THREADS = 16
 
 
 def main() -> None:
-    """Serve until killed; the configuration is where `OS_PLACEMENT_CONFIG_DIR` says."""
+    """Serve until killed, with the configuration in the folder `OS_PLACEMENT_CONFIG_DIR`."""
     die_with_parent()
     listener = socket.socket(fileno=int(sys.argv.pop()))
     import waitress

@@ -1,6 +1,7 @@
-"""Writes as the release before does: a row of each table it knew, with the columns it knew, then again after `migrate`.
+"""Write to the database as the former release does, before and after the migrations of this release.
 
-`python -m tests.system.previous_release` over an empty embedded database; run by `test_upgrade`.
+It uses the former release's historical models, so it writes one row to each of its tables with only its columns.
+`test_upgrade` runs `python -m tests.system.previous_release` over an empty embedded database.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OTHERS = [("auth", "0012_alter_user_first_name_max_length"), ("contenttypes", "0
 APPEND_ONLY = {"accelerators.event", "accelerators.seal"}
 SINGLE_ROW = {"cyborgweb.maintenance", "placement_sync.writer"}
 GIVEN_FIELDS = {"auth.user.username", "accelerators.device.key"}
-"""Columns with a default that are unique all the same."""
+"""Unique columns that have a default, which would be the same in each row."""
 VALUES = {
     "accelerators.device.type": "GPU",
     "accelerators.attachhandle.attach_type": "PCI",
@@ -33,18 +34,18 @@ VALUES = {
     "accelerators.event.source": "system",
     "accelerators.intent.kind": "provider",
 }
-"""What the database lets stand in no other way."""
+"""Values of columns for which check constraints of the database allow only certain values."""
 
 
 class FormerRelease:
-    """The former release: historical models. `made` has the newest row of each."""
+    """The former release with its historical models. `made` has the row of each model from the current turn."""
 
     def __init__(self, apps: Any) -> None:
         self.models = [model for label in OWN_APPS for model in apps.get_app_config(label).get_models()]
         self.made: dict[str, models.Model] = {}
 
     def write(self, turn: str) -> None:
-        """A row of each model, then an UPDATE of all of its columns, unless the table is append-only."""
+        """Write a row of each model, then UPDATE all columns of each row, unless its table is append-only."""
         self.made.clear()
         for model in self.models:
             if model._meta.managed:
@@ -54,7 +55,7 @@ class FormerRelease:
                 row.save()
 
     def make_row(self, model: Any, turn: str) -> models.Model:
-        """The one of this turn, with those that it names."""
+        """Return this turn's row of a model; create it, and the rows that it refers to, if it does not exist yet."""
         if (label := model._meta.label_lower) not in self.made:
             values = {
                 field.name: self.make_value(field, turn) for field in model._meta.concrete_fields if is_required(field)
@@ -64,7 +65,7 @@ class FormerRelease:
         return self.made[label]
 
     def make_value(self, field: Any, turn: str) -> Any:
-        """Something that fits the column."""
+        """Return a value that the column accepts; `turn` makes it unique."""
         if field.is_relation:
             return self.make_row(field.remote_field.model, turn)
         if (known := VALUES.get(str(field).lower())) is not None:
@@ -79,13 +80,13 @@ class FormerRelease:
 
 
 def is_required(field: Any) -> bool:
-    """Whether the code before says it in each INSERT for want of a default."""
+    """Tell whether an INSERT of the former release must give this column, because it has no usable default."""
     automatic = field.has_default() or field.has_db_default() or isinstance(field, models.AutoField)
     return str(field).lower() in GIVEN_FIELDS or not (field.null or automatic)
 
 
 def main() -> None:
-    """Ends without a word, or with the error that the former release would have met."""
+    """Write, migrate and write again. It ends with a traceback if the former release would have failed."""
     executor = MigrationExecutor(connection)
     writer = FormerRelease(executor.migrate([*LAST_MIGRATIONS_OF_FORMER_RELEASE.items(), *OTHERS]).apps)
     with transaction.atomic():

@@ -1,4 +1,4 @@
-"""What runs on this machine, read from /proc: a test names a process by it, kills it, and sees that nothing is left."""
+"""List the processes of this machine from /proc, so that a test can find, kill and follow processes of the product."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ObservedProcess:
-    """One process of one moment; `started` tells it from a later one with the same id."""
+    """One observed process. `started` distinguishes it from a later process with the same id."""
 
     pid: int
     parent: int
@@ -18,12 +18,12 @@ class ObservedProcess:
     command: str
 
     def alive(self) -> bool:
-        """Still the same one, and more than a zombie."""
+        """Tell whether this process still runs and is not a zombie."""
         return find_process(self.pid) == self
 
 
 def find_process(pid: int) -> ObservedProcess | None:
-    """The process `pid`; None when there is none, or only what waits to be reaped."""
+    """Return the process with the id `pid`; None if there is none or it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -31,7 +31,7 @@ def find_process(pid: int) -> ObservedProcess | None:
         return None
     if fields[0] in "ZX":
         return None
-    # PostgreSQL rewrites its title as it works; what stays is enough to know it by.
+    # PostgreSQL rewrites its process title all the time; only the first word stays the same.
     words = command.split(" ")
     return ObservedProcess(
         pid, int(fields[1]), int(fields[19]), words[0] if command.startswith("postgres:") else command
@@ -39,13 +39,13 @@ def find_process(pid: int) -> ObservedProcess | None:
 
 
 def list_processes() -> list[ObservedProcess]:
-    """All processes, oldest first."""
+    """Return all processes of this machine, oldest first."""
     found = [find_process(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return sorted((one for one in found if one), key=lambda one: (one.started, one.pid))
 
 
 def list_descendants(root: int) -> list[ObservedProcess]:
-    """The descendants of process `root`, oldest first."""
+    """Return all descendants of the process with the id `root`, oldest first."""
     family, running = {root}, list_processes()
     while more := {one.pid for one in running if one.parent in family} - family:
         family |= more
@@ -53,7 +53,7 @@ def list_descendants(root: int) -> list[ObservedProcess]:
 
 
 def list_users_of_folder(folder: Path) -> list[ObservedProcess]:
-    """Processes that name `folder` in their command or environment, or work in it; never this one."""
+    """Return the processes with `folder` in their command line, environment or working directory, except this one."""
     needle = os.fsencode(folder)
     return [one for one in list_processes() if one.pid != os.getpid() and _names(one.pid, needle)]
 
@@ -73,5 +73,5 @@ def _names(pid: int, needle: bytes) -> bool:
 
 
 def still_running(known: Iterable[ObservedProcess]) -> list[ObservedProcess]:
-    """Which of them still run."""
+    """Return those of the `known` processes that still run."""
     return [one for one in known if one.alive()]

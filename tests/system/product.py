@@ -51,11 +51,11 @@ def environment(**more: str) -> dict[str, str]:
 
 @dataclass
 class Product:
-    """One installation. `state` is its state directory, `before` the words before the command (such as setpriv).
+    """One installation. `state` is its state directory, `before` the words to put before the command (such as setpriv).
 
     A new installation begins with a copy of a migrated database (`tests.support.migrated`), which saves each test some
-    seconds. `from_nothing` has the product make its database itself, as on a user's machine; so has `before`, because
-    the copy belongs to the tester.
+    seconds. With `from_nothing` the product makes its database itself, as on a user's machine; also with `before`,
+    because the copy belongs to the user who runs the tests.
     """
 
     state: Path
@@ -108,7 +108,7 @@ class Product:
 
     @contextmanager
     def required_during_test(self) -> Iterator[None]:
-        """Fail a test that finds the product dead, and one during which it died."""
+        """Fail the test if the product is dead before the block or dies during it."""
         self.require_running("before this test began")
         yield
         self.require_running("while this test ran")
@@ -248,7 +248,10 @@ class Product:
         )
 
     def remember_processes(self) -> set[ObservedProcess]:
-        """Record all processes of the product, so that `left` also finds those not related to the state directory."""
+        """Record all processes of the product, and return all that were recorded so far.
+
+        `list_left_processes` then also finds those that do not mention the state directory.
+        """
         self.seen |= set(processes.list_descendants(self.pid)) | set(processes.list_users_of_folder(self.state))
         return self.seen
 
@@ -276,7 +279,7 @@ class Product:
     def kill(self) -> None:
         """Kill the supervisor alone with SIGKILL, so that it cannot stop its children.
 
-        Call `remember` first; it is not called here because it takes a while.
+        Call `remember_processes` first; it is not called here because it takes a while.
         """
         assert self.process
         self.process.kill()
@@ -291,7 +294,7 @@ class Product:
 
 @contextmanager
 def running(product: Product) -> Iterator[Product]:
-    """Start the product for the block; at the end stop it, and fail if any of its processes still runs."""
+    """Start the product for the block; at its end stop the product, and fail if any of its processes still runs."""
     try:
         yield product.start()
     finally:
@@ -303,7 +306,7 @@ def running(product: Product) -> Iterator[Product]:
 
 
 def wait_and_kill_remaining(product: Product) -> None:
-    """Wait until no process of the product runs. Kill those that remain, then let the failure propagate."""
+    """Wait until no process of the product runs; if some do not end in time, kill them and fail."""
     try:
         product.wait_until_nothing_is_left()
     finally:

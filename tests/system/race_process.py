@@ -1,7 +1,7 @@
-"""One process of `test_race`: threads with one request each, all of which want the last handle at the same moment.
+"""One process of `test_race`: its threads, with one request each, try to bind the last handle at the same moment.
 
-Each line on standard input is a round; it says how many of the threads take part. The answer is one line with the
-uuids of the requests that were bound.
+Each line on standard input starts a round and is the number of threads that take part. The process answers with one
+line: the uuids of the requests that were bound.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOVA_CALLER = Caller("nova", "u", frozenset({"member"}), "p1", service=True)
 
 
 def main() -> None:
-    """`fighter DATABASE PROVIDER REQUEST…`: one thread a request."""
+    """Run as `race_process DATABASE PROVIDER REQUEST…`, with one thread per request."""
     die_with_parent()
     database, provider, *requests = sys.argv[1:]
     connection.settings_dict["NAME"] = database

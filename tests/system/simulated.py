@@ -1,8 +1,8 @@
-"""What several machines on one need (`namespaces`, `deployment`): root, networks of one's own, and nginx.
+"""Check and prepare what the simulation of several machines needs: root, network namespaces and nginx.
 
-nginx is Debian's, unpacked into `.sim/` of the checkout: installed, the package would start a server. `make deps-sim`
-runs this with any Python, before there is a virtual environment, after `tests.qemu.prepare`, which empties `.sim/` when
-it makes it anew.
+It is used by `namespaces` and `deployment`. Debian's nginx is unpacked into `.sim/` of the checkout and not installed,
+because its package would start a server. `make deps-sim` runs this file with any Python, before a virtual environment
+exists, and after `tests.qemu.prepare`, because that empties `.sim/` when it makes it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 UNSHARED = ("--net", "--mount", "--uts", "--pid")
 HOLD = ("setpriv", "--pdeathsig", "KILL", "unshare", *UNSHARED, "--fork", "--kill-child", "--mount-proc", "sh", "-c")
-"""Before a script that shall have namespaces of its own, and end with the process that started it."""
+"""The command that runs a shell script in its own namespaces and kills it when the process that started it ends."""
 BRIDGE = "ip link add bridge type bridge forward_delay 0 && ip link set bridge up"
 FOLDER = Path(__file__).resolve().parents[2] / ".sim" / "nginx"
 NGINX = FOLDER / "usr/sbin/nginx"
@@ -25,7 +25,7 @@ PACKAGES = ("nginx", "libnginx-mod-stream")
 
 
 def missing() -> str:
-    """Why there can be no several machines here, '' when there can."""
+    """Return the reason why several machines cannot be simulated here; '' if they can."""
     return _why_namespaces_are_refused() or (
         "" if NGINX.exists() and STREAM.exists() else "there is no nginx in .sim (make deps-sim)"
     )
@@ -42,7 +42,7 @@ def _why_namespaces_are_refused() -> str:
 
 
 def fetch(into: Path) -> None:
-    """Downloaded and unpacked; raises OSError, CalledProcessError."""
+    """Download nginx, unpack it into the folder `into` and try it. Raises OSError, CalledProcessError."""
     subprocess.run(["apt-get", "update", "-qq"], check=True)
     subprocess.run(["apt-get", "download", "-qq", *PACKAGES], cwd=into, check=True)
     for archive in into.glob("*.deb"):
@@ -52,7 +52,7 @@ def fetch(into: Path) -> None:
 
 
 def main() -> int:
-    """Exit status 0 when all of it is there."""
+    """Unpack nginx if it is missing. Return 0 if everything is there; else print the reason and return 1."""
     if not missing():
         return 0
     if why := _why_namespaces_are_refused():

@@ -1,4 +1,4 @@
-"""kill -9 of the cluster that attaches, again and again, before a real Placement: each is claimed once, or not."""
+"""Test that each attachment is claimed once in a real Placement while the `work` cluster is killed repeatedly."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.system.product import Product, running
 pytestmark = pytest.mark.system
 COUNT, KILLS = 6, 2
 LIFE_S = 3.0
-"""The longest that a cluster lives once it is complete."""
+"""How many seconds a cluster lives at most before it is killed, counted from the moment when all its workers run."""
 CALL_S = 0.05
-"""So long takes each call to Placement, so that most of a cluster's life is amid one."""
+"""The delay of each call to Placement, so that most kills hit the cluster during a call."""
 STATES = "SELECT uuid::text, state, fault FROM accelerators_attachment ORDER BY id"
 
 
@@ -51,13 +51,13 @@ def cloud(keystone: Keystone, between: TroubleProxy, nova: FakeNova, folder: Pat
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
     settings |= {"CYBORG_PLACEMENT_ENDPOINT": between.url}
-    settings["CYBORG_TICK_STALL_S"] = "30"  # all of it dies here: nothing is left that could dead-lock
+    settings["CYBORG_TICK_STALL_S"] = "30"  # a cluster that is killed as a whole cannot be dead-locked
     with running(Product(folder / "state", settings)) as product:
         yield KeystoneCloud(product, keystone).enable_card()
 
 
 def post_attachment(cloud: KeystoneCloud, path: str, body: Any) -> dict[str, Any]:
-    """A POST below /api/attachments/, as admin."""
+    """Send a POST below /api/attachments/ as admin and return the answer; fail unless the status is 202."""
     where = f"{cloud.url}/api/attachments/{path}"
     answer = requests.post(where, json=body, headers={"X-Auth-Token": cloud.token("admin")}, timeout=30)
     assert answer.status_code == 202, answer.text
@@ -98,7 +98,7 @@ def test_L2_attachments_are_claimed_and_released_once_while_the_worker_is_killed
 
 
 def _read_consumer(placement: Placement, instance: str) -> dict[str, Any]:
-    """What it has, and whose it is; but for its generation."""
+    """Return the allocations, project, user and type of a consumer, without its generation."""
     found = placement.call("GET", f"/allocations/{instance}")
     has = {provider: entry["resources"] for provider, entry in found["allocations"].items()}
     return {name: found[name] for name in ("project_id", "user_id", "consumer_type")} | {"allocations": has}
@@ -114,13 +114,13 @@ def _count_requests(product: Product) -> int:
 
 
 def _kill_worker_until_done(product: Product, done: Callable[[], int], wanted: int) -> None:
-    """The cluster `work` is killed with everything below it while this is going on, then left to finish it."""
+    """Kill the cluster `work` with all its processes up to KILLS times, then wait until `done` returns `wanted`."""
     chance = random.Random(wanted)
     for _ in range(KILLS):
         if done() == wanted:
             break
         product.until(lambda: product.workers("work", 2), 60, "the cluster is complete")
-        time.sleep(chance.uniform(0.0, LIFE_S))  # it dies at another moment each time
+        time.sleep(chance.uniform(0.0, LIFE_S))  # so that each kill hits another moment of the work
         top = product.child("work")
         assert top
         for one in [top, *processes.list_descendants(top.pid)]:

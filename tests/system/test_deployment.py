@@ -1,4 +1,7 @@
-"""Two controllers and two compute hosts by docs/deploy: one controller vanishes without a word, and comes back."""
+"""Test a deployment by docs/deploy with two controllers, one of which is cut off and later returns.
+
+The machines are simulated with network namespaces; the test is skipped where that is not possible.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.system
 READY_S, SOON_S = 60.0, 30.0
 GATEWAY, REST, TLS = 8000, 8001, 8443
 GATEWAY_ADDRESSES = ("db.example.com", "host2.example.com")
-"""host1 by the proxy's balancer, host2 by a name that leads to both gateways."""
+"""The machines from which agents connect: host1 through the proxy, host2 directly, by a name of both gateways."""
 HOLD_MERGE_LOCK = f"""
 from django.db import connection, transaction
 import time
@@ -33,7 +36,7 @@ with transaction.atomic(), connection.cursor() as cursor:
     print("mine", flush=True)
     time.sleep(3600)
 """
-"""A worker amid a merge, for as long as its node lives."""
+"""A program that holds the lock of the merge job until its node is switched off, as a worker in a merge would."""
 FIRST_DEVICE = """
 SELECT p.rp_uuid::text, h.uuid::text, d.uuid::text, d.id::text FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id JOIN accelerators_host h ON h.id = d.host_id
@@ -43,7 +46,7 @@ WHERE h.name = 'host1.example.com' ORDER BY d.key LIMIT 1
 
 @pytest.fixture
 def deployment(folder: Path) -> Iterator[Deployment]:
-    """Machines and a database; nothing of ours runs yet."""
+    """Simulated machines and a database; the product is not started yet."""
     if why := simulated.missing():
         pytest.skip(f"SKIPPED LEVEL several machines: {why}")
     made = Deployment(folder)
@@ -55,58 +58,58 @@ def deployment(folder: Path) -> Iterator[Deployment]:
 
 
 class DeploymentStory:
-    """What the test asks again and again."""
+    """Steps and questions that the parts of the test have in common."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment, self.person = deployment, Person(deployment)
 
     def until(self, condition: Any, what: str, deadline_s: float = SOON_S) -> Any:
-        """Wait for it; a failure says what for."""
+        """Wait for a condition and return its value; a failure names `what`."""
         try:
             return until(condition, deadline_s)
         except AssertionError as error:
             raise AssertionError(f"{what}: {error}") from None
 
     def start_node(self, node: str) -> None:
-        """Both units, as `systemctl start` does."""
+        """Start both units of a node, as `systemctl start` does."""
         for unit in ("accelerators", "accelerators-rest"):
             self.deployment.start_unit(node, unit)
 
     def until_ready(self, node: str) -> None:
-        """The gateway and REST of this node work."""
+        """Wait until the gateway and the REST process of a node answer /readyz with 200."""
         for at in (process_address(node, GATEWAY), process_address(node, REST)):
             self.until(lambda a=at: self.person.call("GET", "/readyz", at=a)[0] == 200, f"{node} at {at}", READY_S)
 
     def set_fake_cards(self, host: str, count: int, **more: Any) -> None:
-        """So many fake cards are in it now."""
+        """Change the fake hardware of a compute host to `count` cards."""
         path = self.deployment.control_file(host)
         new = path.with_suffix(".new")
         new.write_text(json.dumps({"count": count} | more))
         new.rename(path)
 
     def join_host(self, host: str, name: str) -> None:
-        """A token made on a node, an agent that is started with it."""
+        """Make a join token for gateways at `name`, and start the agent of a compute host with it."""
         address = f"https://{name}:{TLS}"
         token = self.deployment.manage("node1", "join_token", f"{host}.example.com", "--address", address)[-1]
         self.deployment.start_unit(host, "accelerators-agent", CYBORG_JOIN_TOKEN=token)
 
     def wait_for_devices(self, host: str, count: int, deadline_s: float = SOON_S) -> None:
-        """Wait until people see that it offers so many, and their agent is heard."""
+        """Wait until the API shows exactly `count` devices of a host, all ready and not stale."""
 
-        def so() -> bool:
+        def has_these_devices() -> bool:
             found = self.person.listed(f"/api/devices/?host={host}.example.com")
             return sum(one["state"] == "ready" and not one["stale"] for one in found) == count == len(found)
 
-        self.until(so, f"{host} has {count} devices", deadline_s)
+        self.until(has_these_devices, f"{host} has {count} devices", deadline_s)
 
     def count_census_answers(self, at: tuple[str, int]) -> int:
-        """How many hosts tell one process now how busy they are."""
+        """Ask one process for a census; return how many hosts answered, 0 if the census failed."""
         status, said = self.person.call("POST", "/api/census/", {}, at=at)
         return int(said["came"]) if status == 200 else 0
 
 
 def process_address(node: str, port: int) -> tuple[str, int]:
-    """A process of a node."""
+    """Return the address at which a process of a node listens."""
     return ADDRESSES[f"{node}.example.com"], port
 
 
@@ -126,7 +129,7 @@ def test_one_of_two_controllers_can_vanish_and_return_without_loss(deployment: D
 
 
 class BackgroundWork:
-    """What goes on meanwhile: Nova's binds, an operator's commands, monitoring, a page and a stream of somebody's."""
+    """Clients that work during the whole test: Nova, an operator, monitoring, a console page, a usage stream."""
 
     def __init__(self, story: DeploymentStory) -> None:
         profile = [{"name": "one", "groups": [{"resources:FPGA": "1"}]}]
@@ -137,10 +140,10 @@ class BackgroundWork:
         self.page = LivePage(story.person, [self.key])
         self.stream = UsageStream(story.person, device)
         self.all = (self.nova, self.reader, self.page, self.stream)
-        self.until_it_goes_on(story)
+        self.until_all_progress(story)
 
-    def until_it_goes_on(self, story: DeploymentStory) -> None:
-        """Wait until each has had some more answers than it has now."""
+    def until_all_progress(self, story: DeploymentStory) -> None:
+        """Wait until each client has received further successful answers."""
         now, read, moment = time.monotonic(), len(self.reader.statuses), datetime.now(UTC).isoformat()
         story.until(lambda: self.nova.count_since(now) > 2, f"binds and commands: {self.nova.refused[-3:]}")
         story.until(lambda: len(self.reader.statuses) > read + 4, f"reads: {self.reader.troubles[-3:]}")
@@ -149,7 +152,11 @@ class BackgroundWork:
 
 
 def start_both_nodes(story: DeploymentStory) -> None:
-    """Both nodes at once: one makes the tables and the first login, the other waits for it."""
+    """Start both nodes at once, then the proxy, and check them.
+
+    One node must make the tables and the only first login while the other waits. Neither may start its own agent, and
+    the proxy must not pass on the metrics and the challenge for agents.
+    """
     deployment, person = story.deployment, story.person
     for node in NODES:
         story.start_node(node)
@@ -176,14 +183,14 @@ def start_both_nodes(story: DeploymentStory) -> None:
 
 
 def read_metrics(story: DeploymentStory, node: str) -> str:
-    """The metrics of a node, as somebody on it gets them."""
+    """Return the metrics of a node, asked for from the node itself."""
     with story.deployment.machines[node].connect("127.0.0.1", GATEWAY) as here, here.makefile() as answer:
         here.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         return answer.read()
 
 
 def join_hosts(story: DeploymentStory) -> None:
-    """One by each way to the gateways; found devices are offered."""
+    """Join host1 through the proxy and host2 directly; an admission rule makes their devices ready."""
     rule = {"name": "fake", "driver": "fake_driver", "action": "ready"}
     assert story.person.call("POST", "/api/rules/", rule)[0] == 201
     story.set_fake_cards("host1", 2, handle_type="MDEV")
@@ -195,13 +202,16 @@ def join_hosts(story: DeploymentStory) -> None:
 
 
 def check_census_at_every_process(story: DeploymentStory) -> None:
-    """Load is known to the gateway alone that an agent is connected to; each process gets it from there."""
+    """Check that each process can ask all hosts for their load, though only one gateway is connected to each agent."""
     for at in (process_address(node, port) for node in NODES for port in (GATEWAY, REST)):
         story.until(lambda a=at: story.count_census_answers(a) == len(HOSTS), f"both hosts answer what {at} asks")
 
 
 def disconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str, survivor: str) -> None:
-    """The cable goes while one of its workers holds the lock of the merge, and its processes run on: nobody is told."""
+    """Cut a node off while one of its workers holds the merge lock, and check that the other node takes over.
+
+    Its processes go on, so no connection is closed; the node is switched off only at the end.
+    """
     deployment, machine = story.deployment, story.deployment.machines
     deployment.start_managed(victim, "worker", "shell", "-c", HOLD_MERGE_LOCK)
     story.until(lambda: "mine" in deployment.read_log(victim, "worker"), "the lock is held")
@@ -213,14 +223,14 @@ def disconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str, s
     story.until(lambda: come <= machine[survivor].callers(TLS), "the agents come to the other")
     story.wait_for_devices("host1", 3, READY_S)
     story.wait_for_devices("host2", 2)
-    work.until_it_goes_on(story)
+    work.until_all_progress(story)
     assert set(work.reader.statuses[read:]) == {200}
     check_page_follows_decision(story, work)
     machine[victim].power_off()
 
 
 def check_page_follows_decision(story: DeploymentStory, work: BackgroundWork) -> None:
-    """What an operator does is seen at once by who looks at the page, at whatever gateway that is now."""
+    """Check that an open page shows an operator's decision, whichever gateway serves it now."""
     device, before = work.stream.device, dict(work.page.cells[work.key])
     assert story.person.call("POST", f"/api/devices/{device}/disable/", {"reason": "a test"})[0] == 200
     story.until(lambda: work.page.cells[work.key] != before and work.page.live, "the page shows it")
@@ -228,7 +238,7 @@ def check_page_follows_decision(story: DeploymentStory, work: BackgroundWork) ->
 
 
 def reconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str) -> None:
-    """With power again it takes its share: the proxy sends it callers, and each process knows all load."""
+    """Switch the node on again; the proxy must send it requests, and each process must know the load of all hosts."""
     story.deployment.machines[victim].power_on()
     story.start_node(victim)
     story.until_ready(victim)
@@ -236,11 +246,11 @@ def reconnect_node(story: DeploymentStory, work: BackgroundWork, victim: str) ->
     seen = story.deployment.count_served(*at)
     story.until(lambda: story.deployment.count_served(*at) > seen, "the proxy sends it callers again")
     check_census_at_every_process(story)
-    work.until_it_goes_on(story)
+    work.until_all_progress(story)
 
 
 def check_nothing_acknowledged_is_lost(story: DeploymentStory, work: BackgroundWork, node: str) -> None:
-    """Each request and command that was answered is there, has ended, and is told of in a chain that holds."""
+    """Check that each acknowledged request and command is stored and has ended, and that the events verify."""
     for one in work.all:
         one.end()
     deployment, nova = story.deployment, work.nova

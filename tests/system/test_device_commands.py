@@ -1,6 +1,6 @@
-"""Commands through the whole product: an operator's decision, a bind, a program become changes of a host, or reasons.
+"""Test that installs, binds and programs change the host through the whole product, or fail with the reason.
 
-The hardware is the fake driver's: files below `/state` that forget at a reboot, as real hardware does.
+The hardware is simulated by the fake driver with files in its state directory, which a reboot deletes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SOON_S = 30.0
 
 
 class ProductWithCard:
-    """The product, its tokens, its one fake card."""
+    """A product with one fake card (`device`), an administrator's token and Nova's service token."""
 
     def __init__(self, product: Product) -> None:
         self.product = product
@@ -67,7 +67,10 @@ class ProductWithCard:
         return sorted((self.product.state / "agent" / "drivers" / "fake_driver").glob(f"*/0/{name}"))
 
     def bind_new_request(self, instance: str = "", **group: str) -> tuple[str, str]:
-        """A new request, bound or begun to be: its uuid, the instance's."""
+        """Create a request and start to bind it to an instance, a new one by default; return the uuids of both.
+
+        `group` are further entries of the profile's group.
+        """
         profile, instance = f"p-{uuid.uuid4().hex[:8]}", instance or str(uuid.uuid4())
         body = [{"name": profile, "groups": [{"resources:FPGA": "1"} | group]}]
         assert self.call("POST", "/v2/device_profiles", body).status_code == 201
@@ -100,7 +103,10 @@ def site() -> Iterator[ProductWithCard]:
 
 
 def reset_card(site: ProductWithCard, *script: tuple[str, object]) -> None:
-    """The card as at first, but for what the script says (in one step: no look comes between), ready to be enabled."""
+    """Reset the fake card and disable it, so that a test can enable it.
+
+    `script` are the settings of the fake hardware; they are written in one step, so no rescan sees a part of them.
+    """
     control = site.product.state / "fake-driver.json"
     control.with_suffix(".new").write_text(json.dumps(dict(script)))
     control.with_suffix(".new").replace(control)

@@ -1,4 +1,4 @@
-"""Discrepancies against a real Placement: which writes move a generation, and what is found and goes again."""
+"""Test with a real Placement that discrepancies are found and disappear, and which writes raise a generation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONG_AGO = "2020-01-01T00:00:00Z"
 
 @pytest.fixture
 def host(keystone: Keystone, placement: Placement) -> Iterator[Host]:
-    """A host of one ready card with four handles, in Placement, looked at and compared."""
+    """A host with one ready card of four handles, whose providers are written to Placement and compared once."""
     session = Session(V3Password(**keystone.credentials("admin")))
     name = f"cmp-{uuid.uuid4().hex[:8]}"
     placement.create_compute_provider(name)
@@ -48,7 +48,7 @@ def host(keystone: Keystone, placement: Placement) -> Iterator[Host]:
 
 
 def _with_provider_name(one: Card, host: str) -> Card:
-    """Its provider called after the host, so that no two tests share one."""
+    """Return the card with its provider named after the host, so that no two tests share a provider."""
     from msgspec.structs import replace
 
     (part,) = one.deployables
@@ -56,7 +56,7 @@ def _with_provider_name(one: Card, host: str) -> Card:
 
 
 def compare_again() -> None:
-    """Minutes later: Placement is looked at again, and compared."""
+    """Age all rows, as if minutes had passed, then read Placement again and compare."""
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     for row in WrittenProvider.objects.exclude(claims=None):
@@ -87,7 +87,7 @@ def bind_request(host: Host, instance: str) -> None:
 def test_placement_raises_the_generation_for_an_allocation_but_not_for_its_deletion(
     host: Host, placement: Placement
 ) -> None:
-    """What `faults` rests on; should Placement ever count deletions too, `REREAD_S` can go."""
+    """`discrepancies` relies on this. If Placement ever counts deletions, too, its REREAD_S can be removed."""
     before = provider_generation(placement)
     consumer = placement.allocate(provider_id(), 1)
     assert provider_generation(placement) > before

@@ -1,4 +1,4 @@
-"""Environments of other projects in the cache folder. Several checkouts use them, so none is changed in place."""
+"""Test the cached virtual environments of other projects. Several checkouts use them, so none may change in place."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def make_wheel(folder: Path, version: str) -> Path:
 
 
 def digest(content: str) -> str:
-    """Return the digest of a file as RECORD has it."""
+    """Return the digest of a file in the notation of a wheel's RECORD."""
     return base64.urlsafe_b64encode(hashlib.sha256(content.encode()).digest()).rstrip(b"=").decode()
 
 
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lock:
-    """Return a function that locks `sample` at a version; the cache folder and the locks are the test's own."""
+    """Return a function that locks `sample` at a version; the test has a separate cache folder and lock file."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("TEST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(environments, "LOCKS", tmp_path)
@@ -66,7 +66,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lock:
 
 
 def get_environment(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of the environment `sample`, asked for as by a new test process."""
+    """Return the folder of the environment `sample`, which is verified again as in a new test process."""
     monkeypatch.setattr(environments, "_verified", set())
     return environments.python("sample").parent.parent
 
@@ -78,7 +78,7 @@ def run_sample_command(folder: Path) -> str:
 
 
 def missing_programs(folder: Path) -> str:
-    """Return what of the environment's programs is missing in `folder`; '' when it is complete or not there at all."""
+    """Return the programs of the environment that `folder` lacks; '' if it lacks none or does not exist."""
     try:
         opened = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def test_a_changed_lock_makes_a_second_environment_and_keeps_the_first(
 def test_a_damaged_environment_is_replaced_without_a_partial_one_being_visible(
     lock: Lock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged one is replaced: whoever uses it meanwhile finds the damaged or the complete one, never a part."""
+    """Other processes see the damaged environment or the complete new one meanwhile, and never a partial one."""
     folder = get_environment(monkeypatch)
     (installed,) = folder.glob("lib/python*/site-packages/sample-1.0.dist-info")
     shutil.rmtree(installed)

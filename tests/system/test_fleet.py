@@ -1,6 +1,6 @@
-"""A small fleet, and all that can happen to a large one: nothing acknowledged is lost, nobody is stuck, memory holds.
+"""Test the promises of all fleet scenarios with a small fleet of simulated agents.
 
-`tests.fleet` does the work in processes of its own; here each of its verdicts is a test.
+`tests.fleet` runs the scenarios in separate processes; here the verdict about each scenario is a test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AGENTS = 150
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PromiseLine]]:
     file: Path = tmp_path_factory.mktemp("fleet") / "verdicts.json"
     words = [str(AGENTS), "--scenario", "all", "--hold", "4", "--patience", "120", "--json", str(file)]
-    # Fewer handshakes at a time than there are agents: without the door's 503 it would be no storm.
+    # Fewer concurrent handshakes than agents are allowed, so that some agents are refused with 503 in a storm.
     done = subprocess.run(
         [sys.executable, "-m", "tests.fleet", *words, "--handshakes", "40"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""kill -9 of one part under load: it is restarted, nothing acknowledged is lost, and the rest does not notice."""
+"""Test that a process killed under load is restarted, and that no acknowledged report is lost (promise L2)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ SETTINGS = {"CYBORG_HOST_NAME": HOST, "CYBORG_HOST_NODE": "here", "CYBORG_RESCAN
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[Load]:
-    """One product for all the kills of this file, and hosts that have joined it."""
+    """A load of hosts that have joined one product, which all tests of this file share."""
     with fresh_folder() as folder, running(Product(folder / "state", SETTINGS)) as product:
         product.until(lambda: product.drivers(), 30, "the agent's drivers run")
         yield Load(product)
 
 
 def find_child(name: str) -> Callable[[Product], list[ObservedProcess]]:
-    """The child `name` alone."""
+    """Return a function that finds the supervisor's child `name` without its descendants."""
     return lambda product: [one for one in [product.child(name)] if one]
 
 
 def find_group(name: str) -> Callable[[Product], list[ObservedProcess]]:
-    """The child `name` and everything below it."""
+    """Return a function that finds the cluster `name` with all its processes."""
 
     def members(product: Product) -> list[ObservedProcess]:
         top = product.child(name)
@@ -43,19 +43,19 @@ def find_group(name: str) -> Callable[[Product], list[ObservedProcess]]:
 
 
 def list_cluster_members(product: Product, name: str) -> list[ObservedProcess]:
-    """What a cluster consists of beside its first process, once it is complete."""
+    """Return all processes of a cluster except its first; [] until all of its workers run."""
     top, count = product.child(name), {"ingest": 1, "work": 2}[name]
     workers = product.workers(name, count)
     return [one for one in product.descendants(top) if workers] if top else []
 
 
 def find_driver(name: str) -> Callable[[Product], list[ObservedProcess]]:
-    """The process in which the agent runs the driver `name`; started again when it is next asked."""
+    """Return a function that finds the process of driver `name`. The agent restarts it when it next asks the driver."""
     return lambda product: [one for one in product.drivers() if one.command.endswith(f" {name}")]
 
 
 def find_postmaster(product: Product) -> list[ObservedProcess]:
-    """PostgreSQL's first process; its others end when they miss it."""
+    """Find PostgreSQL's main process. Its other processes end when it is gone."""
     return [one for one in [product.postmaster()] if one]
 
 
@@ -76,7 +76,7 @@ VICTIMS = {
 def test_L2_no_acknowledged_report_is_lost_when_a_part_is_killed_and_it_is_restarted(
     load: Load, victim: str, at_rest: bool
 ) -> None:
-    """The hosts fall silent with the kill: a later report would hide that the last acknowledged one is lost."""
+    """The hosts stop reporting at the kill, because a later report would hide the loss of the last acknowledged one."""
     product = load.product
     find, said = VICTIMS[victim]
     product.until(lambda: find(product), 30, f"{victim} is there")
@@ -87,7 +87,7 @@ def test_L2_no_acknowledged_report_is_lost_when_a_part_is_killed_and_it_is_resta
             load.hold()
             if victim.startswith("ingest"):
                 load.until_taken()
-        # Found anew: the supervisor may just have replaced a cluster whose workers the test before killed.
+        # Look again: the supervisor may just have replaced a cluster whose workers the previous test killed.
         place = product.log_position()
         victims = product.until(lambda: find(product), 30, f"{victim} is there")
         kill_processes(victims)
@@ -103,21 +103,21 @@ def test_L2_no_acknowledged_report_is_lost_when_a_part_is_killed_and_it_is_resta
 
 
 def kill_processes(victims: list[ObservedProcess]) -> None:
-    """SIGKILL; who dies with the first of them is dead already when its turn comes."""
+    """Kill these processes with SIGKILL; ignore those that have already ended because another one was killed."""
     for one in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one.pid, signal.SIGKILL)
 
 
 def test_a_cluster_whose_idle_workers_were_killed_is_replaced(load: Load) -> None:
-    """django-q2 dead-locks for good then: the killed worker held the lock of the queue it waited at."""
+    """A killed worker of django-q2 may hold the lock of the task queue; its cluster is then dead-locked for ever."""
     product = load.product
     load.until_stored()
     tries = 0
     for name, count in (("ingest", 1), ("work", 2)):
         first = product.until(lambda name=name: product.child(name), 30, f"{name} runs")
         place = product.log_position()
-        # A worker that was not at the queue just then held no lock: its cluster goes on with another. Once more, then.
+        # If the killed worker did not hold the lock at that moment, its cluster goes on; then kill again.
         while not is_reported_stuck(product, name, place):
             kill_processes(product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete"))
             if name == "ingest":
@@ -132,7 +132,7 @@ def test_a_cluster_whose_idle_workers_were_killed_is_replaced(load: Load) -> Non
 
 
 def is_reported_stuck(product: Product, cluster: str, place: int) -> bool:
-    """Whether the supervisor has said so after this place on the log."""
+    """Tell whether the log after `place` says that this cluster is stuck."""
     return f"cluster {cluster} does not take up job" in product.log()[place:]
 
 

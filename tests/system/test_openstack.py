@@ -1,4 +1,4 @@
-"""The whole product between a real Keystone, a real Placement and a Nova that records what it is told."""
+"""Test the whole product with a real Keystone, a real Placement and a fake Nova that records its external events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nova() -> Iterator[FakeNova]:
 
 @pytest.fixture(scope="module")
 def cloud(keystone: Keystone, placement: Placement, nova: FakeNova) -> Iterator[KeystoneCloud]:
-    """One product for the tests of this file that kill parts of it."""
+    """A product that two tests of this file share; these tests kill parts of it."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
@@ -42,7 +42,7 @@ def cloud(keystone: Keystone, placement: Placement, nova: FakeNova) -> Iterator[
 
 
 def fake_provider(cloud: KeystoneCloud, placement: Placement, root: str) -> dict[str, Any]:
-    """The fake card's provider as Placement shows it; {} while there is none."""
+    """Return the fake card's provider as Placement shows it; {} while there is none."""
     return next(iter(placement.tree(root).values()), {})
 
 
@@ -57,7 +57,7 @@ def list_intents(cloud: KeystoneCloud) -> list[tuple[Any, ...]]:
 def test_placement_and_nova_follow_the_hardware_through_binds_outages_and_kills(
     cloud: KeystoneCloud, placement: Placement, nova: FakeNova
 ) -> None:
-    """A compute provider that comes late, offer and out of offer, a bind, an outage, a kill -9, an allocation."""
+    """A late compute provider, a disable, an enable, a bind, then an outage in which the workers are killed."""
     cloud.enable_card()
     host = cloud.product.settings["CYBORG_HOST_NAME"]
     until(lambda: any(f"waiting for compute provider {host}" in row[2] for row in list_intents(cloud)), SOON_S)
@@ -94,7 +94,7 @@ def test_placement_and_nova_follow_the_hardware_through_binds_outages_and_kills(
 
 
 def get_status(cloud: KeystoneCloud, token: str) -> int:
-    """The status of a GET with this token."""
+    """Return the status of a GET of the devices with this token."""
     return requests.get(f"{cloud.url}/v2/devices", headers={"X-Auth-Token": token}, timeout=30).status_code
 
 
@@ -106,7 +106,7 @@ def test_a_revoked_token_is_refused_once_keystone_is_asked_again(cloud: Keystone
     assert get_status(cloud, unseen) == 401
     web = cloud.product.child("web")
     assert web
-    os.kill(web.pid, signal.SIGKILL)  # a new process remembers nothing
+    os.kill(web.pid, signal.SIGKILL)  # the new process has no cached tokens
     cloud.product.until(lambda: cloud.product.get("/healthz")[0] == 200, 30, "web is back")
     assert get_status(cloud, seen) == 401
 

@@ -1,4 +1,4 @@
-"""`placement_sync` against a real Placement: the stories of `tests/placement_sync`, where a model cannot lie."""
+"""Test `placement_sync` with a real Placement: the scenarios that `tests/placement_sync` plays with a fake one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 
 
 class HostInPlacement:
-    """One host of its own, its compute provider, and what was written for it."""
+    """A host with a new name and its compute provider. `written` are the records of its last synchronisation."""
 
     def __init__(self, there: Placement, session: Session) -> None:
         self.placement, self.session = there, session
@@ -64,7 +64,7 @@ def site(placement: Placement, session: Session) -> Iterator[HostInPlacement]:
 
 def test_providers_are_created_changed_and_removed_and_unchanged_ones_cost_one_read(site: HostInPlacement) -> None:
     site.sync_parts(site.make_part())
-    assert site.client.writes <= 5  # the trait too is new to this Placement
+    assert site.client.writes <= 5  # this Placement may not know the custom trait yet, so it is created, too
     shown = site.read_providers()["FakeDevice"]
     fpga = shown["inventories"]["FPGA"]
     assert (fpga["total"], fpga["max_unit"], fpga["reserved"], fpga["allocation_ratio"]) == (16, 16, 0, 1.0)
@@ -149,23 +149,23 @@ def test_a_missing_compute_provider_and_an_unavailable_placement_raise_their_err
 
 
 def test_the_osc_placement_client_shows_our_providers(site: HostInPlacement) -> None:
-    """Somebody else's client looks from outside."""
+    """The openstack command of another project shows tree, inventories and traits as we wrote them."""
     site.sync_parts(site.make_part(), site.make_part("idle", total=4, offered=False))
     command = environments.python("placement").with_name("openstack")
     kept = {"PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "ignore"} | site.placement.keystone.environment("admin")
 
-    def said(*words: str) -> Any:
+    def run_provider_command(*words: str) -> Any:
         whole = [command, "--os-placement-api-version", "1.39", "resource", "provider", *words, "-f", "json"]
         return json.loads(subprocess.run(whole, capture_output=True, check=True, env=kept).stdout)
 
-    listed = {one["name"]: one for one in said("list", "--in-tree", site.root)}
+    listed = {one["name"]: one for one in run_provider_command("list", "--in-tree", site.root)}
     assert listed.keys() == {site.host, f"{site.host}_FakeDevice", f"{site.host}_idle"}
     assert listed[f"{site.host}_FakeDevice"]["parent_provider_uuid"] == site.root
-    (fpga,) = said("inventory", "list", site.provider_uuid())
+    (fpga,) = run_provider_command("inventory", "list", site.provider_uuid())
     assert (fpga["resource_class"], fpga["total"], fpga["reserved"]) == ("FPGA", 16, 0)
-    (idle,) = said("inventory", "list", site.provider_uuid("idle"))
+    (idle,) = run_provider_command("inventory", "list", site.provider_uuid("idle"))
     assert (idle["total"], idle["reserved"]) == (4, 4)
-    assert {one["name"] for one in said("trait", "list", site.provider_uuid())} == {
+    assert {one["name"] for one in run_provider_command("trait", "list", site.provider_uuid())} == {
         "CUSTOM_FAKE_DEVICE",
         "OWNER_CYBORG",
     }

@@ -1,5 +1,7 @@
-"""Promised times of 5 s and more, each asserted by its own figure, with the product's default settings, except
-that a bind ends after 6 s (CYBORG_BIND_TIMEOUT_S) and that the fake card's handles are made on its host.
+"""Tests of promised times of 5 s and more, each with its own limit.
+
+The product has its default settings, except that a bind expires after 6 s (CYBORG_BIND_TIMEOUT_S) and that the handles
+of the fake card are mediated devices, which the host must create.
 
 Every measured time is printed, so that `pytest -rP` shows the headroom.
 """
@@ -33,17 +35,17 @@ SEEN_S = 30.0
 CLOSED_S = 5.0
 """Promise X1: how soon the socket of a revoked agent is closed."""
 GATEWAY_GONE_S = 35.0
-"""docs/install-several.md: how soon an agent notices that its gateway is gone. It waits for three beats of 8 s after
-the first beat that was not acknowledged."""
+"""docs/install-several.md: how soon an agent notices that its gateway is gone. It waits for three heartbeats of 8 s
+after the first one that was not acknowledged."""
 BIND_TIMEOUT_S, EXPIRED_S = 6, 10.0
-"""The deadline of a bind in this file, and how soon after it the request must have failed. The job that looks for it is
-woken every 5 s."""
+"""The deadline of a bind in this file, and how soon after it the request must have failed. The job that looks for
+expired binds runs every 5 s."""
 HOST = "here.example"
 REVOKE_SILENTLY = """
 UPDATE agents_agent a SET barred = 'revoked', barred_reason = 'stolen', changed_at = now()
 FROM accelerators_host h WHERE h.id = a.host_id AND h.name = %s RETURNING a.id
 """
-"""Writes what a revocation writes, without the notification that follows it."""
+"""Write the same columns as a revocation, but send no notification."""
 DEVICE_STATES = "SELECT uuid, state FROM accelerators_device ORDER BY id"
 STALE = "SELECT stale_since IS NOT NULL FROM accelerators_host WHERE name = %s"
 CUT_LISTENERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%%'"
@@ -51,7 +53,7 @@ CUT_LISTENERS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE qu
 
 @pytest.fixture(scope="module")
 def product() -> Iterator[Product]:
-    """One product whose fake card has handles that its host has to make."""
+    """One product whose fake card has handles that the host must create for each bind."""
     with fresh_folder() as folder:
         (folder / "fake.json").write_text(json.dumps({"handle_type": "MDEV"}))
         (folder / "drivers.toml").write_text(f'[fake_driver]\ncontrol_file = "{folder}/fake.json"\n')
@@ -65,14 +67,14 @@ def product() -> Iterator[Product]:
 
 @pytest.fixture(scope="module")
 def headers(product: Product) -> dict[str, str]:
-    """An administrator's token and Nova's service token."""
+    """The headers with an administrator's token and Nova's service token."""
     admin, service = (product.manage("api_token", role, "--role", role)[-1] for role in ("admin", "service"))
     return {"X-Auth-Token": admin, "X-Service-Token": service}
 
 
 @contextmanager
 def stopped_process(pid: int) -> Iterator[float]:
-    """Stop a process with SIGSTOP and yield the moment; let it go on afterwards."""
+    """Stop a process with SIGSTOP and yield the time of that; continue the process after the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield time.monotonic()
@@ -81,7 +83,7 @@ def stopped_process(pid: int) -> Iterator[float]:
 
 
 def call_api(product: Product, headers: dict[str, str], method: str, path: str, body: Any = None) -> Any:
-    """Call an API of the product and return the decoded answer; AssertionError unless it is 2xx."""
+    """Call an API of the product and return the decoded answer, None without a body; fail if the status is an error."""
     url = f"http://127.0.0.1:{product.port}{path}"
     answer = requests.request(method, url, json=body, headers=headers, timeout=30)
     assert answer.ok, (method, path, answer.status_code, answer.text)
@@ -89,18 +91,18 @@ def call_api(product: Product, headers: dict[str, str], method: str, path: str, 
 
 
 def agents_by_host(product: Product, headers: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """The agents that the API shows, by the name of their host."""
+    """Return the agents that the API lists, by the name of their host."""
     return {one["host"]["name"]: one for one in call_api(product, headers, "GET", "/api/agents/")["results"]}
 
 
 def make_joined_agent(product: Product, host: str) -> WireAgent:
-    """An agent with a join token of its own."""
+    """Return an agent with a new join token for `host`."""
     secret = credentials.parse_join_string(product.manage("join_token", host)[-1]).secret
     return WireAgent(product.port, host, host, token=secret)
 
 
 def is_closed(socket: ClientConnection) -> bool:
-    """Whether the gateway has closed the socket; what it says before is dropped."""
+    """Tell whether the gateway has closed the socket; read and drop one message if there is one."""
     try:
         socket.recv(timeout=0.02)
     except ConnectionClosed:
@@ -111,7 +113,7 @@ def is_closed(socket: ClientConnection) -> bool:
 
 
 def test_L1_the_silence_of_an_agent_is_seen_within_30_s(product: Product, headers: dict[str, str]) -> None:
-    """One agent is stopped, one keeps its socket open and says nothing, one is cut off."""
+    """One agent is stopped, one keeps its socket open and sends nothing, and the socket of one is closed."""
     agent = product.until(lambda: product.child("agent"), 30, "the agent runs")
     names, before = (HOST, "quiet.example", "cut.example"), product.rows(DEVICE_STATES)
     with (
@@ -154,7 +156,7 @@ def test_X1_revoking_closes_the_socket_within_5_s(product: Product, headers: dic
 
 
 def test_X1_revoking_closes_the_socket_within_5_s_when_its_notification_is_lost(product: Product) -> None:
-    """Another process revokes, and the gateway's connection on which it would hear of it is cut all the time."""
+    """Another process revokes the agent, while the gateway's LISTEN connections are terminated repeatedly."""
     name = "unheard.example"
     barred = (
         "SELECT 1 FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id WHERE h.name = %s AND barred <> ''"
@@ -188,7 +190,7 @@ def test_X1_revoking_closes_the_socket_within_5_s_when_its_notification_is_lost(
 
 
 def test_X1_revoking_closes_the_socket_within_5_s_when_no_notification_was_sent(product: Product) -> None:
-    """The gateway stays connected and hears nothing, so it finds the revocation only when it looks by itself."""
+    """The gateway receives no notification, so it finds the revocation only when it reads the table periodically."""
     name = "unannounced.example"
     with make_joined_agent(product, name).connect_and_say_hello() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
@@ -226,7 +228,7 @@ def test_a_bind_fails_within_10_s_after_its_deadline(product: Product, headers: 
 
 
 def test_an_agent_notices_within_35_s_that_its_gateway_is_gone(product: Product) -> None:
-    """The gateway is stopped, so that no connection is closed and nothing refuses a new one."""
+    """The gateway is stopped with SIGSTOP, so that connections are neither closed nor refused."""
     web = product.until(lambda: product.child("web"), 30, "the gateway runs")
     product.wait_for_log(r"agent +\|.*connected to", 30)
     place = product.log_position()

@@ -1,7 +1,7 @@
-"""Promises S1 and S2 under fire: threads of two processes fight for the last handle, a thousand times.
+"""Test promises S1 and S2: threads of two processes try to bind the last handle at the same moment, a thousand times.
 
-Every round takes its time from the database and the interpreter, so few threads of each process fight in most of the
-rounds, and all of them in every CROWDED-th round. In the long version all of them fight in every round.
+Threads make a round slower, so only few threads of each process take part in most rounds, and all of them in every
+CROWDED_EVERY-th round. In the long version all of them take part in every round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.system, pytest.mark.django_db(transaction=True)]
 
 ROUNDS, PROCESSES, THREADS = 1000, 2, 25
 FEW_THREADS = 3
-"""How many threads of each process fight in a round that is not crowded."""
+"""How many threads of each process take part in a round that is not crowded."""
 CROWDED_EVERY = scaled(40, 1)
 RESET_REQUESTS = """UPDATE accelerators_acceleratorrequest SET state = 'Initial', hostname = NULL, instance_uuid = NULL,
 device_rp_uuid = NULL, deployable_id = NULL, attach_handle_id = NULL, fault = '' WHERE state <> 'Initial'"""

@@ -1,4 +1,4 @@
-"""What stands in the way of a start gets one clear sentence, exit status 2, and leaves nothing behind."""
+"""Test that a start that cannot succeed prints one clear sentence, exits with status 2 and leaves no process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.system
 
 
 def start_and_get_refusal(product: Product) -> str:
-    """Start it, see it refuse, and return its one sentence."""
+    """Start the product, check that it exits with status 2 and one sentence after its log, and return the sentence."""
     product.start_process()
     assert product.process
     try:
@@ -84,7 +84,7 @@ def test_damaged_postgresql_data_are_refused_with_the_place_of_the_log(folder: P
 
 
 def test_postgresql_data_without_a_version_file_are_refused_and_kept(folder: Path) -> None:
-    """Nobody knows what they are; a new database in their place would be the end of them."""
+    """Their version is unknown, and creating a new database in their place would destroy them."""
     data = folder / "state" / "postgres" / "data"
     (data / "base").mkdir(parents=True, mode=0o700)
     said = start_and_get_refusal(Product(folder / "state"))

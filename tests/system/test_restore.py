@@ -1,6 +1,6 @@
-"""A backup is taken while everything goes on; then the state is gone, and all but what came later is there again.
+"""Test that a backup taken during writes restores everything that was acknowledged before it.
 
-The hosts are of a later hour than the restored database: what an instance got after the backup stays with it.
+The hosts are then newer than the restored database; an instance keeps what was attached to it after the backup.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROLES = {f"role:{name}" for name in ("administrator", "operator", "auditor", "vi
 
 
 class RestorableProduct(ProductWithCard):
-    """What belongs to the host, its agent's state and its hardware, lies beside the state directory."""
+    """A product whose agent state and fake hardware are outside its state directory, so the restore keeps them."""
 
     def __init__(self, product: Product, host: Path) -> None:
         self.host, self.card, self.acknowledged = host, "", list[str]()
@@ -36,7 +36,7 @@ class RestorableProduct(ProductWithCard):
         return self.card
 
     def count_cards(self) -> int:
-        """As many as the machine's own agent shows."""
+        """Return the number of fake cards in the tables that are not missing."""
         there = "SELECT count(*) FROM accelerators_device WHERE driver = 'fake_driver' AND state <> 'missing'"
         return int(self.product.rows(there)[0][0])
 
@@ -44,7 +44,7 @@ class RestorableProduct(ProductWithCard):
         return sorted((self.host / "agent" / "drivers" / "fake_driver").glob(f"*/0/{name}"))
 
     def instances_by_handle(self) -> dict[str, str]:
-        """Handle → the instance that has it, as the hardware says."""
+        """Return the instance of each attached handle according to the fake hardware."""
         return {path.name.removeprefix("mdev-"): path.read_text() for path in self.list_hardware_files("mdev-*")}
 
     def write_control_file(self, **words: object) -> None:
@@ -56,7 +56,7 @@ class RestorableProduct(ProductWithCard):
 
     @contextmanager
     def create_profiles_meanwhile(self) -> Iterator[None]:
-        """One profile after the other meanwhile; `acknowledged` are those that were answered."""
+        """Create profiles in a thread during the block; add the names of those that were accepted to `acknowledged`."""
         over = threading.Event()
 
         def write() -> None:
@@ -77,7 +77,7 @@ class RestorableProduct(ProductWithCard):
 
 @pytest.fixture
 def site(folder: Path) -> Iterator[RestorableProduct]:
-    """One fake card that is ready; behind a proxy, past which its agent comes by http."""
+    """A product with one ready fake card and an https public URL; its own agent connects directly by http."""
     (folder / "drivers.toml").write_text(f'[fake_driver]\ncontrol_file = "{folder}/fake.json"\n')
     (folder / "fake.json").write_text('{"handle_type": "MDEV"}')
     host = {"CYBORG_AGENT_STATE_DIR": f"{folder}/agent", "CYBORG_DRIVER_SETTINGS": f"{folder}/drivers.toml"}
@@ -126,7 +126,7 @@ def test_L2_a_backup_taken_during_writes_restores_everything_acknowledged_before
     assert len(product.rows(applied)) == len(reports)
     assert product.rows(USERS) == users
     assert site.read_request(before)["state"] == "Bound"
-    site.until_state(meanwhile, "Bound")  # its agent says once more how it ended
+    site.until_state(meanwhile, "Bound")  # its agent sends the result of the bind again
     assert site.call("GET", f"/v2/accelerator_requests/{after}").status_code == 404
     site.until(lambda: site.count_cards() == 2, "its agent shows again what it found since")
     assert "they match" in " ".join(product.manage("verify_events"))

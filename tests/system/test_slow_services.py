@@ -1,7 +1,7 @@
-"""Promise L3: while the database, Keystone, Placement or Nova is slow or silent, reads and reports go on, and what was
-written meanwhile is applied once the service answers again.
+"""Test promise L3: while the database, Keystone, Placement or Nova is slow or silent, reads and reports go on, and
+writes are applied once the service answers again.
 
-The promise speaks of an hour. Here each service is slow, and then silent, for some seconds, with the product's own
+The promise is for an hour. Here each service is slow, and then silent, for some seconds, with the product's own
 time-outs (2 to 10 s); the long version takes an hour for each.
 """
 
@@ -37,12 +37,12 @@ from tests.system.slow_proxy import SlowProxy, http_proxy, postgres_proxy
 pytestmark = pytest.mark.system
 SLOW_DATABASE_S = scaled(15.0, 3600.0)
 DATABASE_DELAY_S = 0.1
-"""How long each answer of the database is held back. A read takes about five of them."""
+"""The delay of each answer of the database. A read needs about five answers."""
 DATABASE_ANSWER_S = 15.0
-"""How long any call of the v2 API may take while the database is slow: a bind needs some fifty of its answers."""
+"""How long any call of the v2 API may take while the database is slow: a bind needs about fifty answers."""
 ACKNOWLEDGED_S = 6.0
 """How long a host that reports without pause may wait for an acknowledgement while the database is slow. Every few
-seconds the gateway's writer has other work to do first, which needs some twenty answers."""
+seconds the gateway's writer does periodic work first, which needs about twenty answers."""
 AWAY_S = scaled(5.0, 3600.0)
 PHASE_S = scaled(6.0, 3600.0)
 ROUND_PAUSE_S = scaled(0.0, 2.0)
@@ -51,13 +51,13 @@ SERVICE_DELAY_S = 4.0
 """Longer than the product waits for Nova when it shows an instance (2 s), shorter than its other time-outs (5 to 10 s).
 A read by a known caller may not take as long, because it needs no answer of the slow service."""
 REPORT_S = 10.0
-"""How soon a change of the hardware is stored, whatever service is slow. The agent looks every 2 s."""
+"""How soon a change of the hardware is stored, whichever service is slow. The agent rescans every 2 s."""
 READ_S = 30.0
 STRANGERS = 2 * Keys().request_threads
-"""How many callers with tokens that Keystone has to be asked about come at once."""
+"""How many callers at once bring tokens that the product must first validate with Keystone."""
 READ_BEHIND_STRANGERS_S = 3 * SERVICE_DELAY_S
-"""How long a read by a known caller may take while Keystone is slow: strangers occupy all request threads until
-Keystone has answered, twice in turn."""
+"""How long a read by a known caller may take while Keystone is slow: callers with new tokens
+occupy all request threads twice in turn until Keystone has answered."""
 FAKE_CARD_STATE = "SELECT d.state FROM accelerators_device d WHERE d.vendor = '0xABCD'"
 CREATED_REQUESTS = "SELECT subject FROM accelerators_event WHERE action = 'request.created'"
 SETTINGS = {"CYBORG_RESCAN_S": "2", "CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here"}
@@ -65,7 +65,7 @@ SETTINGS = {"CYBORG_RESCAN_S": "2", "CYBORG_HOST_NAME": "here.example", "CYBORG_
 
 @dataclass
 class SlowDatabase:
-    """A product with a PostgreSQL of its own behind a proxy; the test's own queries go past the proxy."""
+    """A product whose separate PostgreSQL is behind a proxy; the test's own queries do not go through the proxy."""
 
     product: Product
     postgres: Postgres
@@ -74,7 +74,7 @@ class SlowDatabase:
 
 @pytest.fixture
 def database(folder: Path) -> Iterator[SlowDatabase]:
-    """One with the fake card ready."""
+    """A product with a slow database, whose fake card is ready."""
     postgres = Postgres(folder / "database", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
     try:
         postgres.start()
@@ -118,7 +118,7 @@ def test_L3_reads_reports_and_binds_are_delayed_and_not_lost_while_the_database_
 def test_L3_nothing_is_lost_when_the_database_is_restarted_and_requests_get_503_meanwhile(
     database: SlowDatabase,
 ) -> None:
-    """A bind that was answered before is kept; a question meanwhile gets an answer, and not a wait."""
+    """A bind before the restart is kept; reads during it are answered with 503 at once."""
     product, load, user = database.product, Load(database.product), TenantClient(database.product)
     user.bind_and_delete_the_former()
     with load.reporting():
@@ -183,12 +183,12 @@ ROLES = ("admin", "service")
 
 
 INTENTS = {"placement": "provider", "nova": "notice"}
-"""The kind of intent in which what is to be told to a service waits."""
+"""The kind of intent in which the writes to a service wait."""
 
 
 @dataclass
 class ProxiedSite:
-    """A product whose neighbours are all behind proxies, one for each."""
+    """A product whose Keystone, Placement and Nova are each behind a proxy, and its longest measured times."""
 
     cloud: KeystoneCloud
     placement: Placement
@@ -200,7 +200,7 @@ class ProxiedSite:
     longest_report_s: float = 0.0
 
     def read(self) -> None:
-        """Read as somebody whose token is known, also the page that shows instances as Nova knows them."""
+        """Read with tokens that the product has cached, also the list for which it asks Nova about instances."""
         pages = [f"{self.cloud.endpoint}/devices", f"{self.cloud.endpoint}/accelerator_requests"]
         for user in ("admin", "member"):
             for page in (*pages, f"{self.cloud.url}/api/accelerators/"):
@@ -210,12 +210,12 @@ class ProxiedSite:
                 self.longest_s = max(self.longest_s, time.monotonic() - begin)
 
     def read_with_new_token(self) -> int:
-        """Read with a token that Keystone has to be asked about; the status."""
+        """Read with a token that must first be validated with Keystone; return the status."""
         headers = {"X-Auth-Token": self.cloud.keystone.token("reader")}
         return requests.get(f"{self.cloud.endpoint}/devices", headers=headers, timeout=2 * READ_S).status_code
 
     def bind(self) -> str:
-        """Bind a new request as Nova does; returns the request."""
+        """Bind a new request as Nova does; return the uuid of the request."""
         instance = str(uuid.uuid4())
         self.nova.known[instance] = 200
         (request,) = self.cloud.create_requests("fpga")
@@ -225,40 +225,40 @@ class ProxiedSite:
         return str(request["uuid"])
 
     def set_card(self, word: str) -> None:
-        """`enable` or `disable` the card."""
+        """Enable or disable the card: `word` is the action."""
         answer = self.cloud.http("admin", "POST", f"/devices/{self.device}/{word}")
         assert answer.status_code == 204, answer.text
 
     def reserved_units(self) -> int:
-        """How many units Placement keeps from being allocated."""
+        """Return how many units of the card are reserved in Placement."""
         (provider,) = self.placement.tree(self.root).values()
         return int(provider["inventories"]["FPGA"]["reserved"])
 
     def waiting_intents(self) -> list[tuple[Any, ...]]:
-        """What is still to be told to Placement and Nova."""
+        """Return kind, attempts and last error of the intents for Placement and Nova that are not done."""
         kinds = ", ".join(f"'{kind}'" for kind in INTENTS.values())
         return self.cloud.product.rows(
             f"SELECT kind, attempts, last_error FROM accelerators_intent WHERE kind IN ({kinds})"
         )
 
     def has_given_up_once(self, service: str) -> bool:
-        """Whether what is to be told to `service` waits because a call failed."""
+        """Tell whether an intent for `service` is waiting after a failed call."""
         return any(error for kind, _, error in self.waiting_intents() if kind == INTENTS[service])
 
     def plug_card(self, word: str, state: str) -> None:
-        """`plug` or `unplug` the card, and wait until the agent's report is stored."""
+        """Plug or unplug the card (`word`), and wait until the reported state is stored; record the time this takes."""
         product, begin = self.cloud.product, time.monotonic()
         run_fake_command(product, word, "0")
         product.until(lambda: product.rows(FAKE_CARD_STATE) == [(state,)], 20, f"a report that the card is {state}")
         self.longest_report_s = max(self.longest_report_s, time.monotonic() - begin)
 
     def make_services_fast(self) -> None:
-        """Have every proxy pass on answers at once."""
+        """Let all proxies pass on answers at once."""
         for proxy in self.proxies.values():
             proxy.delay_s, proxy.silent = 0.0, False
 
     def restore(self) -> None:
-        """Whatever has happened: services answer, the card is plugged and enabled, and nothing is left to be told."""
+        """Restore the initial state: fast services, the card plugged in and enabled, no intent left."""
         self.make_services_fast()
         product = self.cloud.product
         run_fake_command(product, "plug", "0")
@@ -279,7 +279,7 @@ class ProxiedSite:
 
 @pytest.fixture(scope="module")
 def whole_site(keystone: Keystone, placement: Placement) -> Iterator[ProxiedSite]:
-    """One product for all services, with its card in use and Placement in step."""
+    """One product for all tests of services, with its card enabled and Placement up to date."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
         folder, nova = stack.enter_context(fresh_folder()), stack.enter_context(running_nova())
@@ -296,7 +296,7 @@ def whole_site(keystone: Keystone, placement: Placement) -> Iterator[ProxiedSite
         one = ProxiedSite(cloud, placement, nova, proxies, root, device)
         for user in ("admin", "member", "service"):
             cloud.token(user)
-        one.bind()  # every token has been seen once
+        one.bind()  # now the product has cached each token
         product.until(
             lambda: not one.waiting_intents() and one.reserved_units() == 0, 60, "Placement and Nova know all"
         )
@@ -305,7 +305,7 @@ def whole_site(keystone: Keystone, placement: Placement) -> Iterator[ProxiedSite
 
 @pytest.fixture
 def site(whole_site: ProxiedSite) -> Iterator[ProxiedSite]:
-    """The site, which is restored afterwards, so that one failure is not followed by others."""
+    """The site, restored after each test, so that a failed test does not make others fail."""
     whole_site.longest_s = whole_site.longest_report_s = 0.0
     try:
         yield whole_site
@@ -315,11 +315,13 @@ def site(whole_site: ProxiedSite) -> Iterator[ProxiedSite]:
 
 @contextmanager
 def call_with_new_tokens(site: ProxiedSite) -> Iterator[list[int | str]]:
-    """Callers whose tokens Keystone has to be asked about, all at once; yields the statuses they have got so far, or
-    the error of those who got no answer."""
+    """Call the product from STRANGERS threads with tokens that must first be validated with Keystone.
+
+    Yields the list of the statuses received so far; a caller without an answer adds its error as text.
+    """
     statuses: list[int | str] = []
 
-    def come(token: str) -> None:
+    def call_with(token: str) -> None:
         url, headers = f"{site.cloud.endpoint}/devices", {"X-Auth-Token": token}
         try:
             statuses.append(requests.get(url, headers=headers, timeout=2 * READ_S).status_code)
@@ -327,7 +329,7 @@ def call_with_new_tokens(site: ProxiedSite) -> Iterator[list[int | str]]:
             statuses.append(str(error))
 
     tokens = [site.cloud.keystone.token("reader") for _ in range(STRANGERS)]
-    threads = [threading.Thread(target=come, args=(token,)) for token in tokens]
+    threads = [threading.Thread(target=call_with, args=(token,)) for token in tokens]
     for thread in threads:
         thread.start()
     try:

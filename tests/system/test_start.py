@@ -1,4 +1,4 @@
-"""One command: a first start, a second one, and how it ends."""
+"""Test the start and the stop of the one-command product: its first login, its secrets, signals and its end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_signal_to_the_process_group_stops_everything_in_order(folder: Path, s
 
 
 def restart_database_and_read_log(product: Product) -> str:
-    """What PostgreSQL said when it was started again over the same data; it tells of a shutdown that was none."""
+    """Start PostgreSQL again over the same data and return its log, which tells whether it was shut down properly."""
     server = Postgres(product.state / "postgres", os.environ.get("CYBORG_PG_BIN", ""))
     try:
         server.start()
@@ -94,7 +94,7 @@ def test_a_signal_stops_the_product_while_the_database_cannot_be_restarted(folde
 
 
 def test_the_product_ends_with_the_process_that_started_it(folder: Path) -> None:
-    """`make up` in a terminal that is closed, or killed with SIGKILL."""
+    """So `make up` ends when its terminal is closed or its shell is killed with SIGKILL."""
     product = Product(folder / "state", before=("sh", "-c", '"$@"; exit $?', "shell"))
     with running(product):
         product.remember_processes()

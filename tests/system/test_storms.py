@@ -1,6 +1,7 @@
-"""`placement_sync` and a real Placement in bad weather: other writers on the same providers, and a bad line between.
+"""Test `placement_sync` with a real Placement while others write to the same providers, and over an unreliable network.
 
-After each the tree is right, what others own is untouched, no allocation is lost, and one more run writes nothing.
+Afterwards the provider tree must be right, values that others wrote must be kept, no allocation may be lost, and one
+more run must write nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ CARDS = [f"card{n}" for n in range(4)]
 ROUNDS, SHARE = 10, 0.08
 MAX_TRIES = 60
 TIMEOUT_S = 0.6
-"""Shorter than the proxy is slow, longer than Placement is."""
+"""The client's time-out: shorter than a slow answer of the proxy (SLOW_S), longer than Placement takes."""
 
 
 def sync_until_done(site: HostInPlacement, parts: list[DeployableRecord], **more: Any) -> int:
-    """Try until it is done, as the job does; how often it took."""
+    """Synchronise, and retry after conflicts and failures as the job does; return the number of tries."""
     for tried in range(1, MAX_TRIES):
         try:
             site.sync_parts(*parts, **more)
@@ -41,8 +42,8 @@ def sync_until_done(site: HostInPlacement, parts: list[DeployableRecord], **more
     raise AssertionError("never done")
 
 
-def check_in_step(site: HostInPlacement, parts: list[DeployableRecord]) -> None:
-    """The tree is right, and there is nothing more to write."""
+def check_synchronized(site: HostInPlacement, parts: list[DeployableRecord]) -> None:
+    """Check that Placement has the wanted providers and values, and that one more run writes nothing."""
     shown = {one["uuid"]: one for one in site.placement.tree(site.root).values()}
     for wanted in compute_desired_providers(parts)[0].values():
         now = shown[wanted.uuid]
@@ -56,7 +57,10 @@ def check_in_step(site: HostInPlacement, parts: list[DeployableRecord]) -> None:
 
 @dataclass
 class RivalWriters:
-    """Others who write to the same providers without pause, one thread each; what they did is told to them apart."""
+    """Three other writers to one provider, each a thread that writes without pause.
+
+    `write_counts` is the number of writes of each by its name; `held` maps kept allocations to their provider.
+    """
 
     site: HostInPlacement
     session: Session
@@ -66,7 +70,7 @@ class RivalWriters:
 
     @contextmanager
     def writing_meanwhile(self, name: str) -> Iterator[None]:
-        """Meanwhile; everybody has got through at least once before it begins."""
+        """Run the writers during the block, which begins when each of them has written at least once."""
         todo: list[Callable[[client.PlacementClient, str, int], None]] = [self.ratio, self.trait, self.allocation]
         threads = [threading.Thread(target=self._run, args=(one, self.site.provider_uuid(name))) for one in todo]
         for thread in threads:
@@ -89,21 +93,21 @@ class RivalWriters:
                 continue
 
     def ratio(self, mine: client.PlacementClient, provider: str, number: int) -> None:
-        """An operator's ratio, and a class of somebody else's."""
+        """Change the allocation ratio, as an operator does, and the inventory of a foreign resource class."""
         seen = mine.read_provider(provider)
         assert seen
         known = {name: {**entry, "allocation_ratio": 1.0 + number % 3} for name, entry in seen.inventories.items()}
         mine.set_inventories(provider, seen.generation, known | {"VGPU": {"total": number}})
 
     def trait(self, mine: client.PlacementClient, provider: str, number: int) -> None:
-        """Another trait each time."""
+        """Replace the writer's own trait by another one."""
         seen = mine.read_provider(provider)
         assert seen
         kept = {name for name in seen.traits if not name.startswith("CUSTOM_RIVAL")}
         mine.set_traits(provider, seen.generation, kept | {f"CUSTOM_RIVAL{number % 5}"})
 
     def allocation(self, _: client.PlacementClient, provider: str, number: int) -> None:
-        """Instances come and go; every third one stays."""
+        """Allocate one unit and release it, but keep every third allocation until there are four."""
         consumer = self.site.placement.allocate(provider, 1)
         if number % 3 or len(self.held) == 4:
             self.site.placement.release(consumer)
@@ -119,7 +123,7 @@ def test_our_values_and_those_of_three_rival_writers_are_all_kept(site: HostInPl
             sync_until_done(site, [site.make_part(total=total, traits1=f"CUSTOM_OURS{total}")])
     parts = [site.make_part(total=40, traits1="CUSTOM_OURS40")]
     sync_until_done(site, parts)
-    check_in_step(site, parts)
+    check_synchronized(site, parts)
     shown = site.read_providers()["FakeDevice"]
     assert shown["inventories"]["VGPU"]["total"] == rivals.write_counts["ratio"]
     assert [name for name in shown["traits"] if name.startswith("CUSTOM_OURS")] == ["CUSTOM_OURS40"]
@@ -128,8 +132,8 @@ def test_our_values_and_those_of_three_rival_writers_are_all_kept(site: HostInPl
     assert rivals.held.keys() <= holders.keys()
 
 
-def test_placement_converges_over_a_line_that_fails_at_random(site: HostInPlacement) -> None:
-    """503, connections cut, silence and rubbish, before and after the call took effect; cards come, change and go."""
+def test_placement_converges_over_a_connection_that_fails_at_random(site: HostInPlacement) -> None:
+    """Calls fail in all TROUBLE_KINDS, before or after Placement ran them; cards appear, change and vanish."""
     chance, held = random.Random(11), dict[str, str]()
     with failing_proxy.trouble_proxy(site.placement.url) as line:
         for _ in range(ROUNDS):
@@ -137,7 +141,7 @@ def test_placement_converges_over_a_line_that_fails_at_random(site: HostInPlacem
             line.share = SHARE
             sync_until_done(site, parts, endpoint=line.url, timeout_s=TIMEOUT_S)
             line.share = 0.0
-            check_in_step(site, parts)
+            check_synchronized(site, parts)
             for part in parts:
                 if part.is_offered and part.attributes["rc"] == "FPGA" and len(held) < 3:
                     held[site.placement.allocate(site.provider_uuid(part.name.removeprefix(f"{site.host}_")), 1)] = (

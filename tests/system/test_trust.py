@@ -1,4 +1,4 @@
-"""The agents' own TLS listener and revocation in the product as it is started: pinned, joined, thrown out."""
+"""Test that the local agent rotates its key and stays revoked, and that an unusable agent listener stops the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.system.test_refusals import start_and_get_refusal
 pytestmark = pytest.mark.system
 
 CLOSED_S = 5.0
-"""Promise X1: so soon a revoked agent's socket is closed."""
+"""Promise X1: how soon the socket of a revoked agent is closed."""
 
 
 def test_the_local_agent_rotates_its_key_and_stays_revoked_after_a_restart(folder: Path) -> None:
@@ -49,5 +49,5 @@ def test_an_unusable_agent_listener_is_refused_at_the_start(folder: Path, settin
 
 
 def agent_states(product: Product) -> dict[str, str]:
-    """Host → state, as `manage.py agents` tells it."""
+    """Return the state of each agent by host name, from `manage.py agents`."""
     return {one["host"]: one["state"] for one in json.loads("\n".join(product.manage("agents", "--json")))}

@@ -1,4 +1,4 @@
-"""Units made through the whole product, whoever is killed meanwhile: in the end the rows are what the host has."""
+"""Test that units are created and deleted through the whole product, and that the rows match the host after kills."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.system
 
 
 ONE_HANDLE = ("handles", 1)
-"""What the card has until it is divided."""
+"""The setting of the fake card that gives it one handle until it is partitioned."""
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +28,12 @@ def site() -> Iterator[ProductWithCard]:
 
 
 def count_parts_on_host(site: ProductWithCard) -> int:
-    """So many parts the card has, as the hardware itself says."""
+    """Return the number of the card's parts according to the fake hardware."""
     return int(next((path.read_text() for path in site.list_hardware_files("parts")), "1"))
 
 
 def count_listed_units(site: ProductWithCard) -> int:
-    """So many units a reader sees."""
+    """Return the number of free units that the API lists."""
     return len(site.product.json("/api/accelerators/?attached=false", site.admin)["results"])
 
 
@@ -45,10 +45,9 @@ def test_units_can_be_created_over_the_api_and_deleted_by_command(site: ProductW
     assert (answer.status_code, made["refused"]) == (202, "")
     done = site.call("GET", f"/api/commands/{made['command']}/?wait=30").json()
     assert (done["state"], count_listed_units(site), count_parts_on_host(site)) == ("succeeded", 4, 4)
-    (result,) = json.loads(
-        site.product.manage("accelerator", "delete", site.device, "--count", "2", "--wait", "--json")[-1]
-    )
-    assert (result["command"]["state"], count_listed_units(site), count_parts_on_host(site)) == ("succeeded", 2, 2)
+    lines = site.product.manage("accelerator", "delete", site.device, "--count", "2", "--wait", "--json")
+    (result,) = json.loads("".join(lines))
+    assert (result["state"], count_listed_units(site), count_parts_on_host(site)) == ("succeeded", 2, 2)
     refused = site.call("PATCH", f"/api/devices/{site.device}/", {"layout": {"speed": "9"}})
     assert refused.status_code == 400 and "takes parts" in refused.text
     last = site.call("POST", "/api/accelerators/delete/", {"targets": [{"device": site.device}]}).json()["results"][0]

@@ -1,4 +1,4 @@
-"""The database of the release before, migrated while that one goes on writing (docs/upgrade.md)."""
+"""Test that the former release can still write to its tables after this release has migrated them (docs/upgrade.md)."""
 
 from __future__ import annotations
 

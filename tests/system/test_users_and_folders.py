@@ -1,4 +1,4 @@
-"""Who may run it, and where its state may lie."""
+"""Test which users can run the product and where its state directory can be."""
 
 from __future__ import annotations
 

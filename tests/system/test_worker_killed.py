@@ -1,4 +1,4 @@
-"""kill -9 of the cluster that talks to Placement and Nova, again and again amid changes: it all ends right."""
+"""Test that Placement and Nova end up correct when the cluster that calls them is killed repeatedly during changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.system.product import Product, running
 pytestmark = pytest.mark.system
 CARDS, KILLS = 8, 6
 LIFE_S = 2.0
-"""The longest that a cluster lives once it is complete."""
+"""How many seconds a cluster lives at most before it is killed, counted from the moment when all its workers run."""
 PROVIDERS_OF_DEVICES = """
 SELECT d.uuid::text, d.state, p.rp_uuid::text, p.name, p.num_accelerators FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id ORDER BY p.id
@@ -48,14 +48,17 @@ def cloud(keystone: Keystone, placement: Placement, nova: FakeNova, folder: Path
     (folder / "drivers.toml").write_text(f'[fake_driver]\ncontrol_file = "{script}"\n')
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
-    settings["CYBORG_TICK_STALL_S"] = "30"  # all of it dies here: nothing is left that could dead-lock
+    settings["CYBORG_TICK_STALL_S"] = "30"  # a cluster that is killed as a whole cannot be dead-locked
     settings |= {"CYBORG_DRIVER_SETTINGS": str(folder / "drivers.toml")}
     with running(Product(folder / "state", settings)) as product:
         yield KeystoneCloud(product, keystone)
 
 
 class RandomChanges:
-    """What an operator and Nova do without pause: cards in and out of offer, requests bound and deleted."""
+    """Random changes as an operator and Nova make them: cards are enabled and disabled, requests are bound.
+
+    `bound` are the requests whose bind was accepted, `made` is the number of changes.
+    """
 
     def __init__(self, cloud: KeystoneCloud, nova: FakeNova) -> None:
         self.cloud, self.nova, self.chance = cloud, nova, random.Random(3)
@@ -64,7 +67,7 @@ class RandomChanges:
         self.made = 0
 
     def make_one(self) -> None:
-        """One."""
+        """Enable or disable a random card, or bind a request to it."""
         device, state, provider, *_ = self.chance.choice(self.cloud.product.rows(PROVIDERS_OF_DEVICES))
         if self.chance.random() < 0.5:
             act = "disable" if state == "ready" else "enable"
@@ -80,19 +83,19 @@ class RandomChanges:
         values = {"hostname": self.host, "device_rp_uuid": provider, "instance_uuid": instance}
         patch = {request["uuid"]: [{"path": f"/{key}", "op": "add", "value": value} for key, value in values.items()]}
         answer = self.cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True)
-        if answer.status_code == 202:  # else the card left the offer meanwhile
+        if answer.status_code == 202:  # otherwise the card was disabled meanwhile
             self.bound.append(request["uuid"])
 
     @contextlib.contextmanager
     def make_changes_meanwhile(self) -> Iterator[None]:
-        """Meanwhile; what went wrong is raised at the end."""
+        """Make changes in a thread during the block; fail at its end if a change failed."""
         stop, wrong = threading.Event(), list[BaseException]()
 
         def run() -> None:
             while not stop.is_set() and not wrong:
                 try:
                     self.make_one()
-                except BaseException as error:  # noqa: BLE001  (told by the other thread)
+                except BaseException as error:  # noqa: BLE001  (raised in the main thread)
                     wrong.append(error)
 
         thread = threading.Thread(target=run)
@@ -122,7 +125,7 @@ def test_L2_placement_and_nova_are_correct_after_the_worker_was_killed_during_ch
     with changes.make_changes_meanwhile():
         for _ in range(KILLS):
             product.until(lambda: product.workers("work", 2), 60, "the cluster is complete")
-            time.sleep(chance.uniform(0.0, LIFE_S))  # it dies at another moment each time
+            time.sleep(chance.uniform(0.0, LIFE_S))  # so that each kill hits another moment of the work
             _kill_group(product)
     product.until(lambda: not _list_left_intents(product), 120, lambda: f"{_list_left_intents(product)}")
     shown = placement.tree(root)
@@ -149,7 +152,7 @@ def _list_left_intents(product: Product) -> list[tuple[Any, ...]]:
 
 
 def _kill_group(product: Product) -> None:
-    """The cluster `work` with everything below it."""
+    """Kill the first process of the cluster `work` and all its descendants with SIGKILL."""
     top = product.child("work")
     assert top
     for one in [top, *processes.list_descendants(top.pid)]:

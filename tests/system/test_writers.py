@@ -1,4 +1,7 @@
-"""Two writers between a real Keystone and a real Placement: switched live, killed amid a write, never double."""
+"""Test that Placement stays correct when the Placement writer is switched live and an agent is killed during a write.
+
+Keystone and Placement are real.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def between(placement: Placement) -> Iterator[TroubleProxy]:
 
 @pytest.fixture
 def cloud(keystone: Keystone, between: TroubleProxy, folder: Path) -> Iterator[KeystoneCloud]:
-    """The agent of the one-command product has the same `OS_…` variables as the conductor."""
+    """A product whose agent can write to Placement, because it has the same `OS_…` variables as the conductor."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": "off"}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
@@ -55,8 +58,8 @@ def reserved_units(placement: Placement, root: str) -> int:
     return int(card["inventories"]["FPGA"]["reserved"])
 
 
-def check_in_step(cloud: KeystoneCloud, placement: Placement, root: str, wanted: int) -> None:
-    """One provider, as it is to be, nothing left to be told; and a second run would write nothing."""
+def check_synchronized(cloud: KeystoneCloud, placement: Placement, root: str, wanted: int) -> None:
+    """Wait until no provider intent is left and `wanted` units are reserved; another run must have nothing to write."""
     until(lambda: has_no_intents(cloud) and reserved_units(placement, root) == wanted, SOON_S)
     assert cloud.product.manage("placement_sync", "--dry-run")[-1] == "1 host, 0 to be written"
 
@@ -76,25 +79,25 @@ def test_placement_is_correct_while_writers_are_switched_and_an_agent_is_killed(
     assert said[0].startswith("agents, epoch 1, since ")
     assert said[1:] == ["the agent of every host can write"]
     offer("disable")
-    check_in_step(cloud, placement, root, HANDLES)
+    check_synchronized(cloud, placement, root, HANDLES)
     assert list_placement_commands(cloud) == [("succeeded", "writes: 1, reads: 1")]
 
     for n in range(6):
         offer("enable" if n % 2 == 0 else "disable")
         cloud.product.manage("placement_writer", "agents" if n % 2 else "conductor")
-    check_in_step(cloud, placement, root, HANDLES)
+    check_synchronized(cloud, placement, root, HANDLES)
     before = len(list_placement_commands(cloud))
 
     gate, calls, waiting = threading.Event(), iter(range(1000)), list[int]()
 
-    def held() -> tuple[str, bool]:
-        """The conductor looks, the agent looks, and the agent's write waits."""
+    def block_writes() -> tuple[str, bool]:
+        """Let the reads of the conductor and of the agent pass (two calls); block the agent's write until `gate`."""
         if (number := next(calls)) >= 2:
             waiting.append(number)
             gate.wait(SOON_S)
         return "", True
 
-    between.next = held  # type: ignore[method-assign]
+    between.next = block_writes  # type: ignore[method-assign]
     try:
         offer("enable")
         until(
@@ -111,6 +114,6 @@ def test_placement_is_correct_while_writers_are_switched_and_an_agent_is_killed(
         until(lambda: list_placement_commands(cloud)[-1][0] == "unknown", SOON_S)
     finally:
         gate.set()
-    check_in_step(cloud, placement, root, 0)
+    check_synchronized(cloud, placement, root, 0)
     assert list_placement_commands(cloud)[-1][1].startswith("interrupted, because the agent stopped while it ran")
     assert len(placement.tree(root)) == 1

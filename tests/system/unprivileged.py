@@ -1,4 +1,4 @@
-"""How root becomes somebody else for a test: the words before a command."""
+"""Run commands as a plain user when the tests run as root: the words to put before a command."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ NOBODY = 65534
 SETPRIV_WORDS = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 READS = "-all,+dac_read_search"
 PROBE = "import subprocess, sys, psycopg; subprocess.run([sys.executable, '-c', 'import psycopg'], check=True)"
-"""Twice, because setpriv itself still enters folders that what it starts may not."""
+"""Starts a second interpreter, because setpriv itself can enter folders that the processes it starts cannot enter."""
 
 
 def as_plain_user() -> tuple[str, ...]:
-    """() for who is one already; else setpriv, by which the interpreter can still be started.
+    """Return the words to put before a command so that a plain user runs it: () unless the tests run as root.
 
-    Where the interpreter lies below a folder that only root may enter, the user keeps the right to read everything,
-    and no other; where even that is refused, the test is skipped.
+    If the interpreter is below a folder that only root may enter, that user keeps the right to read all files, and no
+    other right. Skips the test if the interpreter cannot be started even so, or if setpriv is missing.
     """
     if os.getuid():
         return ()
@@ -35,5 +35,5 @@ def as_plain_user() -> tuple[str, ...]:
 
 
 def plain_user_id() -> int:
-    """Whom a plain user's folder must belong to."""
+    """Return the id of the plain user, who must own the folders that its commands write."""
     return os.getuid() or NOBODY

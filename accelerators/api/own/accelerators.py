@@ -34,7 +34,7 @@ from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import partitioning
 from accelerators.domain.errors import RefusedError
-from accelerators.domain.states import EventSource, RequestState
+from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, AttachHandle
 
 FREE = "free"
@@ -274,7 +274,9 @@ class AcceleratorView(CollectionView):
 
     def load_row_details(self, rows: list[AttachHandle]) -> list[AttachHandle]:
         """Load the state of all instances of the page, with one call of the registered source, and return `rows`
-        unchanged."""
+        unchanged. `manage.py` must work without a network, so nothing is loaded for it."""
+        if self.caller.is_local:
+            return rows
         holding_requests = [request for request in map(get_holding_request, rows) if request and request.instance_uuid]
         self.instance_states = instances.fetch_instance_states(
             {instances.InstanceKey(str(one.instance_uuid), one.project_id) for one in holding_requests}
@@ -302,7 +304,7 @@ class AcceleratorView(CollectionView):
             if AcceleratorRequest.objects.filter(pk=holding_request.pk).exclude(label=label).update(label=label):
                 subject, changes = (holding_request.uuid, str(holding_request.uuid)), {"label": [old_label, label]}
                 conductor.record_event(
-                    "request.labelled", EventSource.API, self.caller.name, subject=subject, changes=changes
+                    "request.labelled", self.caller.event_source, self.caller.name, subject=subject, changes=changes
                 )
         holding_request.label = label
         return Response(self.get_serializer(unit).data)
@@ -325,7 +327,9 @@ class AcceleratorView(CollectionView):
         ]
         difference = sign * values["count"] if "count" in values else None
         change = partitioning.PartitionChange(difference, values.get("layout", {}), values.get("generation"))
-        results = partitioning.partition_devices(targets, change, self.caller, values.get("reason", ""))
+        results = partitioning.partition_devices(
+            targets, change, self.caller, values.get("reason", ""), self.caller.event_source
+        )
         if change.generation is not None and (reason := results[0].reason) is not None:
             raise RefusedError(reason, results[0].refused)
         return Response({"results": [_describe_result(result) for result in results]}, 202)

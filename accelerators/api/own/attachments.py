@@ -156,7 +156,11 @@ class AttachmentView(ProjectOwnedView):
         """Start an attachment: 202. The address in Location shows its progress."""
         values = self.validate_body()
         attachment = attachments.order_attachment(
-            values.pop("instance"), self.caller, **values, all_projects=self.can_see_all_projects()
+            values.pop("instance"),
+            self.caller,
+            **values,
+            source=self.caller.event_source,
+            all_projects=self.can_see_all_projects(),
         )
         return self.respond_with_row(attachment.uuid, 202)
 
@@ -164,7 +168,9 @@ class AttachmentView(ProjectOwnedView):
         """Detach, in whatever state the attachment is: 202. Detaching twice has the same effect as detaching once."""
         reason = self.validate_body().get("reason", "")
         uuid = UUID(kwargs["uuid"])
-        attachments.order_detachment(uuid, self.caller, reason, all_projects=self.can_see_all_projects())
+        attachments.order_detachment(
+            uuid, self.caller, reason, self.caller.event_source, all_projects=self.can_see_all_projects()
+        )
         return self.respond_with_row(uuid, 202)
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from accelerators.api.own.fields import (
 )
 from accelerators.api.own.filters import choice_filter, host_filter
 from accelerators.api.own.views import CollectionView
-from accelerators.commands import placing, programming
+from accelerators.commands import command_queue, programming
 from accelerators.commands.catalogue import ORDERABLE_COMMANDS, ORDERABLE_DEVICE_OPS, ORDERABLE_HOST_OPS
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import CommandState
@@ -259,11 +259,12 @@ class CommandView(CollectionView):
         """Place a command. The answer shows the command itself; read it again later for its progress and its result."""
         values = self.validate_body()
         op, device, host = values.pop("op"), values.pop("device", None), values.pop("host", None)
+        values["source"] = self.caller.event_source
         try:
             command = (
-                placing.order_device_command(op, device, self.caller, **values)
+                command_queue.order_device_command(op, device, self.caller, **values)
                 if device
-                else placing.order_host_command(op, host, self.caller, **values)
+                else command_queue.order_host_command(op, host, self.caller, **values)
             )
         except RefusedError as refused:
             if refused.reason is RefusalReason.NOT_FOUND:

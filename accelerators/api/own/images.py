@@ -18,7 +18,6 @@ from accelerators.api.own.fields import RowSerializer, UrlField
 from accelerators.api.own.filters import single_choice_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.groups import FUNCTION_KEY
-from accelerators.domain.states import EventSource
 from accelerators.images import store
 from accelerators.models import Image, ImageSource
 
@@ -110,14 +109,15 @@ class ImageView(CollectionView):
                 503, f"{MAX_PARALLEL_UPLOADS} images are being uploaded already: try again in a moment."
             )
         try:
-            image = store.store_upload(_iterate_body(request), size, name, properties, self.caller, EventSource.API)
+            chunks, source = _iterate_body(request), self.caller.event_source
+            image = store.store_upload(chunks, size, name, properties, self.caller, source)
         finally:
             _upload_slots.release()
         return self.respond_with_row(image.uuid)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete an image that no open command will use. If it is a copy from Glance, Glance keeps the original."""
-        store.delete_image(self.get_object().uuid, self.caller, EventSource.API)
+        store.delete_image(self.get_object().uuid, self.caller, self.caller.event_source)
         return Response(status=204)
 
 

@@ -28,8 +28,8 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.filters import choice_filter, host_filter, presence_filter
 from accelerators.api.own.views import CollectionView
 from accelerators.devices import lifecycle, partitioning
-from accelerators.domain import actions
-from accelerators.domain.actions import Action
+from accelerators.domain import device_actions
+from accelerators.domain.device_actions import Action
 from accelerators.domain.states import DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
 from accelerators.models.devices import build_driver_error_expression
@@ -176,7 +176,7 @@ class DeviceSerializer(RowSerializer):
     def get_next_actions(self, device: Device) -> list[str]:
         """The actions that are possible now. Each is a POST to the device's address followed by the action's name."""
         held = cast(_CountedDevice, device).held
-        return [action.value for action in actions.possible_actions(lifecycle.build_standing(device, held))]
+        return [action.value for action in device_actions.possible_actions(lifecycle.build_standing(device, held))]
 
     def get_draining(self, device: Device) -> dict[str, Any] | None:
         """The state the device enters (`to`) when its last request ends, and how many requests are left; null if it is
@@ -219,11 +219,16 @@ def _make_action_handler(action: Action) -> Callable[..., Response]:
         values = view.validate_body()
         final_state = DrainTarget(values.get("then", DrainTarget.MAINTENANCE))
         lifecycle.apply_action_to_device(
-            action, UUID(kwargs["uuid"]), view.caller, values.get("reason", ""), final_state
+            action,
+            UUID(kwargs["uuid"]),
+            view.caller,
+            values.get("reason", ""),
+            final_state,
+            view.caller.event_source,
         )
         return Response(view.get_serializer(view.get_object()).data)
 
-    perform_action.__doc__ = actions.ACTION_DESCRIPTIONS[action]
+    perform_action.__doc__ = device_actions.ACTION_DESCRIPTIONS[action]
     return perform_action
 
 
@@ -258,7 +263,9 @@ class DeviceView(CollectionView):
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Change keys of the device's layout that its driver accepts, and partition the device accordingly. The answer
         is the command that does it. Refused while anybody holds the device."""
-        command = partitioning.update_layout(self.get_object().uuid, caller=self.caller, **self.validate_body())
+        command = partitioning.update_layout(
+            self.get_object().uuid, caller=self.caller, source=self.caller.event_source, **self.validate_body()
+        )
         data = CommandSerializer(command, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(data, 202, headers={"Location": data["url"]})
 

@@ -11,9 +11,9 @@ import django_filters as filters
 from django.db.models import QuerySet
 from rest_framework import serializers
 
+from accelerators.api.own.events import EventSerializer
 from accelerators.api.own.fields import HandleReference, ProfileReference, RowSerializer, UrlField
 from accelerators.api.own.filters import choice_filter, host_filter
-from accelerators.api.own.records import EventSerializer
 from accelerators.api.own.views import CollectionView
 from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Event

@@ -23,7 +23,7 @@ from accelerators.api.own.fields import (
 )
 from accelerators.api.own.filters import choice_filter
 from accelerators.api.own.views import CollectionView
-from accelerators.domain.states import EventSource, RolloutOp, RolloutState, RolloutStepState
+from accelerators.domain.states import RolloutOp, RolloutState, RolloutStepState
 from accelerators.models import Rollout, RolloutStep
 from accelerators.workflows import driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
@@ -210,7 +210,7 @@ class RolloutView(CollectionView):
             self.caller,
             pace=driver_rollouts.RolloutPace(**pace_options),
             reason=values.get("reason", ""),
-            source=EventSource.API,
+            source=self.caller.event_source,
         )
         return self.respond_with_row(rollout.uuid, 202)
 

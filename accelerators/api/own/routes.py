@@ -10,10 +10,10 @@ from accelerators.api.own.attachments import AttachmentView
 from accelerators.api.own.backends import BackendView, ServiceView
 from accelerators.api.own.commands import CommandView
 from accelerators.api.own.drivers import DriverView
+from accelerators.api.own.events import EventView, SealView
 from accelerators.api.own.images import ImageView
 from accelerators.api.own.inventory import AttachHandleView, DeployableView, DeviceView, HostView
 from accelerators.api.own.profiles import ProfileView
-from accelerators.api.own.records import EventView, SealView
 from accelerators.api.own.requests import RequestView
 from accelerators.api.own.rollouts import RolloutView
 from accelerators.api.own.views import CollectionView

@@ -15,7 +15,7 @@ from accelerators.api.v2.devices import VISIBLE_DEVICES, build_held_condition
 from accelerators.api.v2.faults import V2Error, bad_input_error
 from accelerators.api.v2.resource import JsonColumn, V2Resource, make_links_column, make_plain_column, make_time_column
 from accelerators.api.v2.views import V2DetailView, V2ListView, V2View
-from accelerators.commands import placing, programming
+from accelerators.commands import command_queue, programming
 from accelerators.domain.states import CommandState
 from accelerators.models import Command, Device
 
@@ -91,7 +91,7 @@ class DeployableProgram(V2View):
         if not _waiter_slots.acquire(blocking=False):
             raise V2Error(503, f"{MAX_WAITERS} devices are being programmed and waited for: try again in a moment.")
         try:
-            command = placing.order_device_command(
+            command = command_queue.order_device_command(
                 "program", device.uuid, self.caller, image=image, deployable=UUID(uuid)
             )
             ended_command = programming.wait_until_ended(command.uuid, settings.KEYS.program_wait_s)

@@ -1,6 +1,7 @@
 """HTTP requests to the gateway: fetch the challenge, download images, and check the pinned TLS certificate.
 
-Each request has its own connection. When a certificate is pinned, no request is sent to a server with another one.
+Each request has its own connection. When a certificate is pinned, no request is sent to a server with another one. ADR
+1 (Libraries) says why no HTTP library is used.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from email.message import Message
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -104,8 +106,12 @@ async def fetch_challenge(
     HttpStatusError, also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out) or
     wire.MalformedMessageError.
     """
-    async with asyncio.timeout(timeout):
-        (status, headers, body), ip_address = await _send_get(gateway, wire.CHALLENGE_PATH, context)
+    async with (
+        asyncio.timeout(timeout),
+        _open_request(gateway, context, wire.CHALLENGE_PATH, "1.1", "Connection: close\r\n") as (reader, ip_address),
+    ):
+        data = await _read_rest(reader)
+    status, headers, body = _parse_response(data, gateway.address)
     if status != 200:
         raise parse_refusal(status, headers, body)
     try:
@@ -152,17 +158,16 @@ async def download_file(
     (also when nothing comes for IO_TIMEOUT_S seconds), wire.MalformedMessageError, and whatever `write_piece` raises.
     """
     header = f"Authorization: {authorization}\r\n"
-    # An HTTP/1.0 answer is never chunked: its body ends where the connection ends.
-    async with _open_request(gateway, f"GET {{}}{path} HTTP/1.0", header, context) as (reader, _):
+    # The answer to an HTTP/1.0 request is never chunked: its body ends where the connection ends.
+    async with _open_request(gateway, context, path, "1.0", header) as (reader, _):
         async with asyncio.timeout(IO_TIMEOUT_S):
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
             except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
                 raise wire.MalformedMessageError(f"{gateway.address} answers, but not with HTTP") from None
-        response = _parse_response_head(head, gateway.address)
-        if response.status != 200:
-            async with asyncio.timeout(IO_TIMEOUT_S):
-                raise parse_refusal(response.status, response.headers, await reader.read(MAX_RESPONSE_BYTES))
+            status, headers, _ = _parse_response(head, gateway.address, method="HEAD")
+            if status != 200:
+                raise parse_refusal(status, headers, await _read_rest(reader))
         while True:
             async with asyncio.timeout(IO_TIMEOUT_S):
                 piece = await reader.read(MAX_RESPONSE_BYTES)
@@ -171,28 +176,13 @@ async def download_file(
             write_piece(piece)
 
 
-async def _send_get(
-    gateway: GatewayEndpoint, path: str, context: ssl.SSLContext | None
-) -> tuple[tuple[int, Any, bytes], str]:
-    """Send a GET request; return (status, headers, body) and the IP address that answered."""
-    async with _open_request(gateway, f"GET {{}}{path} HTTP/1.1", "Connection: close\r\n", context) as (
-        reader,
-        ip_address,
-    ):
-        data = bytearray()
-        while len(data) < MAX_RESPONSE_BYTES and (chunk := await reader.read(MAX_RESPONSE_BYTES - len(data))):
-            data += chunk
-    return _parse_response(bytes(data), gateway.address), ip_address
-
-
 @asynccontextmanager
 async def _open_request(
-    gateway: GatewayEndpoint, line_template: str, headers: str, context: ssl.SSLContext | None
+    gateway: GatewayEndpoint, context: ssl.SSLContext | None, path: str, http_version: str, headers: str
 ) -> AsyncIterator[tuple[asyncio.StreamReader, str]]:
-    """Send a request on a new connection; yield the stream of the answer and the IP address of the server.
+    """Send a GET request on a new connection; yield the stream of the answer and the IP address of the server.
 
-    `line_template` is the request line; its `{}` is replaced by the path of the gateway's address. The connection is
-    aborted at the end.
+    `path` is appended to the path of the gateway's address. The connection is aborted at the end.
     """
     parts = urlsplit(gateway.address)
     port = parts.port or (443 if context else 80)
@@ -206,35 +196,34 @@ async def _open_request(
             happy_eyeballs_delay=HAPPY_EYEBALLS_DELAY_S,
         )
     try:
-        request_line = line_template.format(parts.path.rstrip("/"))
+        request_line = f"GET {parts.path.rstrip('/')}{path} HTTP/{http_version}"
         writer.write(f"{request_line}\r\nHost: {parts.netloc}\r\n{headers}\r\n".encode())
         yield reader, str(writer.get_extra_info("peername")[0])
     finally:
         writer.transport.abort()
 
 
-def _parse_response(data: bytes, address: str) -> tuple[int, Any, bytes]:
-    response = _parse_response_head(data, address)
+async def _read_rest(reader: asyncio.StreamReader) -> bytes:
+    """Read to the end of the connection, at most MAX_RESPONSE_BYTES bytes."""
     try:
-        return response.status, response.headers, response.read()
-    except http.client.HTTPException as error:
-        raise _not_http_error(address, error) from None
+        return await reader.readexactly(MAX_RESPONSE_BYTES)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
 
 
-def _parse_response_head(data: bytes, address: str) -> http.client.HTTPResponse:
-    """Parse the status line and the headers of an answer. Raises wire.MalformedMessageError when it is not HTTP."""
+def _parse_response(data: bytes, address: str, method: str = "GET") -> tuple[int, Message, bytes]:
+    """Parse the answer to a request; return (status, headers, body). The body is empty when the method is HEAD.
+
+    Raises wire.MalformedMessageError when it is not HTTP.
+    """
 
     class BytesSocket:
         def makefile(self, _mode: str) -> io.BytesIO:
             return io.BytesIO(data)
 
-    response = http.client.HTTPResponse(cast(Any, BytesSocket()), method="GET")
+    response = http.client.HTTPResponse(cast(Any, BytesSocket()), method=method)
     try:
         response.begin()
+        return response.status, response.headers, response.read()
     except http.client.HTTPException as error:
-        raise _not_http_error(address, error) from None
-    return response
-
-
-def _not_http_error(address: str, error: http.client.HTTPException) -> wire.MalformedMessageError:
-    return wire.MalformedMessageError(f"{address} answers, but not with HTTP: {type(error).__name__}")
+        raise wire.MalformedMessageError(f"{address} answers, but not with HTTP: {type(error).__name__}") from None

@@ -407,7 +407,7 @@ class Executor:
                 image = None
                 if command.image is not None:
                     fetching = self._images.provide_image(
-                        command.image, lambda part: self._set_progress(command, part, "downloading the image")
+                        command.image, lambda part: self._set_progress(command, part, "downloading the image"), end_by
                     )
                     image = await stack.enter_async_context(fetching)
                 return await self._run_plans(command, build_ask(command, image, self._context), end_by)

@@ -53,20 +53,26 @@ class ImageCache:
         return Image(str(self._directory / ref.sha256), ref.size, ref.sha256, ref.name, dict(ref.properties))
 
     @asynccontextmanager
-    async def provide_image(self, ref: wire.ImageRef, progress: Callable[[int], None]) -> AsyncIterator[Image]:
+    async def provide_image(
+        self, ref: wire.ImageRef, progress: Callable[[int], None], end_by: float
+    ) -> AsyncIterator[Image]:
         """Download the image if it is not there yet, and yield it; delete its file when the last user leaves.
 
         One image is downloaded at a time; `progress` gets percent. Raises Invalid when the command's reference or the
-        image's content is wrong, Failed when the image cannot be downloaded or stored.
+        image's content is wrong, Failed when the image cannot be downloaded or stored, also when it is not there at
+        `end_by` on the event loop's clock.
         """
         if not _SHA256_PATTERN.fullmatch(ref.sha256) or not _ID_PATTERN.fullmatch(ref.id):
             raise Invalid("the command's image has an id or a SHA-256 that this agent cannot use")
         image = self.to_driver_image(ref)
         self._user_counts[ref.sha256] += 1
         try:
-            async with self._download_lock:
-                if not os.path.exists(image.path):  # another command may have downloaded it
-                    await self._download_image(ref, Path(image.path), progress)
+            try:
+                async with asyncio.timeout_at(end_by), self._download_lock:
+                    if not os.path.exists(image.path):  # another command may have downloaded it
+                        await self._download_image(ref, Path(image.path), progress)
+            except TimeoutError:
+                raise Failed(f"the image {ref.name} was not downloaded within the time limit of the command") from None
             yield image
         finally:
             self._user_counts[ref.sha256] -= 1

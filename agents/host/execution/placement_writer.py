@@ -26,7 +26,7 @@ MAX_DURATION_S = 60.0
 
 
 class DirectPlacementWriter:
-    """Writes to Placement for `host`. It uses `placement_sync.direct`, if that is installed and can be loaded."""
+    """Writes to Placement for `host`. It uses `placement_sync.agent_writer`, if that is installed and can be loaded."""
 
     def __init__(self, host: str, environ: Mapping[str, str], authority: PlacementAuthority) -> None:
         self._host, self._environ, self.authority = host, environ, authority

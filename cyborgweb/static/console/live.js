@@ -72,42 +72,47 @@
     row.querySelector("[class*='field-']")?.prepend(mark, " ");
   }
 
-  // Other pages: fetched anew, and brought in line node by node; a form that somebody is at stays as it is.
-  function isInHand(form) {
+  // Other pages are fetched again, and only the nodes that differ are changed, so that focus, selection, scroll position
+  // and open parts stay. A form that somebody uses is not changed. The reason for not using a library is in ADR 1.
+  function isFormInUse(form) {
     return form.matches(":hover") || form.contains(document.activeElement)
       || Array.from(form.querySelectorAll("input:not([type=hidden]), textarea")).some(one => one.value !== one.defaultValue);
   }
-  function drop(node) {
+  function removeUnlessInUse(node) {
     const forms = node.nodeName === "FORM" ? [node] : Array.from(node.querySelectorAll?.("form") ?? []);
-    if (forms.some(isInHand)) held = true;
+    if (forms.some(isFormInUse)) held = true;
     else node.remove();
   }
-  function nameOf(node) {
-    return node.nodeType === Node.ELEMENT_NODE ? node.id || node.getAttribute("aria-labelledby") || "" : "";
+  // What stays the same thing when it moves: a section by its heading, a table row by its first link.
+  function keyOf(node) {
+    if (node.nodeType !== Node.ELEMENT_NODE) return "";
+    const link = node.nodeName === "TR" && node.querySelector("a[href]");
+    return node.id || node.getAttribute("aria-labelledby") || (link ? link.getAttribute("href") : "");
   }
   function morph(old, now) {
     if (old.isEqualNode(now) || old.dataset?.drawn !== undefined) return;  // another script draws that
     if (old.nodeType !== Node.ELEMENT_NODE) return void (old.data = now.data);
-    if (old.nodeName === "FORM" && isInHand(old)) return void (held = true);
+    if (old.nodeName === "FORM" && isFormInUse(old)) return void (held = true);
     for (const { name } of Array.from(old.attributes))
       if (!now.hasAttribute(name) && name !== "open") old.removeAttribute(name);
     for (const { name, value } of now.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
-    const after = Array.from(now.childNodes), wanted = new Set(after.map(nameOf)), named = new Map();
+    const after = Array.from(now.childNodes), wanted = new Set(after.map(keyOf)), keyed = new Map();
     for (const one of Array.from(old.childNodes)) {
-      if (!wanted.has(nameOf(one)) && nameOf(one)) drop(one);
-      else named.set(nameOf(one), one);
+      if (keyOf(one) && !wanted.has(keyOf(one))) removeUnlessInUse(one);
+      else if (!keyed.has(keyOf(one))) keyed.set(keyOf(one), one);
     }
     let spot = old.firstChild;
     for (const one of after) {
-      const name = nameOf(one), like = spot && !nameOf(spot) && spot.nodeName === one.nodeName ? spot : null;
-      const same = name ? named.get(name) : like;
+      const key = keyOf(one), like = spot && !keyOf(spot) && spot.nodeName === one.nodeName ? spot : null;
+      const same = key ? keyed.get(key) : like;
+      if (key) keyed.delete(key);  // several rows can have the same first link
       if (same && same === spot) spot = spot.nextSibling;
       else old.insertBefore(same ?? one, spot);
       if (same) morph(same, one);
     }
     while (spot) {
       const next = spot.nextSibling;
-      drop(spot);
+      removeUnlessInUse(spot);
       spot = next;
     }
   }
@@ -128,7 +133,9 @@
       const page = await read(location.href), newer = document.adoptNode(page.querySelector("main"));
       newer.prepend(...Array.from(main.querySelectorAll(":scope > .message"), said => said.cloneNode(true)));
       held = false;
+      const focused = document.activeElement;
       morph(main, newer);
+      if (focused.isConnected && focused !== document.activeElement) focused.focus({ preventScroll: true });  // it was moved
       const aside = document.querySelector(".bar > p:not(.live)"), then = page.querySelector(".bar > p");
       if (aside && then) morph(aside, then);
       return true;

@@ -1,5 +1,6 @@
 // The chart of a device's load: each second what its agent says, a line for every number, of the last five minutes.
 // Without a stream (another process serves this page) it asks every two seconds; without this file there are numbers.
+// The lines are SVG paths, because CSS gives those the theme's colours. The reason for not using a library is in ADR 1.
 (function () {
   const KEPT_MS = 300000, GAP_MS = 15000, POLL_MS = 2000, AGAIN_MS = 30000, CALM_MS = 5000, OLD_S = 90;
   const WIDE = 300, HIGH = 56, SVG = "http://www.w3.org/2000/svg";

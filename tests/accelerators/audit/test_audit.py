@@ -9,7 +9,7 @@ import pytest
 from django.db import connection
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain.states import EventSource
 from accelerators.models import Command, Event, Host
 from accelerators.workflows import sweep
@@ -122,7 +122,7 @@ def test_texts_of_an_event_are_cut_to_their_column_lengths() -> None:
 def test_deleting_old_commands_is_recorded_as_an_event() -> None:
     host = get_or_create_host()
     with conductor.writing():
-        placing.place_commands([placing.CommandOrder("rescan", host=host.id, actor="olga")])
+        command_queue.place_commands([command_queue.CommandOrder("rescan", host=host.id, actor="olga")])
         Command.objects.update(ended_at="2020-01-01T00:00Z", state="succeeded")
     sweep.delete_old_commands()
     assert not Command.objects.exists()

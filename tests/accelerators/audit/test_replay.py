@@ -17,11 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from accelerators import conductor
 from accelerators.audit.replay import ReplayEvent, replay_events
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer
 from accelerators.devices import admission_rules, lifecycle
-from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DrainTarget, EventSource
 from accelerators.images import download, store
@@ -194,7 +194,7 @@ class EventReplayMachine(RuleBasedStateMachine):
         if devices := list(Device.objects.order_by("id").values_list("uuid", flat=True)):
             image = upload_image(b"three") if uploads else UUID(IMAGE["id"])
             with suppress(RefusedError):  # it is held, busy or not there
-                placing.order_device_command("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
+                command_queue.order_device_command("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
 
     @rule()
     def the_image_job_runs(self) -> None:
@@ -247,8 +247,8 @@ class EventReplayMachine(RuleBasedStateMachine):
         if waiting:
             command = data.draw(st.sampled_from(waiting))
             if command.state == "preparing":
-                placing.mark_image_ready(command.id, IMAGE)
-            placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
+                command_queue.mark_image_ready(command.id, IMAGE)
+            command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
             while command_results.end_answered_commands():
                 pass
 
@@ -299,12 +299,12 @@ def test_X6_replayed_events_equal_the_stored_images_from_upload_to_removal(cloud
     lifecycle.enable_device(device.uuid, NOVA)
     image = upload_image(b"bits")
     assert_replay_shows_state("image", image, "here")
-    command = placing.order_device_command("program", device.uuid, NOVA, image=image)
+    command = command_queue.order_device_command("program", device.uuid, NOVA, image=image)
     download.run()
     with pytest.raises(RefusedError):
         store.delete_image(image, NOVA, EventSource.API)
     assert_replay_shows_state("image", image, "here")
-    placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "as wanted")])
+    command_queue.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "as wanted")])
     while command_results.end_answered_commands():
         pass
     assert Deployable.objects.get().bitstream_id == image

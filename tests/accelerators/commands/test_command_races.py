@@ -11,8 +11,8 @@ import pytest
 from django.db import connection
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile
@@ -88,16 +88,18 @@ def free_everything() -> None:
     requests = AcceleratorRequest.objects.exclude(state__in=["Initial", "Unbound"])
     binding.delete_requests([str(uuid) for uuid in requests.values_list("uuid", flat=True)], NOVA)
     for number in Command.objects.filter(COMMAND_IS_OPEN, state="preparing").values_list("id", flat=True):
-        placing.mark_image_failed(number, "no such image")
+        command_queue.mark_image_failed(number, "no such image")
     open_ones = Command.objects.filter(COMMAND_IS_OPEN, state="queued").values_list("host", "id")
-    placing.store_answers([CommandAnswer(host, number, "succeeded") for host, number in open_ones])
+    command_queue.store_answers([CommandAnswer(host, number, "succeeded") for host, number in open_ones])
     command_results.end_answered_commands()
     assert not Command.objects.filter(COMMAND_IS_OPEN).exists()
 
 
 ORDER_BY_OP: dict[str, Callable[[Device], object]] = {
-    "partition": lambda device: placing.order_device_command("partition", device.uuid, OLGA, layout={"parts": "4"}),
-    "program": lambda device: placing.order_device_command("program", device.uuid, OLGA, image=uuid4()),
+    "partition": lambda device: command_queue.order_device_command(
+        "partition", device.uuid, OLGA, layout={"parts": "4"}
+    ),
+    "program": lambda device: command_queue.order_device_command("program", device.uuid, OLGA, image=uuid4()),
 }
 
 

@@ -11,11 +11,11 @@ import psycopg
 import pytest
 
 from accelerators import conductor, safety
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer, CommandProgress
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.devices import lifecycle
-from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import CommandState, EventSource
 from accelerators.models import Command, Deployable, Device, Event, Host
@@ -32,7 +32,7 @@ INSTALL_STEPS = "four functions are made\nthey are bound to vfio-pci"
 
 def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "", **values: object) -> bool:
     """The agent of its host answers, and what can be settled is."""
-    settled = placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text, **values)])  # type: ignore[arg-type]
+    settled = command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text, **values)])  # type: ignore[arg-type]
     while command_results.end_answered_commands():
         pass
     command.refresh_from_db()
@@ -69,8 +69,8 @@ def test_enabling_a_device_orders_its_installation_and_success_makes_it_ready(de
     device.refresh_from_db()
     assert device.busy_with == command.uuid
     assert lifecycle.apply_action_to_device(Action.ENABLE, device.uuid, OLGA).outcome == "unchanged"
-    placing.mark_commands_taken([(command.host_id, command.id)])
-    placing.store_progress([CommandProgress(command.host_id, command.id, 50, "they are bound")])
+    command_queue.mark_commands_taken([(command.host_id, command.id)])
+    command_queue.store_progress([CommandProgress(command.host_id, command.id, 50, "they are bound")])
     command.refresh_from_db()
     assert (command.state, command.percent, command.progress) == ("started", 50, "they are bound")
     assert command.taken_at and command.started_at
@@ -155,15 +155,15 @@ def test_gateways_are_notified_of_the_commands_host_only_after_commit(
     device: Device, monkeypatch: pytest.MonkeyPatch, django_capture_on_commit_callbacks: Any
 ) -> None:
     heard: list[str | None] = []
-    monkeypatch.setitem(pubsub._subscribers, placing.COMMANDS_TOPIC, [heard.append])
+    monkeypatch.setitem(pubsub._subscribers, command_queue.COMMANDS_TOPIC, [heard.append])
     with django_capture_on_commit_callbacks(execute=True):
-        placing.order_device_command("health", device.uuid, OLGA)
+        command_queue.order_device_command("health", device.uuid, OLGA)
         assert heard == []
     assert heard == [str(device.host_id)]
 
 
 def test_an_answered_command_ends_only_when_its_report_has_been_applied(device: Device) -> None:
-    command = placing.order_device_command("health", device.uuid, OLGA)
+    command = command_queue.order_device_command("health", device.uuid, OLGA)
     assert answer_and_settle(command, epoch=1, seq=7, hash="h" * 40, detail={"status": "ok"}) is False
     assert (command.outcome, command.state, command.ended_at) == ("succeeded", "queued", None)
     apply_report(device.host, make_driver_report(make_card(1)), seq=6)
@@ -178,14 +178,14 @@ def test_an_answered_command_ends_only_when_its_report_has_been_applied(device: 
 
 
 def test_a_command_is_settled_at_once_if_its_report_has_the_applied_hash(device: Device) -> None:
-    command = placing.order_device_command("health", device.uuid, OLGA)
+    command = command_queue.order_device_command("health", device.uuid, OLGA)
     device.host.refresh_from_db()
     answer_and_settle(command, epoch=5, seq=7, hash=device.host.applied_hash)
     assert command.state == "succeeded"
 
 
 def test_an_answered_command_whose_report_never_arrives_ends_when_its_time_is_over(device: Device) -> None:
-    command = placing.order_device_command("health", device.uuid, OLGA)
+    command = command_queue.order_device_command("health", device.uuid, OLGA)
     answer_and_settle(command, epoch=5, seq=7, hash="h" * 40)
     expire_open_commands()
     command_results.end_answered_commands()
@@ -195,16 +195,16 @@ def test_an_answered_command_whose_report_never_arrives_ends_when_its_time_is_ov
 
 def test_X1_an_agent_cannot_answer_commands_of_another_host(device: Device) -> None:
     stranger = get_or_create_host("cmp2").id
-    command = placing.order_device_command("health", device.uuid, OLGA)
-    placing.mark_commands_taken([(stranger, command.id)])
-    placing.store_progress([CommandProgress(stranger, command.id, 99, "mine")])
-    placing.store_answers([CommandAnswer(stranger, command.id, "succeeded")])
+    command = command_queue.order_device_command("health", device.uuid, OLGA)
+    command_queue.mark_commands_taken([(stranger, command.id)])
+    command_queue.store_progress([CommandProgress(stranger, command.id, 99, "mine")])
+    command_queue.store_answers([CommandAnswer(stranger, command.id, "succeeded")])
     command.refresh_from_db()
     assert (command.state, command.percent, command.outcome) == ("queued", 0, "")
     with conductor.writing():
-        placing.place_commands([placing.CommandOrder("rescan", host=device.host_id, actor="olga")])
-    assert placing.select_open_commands([(stranger, command.id)]) == set()
-    assert placing.select_open_commands([(device.host_id, command.id)]) == {(device.host_id, command.id)}
+        command_queue.place_commands([command_queue.CommandOrder("rescan", host=device.host_id, actor="olga")])
+    assert command_queue.select_open_commands([(stranger, command.id)]) == set()
+    assert command_queue.select_open_commands([(device.host_id, command.id)]) == {(device.host_id, command.id)}
 
 
 def test_a_command_not_started_in_time_expires_and_one_not_answered_in_time_is_unknown(device: Device) -> None:
@@ -216,8 +216,8 @@ def test_a_command_not_started_in_time_expires_and_one_not_answered_in_time_is_u
     assert device.busy_with is None
     lifecycle.enable_device(device.uuid, OLGA)
     command = Command.objects.get(ended_at=None)
-    placing.mark_commands_taken([(command.host_id, command.id)])
-    placing.store_progress([CommandProgress(command.host_id, command.id, 10, "functions are made")])
+    command_queue.mark_commands_taken([(command.host_id, command.id)])
+    command_queue.store_progress([CommandProgress(command.host_id, command.id, 10, "functions are made")])
     expire_open_commands(end_by=datetime.now(UTC) + timedelta(hours=1))
     command.refresh_from_db()
     assert command.state == "started", "begun in time"
@@ -235,7 +235,7 @@ def test_a_command_not_started_in_time_expires_and_one_not_answered_in_time_is_u
 def test_an_uninstalled_device_becomes_inactive(device: Device, before: str, after: str) -> None:
     with conductor.writing():
         Device.objects.update(state=before)
-    command = placing.order_device_command("uninstall", device.uuid, OLGA, reason="to be sold")
+    command = command_queue.order_device_command("uninstall", device.uuid, OLGA, reason="to be sold")
     with pytest.raises(RefusedError, match="is busy with uninstall"):
         lifecycle.enable_device(device.uuid, OLGA)
     answer_and_settle(command)
@@ -244,7 +244,7 @@ def test_an_uninstalled_device_becomes_inactive(device: Device, before: str, aft
 
 def test_a_quarantined_device_stays_quarantined_after_uninstall(device: Device) -> None:
     lifecycle.apply_action_to_device(Action.QUARANTINE, device.uuid, OLGA, "smoke")
-    answer_and_settle(placing.order_device_command("uninstall", device.uuid, OLGA))
+    answer_and_settle(command_queue.order_device_command("uninstall", device.uuid, OLGA))
     assert get_device_state(device) == ("quarantined", "smoke", "olga")
 
 
@@ -257,9 +257,9 @@ def test_a_device_whose_partition_or_program_has_an_unknown_outcome_is_failed(
 ) -> None:
     with conductor.writing():
         Device.objects.update(state="ready")
-    command = placing.order_device_command(op, device.uuid, OLGA, **more)
+    command = command_queue.order_device_command(op, device.uuid, OLGA, **more)
     if op == "program":
-        placing.mark_image_ready(command.id, {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "properties": {}})
+        command_queue.mark_image_ready(command.id, {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "properties": {}})
     answer_and_settle(command, "unknown", "interrupted; outcome unknown")
     assert get_device_state(device)[:2] == ("failed", f"{op}: interrupted; outcome unknown")
 
@@ -270,51 +270,69 @@ AskForCommand = Callable[[Device], object]
 @pytest.mark.parametrize(
     ("ask", "reason", "text"),
     [
-        (lambda d: placing.order_device_command("health", uuid4(), OLGA), RefusalReason.NOT_FOUND, "Device not found"),
-        (lambda d: placing.order_device_command("attach", d.uuid, OLGA), RefusalReason.INVALID, "these are: uninstall"),
-        (lambda d: placing.order_device_command("partition", d.uuid, OLGA), RefusalReason.INVALID, "takes a layout"),
         (
-            lambda d: placing.order_device_command("reset", d.uuid, OLGA, layout={"a": "b"}),
+            lambda d: command_queue.order_device_command("health", uuid4(), OLGA),
+            RefusalReason.NOT_FOUND,
+            "Device not found",
+        ),
+        (
+            lambda d: command_queue.order_device_command("attach", d.uuid, OLGA),
+            RefusalReason.INVALID,
+            "these are: uninstall",
+        ),
+        (
+            lambda d: command_queue.order_device_command("partition", d.uuid, OLGA),
             RefusalReason.INVALID,
             "takes a layout",
         ),
-        (lambda d: placing.order_device_command("program", d.uuid, OLGA), RefusalReason.INVALID, "takes an image"),
         (
-            lambda d: placing.order_device_command("reset", d.uuid, OLGA, reason="x" * 501),
+            lambda d: command_queue.order_device_command("reset", d.uuid, OLGA, layout={"a": "b"}),
+            RefusalReason.INVALID,
+            "takes a layout",
+        ),
+        (
+            lambda d: command_queue.order_device_command("program", d.uuid, OLGA),
+            RefusalReason.INVALID,
+            "takes an image",
+        ),
+        (
+            lambda d: command_queue.order_device_command("reset", d.uuid, OLGA, reason="x" * 501),
             RefusalReason.INVALID,
             "at most 500",
         ),
         (
-            lambda d: placing.order_device_command("partition", d.uuid, OLGA, layout={"a": "\0"}),
+            lambda d: command_queue.order_device_command("partition", d.uuid, OLGA, layout={"a": "\0"}),
             RefusalReason.INVALID,
             "its value at most",
         ),
         (
-            lambda d: placing.order_device_command("partition", d.uuid, OLGA, layout={"x" * 65: ""}),
+            lambda d: command_queue.order_device_command("partition", d.uuid, OLGA, layout={"x" * 65: ""}),
             RefusalReason.INVALID,
             "at most 64 char",
         ),
         (
-            lambda d: placing.order_device_command("partition", d.uuid, OLGA, layout={str(n): "" for n in range(65)}),
+            lambda d: command_queue.order_device_command(
+                "partition", d.uuid, OLGA, layout={str(n): "" for n in range(65)}
+            ),
             RefusalReason.INVALID,
             "at most 64",
         ),
         (
-            lambda d: placing.order_device_command("program", d.uuid, OLGA, image=IMAGE, deployable=uuid4()),
+            lambda d: command_queue.order_device_command("program", d.uuid, OLGA, image=IMAGE, deployable=uuid4()),
             RefusalReason.INVALID,
             "Say which deployable",
         ),
         (
-            lambda d: placing.order_host_command("install", d.host.uuid, OLGA),
+            lambda d: command_queue.order_host_command("install", d.host.uuid, OLGA),
             RefusalReason.INVALID,
             "for hosts are rescan, logs",
         ),
         (
-            lambda d: placing.order_host_command("logs", d.host.uuid, OLGA, driver="x"),
+            lambda d: command_queue.order_host_command("logs", d.host.uuid, OLGA, driver="x"),
             RefusalReason.INVALID,
             "Only rescan",
         ),
-        (lambda d: placing.order_host_command("logs", uuid4(), OLGA), RefusalReason.NOT_FOUND, "Host not found"),
+        (lambda d: command_queue.order_host_command("logs", uuid4(), OLGA), RefusalReason.NOT_FOUND, "Host not found"),
     ],
 )
 def test_invalid_commands_are_refused_with_reason_and_text(
@@ -330,13 +348,13 @@ def test_commands_that_state_driver_or_a_running_command_forbid_are_refused(devi
     with conductor.writing():
         Device.objects.update(state="ready", acts="health reset uninstall")
     with pytest.raises(RefusedError, match="is ready: uninstall is possible when it is failed, inactive"):
-        placing.order_device_command("uninstall", device.uuid, OLGA)
+        command_queue.order_device_command("uninstall", device.uuid, OLGA)
     with pytest.raises(RefusedError, match="test_driver cannot program it"):
-        placing.order_device_command("program", device.uuid, OLGA, image=IMAGE)
-    placing.order_device_command("reset", device.uuid, OLGA)
+        command_queue.order_device_command("program", device.uuid, OLGA, image=IMAGE)
+    command_queue.order_device_command("reset", device.uuid, OLGA)
     with pytest.raises(RefusedError, match=r"busy with reset \(command "):
-        placing.order_device_command("reset", device.uuid, OLGA)
-    assert placing.order_device_command("health", device.uuid, OLGA).state == "queued"
+        command_queue.order_device_command("reset", device.uuid, OLGA)
+    assert command_queue.order_device_command("health", device.uuid, OLGA).state == "queued"
 
 
 def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unknown(device: Device) -> None:
@@ -352,40 +370,40 @@ def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unk
                 ("program", {"image": IMAGE}),
             ):
                 with pytest.raises(RefusedError) as refused:
-                    placing.order_device_command(op, device.uuid, OLGA, **more)
+                    command_queue.order_device_command(op, device.uuid, OLGA, **more)
                 assert refused.value.reason == reason
-    placing.order_device_command("health", device.uuid, OLGA)
+    command_queue.order_device_command("health", device.uuid, OLGA)
 
 
 def test_an_image_is_fetched_before_its_host_hears_of_the_command(device: Device) -> None:
-    command = placing.order_device_command("program", device.uuid, OLGA, image=IMAGE, source=EventSource.PERSON)
+    command = command_queue.order_device_command("program", device.uuid, OLGA, image=IMAGE, source=EventSource.PERSON)
     assert (command.state, command.arguments["wanted"]) == ("preparing", {"bitstream_id": str(IMAGE)})
     assert command.arguments["deployable"] == "node_0000:01:00.0"
-    placing.store_progress([CommandProgress(command.host_id, command.id, 50)])
+    command_queue.store_progress([CommandProgress(command.host_id, command.id, 50)])
     assert answer_and_settle(command), "its host has never heard of it"
     image = {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "name": "adder"}
-    assert placing.mark_image_ready(command.id, image)
-    assert not placing.mark_image_ready(command.id, image)
+    assert command_queue.mark_image_ready(command.id, image)
+    assert not command_queue.mark_image_ready(command.id, image)
     command.refresh_from_db()
     assert (command.state, command.arguments["image"]) == ("queued", image)
     answer_and_settle(command)
     assert Deployable.objects.get().bitstream_id == IMAGE
-    answer_and_settle(again := placing.order_device_command("program", device.uuid, OLGA, image=IMAGE))
-    placing.mark_image_failed(again.id, "Glance has no such image")
+    answer_and_settle(again := command_queue.order_device_command("program", device.uuid, OLGA, image=IMAGE))
+    command_queue.mark_image_failed(again.id, "Glance has no such image")
     command_results.end_answered_commands()
     again.refresh_from_db()
     assert (again.state, again.text) == ("refused", "Glance has no such image")
     assert Deployable.objects.get().bitstream_id == IMAGE, "nothing was touched"
-    third = placing.order_device_command("program", device.uuid, OLGA, image=IMAGE)
-    placing.mark_image_ready(third.id, image)
+    third = command_queue.order_device_command("program", device.uuid, OLGA, image=IMAGE)
+    command_queue.mark_image_ready(third.id, image)
     answer_and_settle(third, "failed", "the image is not for it")
     assert Deployable.objects.get().bitstream_id is None, "who knows what it holds now"
 
 
 def test_commands_that_ended_long_ago_are_deleted_and_open_ones_stay(device: Device) -> None:
     for _ in range(2):
-        answer_and_settle(placing.order_device_command("health", device.uuid, OLGA))
-    placing.order_device_command("health", device.uuid, OLGA)
+        answer_and_settle(command_queue.order_device_command("health", device.uuid, OLGA))
+    command_queue.order_device_command("health", device.uuid, OLGA)
     with conductor.writing():
         Command.objects.filter(id=Command.objects.order_by("id")[0].id).update(
             ended_at=datetime.now(UTC) - timedelta(days=31)
@@ -395,7 +413,7 @@ def test_commands_that_ended_long_ago_are_deleted_and_open_ones_stay(device: Dev
 
 
 def test_commands_of_a_removed_device_keep_its_name(device: Device) -> None:
-    open_one = placing.order_device_command("health", device.uuid, OLGA)
+    open_one = command_queue.order_device_command("health", device.uuid, OLGA)
     apply_report(device.host, make_driver_report(), seq=2)
     later = datetime.now(UTC) + timedelta(days=2)
     sweep.remove_missing_devices(later)
@@ -409,9 +427,9 @@ def test_commands_of_a_removed_device_keep_its_name(device: Device) -> None:
 
 def test_rescan_and_logs_can_be_ordered_for_a_host(db: None) -> None:
     host = get_or_create_host()
-    rescan = placing.order_host_command("rescan", host.uuid, OLGA, driver="pci_driver", reason="new card")
+    rescan = command_queue.order_host_command("rescan", host.uuid, OLGA, driver="pci_driver", reason="new card")
     assert (rescan.host_id, rescan.device, rescan.arguments) == (host.id, None, {"driver": "pci_driver"})
-    log = placing.order_host_command("logs", host.uuid, OLGA)
+    log = command_queue.order_host_command("logs", host.uuid, OLGA)
     answer_and_settle(log, detail={"log": "all is well"})
     assert log.detail == {"log": "all is well"}
     assert Host.objects.get().commands.count() == 2

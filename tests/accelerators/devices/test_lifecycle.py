@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
-from accelerators.domain.actions import (
+from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import (
     Action,
     LifecycleState,
     possible_actions,
     state_after_action,
     state_after_last_request,
 )
-from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import DeviceState, DrainTarget, EventSource, IllegalTransitionError
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Intent
@@ -267,18 +267,6 @@ def test_many_devices_are_moved_in_a_constant_number_of_statements_each_with_its
     assert Device.objects.filter(state="ready").count() == 59
     assert Deployable.objects.filter(rp_uuid__isnull=False).count() == 60
     assert Event.objects.filter(action="device.ready").count() == 59
-
-
-def test_many_devices_are_moved_in_slices(db: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "SLICE_SIZE", 4)
-    apply_report(get_or_create_host(), make_driver_report(*(make_card(bus) for bus in range(10))))
-    slices = list(
-        lifecycle.apply_action_in_slices(
-            Action.QUARANTINE, Device.objects.values_list("uuid", flat=True), OLGA, "batch"
-        )
-    )
-    assert [len(part) for part in slices] == [4, 4, 2]
-    assert Device.objects.filter(state="quarantined", state_reason="batch").count() == 10
 
 
 def test_a_reason_that_is_too_long_or_contains_nul_is_refused(device: Device) -> None:

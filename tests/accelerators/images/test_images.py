@@ -12,8 +12,8 @@ from keystoneauth1.session import Session
 from keystoneauth1.token_endpoint import Token
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandOrder
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandOrder
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource
@@ -55,7 +55,7 @@ def wait(db: None) -> OrderCommand:
             n = Device.objects.count() + 1
             apply_report(get_or_create_host(f"cmp{n}"), make_driver_report(make_card(n, acts="program")))
             device = Device.objects.latest("id")
-            return placing.place_commands([CommandOrder("program", device.uuid, arguments={"wanted": wanted})])[0]
+            return command_queue.place_commands([CommandOrder("program", device.uuid, arguments={"wanted": wanted})])[0]
 
     return make
 
@@ -244,7 +244,7 @@ def test_the_longest_unused_copies_are_dropped_first_and_uploads_never(
     for uuid in image_uuids[1:]:
         command = wait(bitstream_id=uuid)
         download.run()
-        placing.refuse_undelivered_commands([command.pk], "enough")
+        command_queue.refuse_undelivered_commands([command.pk], "enough")
         with conductor.writing():
             Command.objects.filter(pk=command.pk).update(ended_at=command.created_at)
     kept_uuids = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}

@@ -13,8 +13,8 @@ from django.db import connection, transaction
 from django.db.models import Model
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import (
@@ -98,7 +98,7 @@ def get_open_command(op: str) -> Command:
 
 
 def answer_command(command: Command, outcome: str = "succeeded", text: str = "") -> None:
-    placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
+    command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
     command_results.end_answered_commands()
 
 
@@ -202,7 +202,7 @@ def test_a_device_is_programmed_once_for_all_requests_that_are_bound_together(ha
     with pytest.raises(RefusedError, match="its device is busy with a command") as refused:
         create_and_bind("plain")
     assert refused.value.reason == RefusalReason.NONE_FREE
-    placing.mark_image_ready(attach.id, ADDER_IMAGE)
+    command_queue.mark_image_ready(attach.id, ADDER_IMAGE)
     answer_command(attach)
     assert (get_state_and_fault(first)[0], get_state_and_fault(second)[0]) == ("Bound", "BindStarted"), (
         "its handle is to be made yet"
@@ -223,12 +223,12 @@ def test_requests_for_pci_functions_of_one_card_share_the_outcome_of_one_program
     make_handles_pci()
     first, second = create_and_bind("pair")
     ends_with = "the image is for another card"
-    placing.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
+    command_queue.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
     answer_command(Command.objects.get(), "failed", ends_with)
     assert get_state_and_fault(first) == get_state_and_fault(second) == ("BindFailed", ends_with)
     assert Command.objects.count() == 1, "nothing is made of a PCI function"
     first, second = create_and_bind("pair")
-    placing.mark_image_ready(get_open_command("attach").id, ADDER_IMAGE)
+    command_queue.mark_image_ready(get_open_command("attach").id, ADDER_IMAGE)
     answer_command(get_open_command("attach"))
     assert get_state_and_fault(first) == get_state_and_fault(second) == ("Bound", "")
 
@@ -254,10 +254,10 @@ def test_commands_that_another_transaction_is_ending_are_not_cancelled_and_not_w
     (request,) = create_and_bind("adder")
     with lock_all_rows(Command), conductor.writing(), connection.cursor() as cursor:
         cursor.execute("SET LOCAL lock_timeout TO '1s'")
-        placing.cancel_preparing_commands([request.uuid])
+        command_queue.cancel_preparing_commands([request.uuid])
     assert get_open_command("attach").answered_at is None
     with conductor.writing():
-        placing.cancel_preparing_commands([request.uuid])
+        command_queue.cancel_preparing_commands([request.uuid])
     assert get_open_command("attach").outcome == "refused"
 
 
@@ -273,7 +273,7 @@ def test_a_bind_that_needs_two_images_on_one_device_is_refused(handle: AttachHan
 def test_a_device_with_the_wanted_bitstream_is_bound_at_once_even_if_it_is_held(handle: AttachHandle) -> None:
     make_handles_pci()
     (request,) = create_and_bind("bits")
-    placing.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
+    command_queue.mark_image_ready(Command.objects.get().id, ADDER_IMAGE)
     answer_command(Command.objects.get())
     assert get_state_and_fault(request)[0] == "Bound"
     (beside,) = create_and_bind("bits")
@@ -286,7 +286,7 @@ def test_a_device_with_the_wanted_bitstream_is_bound_at_once_even_if_it_is_held(
 
 def test_an_unavailable_image_fails_the_bind_with_its_reason(handle: AttachHandle) -> None:
     (request,) = create_and_bind("adder")
-    placing.mark_image_failed(Command.objects.get().id, "no image with accel:function_id=adder")
+    command_queue.mark_image_failed(Command.objects.get().id, "no image with accel:function_id=adder")
     command_results.end_answered_commands()
     assert get_state_and_fault(request) == ("BindFailed", "no image with accel:function_id=adder")
     assert Command.objects.get().state == "refused"
@@ -298,7 +298,7 @@ def test_nothing_is_programmed_for_a_deleted_request(handle: AttachHandle) -> No
     (request,) = create_and_bind("adder")
     binding.delete_requests([str(request.uuid)], NOVA)
     command = Command.objects.get()
-    assert not placing.mark_image_ready(command.id, ADDER_IMAGE)
+    assert not command_queue.mark_image_ready(command.id, ADDER_IMAGE)
     command_results.end_answered_commands()
     command.refresh_from_db()
     assert (command.state, command.text) == ("refused", "its request does not need it any more")

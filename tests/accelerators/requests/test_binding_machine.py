@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 )
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import TYPES_CREATED_ON_HOST, CommandAnswer
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandAnswer
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -224,7 +224,7 @@ class RequestsMachine(RuleBasedStateMachine):
         device = self.stored.devices[card]
         held = any(one.handle and one.device == device.id for one in self.stored.requests)
         try:
-            placing.order_device_command("reset", UUID(device.uuid), NOVA)
+            command_queue.order_device_command("reset", UUID(device.uuid), NOVA)
         except RefusedError as refused:
             assert refused.reason == (RefusalReason.CONFLICT if device.busy_with else RefusalReason.IN_USE)
             assert held or device.busy_with
@@ -238,11 +238,11 @@ class RequestsMachine(RuleBasedStateMachine):
         command = waiting[which % len(waiting)]
         if command.state == "preparing":
             if outcome == "refused":
-                placing.mark_image_failed(command.id, "there is no such image")
+                command_queue.mark_image_failed(command.id, "there is no such image")
             else:
-                placing.mark_image_ready(command.id, {"id": IMAGE, "size": 1, "sha256": "a" * 64})
+                command_queue.mark_image_ready(command.id, {"id": IMAGE, "size": 1, "sha256": "a" * 64})
         else:
-            assert not placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
+            assert not command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
         self.settle_and_follow(command_results.end_answered_commands)
 
     @precondition(lambda self: any(one.is_open for one in self.stored.commands))

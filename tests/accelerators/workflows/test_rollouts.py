@@ -10,8 +10,8 @@ import pytest
 from django.db import connection
 
 from accelerators import conductor, safety
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -73,7 +73,7 @@ def answer_as_agent(
     host = Host.objects.get(pk=command.host_id)
     if outcome == "succeeded":
         apply_report(host, DriverReport(command.arguments["driver"], **report_values), seq=host.applied_seq + 1)
-    placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
+    command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
     while command_results.end_answered_commands():
         pass
 
@@ -275,7 +275,7 @@ def test_a_device_is_busy_and_its_driver_is_locked_while_the_driver_is_being_cha
     device = Device.objects.get()
     start_rollout(UPDATE, [host], settings={"a": 1})
     with pytest.raises(RefusedError, match="is busy with configure"):
-        placing.order_device_command("reset", device.uuid, OLGA)
+        command_queue.order_device_command("reset", device.uuid, OLGA)
     with pytest.raises(RefusedError, match="is being changed"):
         start_rollout(UPDATE, [host], settings={"a": 2})
     answer_as_agent(Command.objects.get(), "failed")

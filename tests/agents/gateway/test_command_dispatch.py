@@ -7,15 +7,15 @@ import random
 import pytest
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
 from accelerators.models import Command, Device, Event, Host
 from accelerators.runtime import pubsub
 from accelerators.workflows import command_results
-from agents import credentials, enrolment, tasks, wire
+from agents import credentials, enrolment, jobs, wire
 from agents.gateway import command_dispatch
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
 from tests.agents.conftest import GatewaySlot
 from tests.support.reports import make_card, make_driver_report
@@ -56,7 +56,7 @@ def make_report(*devices: object, seq: int = 1) -> wire.Report:
 
 
 def place_logs_command() -> Command:
-    return placing.order_host_command("logs", Host.objects.get().uuid, ADMIN_CALLER)
+    return command_queue.order_host_command("logs", Host.objects.get().uuid, ADMIN_CALLER)
 
 
 def current_state(command: Command) -> str:
@@ -67,9 +67,9 @@ def current_state(command: Command) -> str:
 def test_a_command_goes_from_taken_to_started_to_succeeded_after_its_report_is_applied(agent: WireAgent) -> None:
     with agent.connect_and_say_hello(OPS) as socket:
         ask(socket, make_report(make_card(1, acts="reset")))
-        tasks.merge()
+        jobs.merge()
         device = Device.objects.get()
-        command = placing.order_device_command("reset", device.uuid, ADMIN_CALLER, reason="it hangs")
+        command = command_queue.order_device_command("reset", device.uuid, ADMIN_CALLER, reason="it hangs")
         heard = take_command(socket)
         assert (heard.number, heard.id, heard.op) == (command.id, str(command.uuid), "reset")
         assert (heard.driver, heard.key) == ("test_driver", device.key)
@@ -84,7 +84,7 @@ def test_a_command_goes_from_taken_to_started_to_succeeded_after_its_report_is_a
         until(lambda: current_state(command) == "started" and command.answered_at)
         command_results.run()
         assert current_state(command) == "started", "its report is not applied"
-        tasks.merge()
+        jobs.merge()
         command_results.run()
         assert receive_result_ack(socket) == command.id
         assert current_state(command) == "succeeded"
@@ -97,7 +97,7 @@ def test_a_result_whose_report_is_already_applied_is_settled_at_once(agent: Wire
     with agent.connect_and_say_hello(OPS) as socket:
         report = make_report(make_card(1))
         ask(socket, report)
-        tasks.merge()
+        jobs.merge()
         ask(socket, make_report(make_card(1), seq=2))
         command = place_logs_command()
         send_result(socket, take_command(socket), epoch=1, seq=2, hash=report.hash, detail={"log": "well"})
@@ -169,7 +169,9 @@ def test_no_command_is_lost_when_notifications_are_lost(agent: WireAgent, monkey
     with agent.connect_and_say_hello(OPS) as socket:
         with conductor.writing():
             host = Host.objects.get()
-            first = placing.place_commands([placing.CommandOrder("logs", host=host.id) for _ in range(1200)])
+            first = command_queue.place_commands(
+                [command_queue.CommandOrder("logs", host=host.id) for _ in range(1200)]
+            )
         rest = [place_logs_command() for _ in range(20)]
         numbers = {one.id for one in (*first, *rest)}
         heard: set[int] = set()
@@ -187,7 +189,7 @@ def test_X1_a_host_can_neither_receive_nor_answer_commands_of_another_host(
     )
     other = WireAgent(gateway_slot.port, host="cmp2", node="cmp2", token=join.secret)
     with agent.connect_and_say_hello(OPS) as socket, other.connect_and_say_hello(OPS) as stranger:
-        command = placing.order_host_command("logs", Host.objects.get(name="cmp1").uuid, ADMIN_CALLER)
+        command = command_queue.order_host_command("logs", Host.objects.get(name="cmp1").uuid, ADMIN_CALLER)
         heard = take_command(socket)
         until(lambda: current_state(command) == "taken")
         stranger.send(wire.encode_message(wire.Progress(heard.number, 99)))

@@ -16,9 +16,9 @@ from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import Command, Device, HostDriver, Rollout
 from accelerators.workflows import command_results, driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
-from agents import credentials, enrolment, tasks, wire
+from agents import credentials, enrolment, jobs, wire
 from agents.gateway import command_dispatch
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import DriverReport
@@ -71,7 +71,7 @@ def test_a_rollout_is_done_only_after_the_report_of_the_installed_driver_is_merg
         absent = make_report(1, DriverReport("pci_driver", state="absent"))
         assert not absent.drivers, "where a conductor from before looks for what is there"
         ask(socket, absent)
-        tasks.merge()
+        jobs.merge()
         assert rita.call("GET", "/api/drivers/")["results"][0]["seen"]["state"] == "absent"
         made = rita.call(
             "POST", "/api/rollouts/", op="install", driver="pci_driver", hosts=["cmp1"], settings={"a": [1]}
@@ -86,7 +86,7 @@ def test_a_rollout_is_done_only_after_the_report_of_the_installed_driver_is_merg
         command_results.run()
         driver_rollouts.run()
         assert rita.call("GET", made["url"])["state"] == "running", "its report is not applied"
-        tasks.merge()
+        jobs.merge()
         command_results.run()
         driver_rollouts.run()
         assert receive_result_ack(socket) == heard.number
@@ -100,7 +100,7 @@ def test_a_rollout_fails_with_an_agent_that_does_not_support_configure(agent: Wi
     rita = ApiOperator()
     with agent.connect_and_say_hello(OPS) as socket:
         ask(socket, make_report(1, DriverReport("fake_driver")))
-        tasks.merge()
+        jobs.merge()
         (row,) = rita.call("GET", "/api/drivers/")["results"]
         assert (row["seen"]["state"], row["seen"]["generation"], row["version"]) == ("ok", 0, "")
         made = rita.call("POST", "/api/rollouts/", op="update", driver="fake_driver", hosts=["cmp1"], enabled=False)

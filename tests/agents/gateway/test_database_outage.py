@@ -12,7 +12,7 @@ from django.db import connection
 
 from accelerators.runtime import database_outage, pubsub
 from agents import wire
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from tests.agents.conftest import GatewaySlot
 from tests.agents.gateway.test_gateway import make_join_secret
 from tests.support.webserver import until
@@ -58,7 +58,7 @@ def test_an_outage_is_logged_once_however_many_agents_connect_and_so_is_its_end(
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     agent.connect().close()
     with database_outage_block():
-        monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.3)
+        monkeypatch.setattr("agents.gateway.asgi_app.ADMISSION_TIMEOUT_S", 0.3)
         for _ in range(8):
             assert agent.connect_refused() == (503, "database")
         (said,) = lines("PostgreSQL does not answer")
@@ -66,7 +66,7 @@ def test_an_outage_is_logged_once_however_many_agents_connect_and_so_is_its_end(
         assert not lines("answers again")
         assert not lines("ERROR") and not lines("Traceback")
         assert len(lines("WARNING")) == 1
-        monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 30.0)
+        monkeypatch.setattr("agents.gateway.asgi_app.ADMISSION_TIMEOUT_S", 30.0)
     with agent.connect() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
     until(lambda: lines("PostgreSQL answers again"))

@@ -9,8 +9,8 @@ from django.db.models import F, Value
 from django.db.models.functions import Replace
 
 from accelerators.models import Device, Event, Host
-from agents import credentials, enrolment, tasks, wire
-from agents.gateway.app import AgentGateway
+from agents import credentials, enrolment, jobs, wire
+from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.leases import mark_stale_hosts
 from agents.models import Agent, JoinToken, Lease, Spooled
 from tests.agents.conftest import GatewaySlot
@@ -47,7 +47,7 @@ def test_a_report_is_acknowledged_after_it_is_spooled_and_merged_into_devices(ag
     with agent.connect() as socket:
         assert ask(socket, make_report(make_card(1), make_card(2))) == wire.Ack(1, "Report")
     assert Spooled.objects.count() == 1
-    tasks.merge()
+    jobs.merge()
     assert Device.objects.count() == 2 and Spooled.objects.count() == 0
     assert Event.objects.filter(action="agent.enrolled", host="cmp1").count() == 1
 
@@ -57,7 +57,7 @@ def test_P1_an_unchanged_report_costs_no_statement(
 ) -> None:
     with agent.connect() as socket:
         ask(socket, make_report(make_card(1)))
-    tasks.merge()
+    jobs.merge()
     with agent.connect() as socket:
         assert agent.welcome and agent.welcome.applied_hash == make_report(make_card(1)).hash
         monkeypatch.setattr(gateway._writer, "put", None)  # The gateway reaches the database only through this queue.
@@ -68,22 +68,22 @@ def test_P1_an_unchanged_report_costs_no_statement(
 def test_a_report_equal_to_an_earlier_one_is_stored_when_another_came_between(agent: WireAgent) -> None:
     with agent.connect() as socket:
         ask(socket, make_report(make_card(1)))
-        tasks.merge()
+        jobs.merge()
         ask(socket, make_report(make_card(2), seq=2))
         ask(socket, make_report(make_card(1), seq=3))
     assert Spooled.objects.count() == 2
-    tasks.merge()
+    jobs.merge()
     assert list(Device.objects.values_list("address", "state")) == [("0000:01:00.0", "inactive")]
 
 
 def test_a_report_over_an_older_connection_does_not_count_as_applied_for_the_newer_one(agent: WireAgent) -> None:
     with agent.connect() as first:
         ask(first, make_report(make_card(1)))
-        tasks.merge()
+        jobs.merge()
         with agent.connect() as second:
             ask(first, make_report(make_card(2), seq=2))
             ask(second, make_report(make_card(1), seq=3))
-    tasks.merge()
+    jobs.merge()
     assert list(Device.objects.filter(state="inactive").values_list("address", flat=True)) == ["0000:01:00.0"]
 
 
@@ -110,7 +110,7 @@ def test_L1_a_silent_host_becomes_stale_and_live_again_at_its_next_heartbeat(age
     with agent.connect() as socket:
         ask(socket, make_report(make_card(1)))
         until(lambda: Lease.objects.exists())
-        tasks.merge()
+        jobs.merge()
         mark_stale_hosts()
         assert Host.objects.get().stale_since is None
         long_ago = datetime.now(UTC) - timedelta(seconds=31)
@@ -232,7 +232,7 @@ def test_X5_a_report_that_the_database_refuses_affects_only_its_own_host(agent: 
         ask(bad, make_report(make_card(1)))
         ask(good, make_report(make_card(1)))
     Spooled.objects.filter(host__name="cmp1").update(payload=Replace(F("payload"), Value("1044"), Value("\\u0000")))
-    tasks.merge()
+    jobs.merge()
     assert list(Device.objects.values_list("host__name", flat=True)) == ["cmp2"]
     assert "cannot be stored" in Event.objects.get(action="report.refused", host="cmp1").reason
     assert Spooled.objects.count() == 0
@@ -241,7 +241,7 @@ def test_X5_a_report_that_the_database_refuses_affects_only_its_own_host(agent: 
 def test_agents_get_503_while_the_database_is_away(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("agents.gateway.asgi_app.ADMISSION_TIMEOUT_S", 0.05)
     # Jobs for the writer are never answered, as when PostgreSQL does not respond.
     monkeypatch.setattr(gateway._writer, "put", lambda job: None)
     assert agent.connect_refused() == (503, "database")

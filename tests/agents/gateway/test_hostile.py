@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from accelerators.models import Event, Host
 from agents import enrolment, wire
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.rejections import MAX_TALLIES, RefusalCounter
 from agents.gateway.writer import CommandJob
 from agents.models import Agent, Lease, Spooled
@@ -95,7 +95,7 @@ def test_silent_connections_are_closed_and_make_room_for_other_hosts(
     oldest = wire.decode_from_gateway(sockets[1].recv(timeout=10))
     assert isinstance(oldest, wire.Refuse) and oldest.code == "superseded" and is_closed(sockets[1])
     check_another_host_is_served(agent)
-    monkeypatch.setattr("agents.gateway.app.FIRST_MESSAGE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("agents.gateway.asgi_app.FIRST_MESSAGE_TIMEOUT_S", 0.1)
     with agent.connect() as silent:
         refusal = wire.decode_from_gateway(silent.recv(timeout=10))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "silent" and is_closed(silent)
@@ -177,11 +177,13 @@ def test_the_writer_goes_on_after_an_unexpected_exception(
 def test_the_writer_queue_stays_short_during_a_database_outage(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agents.gateway.app.PROGRESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr("agents.gateway.asgi_app.PROGRESS_INTERVAL_S", 0.01)
     other = WireAgent(agent.port, host="cmp2", node="cmp2", token=make_join_secret("cmp2"))
     with agent.connect_and_say_hello() as socket:
         assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
-        monkeypatch.setattr("agents.gateway.app.ADMISSION_TIMEOUT_S", 0.1)  # From here on every admission times out.
+        monkeypatch.setattr(
+            "agents.gateway.asgi_app.ADMISSION_TIMEOUT_S", 0.1
+        )  # From here on every admission times out.
         writer, served = gateway._writer, gateway._writer._process_batch
 
         def away(_: Any) -> None:

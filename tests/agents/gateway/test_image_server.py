@@ -15,14 +15,14 @@ from uuid import uuid4
 import pytest
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandOrder
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandOrder
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.images import store
 from accelerators.models import Command, Device, Event, Image
 from agents import wire
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
 from cyborgweb import asgi
 from cyborgweb.server import tls
@@ -71,7 +71,7 @@ def place_program_command(image: Image, host: str = "cmp1") -> Command:
     apply_report(get_or_create_host(host), make_driver_report(make_card(1)))
     with conductor.writing():
         order = CommandOrder("program", Device.objects.get().uuid, arguments={"image": store.to_image_ref(image)})
-        return placing.place_commands([order])[0]
+        return command_queue.place_commands([order])[0]
 
 
 def fetch_image(agent: WireAgent, image: object, authorization: str = "", method: str = "GET") -> tuple[int, bytes]:
@@ -93,11 +93,14 @@ def fetch_refusal(*asked: Any) -> tuple[int, str]:
     return status, said["code"]
 
 
-def test_an_agent_can_fetch_the_image_of_its_command_only_while_the_command_is_open(port: int, image: Image) -> None:
+@pytest.mark.parametrize("column", ["answered_at", "ended_at"])
+def test_an_agent_can_fetch_the_image_of_its_command_only_while_the_command_is_open(
+    port: int, image: Image, column: str
+) -> None:
     agent, command = enrol_agent(port), place_program_command(image)
     assert fetch_image(agent, image.uuid) == fetch_image(agent, image.uuid) == (200, IMAGE_BYTES)
     with conductor.writing():
-        Command.objects.filter(pk=command.pk).update(ended_at=command.created_at)
+        Command.objects.filter(pk=command.pk).update(**{column: command.created_at})
     assert fetch_refusal(agent, image.uuid) == (403, "not-ordered")
 
 

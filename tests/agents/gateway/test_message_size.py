@@ -16,7 +16,7 @@ from websockets.sync.client import ClientConnection
 from accelerators.models import Event
 from agents import wire
 from agents.gateway import metrics
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
 from tests.agents.gateway.test_gateway import make_join_secret, make_report

@@ -19,9 +19,9 @@ from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.models import Attribute, Deployable, Device, Intent
-from agents import tasks as agent_tasks
+from agents import jobs as agent_tasks
 from agents import wire
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.models import ApiToken
 from placement_sync.jobs import providers as placement_tasks
 from tests.agents.conftest import GatewaySlot

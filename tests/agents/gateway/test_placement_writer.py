@@ -8,12 +8,12 @@ import pytest
 from websockets.sync.client import ClientConnection
 
 from accelerators import conductor
-from accelerators.commands import placement_delegation, placing
-from accelerators.commands.placing import CommandOrder
+from accelerators.commands import command_queue, placement_delegation
+from accelerators.commands.command_queue import CommandOrder
 from accelerators.models import Command, Host
 from agents import credentials, enrolment, wire
 from agents.gateway import command_dispatch
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
 from placement_sync.jobs import writer_election
@@ -52,7 +52,9 @@ def test_an_agent_that_can_write_is_sent_the_writer_epoch_at_hello_and_at_every_
         host = Host.objects.get()
         until(lambda: not placement_delegation.get_writer_statuses([host.id])[host.id].reason)
         with conductor.writing():
-            placing.place_commands([CommandOrder("placement", host=host.id, arguments={"writer": 1, "payload": "{}"})])
+            command_queue.place_commands(
+                [CommandOrder("placement", host=host.id, arguments={"writer": 1, "payload": "{}"})]
+            )
         command = take_command(socket)
         assert (command.op, command.writer, command.payload, command.driver) == ("placement", 1, "{}", "")
         until(lambda: Command.objects.get().state == "taken")

@@ -12,7 +12,7 @@ import pytest
 from accelerators import conductor
 from accelerators.models import Host
 from agents import credentials
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.writer import AdmitJob, SpoolJob, WriterJob
 from agents.models import Agent, Spooled
 from cyborgweb.settings.keys import Keys

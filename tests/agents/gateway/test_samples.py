@@ -20,7 +20,7 @@ from websockets.sync.client import ClientConnection
 from accelerators.models import Event, Host
 from agents import credentials, enrolment, telemetry, wire
 from agents.gateway import metrics, sample_cache, sample_rpc
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.sample_rpc import HostSamples, SampleEndpoint, SampleRequest
 from agents.models import Gateway, Lease
 from agents.telemetry import HostLoad, LoadSnapshot

@@ -12,8 +12,8 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from accelerators.models import Device, Event, Host
-from agents import tasks, wire
-from agents.gateway.app import AgentGateway
+from agents import jobs, wire
+from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.throttling import MAX_JITTER_S, MAX_RETRY_AFTER_S, HandshakeThrottle, ReportJitter
 from agents.gateway.writer import SpoolJob
 from agents.models import Spooled
@@ -203,12 +203,12 @@ def test_all_waiting_reports_of_a_host_with_faults_are_merged_first(
             ),
         )
     assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [False, False, True]
-    monkeypatch.setattr(tasks, "_batches", iter([1, 2, 3]))
-    tasks.merge_batch()
+    monkeypatch.setattr(jobs, "_batches", iter([1, 2, 3]))
+    jobs.merge_batch()
     assert Device.objects.filter(host__name="ill").count() == 2, "the answer before the error is not lost"
     assert Host.objects.get(name="ill").applied_seq == 2
     assert not Device.objects.filter(host__name="calm").exists()
-    tasks.merge_batch()
+    jobs.merge_batch()
     assert Device.objects.filter(host__name="calm").exists()
 
 

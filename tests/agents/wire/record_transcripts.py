@@ -162,7 +162,7 @@ def record_story(directory: Path, story: Callable[[Recorder], None]) -> list[Lin
 
         call_command("migrate", verbosity=0)
         from agents import enrolment
-        from agents.gateway.app import AgentGateway
+        from agents.gateway.asgi_app import AgentGateway
         from cyborgweb.settings.keys import get_keys
         from tests.support.webserver import serving
 
@@ -200,7 +200,7 @@ def record_story(directory: Path, story: Callable[[Recorder], None]) -> list[Lin
 
 def operators_day(recorder: Recorder) -> None:
     """Play a story in which every type of message is sent; each step waits until the agent has answered."""
-    from accelerators.commands import placing
+    from accelerators.commands import command_queue
     from accelerators.devices import lifecycle
     from accelerators.domain.caller import Caller
     from accelerators.domain.states import EventSource
@@ -208,14 +208,14 @@ def operators_day(recorder: Recorder) -> None:
     from accelerators.models import AcceleratorRequest, Command, Deployable, Device, DeviceProfile, Host
     from accelerators.requests import binding
     from accelerators.workflows import command_results
-    from agents import key_revocation, tasks, telemetry
+    from agents import jobs, key_revocation, telemetry
     from tests.support.webserver import until
 
     nova = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 
     def work() -> bool:
         """Run the jobs; return whether all commands have ended."""
-        tasks.merge()
+        jobs.merge()
         download.run()
         while command_results.end_answered_commands():
             pass
@@ -233,13 +233,13 @@ def operators_day(recorder: Recorder) -> None:
         lifecycle.enable_device(device.uuid, nova)
         ended()
     image = store.store_upload([b"bits"], 4, "an image", {}, nova, EventSource.API)
-    placing.order_device_command("program", second.uuid, nova, image=image.uuid)
+    command_queue.order_device_command("program", second.uuid, nova, image=image.uuid)
     ended()
     for op in ("health", "reset"):
-        placing.order_device_command(op, second.uuid, nova)
+        command_queue.order_device_command(op, second.uuid, nova)
         ended()
     for op in ("rescan", "report", "logs"):
-        placing.order_host_command(op, Host.objects.get().uuid, nova)
+        command_queue.order_host_command(op, Host.objects.get().uuid, nova)
         ended()
     from accelerators import conductor
 

@@ -22,12 +22,12 @@ from websockets.asyncio.server import ServerConnection
 from websockets.sync.client import ClientConnection, connect
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandOrder
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandOrder
 from accelerators.models import Command, Device
 from accelerators.workflows import command_results
-from agents import credentials, key_revocation, tasks, wire
-from agents.gateway.app import AgentGateway
+from agents import credentials, jobs, key_revocation, wire
+from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
@@ -105,7 +105,7 @@ def test_C2_our_gateway_works_with_the_agent_of_another_release(
     head, lines = read_transcript(path)
     apply_report(get_or_create_host(), make_driver_report(make_card(1, acts="reset"), driver="pci_driver"))
     with conductor.writing():
-        (command,) = placing.place_commands([CommandOrder("reset", Device.objects.get().uuid)])
+        (command,) = command_queue.place_commands([CommandOrder("reset", Device.objects.get().uuid)])
     takes_commands, inbox = "Command" in head["agent_reads"], list[Line]()
     with connect_as_release(head, gateway, gateway_slot.port) as socket:
         for line in lines:
@@ -121,7 +121,7 @@ def test_C2_our_gateway_works_with_the_agent_of_another_release(
             elif message["type"] == "Command":
                 wait_for_message_like(socket, head, message, inbox)
             elif message["type"] == "Refuse":
-                tasks.merge()
+                jobs.merge()
                 if not takes_commands:
                     webserver.until(lambda: command_results.end_answered_commands() or Command.objects.get().ended_at)
                 key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")

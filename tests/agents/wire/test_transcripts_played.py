@@ -27,7 +27,7 @@ from websockets.sync.client import ClientConnection
 
 from accelerators.models import Command
 from agents import credentials, enrolment, wire
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.host import main as agent_main
 from agents.host.connection.identity import load_or_create_keys
 from agents.host.journal.journal import open_journal

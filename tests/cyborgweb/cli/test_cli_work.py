@@ -14,13 +14,15 @@ import pytest
 from django.db import connection
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer, CommandProgress
-from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer, CommandProgress
+from accelerators.images import store
+from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host, Image
 from accelerators.models.attachments import AttachmentState
 from accelerators.workflows import attachments, command_results, driver_rollouts
 from agents.models import Agent
 from cyborgweb.cli import following
+from cyborgweb.settings.keys import Keys
 from drivers.inventory import Backend, DriverReport, Service
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -54,10 +56,10 @@ def run_agents(outcome: str = "succeeded", text: str = "done", **outcome_by_op: 
     def work() -> None:
         while not over.wait(0.01):
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
-                placing.store_progress([CommandProgress(command.host_id, command.pk, 50, "half of it")])
+                command_queue.store_progress([CommandProgress(command.host_id, command.pk, 50, "half of it")])
                 begun_ops.append(command.op)
             for command in Command.objects.filter(state="started", answered_at__isnull=True):
-                placing.store_answers(
+                command_queue.store_answers(
                     [CommandAnswer(command.host_id, command.pk, outcome_by_op.get(command.op, outcome), text)]
                 )
             command_results.end_answered_commands()
@@ -284,3 +286,20 @@ def test_attach_instance_and_detach_instance_wait_for_the_outcome(
     assert_refused(cyborg("detach-instance", INSTANCE, "--yes"), 3, "has nothing that attach-instance attached")
     assert_refused(cyborg("attach-instance", INSTANCE), 2, "--profile or --device")
     assert_refused(cyborg("attach-instance", INSTANCE, "--profile", "none"), 3, "none")
+
+
+def test_an_image_is_uploaded_listed_and_removed_over_http(cyborg: Cyborg, settings: Any, tmp_path: Path) -> None:
+    settings.KEYS = Keys(state_dir=str(tmp_path), image_max_bytes=3_000_000)
+    file = tmp_path / "shell.bin"
+    file.write_bytes(content := bytes(range(256)) * 10_000)
+    sent = cyborg("image-upload", str(file), "--property", "accel:function_id=AFU-1")
+    assert sent.exit_code == 0, sent.output
+    uuid = sent.stdout.strip()
+    assert (store.get_image_directory() / uuid).read_bytes() == content
+    (row,) = json.loads(cyborg("image-list", "--json").stdout)
+    assert (row["uuid"], row["name"], row["properties"]) == (uuid, "shell.bin", {"accel:function_id": "AFU-1"})
+    file.write_bytes(content * 2)
+    assert_refused(cyborg("image-upload", str(file)), 1, "at most 3000000 bytes")
+    assert_refused(cyborg("image-remove", uuid), 2, "give --yes")
+    assert cyborg("image-remove", uuid, "--yes").stdout == f"removed  {uuid}\n"
+    assert not Image.objects.exists()

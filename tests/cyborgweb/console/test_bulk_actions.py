@@ -16,11 +16,11 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.devices import lifecycle
 from accelerators.devices.lifecycle import SeenStates
-from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller
+from accelerators.domain.device_actions import Action
 from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DrainTarget
 from accelerators.models import Bulk, Command, Device, Event, Host
@@ -145,7 +145,7 @@ def test_devices_bound_after_the_question_are_refused(operator: Client, fill: Fi
     bulk_actions.confirm_draft(bulk, "", held_too=False)
     bulk.refresh_from_db()
     assert bulk.refused > 0 and bulk.moved > 0
-    assert {item.why for item in bulk.items.filter(outcome="refused")} == {"held"}
+    assert {item.why for item in bulk.items.filter(outcome="refused")} == {"in_use"}
     assert not Device.objects.filter(drain_to__isnull=False).exists()
 
 
@@ -301,7 +301,7 @@ def test_a_bulk_reset_orders_commands_for_free_devices_and_refuses_held_ones(ope
     held = {d.pk for d in devices if d.deployables.filter(attach_handles__request__isnull=False).exists()}
     assert 0 < len(held) < 10
     busy = next(device for device in devices if device.pk not in held)
-    placing.order_device_command("reset", busy.uuid, OLGA)
+    command_queue.order_device_command("reset", busy.uuid, OLGA)
     bulk = choose_devices(operator, "reset", Device.objects.filter(pk__in=[device.pk for device in devices]))
     asked = operator.get(bulk_page(bulk))
     forecast = {one.text: one.number for _, one in asked.context["forecast"]}

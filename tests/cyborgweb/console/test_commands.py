@@ -10,7 +10,7 @@ from django.test import Client
 from django.urls import reverse
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.models import Command, Device, Event, Host
 from accelerators.workflows import command_results
@@ -50,13 +50,13 @@ def list_command_buttons(client: Client, row: Device | Host) -> set[str]:
 
 
 def start_command(device: Device, percent: int = 40, text: str = "unbinding it") -> Command:
-    command = placing.order_device_command("health", device.uuid, OLGA, reason="looks ill")
-    placing.store_progress([placing.CommandProgress(command.host_id, command.id, percent, text)])
+    command = command_queue.order_device_command("health", device.uuid, OLGA, reason="looks ill")
+    command_queue.store_progress([command_queue.CommandProgress(command.host_id, command.id, percent, text)])
     return command
 
 
 def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "it is well", **detail: str) -> None:
-    placing.store_answers([placing.CommandAnswer(command.host_id, command.id, outcome, text, detail)])
+    command_queue.store_answers([command_queue.CommandAnswer(command.host_id, command.id, outcome, text, detail)])
     command_results.end_answered_commands()
 
 

@@ -14,8 +14,8 @@ from django.urls import reverse
 from accelerators import conductor
 from accelerators.audit import sealing
 from accelerators.devices import lifecycle
-from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller, request_id
+from accelerators.domain.device_actions import Action
 from accelerators.domain.states import EventSource
 from accelerators.models import Device, Event, Seal
 from accelerators.models.records import event_has_words

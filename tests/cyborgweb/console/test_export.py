@@ -20,7 +20,7 @@ from django.test import Client, RequestFactory
 from django.urls import reverse
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.devices import admission_rules
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import DrainTarget, EventSource
@@ -141,7 +141,7 @@ def fill_the_other_lists(hosts: list[Host]) -> None:
     driver_rollouts.start_rollout(change, hosts, caller, reason="ticket 4711", source=EventSource.API)
     admission_rules.create_rule({"name": "all of rack 2", "driver": "pci_driver", "action": "ready"}, caller)
     with conductor.writing():
-        placing.place_commands([placing.CommandOrder("health", device.uuid, actor="olga")])
+        command_queue.place_commands([command_queue.CommandOrder("health", device.uuid, actor="olga")])
         conductor.raise_intents("provider", {str(hosts[0].uuid): {}})
         attached = Attachment.objects.create(instance=uuid4(), project_id="p1", host=hosts[0].name, actor="olga")
         about: dict[str, Any] = {"subject": (attached.uuid, str(attached)), "changes": {"state": [None, "asked"]}}

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from accelerators import conductor
 from accelerators.admin import device_summaries
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.models import (
@@ -180,9 +180,9 @@ def test_the_page_of_a_device_shows_the_signals_of_the_latest_health_check(opera
     with conductor.writing():
         Device.objects.update(acts="health")
     for limit in ("80", "90"):
-        command = placing.order_device_command("health", device.uuid, NOVA)
+        command = command_queue.order_device_command("health", device.uuid, NOVA)
         detail = {"signals": json.dumps([{"name": "temperature", "value": "71", "unit": "°C", "limit": limit}])}
-        placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "ok", detail)])
+        command_queue.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "ok", detail)])
         command_results.end_answered_commands()
     page = get_page(operator, device)
     assert "<td>temperature</td><td>71 °C</td><td>90</td>" in page
@@ -194,8 +194,8 @@ def test_malformed_signals_of_a_driver_do_not_break_the_page_of_the_device(opera
     with conductor.writing():
         Device.objects.update(acts="health")
     for said in ("[1, 2]", "{", '{"a": 1}'):
-        command = placing.order_device_command("health", device.uuid, NOVA)
-        placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "", {"signals": said})])
+        command = command_queue.order_device_command("health", device.uuid, NOVA)
+        command_queue.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "", {"signals": said})])
         command_results.end_answered_commands()
         assert operator.get(row_page(device)).status_code == 200
 
@@ -226,7 +226,7 @@ def test_the_page_of_a_request_shows_the_steps_of_its_bind_with_durations(operat
     command = Command.objects.get(op="attach")
     with conductor.writing():
         Command.objects.update(taken_at=datetime.now(UTC), started_at=datetime.now(UTC))
-    placing.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "the mdev is there")])
+    command_queue.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "the mdev is there")])
     with conductor.writing():  # a test is one transaction, and in one all is answered at its begin
         Command.objects.update(answered_at=datetime.now(UTC))
     command_results.end_answered_commands()

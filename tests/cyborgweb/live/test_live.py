@@ -7,11 +7,13 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
 import pytest
-from django.contrib.auth.models import Permission, User
+from django.contrib.auth.models import Group, Permission, User
+from django.contrib.sessions.models import Session
 from django.db import connection
 from django.test import Client
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -259,6 +261,38 @@ def test_the_feed_is_closed_after_a_logout_or_a_lost_permission(port: int, page:
     assert second.receive_close_code() == 4401
     with pytest.raises(ConnectionClosed):
         LivePage(port, other).receive_until(lambda: False)
+
+
+def test_a_users_fingerprint_changes_with_the_password_and_with_own_and_group_permissions(person: User) -> None:
+    view_host, view_agent = (Permission.objects.get(codename=name) for name in ("view_host", "view_agent"))
+    group, other_group = Group.objects.create(name="night"), Group.objects.create(name="day")
+    group.permissions.add(view_host)
+    other_group.permissions.add(view_host)
+    bystander = User.objects.create(username="olaf", is_staff=True)
+    seen = [session_permissions.fingerprint_permissions([person.pk, bystander.pk])]
+    for change in (
+        lambda: person.user_permissions.add(view_agent),
+        lambda: person.groups.add(group),
+        lambda: group.permissions.add(view_agent),
+        lambda: person.groups.set([other_group]),
+        lambda: User.objects.filter(pk=person.pk).update(password="!"),
+        lambda: User.objects.filter(pk=person.pk).update(is_superuser=True),
+    ):
+        change()
+        seen.append(session_permissions.fingerprint_permissions([person.pk, bystander.pk]))
+    assert len({one[person.pk] for one in seen}) == len(seen)
+    assert len({one[bystander.pk] for one in seen}) == 1
+    for column in ("is_staff", "is_active"):
+        User.objects.filter(pk=person.pk).update(**{column: False})
+        assert session_permissions.fingerprint_permissions([person.pk]) == {}
+        User.objects.filter(pk=person.pk).update(**{column: True})
+
+
+def test_expired_and_deleted_sessions_are_not_live() -> None:
+    now = datetime.now(UTC)
+    for key, age in (("live", -60), ("expired", 60)):
+        Session.objects.create(session_key=key, session_data="", expire_date=now - timedelta(seconds=age))
+    assert session_permissions.filter_live_sessions({"live", "expired", "deleted"}) == {"live"}
 
 
 def test_the_feed_refuses_lists_that_may_not_be_viewed_anonymous_users_and_other_origins(

@@ -14,7 +14,7 @@ from django.core.management import call_command
 from django.test import Client
 from django.urls import reverse
 
-from cyborgweb.manual import contents, fields, pages, places, sequence, site
+from cyborgweb.manual import contents, fields, pages, places, site
 from cyborgweb.middleware.headers import build_content_policy
 
 PAGE_NAMES = [entry.name for entry in contents.load_entries()]
@@ -117,9 +117,11 @@ def test_html_and_script_links_in_a_page_are_neutralised() -> None:
     assert 'href="javascript' not in page.html
 
 
-def test_an_unsupported_diagram_is_refused() -> None:
-    with pytest.raises(ValueError, match="loop"):
-        sequence.render_svg("sequenceDiagram\nloop for ever\nend", "x")
+def test_a_mermaid_block_is_shown_as_its_drawing_named_after_the_heading(reader: Client) -> None:
+    shown = reader.get("/help/request-flows/").content.decode()
+    drawing = (contents.DOCS_FOLDER / "images/request-flows-boot.svg").read_text().removeprefix("<svg ")
+    assert f'<svg role="img" aria-label="Boot" {drawing.strip()}</div>' in shown
+    assert "sequenceDiagram" not in shown
 
 
 def test_the_help_link_of_each_list_leads_to_its_section(client: Client, db: None) -> None:

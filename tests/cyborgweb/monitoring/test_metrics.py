@@ -12,6 +12,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,18 +31,30 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
-from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
+from accelerators.domain.states import EventSource
+from accelerators.models import (
+    AcceleratorRequest,
+    AttachHandle,
+    Attachment,
+    Command,
+    Deployable,
+    Device,
+    DeviceProfile,
+    Host,
+    Rollout,
+)
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from accelerators.runtime import metric_files
-from agents import credentials, enrolment, tasks, telemetry, wire
+from agents import credentials, enrolment, jobs, telemetry, wire
 from agents.gateway import metrics
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.asgi import BoundedThreads, HttpApplication
 from cyborgweb.monitoring import calls, page, served, snapshot
 from cyborgweb.settings.keys import Keys, get_keys
 from cyborgweb.wsgi import application
 from drivers.configuration import ConfigurationError
+from placement_sync.models import Discrepancy
 from tests.support.reports import apply_report, create_heard_host, get_or_create_host, make_card, make_driver_report
 from tests.support.webserver import serving, until
 from tests.support.wireagent import WireAgent, ask
@@ -92,6 +105,34 @@ def compute_increase(before: Series, after: Series) -> Callable[..., float]:
     return lambda name, **labels: get_value(after, name, **labels) - get_value(before, name, **labels)
 
 
+def test_open_work_is_counted_by_state_and_ended_work_is_not() -> None:
+    host, now = get_or_create_host(), datetime.now(UTC)
+    apply_report(host, make_driver_report(make_card(1)))
+    command = {"host": host, "op": "rescan", "start_by": now, "end_by": now}
+    attachment = {"instance": uuid4(), "project_id": "p1", "host": "cmp1", "actor": "olga"}
+    discrepancy = {"host": host, "instance": uuid4(), "since": now, "seen_at": now, "said": "why"}
+    with conductor.writing():
+        profile = DeviceProfile.objects.create(name="small", groups=[{"resources:FPGA": "1"}])
+        for state in ("Initial", "Initial", "Unbound"):
+            AcceleratorRequest.objects.create(project_id="p1", state=state, profile=profile, group={})
+        for ended_at in (None, None, now):
+            Command.objects.create(**command, ended_at=ended_at)
+            Attachment.objects.create(**attachment, ended_at=ended_at)
+            Rollout.objects.create(op="disable", driver="fake", source="person", actor="olga", ended_at=ended_at)
+        for kind in ("unclaimed", "unattached"):
+            Discrepancy.objects.create(**discrepancy, kind=kind, provider=uuid4())
+        conductor.record_event("request.created", EventSource.SYSTEM, "test")
+    series = scrape()
+    assert get_value(series, "cyborg_requests", state="Initial") == 2
+    assert get_value(series, "cyborg_requests", state="Unbound") == 1
+    assert get_value(series, "cyborg_commands_open", state="queued") == 2
+    assert get_value(series, "cyborg_attachments_open", state="asked") == 2
+    assert get_value(series, "cyborg_rollouts_open") == 2
+    assert get_value(series, "cyborg_discrepancies", kind="unclaimed") == 1
+    assert get_value(series, "cyborg_discrepancies", kind="unattached") == 1
+    assert sum(number for (name, _), number in series.items() if name == "cyborg_host_drivers") == 1
+
+
 def test_agent_messages_merges_and_http_requests_are_counted_in_the_next_scrape(port: int) -> None:
     before = scrape(port)
     made = enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
@@ -104,7 +145,7 @@ def test_agent_messages_merges_and_http_requests_are_counted_in_the_next_scrape(
         assert Client().get(f"/api/devices/{uuid4()}/").status_code == 401
         until(lambda: compute_increase(before, scrape(port))("cyborg_agent_reports_total") == 1)
         during = scrape(port)
-        tasks.merge()
+        jobs.merge()
         after = compute_increase(before, scrape(port))
     assert get_value(during, "cyborg_spool_reports") == 1
     assert get_value(during, "cyborg_agents", state="up") == 1
@@ -399,7 +440,7 @@ def test_an_unusable_metrics_folder_leaves_counters_of_the_own_process(tmp_path:
 
 
 def test_agents_cli_and_supervisor_do_not_import_prometheus_client() -> None:
-    modules = "agents.host.main, cyborgweb.cli.main, cyborgweb.server.supervisor, placement_sync.direct, sys"
+    modules = "agents.host.main, cyborgweb.cli.main, cyborgweb.server.supervisor, placement_sync.agent_writer, sys"
     code = f"import {modules}; print('prometheus_client' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout == "False\n"

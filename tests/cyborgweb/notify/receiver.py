@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +37,8 @@ class Receiver:
 
 
 @contextmanager
-def run_receiver() -> Iterator[Receiver]:
-    """One, gone at the end."""
+def run_receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
+    """One, gone at the end; with `tls`, it accepts nothing else."""
     receiver, lock = Receiver(), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -60,6 +61,9 @@ def run_receiver() -> Iterator[Receiver]:
         def answer(self, mood: str) -> None:
             if mood == "hangs":
                 receiver.release_hanging.wait(30)
+            elif mood == "trickles":
+                while not receiver.release_hanging.wait(0.02):
+                    self.wfile.write(b"H")
             elif mood == "closes":
                 self.connection.shutdown(socket.SHUT_RDWR)
             elif mood == "rubbish":
@@ -80,7 +84,9 @@ def run_receiver() -> Iterator[Receiver]:
             """Who asked has gone: it reads no answers."""
 
     server = Server(("127.0.0.1", 0), Handler)
-    receiver.url = f"http://127.0.0.1:{server.server_port}/hook?token=in-the-url"
+    if tls:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    receiver.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}/hook?token=in-the-url"
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield receiver

@@ -168,11 +168,17 @@ def test_a_subscription_failing_for_days_is_paused_and_one_answered_410_is_gone(
 
 def test_deliveries_waiting_for_days_are_given_up_and_old_ones_are_deleted(subscribe: Subscribe) -> None:
     off = subscribe("webhook", target="https://example.org/", standing="off")
-    old, late, new = create_waiting_deliveries(off, 3)
+    old, late, tried, new = create_waiting_deliveries(off, 4)
     Delivery.objects.filter(pk=old.pk).update(created_at=PAST_TIME)
-    Delivery.objects.filter(pk=late.pk).update(created_at=datetime.now(UTC) - timedelta(seconds=sender.MAX_WAIT_S + 9))
+    days_ago = datetime.now(UTC) - timedelta(seconds=sender.MAX_WAIT_S + 9)
+    Delivery.objects.filter(pk__in=[late.pk, tried.pk]).update(created_at=days_ago)
+    Delivery.objects.filter(pk=tried.pk).update(last_error="refused")
     sender.run()
-    assert dict(Delivery.objects.values_list("pk", "progress")) == {late.pk: "given up", new.pk: "waiting"}
+    assert {pk: rest for pk, *rest in Delivery.objects.values_list("pk", "progress", "last_error")} == {
+        late.pk: ["given up", "It waited for more than 3 days."],
+        tried.pk: ["given up", "refused"],
+        new.pk: ["waiting", ""],
+    }
 
 
 def test_several_waiting_mails_are_sent_as_one_and_headers_cannot_be_injected(subscribe: Subscribe) -> None:

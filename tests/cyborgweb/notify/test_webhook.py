@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import ssl
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -16,6 +19,7 @@ from cyborgweb.notify.webhook import (
     parse_webhook_url,
     post_message,
 )
+from cyborgweb.server import tls
 from tests.cyborgweb.notify.receiver import Receiver, run_receiver
 
 PUBLIC_ONLY = AllowedDestinations()
@@ -111,6 +115,7 @@ def test_unusable_urls_are_refused_with_a_message(url: str, says: str) -> None:
         ("rubbish", "no HTTP"),
         ("closes", "without an answer"),
         ("hangs", "did not answer in time"),
+        ("trickles", "did not answer in time"),
     ],
 )
 def test_each_answer_of_a_receiver_gives_its_outcome(monkeypatch: pytest.MonkeyPatch, mood: str, error: str) -> None:
@@ -120,6 +125,26 @@ def test_each_answer_of_a_receiver_gives_its_outcome(monkeypatch: pytest.MonkeyP
         outcome = post_message(receiver.url, {"webhook-id": "a"}, b"{}", WITH_LOOPBACK)
         assert error in outcome.error and bool(error) == bool(outcome.error)
         assert len(receiver.calls) == 1
+
+
+def test_tls_is_verified_for_the_name_in_the_url_at_the_address_that_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "localhost.pem"
+    file.write_bytes(tls._make_certificate())
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(file)
+    asked_names: list[str | None] = []
+    server_context.sni_callback = lambda _, name, __: asked_names.append(name)
+    monkeypatch.setattr(webhook, "_tls_context", lambda: ssl.create_default_context(cafile=file))
+    with run_receiver(server_context) as receiver:
+        port = urlsplit(receiver.url).port
+        for name, error in (("localhost", ""), ("hook.example", "certificate is not accepted: Hostname mismatch")):
+            url = f"https://{name}:{port}/"
+            outcome = post_message(url, {"webhook-id": "a"}, b"{}", WITH_LOOPBACK, lambda host, port: ["127.0.0.1"])
+            assert error in outcome.error and bool(error) == bool(outcome.error)
+        assert [headers["host"] for headers, _ in receiver.calls] == [f"localhost:{port}"]
+        assert asked_names == ["localhost", "hook.example"]
 
 
 def test_a_410_is_gone_and_unreachable_receivers_are_reported(receiver: Receiver) -> None:

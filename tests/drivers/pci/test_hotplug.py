@@ -15,7 +15,7 @@ def run_on_simulated_bus(module: str, *words: str) -> list[str]:
     """Run a module on a simulated /sys of its own; return the lines that it prints."""
     if reason := kernel.why_level_1_is_missing():
         pytest.skip(reason)
-    command = ["umockdev-wrapper", sys.executable, "-m", f"tests.drivers.{module}", *words]
+    command = ["umockdev-wrapper", sys.executable, "-m", f"tests.drivers.pci.{module}", *words]
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

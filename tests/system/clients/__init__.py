@@ -1,1 +1,1 @@
-"""The programs that call an Accelerator service, unchanged, against Keystone and the whole product."""
+"""Tests of the unchanged clients of the Accelerator service with a real Keystone and the whole product."""

@@ -1,6 +1,6 @@
-"""The whole product in front of a real Keystone, with its fake card ready.
+"""Run the whole product with a real Keystone and a ready fake card.
 
-Every test of this folder talks to one of these (the fixture `cloud`): through clients, or by plain HTTP.
+The tests of this folder use it as the fixture `cloud`, through clients or by plain HTTP.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.system.keystone import USERS, Keystone
 from tests.system.product import Product, running
 
 HANDLES = 16
-"""What the fake card offers."""
+"""How many attach handles the fake card has."""
 GROUPS = [{"resources:FPGA": "1", "trait:CUSTOM_FAKE_DEVICE": "required"}]
 ANSWER_S = 30.0
 
 
 @dataclass
 class KeystoneCloud:
-    """One product and its Keystone. `provider` is the resource provider's id of its one deployable."""
+    """One product and its Keystone. `provider` is the uuid of the resource provider of its only deployable."""
 
     product: Product
     keystone: Keystone
@@ -34,16 +34,16 @@ class KeystoneCloud:
 
     @property
     def url(self) -> str:
-        """The product's own address."""
+        """The base URL of the product."""
         return f"http://127.0.0.1:{self.product.port}"
 
     @property
     def endpoint(self) -> str:
-        """What stands in the catalogue."""
+        """The endpoint of the accelerator service in the catalogue."""
         return f"{self.url}/accelerator/v2"
 
     def token(self, user: str) -> str:
-        """A token of the user in its own project; one per user for the whole run."""
+        """Return a token of the user, scoped to its own project; it is cached for the whole run."""
         if user not in self._tokens:
             self._tokens[user] = self.keystone.token(user)
         return self._tokens[user]
@@ -59,7 +59,7 @@ class KeystoneCloud:
         service: bool = False,
         **more: Any,
     ) -> requests.Response:
-        """A plain request below /accelerator/v2; `service` adds Nova's service token, '' as user sends no token."""
+        """Send a request below /accelerator/v2; `service` adds Nova's service token, the user '' sends no token."""
         headers = {"X-Auth-Token": self.token(user)} if user else {}
         headers |= {"OpenStack-API-Version": f"accelerator {version}"} if version else {}
         headers |= {"X-Service-Token": self.token("service")} if service else {}
@@ -75,11 +75,11 @@ class KeystoneCloud:
         )
 
     def project_id(self, user: str = "member") -> str:
-        """The id of the user's project."""
+        """Return the id of the user's project."""
         return self.keystone.id_of("project", USERS[user][0])
 
     def enable_card(self) -> KeystoneCloud:
-        """Wait for the fake card, take it into use as an operator does; its provider's id is known from then on."""
+        """Wait for the fake card, enable it as an operator does, and set `provider`; return this object."""
         found = "SELECT p.uuid::text, d.uuid::text FROM accelerators_deployable p JOIN accelerators_device d"
         rows = self.product.until(lambda: self.product.rows(f"{found} ON d.id = p.device_id"), 30, "the fake card")
         ((deployable, device),) = rows
@@ -89,20 +89,20 @@ class KeystoneCloud:
         return self
 
     def create_profile(self, name: str, groups: Any = None) -> dict[str, Any]:
-        """A new device profile, made by the admin."""
+        """Create a device profile as admin and return it."""
         wanted = [{"name": name, "groups": groups or GROUPS}]
         answer = self.http("admin", "POST", "/device_profiles", wanted)
         assert answer.status_code == 201, answer.text
         return dict(answer.json())
 
     def create_requests(self, profile: str, user: str = "member") -> list[dict[str, Any]]:
-        """New accelerator requests for a profile."""
+        """Create accelerator requests for a profile and return them."""
         answer = self.http(user, "POST", "/accelerator_requests", {"device_profile_name": profile})
         assert answer.status_code == 201, answer.text
         return list(answer.json()["arqs"])
 
     def bind_operations(self, instance: str, op: str = "add") -> list[dict[str, str]]:
-        """The operations that bind one request to `instance` on the fake card; with `remove` those that unbind."""
+        """Return the patch operations that bind a request to `instance` on the fake card, or unbind it."""
         values = {"hostname": self.host, "device_rp_uuid": self.provider, "instance_uuid": instance}
         return [{"op": op, "path": f"/{key}"} | ({"value": v} if op == "add" else {}) for key, v in values.items()]
 
@@ -115,9 +115,12 @@ class KeystoneCloud:
 
 @contextmanager
 def running_cloud(keystone: Keystone, folder: Path, neighbours: str) -> Iterator[KeystoneCloud]:
-    """Started, in the catalogue, its card ready; `neighbours` is where compute and image answer."""
+    """Run a product that is in the catalogue and whose card is ready for the block.
+
+    `neighbours` is the URL below which compute and image answer; the catalogue gets them, too.
+    """
     settings = {"CYBORG_AUTH": "keystone", "CYBORG_ENABLED_DRIVERS": "fake_driver"}
-    settings["CYBORG_PLACEMENT_ENDPOINT"] = "off"  # else nothing is programmed: the witness cannot be asked
+    settings["CYBORG_PLACEMENT_ENDPOINT"] = "off"  # otherwise programs are refused: holders are unknown
     with running(Product(folder / "state", settings | keystone.environment("service"))) as product:
         cloud = KeystoneCloud(product, keystone)
         keystone.publish("accelerator", cloud.endpoint)
@@ -128,5 +131,5 @@ def running_cloud(keystone: Keystone, folder: Path, neighbours: str) -> Iterator
 
 
 def faultstring(answer: requests.Response) -> str:
-    """The sentence inside the error wrapper's inner document (contract section 2.1, form A)."""
+    """Return the `faultstring` in the JSON text inside `error_message` (contract section 2.1, form A)."""
     return str(json.loads(answer.json()["error_message"])["faultstring"])

@@ -1,6 +1,6 @@
-"""One product behind Keystone and one process per client for the tests of this folder, which kill no part of it.
+"""Fixtures of this folder: one product with Keystone, and one process per client, which all its tests share.
 
-They end after its last test. Each test uses names of its own and leaves the card free and in use.
+No test kills a part of them. Each test uses its own names and leaves the card enabled and without bound requests.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tests.system.keystone import Keystone
 
 @pytest.fixture(scope="package")
 def place() -> Iterator[Path]:
-    """A folder for all of it."""
+    """The folder of the shared product and clients."""
     with fresh_folder() as path:
         yield path
 
 
 @pytest.fixture(scope="package")
 def cloud(keystone: Keystone, place: Path) -> Iterator[KeystoneCloud]:
-    """The product behind Keystone."""
+    """The shared product with its Keystone."""
     with neighbours() as there, running_cloud(keystone, place, there) as one:
         yield one
 
 
 @pytest.fixture(autouse=True)
 def _product_is_running(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that finds the product dead, and one during which it died."""
+    """Fail a test that uses the product if the product is dead before it or dies during it."""
     shared = "cloud" in request.fixturenames
     with request.getfixturevalue("cloud").product.required_during_test() if shared else nullcontext():
         yield
@@ -44,12 +44,12 @@ def _product_is_running(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def named() -> Callable[[str], str]:
-    """Names nobody else uses: `named("gpu")`."""
+    """Return a function that makes a unique name: `named("gpu")` returns `gpu-` and random digits."""
     return lambda what: f"{what}-{uuid.uuid4().hex[:8]}"
 
 
 def start_commands(config: pytest.Config, environment: str, folder: Path) -> Iterator[ClientProcess]:
-    """An `openstack` that stays."""
+    """Run a process that executes `openstack` commands; skip the test if the environment is unavailable."""
     environments.wanted(config, environment)
     with start_client(environments.python(environment), "tests.system.clients.osc_process", folder) as one:
         yield one
@@ -57,13 +57,13 @@ def start_commands(config: pytest.Config, environment: str, folder: Path) -> Ite
 
 @pytest.fixture(scope="package")
 def in_tree(pytestconfig: pytest.Config, cloud: KeystoneCloud, place: Path) -> Iterator[ClientProcess]:
-    """python-openstackclient's own accelerator commands."""
+    """A process with python-openstackclient's own accelerator commands."""
     yield from start_commands(pytestconfig, "clients-new", place)
 
 
 @pytest.fixture(scope="package")
 def plugin(pytestconfig: pytest.Config, cloud: KeystoneCloud, place: Path) -> Iterator[ClientProcess]:
-    """python-cyborgclient's commands, in an older python-openstackclient."""
+    """A process with python-cyborgclient's commands as a plugin of an older python-openstackclient."""
     (place / "plugin").mkdir()
     (place / "plugin" / "clouds.yaml").write_text((place / "clouds.yaml").read_text())
     yield from start_commands(pytestconfig, "clients-old", place / "plugin")
@@ -71,7 +71,7 @@ def plugin(pytestconfig: pytest.Config, cloud: KeystoneCloud, place: Path) -> It
 
 @pytest.fixture(scope="package")
 def nova(pytestconfig: pytest.Config, cloud: KeystoneCloud, place: Path) -> Iterator[ClientProcess]:
-    """Nova's client, configured to send its service token, as it must."""
+    """A process with Nova's client, which is configured to send Nova's service token."""
     environments.wanted(pytestconfig, "nova")
     lines = ["[service_user]", "send_service_user_token = true", "auth_type = password"]
     lines += [f"{key} = {value}" for key, value in cloud.keystone.credentials("service").items()]

@@ -1,7 +1,7 @@
-"""A client in its own environment, kept running: one JSON line asks, one JSON line answers.
+"""Run a client in another virtual environment as a process that answers questions: one JSON line each.
 
-Starting a client costs seconds, its calls do not. `serve` is the client's side, and imports the standard library alone;
-`ClientProcess` is the tests' side.
+The process stays, because starting a client takes seconds. `serve` is the client's side and needs only the standard
+library and this repository; `ClientProcess` is the tests' side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def serve(handle: Callable[[dict[str, Any]], Any]) -> None:
-    """Answer until the asker hangs up. Whatever `handle` or its libraries print goes elsewhere than to the asker."""
+    """Answer each line of standard input with the result of `handle` until standard input is closed.
+
+    Other output of `handle` and its libraries goes to standard error, so it cannot be mistaken for an answer.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
@@ -29,13 +32,13 @@ def serve(handle: Callable[[dict[str, Any]], Any]) -> None:
 
 
 class ClientProcess:
-    """The asker's end."""
+    """The tests' side of a client process."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process, self._log = process, log
 
     def ask(self, **question: Any) -> Any:
-        """The answer; AssertionError with what the client printed when it ends instead."""
+        """Send a question and return the answer; fail with the client's log if the client has ended."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
@@ -46,7 +49,7 @@ class ClientProcess:
 
 @contextmanager
 def start_client(python: Path, module: str, folder: Path, **environ: str) -> Iterator[ClientProcess]:
-    """Run `module`, which calls `serve`, by another environment's interpreter, in `folder`; it dies with us."""
+    """Run `module`, which calls `serve`, with another environment's interpreter in `folder`; kill it at the end."""
     told = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(folder)}
     log = folder / f"{module}.log"
     with log.open("w") as errors:

@@ -1,6 +1,6 @@
-"""What clients ask of Nova and Glance before they ask us: does this server exist, does this image?
+"""A stub of Nova and Glance that knows every server and every image.
 
-A responder that knows every server and every image. `openstack accelerator arq bind` and `deployable program` call it.
+`openstack accelerator arq bind` and `deployable program` check with it that the server or the image exists.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ VERSIONS: dict[str, dict[str, Any]] = {
     "/image": {"versions": [{"id": "v2.9", "status": "CURRENT"}]},
 }
 SERVER_ELSEWHERE = {"status": "ACTIVE", "tenant_id": "p1", "OS-EXT-SRV-ATTR:host": "elsewhere.example"}
-"""Where every server lives: whatever it had of the card that the tests bind, it has let go of."""
+"""Each server is on another host than the card that the tests bind, so it no longer uses that card."""
 
 
 class NeighbourHandler(BaseHTTPRequestHandler):
-    """`GET` only."""
+    """Answer GET requests for versions, servers and images."""
 
     def do_GET(self) -> None:
-        """A version document, or the thing that the last segment names."""
+        """Answer with a version document, or with the server or image whose id is the last segment of the path."""
         path = self.path.partition("?")[0].rstrip("/")
         name = path.rpartition("/")[2]
         here = f"http://{self.headers['Host']}"
@@ -52,12 +52,12 @@ class NeighbourHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @contextmanager
 def neighbours() -> Iterator[str]:
-    """Yields the address; compute is below /compute/v2.1, image below /image."""
+    """Run the stub for the block and yield its URL; compute is below /compute/v2.1, image below /image."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), NeighbourHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -1,7 +1,8 @@
-"""Nova's own accelerator client (`nova.accelerator.cyborg`): runs in an environment with Nova.
+"""Run Nova's own accelerator client (`nova.accelerator.cyborg`) as a client process in an environment with Nova.
 
-Asked {"method", "arguments", "token", "project", "catalogue"}, it calls that method of the client with a request
-context like a Nova service's and answers {"result"} or {"error", "text"}. `NOVA_CONF` names its configuration.
+A question is {"method", "arguments", "token", "project", "catalogue"}: it calls that method of the client with a
+request context like a Nova service's. The answer is {"result"} or {"error", "text"}. `NOVA_CONF` is the path of Nova's
+configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests.system.clients.lines import serve
 
 
 def call_nova_client(question: dict[str, Any]) -> dict[str, Any]:
-    """One call, by the user whose token it is."""
+    """Call a method of Nova's client as the user of the token, and return the answer to the question."""
     from nova.accelerator import cyborg
     from nova.context import RequestContext
     from nova.exception import NovaException
@@ -32,7 +33,7 @@ def call_nova_client(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Configure Nova as a service does, then serve."""
+    """Configure Nova as a Nova service does, then answer questions."""
     die_with_parent()
     import nova.conf
     from nova import objects

@@ -1,7 +1,7 @@
-"""`openstack …` many times from one process: runs in an environment with python-openstackclient.
+"""Run `openstack` commands as a client process in an environment with python-openstackclient.
 
-Asked {"words": […]}, answers {"code", "out", "err"}, as a shell would have seen them. Every command gets a fork of its
-own, because the client keeps its first login for as long as its process lives.
+A question is {"words": […]}, the arguments; the answer is {"code", "out", "err"}, the exit code and the output. Each
+command runs in a separate fork, because the client keeps its first login until its process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.system.clients.lines import serve
 
 
 def run_in_child(question: dict[str, Any]) -> Any:
-    """One command line, in a child."""
+    """Run one command line in a forked child and return the answer to the question."""
     ours, childs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -36,7 +36,7 @@ def run_in_child(question: dict[str, Any]) -> Any:
 
 
 def run_command_line(words: list[str]) -> dict[str, Any]:
-    """One command line, here."""
+    """Run one command line in this process and return its exit code and output."""
     from openstackclient import shell
 
     out, err = io.StringIO(), io.StringIO()
@@ -49,7 +49,7 @@ def run_command_line(words: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Import what every command would, then serve."""
+    """Import the modules that every command needs, to save time in the forks; then answer questions."""
     die_with_parent(include_forks=True)
     import openstack.accelerator.v2._proxy  # noqa: F401
     import openstackclient.shell  # noqa: F401

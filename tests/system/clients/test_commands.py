@@ -1,4 +1,4 @@
-"""`openstack accelerator …` in both its implementations (contract section 7.3)."""
+"""Tests of both implementations of `openstack accelerator …` with the product (contract section 7.3)."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ PROFILE_COLUMNS = ["uuid", "name", "groups", "description"]
 
 @dataclass
 class AcceleratorCommands:
-    """One implementation. `kind` is "in_tree" or "plugin"."""
+    """One implementation of the commands: "in_tree" (python-openstackclient) or "plugin" (python-cyborgclient)."""
 
     kind: str
     partner: ClientProcess
 
     def run(self, user: str, *words: str) -> tuple[int, str]:
-        """Exit code, and what it printed: results when it went well, else complaints."""
+        """Run a command as `user`; return the exit code, and standard output if it is 0, else standard error."""
         done = self.partner.ask(words=["--os-cloud", user, *words])
         return done["code"], done["out"] if done["code"] == 0 else done["err"]
 
     def run_successfully(self, user: str, *words: str) -> str:
-        """What it printed; AssertionError unless it succeeded."""
+        """Run a command and return its output; fail unless it succeeds."""
         code, said = self.run(user, *words)
         assert code == 0, said
         return said
 
     def run_for_json(self, user: str, *words: str) -> Any:
-        """A result, decoded."""
+        """Run an accelerator command and return its decoded JSON output; fail unless it succeeds."""
         return json.loads(self.run_successfully(user, "accelerator", *words, "-f", "json"))
 
     def run_refused(self, user: str, *words: str) -> str:
-        """Its complaint; AssertionError when it succeeds."""
+        """Run an accelerator command and return its error output; fail if it succeeds."""
         code, said = self.run(user, "accelerator", *words)
         assert code != 0, said
         return said
@@ -54,7 +54,7 @@ class AcceleratorCommands:
 
 @pytest.fixture(params=["in_tree", "plugin"])
 def openstack(request: pytest.FixtureRequest) -> AcceleratorCommands:
-    """The two implementations, one after the other."""
+    """Each of the two implementations."""
     return AcceleratorCommands(request.param, request.getfixturevalue(request.param))
 
 
@@ -67,12 +67,12 @@ def profile(cloud: KeystoneCloud, named: Named) -> Iterator[str]:
 
 
 def device_uuid(cloud: KeystoneCloud) -> str:
-    """The fake card."""
+    """Return the uuid of the fake card."""
     return str(cloud.http("member", "GET", "/devices").json()["devices"][0]["uuid"])
 
 
 def deployable_uuid(cloud: KeystoneCloud) -> str:
-    """Its deployable."""
+    """Return the uuid of the fake card's deployable."""
     return str(cloud.http("member", "GET", "/deployables").json()["deployables"][0]["uuid"])
 
 
@@ -111,7 +111,7 @@ def test_C1_device_disable_and_enable_work_for_an_admin_only(
         assert status() == "maintaining"
         openstack.run_successfully(
             "member", "accelerator", "device", "enable", device_uuid(cloud)
-        )  # the SDK does not look at the 403
+        )  # the SDK ignores the 403
         assert status() == "maintaining"
     finally:
         openstack.run_successfully("admin", "accelerator", "device", "enable", device_uuid(cloud))
@@ -132,7 +132,7 @@ def test_C1_deployable_list_and_show_have_upstreams_fields(
 def test_C1_deployable_program_works_in_tree_and_fails_inside_the_plugin(
     openstack: AcceleratorCommands, cloud: KeystoneCloud
 ) -> None:
-    """Upstream answers 405. The plugin's never leaves the client: the SDK's `update_deployable` calls itself."""
+    """Upstream answers with 405. The plugin sends no request: the SDK's `update_deployable` calls itself endlessly."""
     image = upload_image(cloud)
     words = ("deployable", "program", deployable_uuid(cloud))
     if openstack.kind == "in_tree":

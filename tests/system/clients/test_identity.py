@@ -1,4 +1,4 @@
-"""The product with a real Keystone: tokens of every scope, service tokens, revocation, an outage, logging in."""
+"""Tests of tokens, service tokens, console logins and an outage of Keystone, with the product and a real Keystone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class IdentityCloud:
-    """A Keystone, and the product that asks it."""
+    """A Keystone and the product that validates tokens with it."""
 
     keystone: Keystone
     product: Product
@@ -30,20 +30,20 @@ class IdentityCloud:
     def send_request(
         self, method: str, path: str, token: str, service: str = "", body: Any = None
     ) -> requests.Response:
-        """A request to the product."""
+        """Send a request to the product with these tokens and return the answer."""
         headers = {"X-Auth-Token": token} | ({"X-Service-Token": service} if service else {})
         return requests.request(
             method, f"http://127.0.0.1:{self.product.port}{path}", json=body, headers=headers, timeout=TIMEOUT_S
         )
 
     def get_status(self, path: str, token: str) -> int:
-        """Of a GET."""
+        """Return the status of a GET."""
         return self.send_request("GET", path, token).status_code
 
 
 @pytest.fixture
 def cloud(cloud: clients.KeystoneCloud) -> IdentityCloud:
-    """The product that the tests of this folder share, asked with tokens of every kind."""
+    """The shared product of this folder, for requests with tokens of all kinds."""
     return IdentityCloud(cloud.keystone, cloud.product)
 
 
@@ -117,7 +117,7 @@ def test_L3_known_tokens_work_while_keystone_is_away_and_unknown_ones_get_503(cl
 def log_in(
     cloud: IdentityCloud, name: str, password: str = PASSWORD, project: str = "demo"
 ) -> tuple[requests.Session, Any]:
-    """A browser that has filled in the console's door, and the answer it got."""
+    """Fill in the login page of the console; return the browser session and the answer after redirects."""
     browser, url = requests.Session(), f"http://127.0.0.1:{cloud.product.port}/admin/login/"
     page = browser.get(url, timeout=TIMEOUT_S).text
     (csrf,) = re.findall(r'name="csrfmiddlewaretoken" value="(\w+)"', page)

@@ -1,4 +1,4 @@
-"""The real Keystone that the other tests of this lane stand on."""
+"""Tests of the real Keystone that the other system tests use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.system
 
 
 def describe_token(keystone: Keystone, token: str) -> requests.Response:
-    """The token as Keystone describes it to the service user."""
+    """Return Keystone's answer when the service user validates the token."""
     headers = {"X-Auth-Token": keystone.token("service"), "X-Subject-Token": token}
     return requests.get(f"{keystone.url}/auth/tokens", headers=headers, timeout=30)
 

@@ -1,4 +1,4 @@
-"""Nova's own client class against the product (contract section 7.1): what a server's life asks of us."""
+"""Tests of Nova's own accelerator client with the product: all its calls for a server (contract section 7.1)."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ pytestmark = pytest.mark.system
 
 @dataclass
 class NovaClient:
-    """Nova acting for one user."""
+    """Nova's client, acting for a user of `project`."""
 
     cloud: KeystoneCloud
     partner: ClientProcess
     project: str
 
     def call_raw(self, method: str, *arguments: Any) -> Any:
-        """The raw answer: {"result"} or {"error", "text"}."""
+        """Call a method of Nova's client as `member`; return {"result"}, or {"error", "text"} of its exception."""
         urls = {f"{kind}URL": self.cloud.endpoint for kind in ("public", "internal", "admin")}
         catalogue = [{"type": "accelerator", "name": "cyborg", "endpoints": [urls | {"region": "RegionOne"}]}]
         user = {"token": self.cloud.token("member"), "project": self.project, "catalogue": catalogue}
         return self.partner.ask(method=method, arguments=arguments, **user)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Its result; AssertionError with Nova's exception."""
+        """Call a method of Nova's client and return its result; fail if it raised an exception."""
         answer = self.call_raw(method, *arguments)
         assert "result" in answer, answer
         return answer["result"]
 
     def create_bound_requests(self, profile: str, instance: str) -> list[dict[str, Any]]:
-        """Requests for a profile, created and bound to an instance as the conductor does."""
+        """Create requests for a profile and bind them to an instance; return them as they were before the bind."""
         amount = len(
             self.cloud.http("member", "GET", f"/device_profiles?name={profile}").json()["device_profiles"][0]["groups"]
         )
@@ -47,7 +47,7 @@ class NovaClient:
         return list(made)
 
     def bind_target(self, instance: str) -> dict[str, str]:
-        """Where a request is to be bound."""
+        """Return the host, provider and instance to which a request is to be bound."""
         return {"hostname": self.cloud.host, "device_rp_uuid": self.cloud.provider, "instance_uuid": instance}
 
 

@@ -1,4 +1,4 @@
-"""Every accelerator call of openstacksdk, over the catalogue of a real Keystone (contract section 7.2)."""
+"""Tests of every accelerator call of openstacksdk through the catalogue of a real Keystone (contract section 7.2)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Named = Callable[[str], str]
 
 @pytest.fixture
 def connect(cloud: KeystoneCloud) -> Iterator[Connect]:
-    """`connect(user, service=False, **options)`: a logged-in connection; `service` adds Nova's service token."""
+    """Return a function that returns an SDK connection of a user; `service` adds Nova's service token."""
     made = []
 
     def connected(user: str, service: bool = False, **options: Any) -> connection.Connection:
@@ -50,7 +50,7 @@ def profile(cloud: KeystoneCloud, named: Named) -> Iterator[dict[str, Any]]:
 
 
 def upload_image(cloud: KeystoneCloud) -> str:
-    """A bitstream for the fake card, put there by the admin: its uuid."""
+    """Upload a bitstream for the fake card as admin and return the image's uuid."""
     headers = {"X-Auth-Token": cloud.token("admin"), "Content-Type": "application/octet-stream"}
     answer = requests.post(f"{cloud.url}/api/images/?name=bits", data=b"a bitstream", headers=headers, timeout=30)
     assert answer.status_code == 201, answer.text
@@ -79,7 +79,7 @@ def test_C1_the_sdk_enables_and_disables_a_device_for_an_admin_only(connect: Con
     accelerator.disable_device(device.uuid)
     try:
         assert accelerator.get_device(device.uuid).status == "maintaining"
-        connect("member").accelerator.enable_device(device.uuid)  # refused, which this call does not look at
+        connect("member").accelerator.enable_device(device.uuid)  # refused with 403, which the SDK ignores
         assert accelerator.get_device(device.uuid).status == "maintaining"
     finally:
         accelerator.enable_device(device.uuid)
@@ -100,7 +100,7 @@ def test_C1_the_sdk_gets_a_deployable_and_refuses_an_id_that_is_no_uuid(connect:
 
 
 def test_C1_the_sdk_programs_a_deployable(connect: Connect, cloud: KeystoneCloud) -> None:
-    """Its path with the id twice is 405 upstream."""
+    """The SDK sends a path that contains the id twice; upstream answers it with 405."""
 
     def operations(image: object) -> list[dict[str, Any]]:
         return [{"op": "replace", "path": "/program", "value": [{"image_uuid": str(image)}]}]
@@ -186,7 +186,7 @@ def test_C1_the_sdk_lists_and_gets_attributes(connect: Connect) -> None:
 
 
 def test_C1_the_sdk_creates_and_deletes_an_attribute(connect: Connect, named: Named) -> None:
-    """Its body wrapped in `attribute` is 500 upstream."""
+    """The SDK wraps the body in `attribute`; upstream answers it with 500."""
     accelerator = connect("admin").accelerator
     (rc,) = [one for one in accelerator.attributes() if one.key == "rc"]
     made = accelerator.create_attribute(deployable_id=rc.deployable_id, key=named("rack"), value="b7")
@@ -199,7 +199,7 @@ def test_C1_the_sdk_creates_and_deletes_an_attribute(connect: Connect, named: Na
 def test_C1_the_sdk_pages_through_a_list_by_limit_and_marker(
     connect: Connect, cloud: KeystoneCloud, profile: dict[str, Any]
 ) -> None:
-    """Upstream refuses `limit`, which the SDK sends on every further page."""
+    """The SDK sends `limit` for every further page; upstream refuses it."""
     mine = [cloud.create_requests(profile["name"])[0]["uuid"] for _ in range(3)]
     accelerator = connect("member").accelerator
     assert [one.uuid for one in accelerator.accelerator_requests(limit=2) if one.uuid in mine] == mine

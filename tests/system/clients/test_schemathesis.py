@@ -1,6 +1,6 @@
-"""Both APIs under schemathesis: everything their documents allow, and everything they do not, as two identities.
+"""Test both APIs with schemathesis, as an administrator and as a member: requests that their documents allow or forbid.
 
-The same requests every time. What may fail all the same is named in EXEMPT, each with its reason.
+The requests are the same in each run. V2_EXEMPTIONS and API_EXEMPTIONS list the checks that may fail, with reasons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.system.keystone import running
 
 pytestmark = pytest.mark.system
 PHASES = {"admin": ("coverage,fuzzing", 2), "member": ("fuzzing", 3)}
-"""What is run as whom, and with how many examples per operation; every corner of a document once is enough."""
+"""By user: the phases of schemathesis and the number of examples per operation. The coverage phase runs only once."""
 RUN_S = 400.0
 
 
@@ -37,7 +37,7 @@ class Failure:
     check: str
     method: str
     target: str
-    """Path and query."""
+    """The path and the query of the request."""
     status: int
     message: str
     answer: str
@@ -48,7 +48,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Exemption:
-    """Requests that may fail a check: `where` matches `METHOD target`, `said` is found in message or answer."""
+    """Requests that may fail a check. `target_pattern` matches `METHOD target`, `message_pattern` message or answer.
+
+    `reason` names a section of the contract or says why the document cannot express the rule.
+    """
 
     check: str
     target_pattern: str
@@ -56,7 +59,7 @@ class Exemption:
     reason: str
 
     def covers(self, failure: Failure) -> bool:
-        """Whether this is the exemption of that failure."""
+        """Tell whether this exemption covers a failure."""
         asked = f"{failure.method} {failure.target}"
         told = failure.message + failure.answer
         return (
@@ -139,7 +142,7 @@ API_EXEMPTIONS = (
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[KeystoneCloud]:
-    """A product of its own, because what was done to it here no other test should meet."""
+    """A separate product with its own Keystone, because the random requests would disturb other tests."""
     with (
         running() as keystone,
         fresh_folder() as place,
@@ -150,7 +153,7 @@ def fuzzed() -> Iterator[KeystoneCloud]:
 
 
 def run_schemathesis(cloud: KeystoneCloud, place: Path, user: str, location: str) -> list[Failure]:
-    """Every failure of one run, with all checks."""
+    """Run schemathesis with all checks and return all failures; fail if it crashed or made too few requests."""
     report = place / "report.ndjson"
     phases, examples = PHASES[user]
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", location, "--url", cloud.url]
@@ -166,7 +169,7 @@ def run_schemathesis(cloud: KeystoneCloud, place: Path, user: str, location: str
 
 
 def list_failures(recorder: dict[str, Any]) -> Iterator[Failure]:
-    """What failed among the requests of one operation."""
+    """Yield the failures among the requests of one scenario."""
     for case, checks in recorder["checks"].items():
         for check in checks:
             if check["status"] != "success":
@@ -184,7 +187,7 @@ def list_failures(recorder: dict[str, Any]) -> Iterator[Failure]:
 
 
 def describe_failures(found: list[Failure], exempt: tuple[Exemption, ...]) -> str:
-    """What is no exemption, one example per check and kind of target; '' when all is."""
+    """Describe one failure per check, method and kind of target that no exemption covers; '' if all are covered."""
     left = [one for one in found if not any(exemption.covers(one) for exemption in exempt)]
     kinds = {(one.check, one.method, re.sub(r"[0-9a-f-]{36}.*|\?.*", "…", one.target)): one for one in left}
     return "\n".join(str(one) for one in kinds.values())

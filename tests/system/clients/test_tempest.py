@@ -1,5 +1,7 @@
-"""What cyborg-tempest-plugin asserts, as plain requests (contract section 7.4); its server scenarios as far as they are
-ours."""
+"""Test with plain requests what cyborg-tempest-plugin asserts (contract section 7.4).
+
+Of its server scenarios only the requests to the Accelerator API are tested.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ UNFITTING_GROUPS = [
 
 
 def post_profile(cloud: KeystoneCloud, **profile: Any) -> requests.Response:
-    """The admin creates a profile."""
+    """Create a profile as admin and return the answer."""
     return cloud.http("admin", "POST", "/device_profiles", [{"groups": GROUPS, **profile}])
 
 
@@ -104,7 +106,7 @@ def test_C1_unknown_profiles_are_404_and_an_empty_name_is_400(cloud: KeystoneClo
 
 
 def test_C1_profiles_with_a_taken_or_invalid_name_are_refused(cloud: KeystoneCloud, named: Named) -> None:
-    """500 is what its tests want for three of them (contract annex A, 4)."""
+    """Three of these requests get 500, because the plugin's tests expect it (contract annex A, 4)."""
     made = cloud.create_profile(named("tempest"))
     assert post_profile(cloud, name=made["name"]).status_code == 409
     assert post_profile(cloud, name=named("tempest"), uuid=made["uuid"]).status_code == 500

@@ -1,6 +1,6 @@
-"""The Accelerator API v2 as an OpenAPI document, which upstream does not have: for schemathesis, not for clients.
+"""An OpenAPI document of the Accelerator API v2 for schemathesis. Upstream has none, and clients do not use this one.
 
-Written from the wire contract: what is sent (2.2 to 2.6), what is answered, and every status that is allowed.
+It is written from the wire contract, sections 2.2 to 2.6: requests, answers and all allowed statuses.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ GROUP: Schema = {
 
 
 def nullable(schema: Schema) -> Schema:
-    """The schema, or null."""
+    """Return a schema that allows null, too."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def resource(**properties: Schema) -> Schema:
-    """An object that has exactly these properties."""
+    """Return the schema of an object that has exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -59,7 +59,7 @@ PROFILE = resource(
     **TIMES,
 )
 SHOWN_PROFILE = resource(**PROFILE["properties"] | {"created_at": TEXT, "updated_at": TEXT})
-"""A single profile has other timestamps: `2026-11-21 01:41:44+00:00`, and the string `None` (2.2)."""
+"""A single profile has timestamps in another format: `2026-11-21 01:41:44+00:00` or the string `None` (2.2)."""
 REQUEST = resource(
     uuid=UUID,
     state={"enum": ["Initial", "BindStarted", "Bound", "Unbound", "BindFailed"]},
@@ -170,12 +170,15 @@ PAGING = {"limit": {"type": "integer", "minimum": 0}, "marker": UUID}
 def describe_operation(
     success: int, answer: Schema | None, /, *errors: int, body: Schema | None = None, **query: Schema
 ) -> Schema:
-    """One operation: its one good status and answer, the refusals it has beside those of all, body and query."""
+    """Describe an operation: its success status and answer, its body and its query parameters.
+
+    `errors` are the error statuses that it can have besides those that all operations can have.
+    """
     good: Schema = {"description": "Done."}
     if answer:
         good["content"] = {"application/json": {"schema": answer}}
     bad = {"description": "Refused.", "content": {"application/json": {"schema": ERROR}}}
-    needed = success == HTTPStatus.NO_CONTENT  # what is deleted must be named
+    needed = success == HTTPStatus.NO_CONTENT  # a DELETE of a collection must say what to delete
     parameters = [{"name": n, "in": "query", "required": needed, "schema": schema} for n, schema in query.items()]
     made: Schema = {"parameters": [VERSION, *parameters], "responses": {str(success): good}}
     made["responses"] |= {str(status): bad for status in (400, 403, 404, 405, 406, *errors)}
@@ -186,8 +189,8 @@ def describe_operation(
     return made
 
 
-def list_parameters(key: str, item: Schema, /, **query: Schema) -> Schema:
-    """GET of a collection."""
+def describe_list_operation(key: str, item: Schema, /, **query: Schema) -> Schema:
+    """Describe the GET of a collection, which answers with a list named `key`."""
     return describe_operation(200, resource(**{key: {"type": "array", "items": item}}), **PAGING, **query)
 
 
@@ -196,7 +199,7 @@ def _in_path(**schemas: Schema) -> Schema:
 
 
 def document() -> Schema:
-    """The whole document, its paths below /accelerator/v2."""
+    """Return the whole document; all its paths are below /accelerator/v2."""
     profiles = describe_operation(201, PROFILE, 409, 500, body=NEW_PROFILE)
     requests = describe_operation(201, resource(arqs={"type": "array", "items": REQUEST}), body=NEW_REQUEST)
     patch = describe_operation(202, None, 409, 500, body=NEW_PATCH)
@@ -206,7 +209,7 @@ def document() -> Schema:
     uuids: Schema = {"type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"}
     paths: Schema = {
         "/device_profiles": {
-            "get": list_parameters("device_profiles", PROFILE, name=TEXT),
+            "get": describe_list_operation("device_profiles", PROFILE, name=TEXT),
             "post": profiles,
             "delete": describe_operation(204, None, 409, value=names),
         },
@@ -217,7 +220,7 @@ def document() -> Schema:
             "delete": describe_operation(204, None, 409),
         },
         "/accelerator_requests": {
-            "get": list_parameters("arqs", REQUEST, instance=UUID, bind_state={"enum": ["resolved"]}),
+            "get": describe_list_operation("arqs", REQUEST, instance=UUID, bind_state={"enum": ["resolved"]}),
             "post": requests,
             "patch": patch,
             "delete": describe_operation(204, None, arqs=uuids),
@@ -229,16 +232,18 @@ def document() -> Schema:
             "patch": patch,
             "delete": describe_operation(204, None),
         },
-        "/devices": {"get": list_parameters("devices", DEVICE, type=TEXT, vendor=TEXT, hostname=TEXT)},
+        "/devices": {"get": describe_list_operation("devices", DEVICE, type=TEXT, vendor=TEXT, hostname=TEXT)},
         "/devices/{uuid}": _in_path(uuid=UUID) | {"get": describe_operation(200, DEVICE)},
         "/devices/{uuid}/enable": _in_path(uuid=UUID) | {"post": action},
         "/devices/{uuid}/disable": _in_path(uuid=UUID) | {"post": action},
-        "/deployables": {"get": list_parameters("deployables", DEPLOYABLE)},
+        "/deployables": {"get": describe_list_operation("deployables", DEPLOYABLE)},
         "/deployables/{uuid}": _in_path(uuid=UUID) | {"get": describe_operation(200, DEPLOYABLE)},
         "/deployables/{uuid}/program": _in_path(uuid=UUID)
         | {"patch": describe_operation(200, DEPLOYABLE, 409, 503, body=PROGRAM)},
         "/attributes": {
-            "get": list_parameters("attributes", ATTRIBUTE, deployable_id={"type": "integer", "minimum": 0}, key=TEXT),
+            "get": describe_list_operation(
+                "attributes", ATTRIBUTE, deployable_id={"type": "integer", "minimum": 0}, key=TEXT
+            ),
             "post": attributes,
             "delete": describe_operation(204, None, uuid=UUID),
         },

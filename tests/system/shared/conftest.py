@@ -1,7 +1,7 @@
 """One product for the tests of this folder, which kill no part of it.
 
-Each test uses names of its own and leaves the fake card as it found it. A test that kills a part of the product,
-changes its settings or needs empty tables belongs elsewhere, with a product of its own.
+Each test uses its own names and leaves the fake card as it found it. A test that kills a part of the product, changes
+its settings or needs empty tables belongs elsewhere, with a separate product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SETTINGS = {
     "CYBORG_DRIVER_DEADLINE_S": "3",
     "CYBORG_AGENT_LISTEN": "127.0.0.1:0",
 }
-"""The defaults, except that it looks at its hardware often and that agents have a listener of their own."""
+"""The defaults, except that the agent rescans its hardware every 2 s and that agents connect to a separate listener."""
 
 
 @pytest.fixture(scope="package")
@@ -34,6 +34,6 @@ def product() -> Iterator[Product]:
 
 @pytest.fixture(autouse=True)
 def _product_is_running(product: Product) -> Iterator[None]:
-    """Fail a test that finds the product dead, and one during which it died."""
+    """Fail a test if the product is dead before it or dies during it."""
     with product.required_during_test():
         yield

@@ -1,4 +1,4 @@
-"""The agents' own TLS listener: the certificate is pinned, an agent joins, and a revoked one is thrown out."""
+"""Test that an agent joins over the pinned TLS listener for agents, and is disconnected when it is revoked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLOSED_S = 5.0
 
 
 def unverified_tls_context() -> ssl.SSLContext:
-    """The pin is looked at by the real agent; here the certificate is read from the connection."""
+    """Return a TLS context that checks no certificate; only the real agent compares it with the pinned fingerprint."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
@@ -51,7 +51,7 @@ def test_an_agent_joins_over_the_tls_listener_and_is_disconnected_when_revoked(p
     agent = WireAgent(port, name, token=join.secret, tls=unverified_tls_context(), fingerprint=join.fingerprint)
     with agent.connect_and_say_hello() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
-        # Asked over the API: an agent that beats once is up for 24 s, and a management command can take that long.
+        # The API is asked and no management command, which can take longer than the 24 s that one heartbeat is valid.
         product.until(lambda: is_up(product, reader, name), 20, "its agent is up")
         product.manage("revoke_agent", name, "--reason", "stolen")
         refusal = wire.decode_from_gateway(socket.recv(timeout=CLOSED_S))

@@ -1,4 +1,4 @@
-"""The real agent with its real drivers on this very machine: what an operator sees of it, and of what goes wrong."""
+"""Test the real agent with its real drivers on this machine: what the tables and the v2 API show of its devices."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ JOIN accelerators_device d ON d.id = p.device_id WHERE d.uuid = %s AND u.missing
 
 
 def driver_error(product: Product, driver: str) -> str | None:
-    """What the host's entry says of a driver: '' for ok, None before anything is known."""
+    """Return the error of a driver in the host's row: '' if the driver is ok, None if there is no report of it yet."""
     found = product.rows("SELECT drivers -> %s ->> 'error' FROM accelerators_host WHERE name = %s", driver, HOST)
     return found[0][0] if found else None
 
 
 def is_host_stale(product: Product) -> bool:
-    """Whether the conductor has not heard of the agent for too long."""
+    """Tell whether the host is stale, because its agent has sent no heartbeat for too long."""
     return product.rows("SELECT stale_since IS NOT NULL FROM accelerators_host WHERE name = %s", HOST) == [(True,)]
 
 
 def virtio_addresses() -> set[str]:
-    """The addresses of this machine's virtio functions."""
+    """Return the PCI addresses of this machine's virtio functions."""
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     return {path.parent.name for path in vendors if path.read_text().strip() == "0x1af4"}
 
 
 def v2_devices(product: Product, token: str) -> list[dict[str, Any]]:
-    """What a client sees of this machine."""
+    """Return the devices of this machine as the v2 API lists them."""
     return [one for one in product.json("/v2/devices", token).get("devices", []) if one["hostname"] == HOST]
 
 
@@ -87,7 +87,7 @@ def test_a_misbehaving_driver_keeps_its_devices_and_affects_no_other_driver(prod
     product.until(lambda: driver_error(product, "fake_driver"), 30, f"the conductor knows that fake_driver does {how}")
     assert driver_error(product, "pci_driver") == "" and device_states(product) == before and not is_host_stale(product)
     run_fake_command(product, "reset")
-    product.manage("command", "rescan", HOST, "--driver", "fake_driver")  # whatever it broke before is forgiven
+    product.manage("command", "rescan", HOST, "--driver", "fake_driver")  # ends its quarantine
     product.until(lambda: driver_error(product, "fake_driver") == "", 60, "it answers again")
     assert device_states(product) == before
     agent = product.child("agent")

@@ -1,4 +1,4 @@
-"""A second product over a state directory that is in use is refused, and does not disturb the first one."""
+"""Test that a second product cannot start over a state directory that is in use, and does not disturb the first."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from django.test import Client
 
 from accelerators import conductor
 from accelerators.api.own.errors import REASONS
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -101,7 +101,9 @@ def fill(db: None) -> Fill:
             Image.objects.create(name="shell", size=1, sha256="0" * 64, source="upload")
             facts = {"month": "2026-01", "tx": 0, "event": 0, "events": 0, "sealed_at": datetime.now(UTC)}
             Seal.objects.get_or_create(number=1, defaults=facts | {"digest": "0" * 64, "hash": "0" * 64})
-            placing.place_commands([placing.CommandOrder("rescan", host=host.id, actor="olga") for host in hosts])
+            command_queue.place_commands(
+                [command_queue.CommandOrder("rescan", host=host.id, actor="olga") for host in hosts]
+            )
         seen = dict.fromkeys(("since", "seen_at"), datetime.now(UTC))
         for host in hosts:
             about = {"host": host, "device": host.devices.first(), "provider_name": host.name, "said": "It is loose."}

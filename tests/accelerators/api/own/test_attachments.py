@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from io import StringIO
 from typing import Any
 
 import pytest
 from django.contrib.auth.models import User
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 from django.test import Client
 
 from accelerators.domain import libvirt_xml
@@ -18,6 +17,7 @@ from accelerators.models import AcceleratorRequest, Attachment, Device, Event
 from tests.accelerators.api.own.conftest import Ask, get_error_message, get_results
 from tests.placement_sync import attaching as lab
 from tests.placement_sync.attaching import INSTANCE, FakeCloud, make_ready_cards, run_steps
+from tests.support.manage import run_verb
 
 pytestmark = pytest.mark.django_db
 UNKNOWN_UUID = "00000000-0000-4000-8000-000000000000"
@@ -155,25 +155,21 @@ def test_attachments_are_requested_shown_and_detached_in_the_console(client: Cli
 
 
 def test_the_attachment_command_attaches_shows_lists_and_detaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = StringIO()
-
     def said(*words: str) -> str:
-        out.truncate(out.seek(0))
-        call_command("attachment", *words, stdout=out)
-        return out.getvalue()
+        return " ".join(run_verb("attachment", *words)[1].split())
 
-    assert " asked\n" in said("attach", INSTANCE, "--profile", "one", "--reason", "why")
+    assert " state asked " in said("attach", INSTANCE, "--profile", "one", "--reason", "why")
     row = Attachment.objects.get()
     monkeypatch.setattr("time.sleep", lambda _: run_steps())
     assert json.loads(said("show", str(row.uuid), "--json"))["state"] == "asked"
-    assert " attached\n" in said("attach", INSTANCE, "--device", str(Device.objects.get().uuid), "--wait")
+    assert " state attached " in said("attach", INSTANCE, "--device", str(Device.objects.get().uuid), "--wait")
     assert LIBVIRT_ELEMENT in said("show", str(row.uuid))
-    assert len(said("list", "--instance", INSTANCE, "--state", "attached").splitlines()) == 3
+    assert len(json.loads(said("list", "--instance", INSTANCE, "--state", "attached", "--json"))) == 2
     assert len(json.loads(said("list", "--json"))) == 2
-    assert " detached\n" in said("detach", str(row.uuid), "--wait")
+    assert " done detached" in said("detach", str(row.uuid), "--wait")
     with pytest.raises(CommandError, match="There is no device profile 'none'"):
         said("attach", INSTANCE, "--profile", "none")
-    with pytest.raises(CommandError, match="there is no attachment"):
+    with pytest.raises(CommandError, match="nothing here"):
         said("show", UNKNOWN_UUID)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from accelerators import conductor
 from accelerators.api.own.commands import MAX_WAITERS, _waiter_slots
-from accelerators.commands import placing, programming
+from accelerators.commands import command_queue, programming
 from accelerators.models import Command, Device, Event, Host
 from accelerators.workflows import command_results
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
@@ -66,11 +66,13 @@ def test_a_command_is_ordered_and_followed_to_its_end(ask: Ask, device: Device) 
     row = Command.objects.get()
     tag = ask("/api/commands/")["ETag"]
     assert ask("/api/commands/", **{"If-None-Match": tag}).status_code == 304
-    placing.store_progress([placing.CommandProgress(row.host_id, row.id, 50, "making them")])
+    command_queue.store_progress([command_queue.CommandProgress(row.host_id, row.id, 50, "making them")])
     assert ask("/api/commands/", **{"If-None-Match": tag}).status_code == 200
     followed = get_json(ask, command["url"])
     assert (followed["state"], followed["percent"], followed["progress"]) == ("started", 50, "making them")
-    placing.store_answers([placing.CommandAnswer(row.host_id, row.id, "failed", "no memory for them", {"left": "2"})])
+    command_queue.store_answers(
+        [command_queue.CommandAnswer(row.host_id, row.id, "failed", "no memory for them", {"left": "2"})]
+    )
     command_results.end_answered_commands()
     followed = get_json(ask, command["url"])
     assert (followed["state"], followed["text"], followed["detail"]) == ("failed", "no memory for them", {"left": "2"})
@@ -181,7 +183,7 @@ def test_get_with_wait_returns_when_the_command_ends(ask: Ask, device: Device, m
         """Who waits for news lets the agent end it."""
 
         def wait(self, seconds: float) -> None:
-            placing.store_answers([placing.CommandAnswer(row.host_id, row.id, "succeeded", "it is well")])
+            command_queue.store_answers([command_queue.CommandAnswer(row.host_id, row.id, "succeeded", "it is well")])
             command_results.end_answered_commands()
 
         clear = set = lambda self: None

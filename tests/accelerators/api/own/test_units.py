@@ -12,8 +12,8 @@ from django.db import connection
 from msgspec.structs import replace
 
 from accelerators import conductor
-from accelerators.commands import placing
-from accelerators.commands.placing import CommandAnswer
+from accelerators.commands import command_queue
+from accelerators.commands.command_queue import CommandAnswer
 from accelerators.devices import partitioning
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -61,7 +61,7 @@ def patch_layout(ask: Ask, row: Device, status: int = 202, by: str = "admin", **
 
 def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "") -> None:
     """Its agent answers, after a report that is applied."""
-    placing.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
+    command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
     while command_results.end_answered_commands():
         pass
 

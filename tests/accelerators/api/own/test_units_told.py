@@ -9,9 +9,9 @@ import pytest
 
 from accelerators.models import Command
 from accelerators.workflows import command_results
-from agents import credentials, enrolment, tasks, wire
+from agents import credentials, enrolment, jobs, wire
 from agents.gateway import command_dispatch
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Device as Card
 from tests.accelerators.api.own.conftest import Ask, get_results
@@ -56,7 +56,7 @@ def read_commands_and_units(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:
 def test_a_command_is_shown_succeeded_only_together_with_its_new_units(ask: Ask, agent: WireAgent) -> None:
     with agent.connect_and_say_hello(OPS) as socket:
         send(socket, build_report(build_divisible_card(1, 2, "a"), build_divisible_card(2, 1, "b"), seq=1))
-        tasks.merge()
+        jobs.merge()
         made = post_units(ask, targets=[{"host": "cmp1", "backend": name} for name in ("a", "b")], count=2)
         assert [row["refused"] for row in made] == ["", ""]
         commands_by_size = {command.layout["vfs"]: command for command in (take_command(socket), take_command(socket))}
@@ -73,7 +73,7 @@ def test_a_command_is_shown_succeeded_only_together_with_its_new_units(ask: Ask,
         command_results.run()
         states, numbers = read_commands_and_units(ask)
         assert (states["4"], numbers) == ("taken", {"a": 2, "b": 1}), "its report is not applied"
-        tasks.merge()
+        jobs.merge()
         command_results.run()
         assert {receive_result_ack(socket), receive_result_ack(socket)} == {
             one.number for one in commands_by_size.values()

@@ -19,7 +19,7 @@ from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
 from accelerators.requests import candidates
 from agents import telemetry
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent, Lease
 from agents.telemetry import HostLoad, LoadSnapshot
 from cyborgweb.asgi import HttpApplication

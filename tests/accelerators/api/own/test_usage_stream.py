@@ -14,7 +14,7 @@ from django.test import Client
 
 from accelerators.models import Device
 from agents import credentials, enrolment, telemetry, wire
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.wire import DeviceLoad, Samples, Watch
 from cyborgweb.asgi import BoundedThreads, HttpApplication
 from cyborgweb.live import usage

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.models import Command, Deployable, Device, Event, Intent
 from accelerators.workflows import command_results
 from drivers.inventory import Deployable as Part
@@ -104,7 +104,7 @@ def test_a_device_that_needs_installation_is_shown_enabled_after_the_installatio
         assert get_status(call, device) == "maintaining"
     command = Command.objects.get()
     assert (command.op, command.actor, command.reason) == ("install", "admin member reader of p1", "enabled")
-    placing.store_answers([placing.CommandAnswer(command.host_id, command.id, "succeeded")])
+    command_queue.store_answers([command_queue.CommandAnswer(command.host_id, command.id, "succeeded")])
     command_results.end_answered_commands()
     assert get_status(call, device) == "enabled"
     call("POST", f"/v2/devices/{device.uuid}/disable")

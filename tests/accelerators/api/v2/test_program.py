@@ -18,8 +18,8 @@ from msgspec import structs
 
 from accelerators import conductor
 from accelerators.api.v2 import deployables
-from accelerators.commands import placing, programming
-from accelerators.commands.placing import CommandAnswer
+from accelerators.commands import command_queue, programming
+from accelerators.commands.command_queue import CommandAnswer
 from accelerators.domain import traits
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
@@ -28,7 +28,7 @@ from accelerators.images import download, store
 from accelerators.inventory import attributes
 from accelerators.models import Attribute, Command, Deployable, Event, Host, Image, Intent
 from accelerators.workflows import command_results
-from agents.gateway.app import AgentGateway
+from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
 from cyborgweb import asgi
 from cyborgweb.settings.keys import Keys
@@ -71,7 +71,7 @@ def run_agents(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
         while not over.wait(0.01):
             download.run()
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
-                placing.store_answers([CommandAnswer(command.host_id, command.pk, outcome, text)])
+                command_queue.store_answers([CommandAnswer(command.host_id, command.pk, outcome, text)])
             command_results.end_answered_commands()
         connection.close()
 

@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import User
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 from django.test import Client
 
 from accelerators.api.own import images as own
 from accelerators.domain import traits
 from accelerators.images import store
-from accelerators.models import Image
-from agents.gateway.app import AgentGateway
+from accelerators.models import Event, Image
+from agents.gateway.asgi_app import AgentGateway
 from cyborgweb import asgi
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from cyborgweb.wsgi import application as wsgi
+from tests.support.manage import run_verb
 from tests.support.webserver import serving
 
 LARGE = bytes(range(256)) * 6144
@@ -116,26 +117,27 @@ def test_an_upload_beyond_the_maximum_at_a_time_is_answered_503(
 
 
 @pytest.mark.django_db
-def test_the_image_command_uploads_lists_and_removes_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_image_command_uploads_lists_and_removes_images(tmp_path: Path) -> None:
     file = tmp_path / "shell.bin"
     file.write_bytes(LARGE)
-    call_command("image", "upload", str(file), "--property", "accel:function_id=AFU-1")
-    uuid = capsys.readouterr().out.strip()
-    call_command("image", "list")
-    assert capsys.readouterr().out.split() == [
+    status, out, err = run_verb("image", "upload", str(file), "--property", "accel:function_id=AFU-1", terminal=True)
+    uuid = out.strip()
+    assert status == 0 and "100%" in err
+    assert (store.get_image_directory() / uuid).read_bytes() == LARGE
+    assert Event.objects.get(action="image.added").source == "person"
+    assert run_verb("image", "list")[1].splitlines()[1].split() == [
         *(uuid, "upload", str(len(LARGE)), "shell.bin", "accel:function_id=AFU-1"),
     ]
-    call_command("image", "list", "--json")
-    assert json.loads(capsys.readouterr().out)[0]["uuid"] == uuid
-    call_command("image", "remove", uuid, "--json")
-    assert json.loads(capsys.readouterr().out) == {"removed": uuid}
+    assert json.loads(run_verb("image", "list", "--json")[1])[0]["uuid"] == uuid
+    assert json.loads(run_verb("image", "remove", uuid, "--json")[1]) == {"removed": uuid}
     for words, says in (
-        (["remove", uuid], "Image not found"),
+        (["remove", uuid], "nothing here"),
         (["upload", str(tmp_path / "nothing")], "cannot be read: No such file"),
-        (["upload", str(file), "--property", "x"], "write KEY=VALUE"),
     ):
         with pytest.raises(CommandError, match=says):
-            call_command("image", *words)
+            run_verb("image", *words)
+    status, _, err = run_verb("image", "upload", str(file), "--property", "x")
+    assert status == 2 and "write KEY=VALUE" in err
 
 
 def test_a_function_trait_contains_only_characters_that_placement_allows() -> None:

@@ -374,25 +374,27 @@ def test_an_image_is_downloaded_once_from_the_pinned_server_and_deleted_after_us
             keys = load_or_create_keys(tmp_path, "cmp1.example", "cmp1")
             ref = wire.ImageRef("i", 4, hashlib.sha256(b"bits").hexdigest())
             images = ImageCache(tmp_path / "images", server.gateway(), keys, lambda: 7)
-            async with images.provide_image(ref, lambda _: None) as image:
+            async with images.provide_image(ref, lambda _: None, float("inf")) as image:
                 assert (Path(image.path).read_bytes(), Path(image.path).stat().st_mode & 0o777) == (b"bits", 0o600)
-                async with images.provide_image(ref, lambda _: None):
+                async with images.provide_image(ref, lambda _: None, float("inf")):
                     assert len(server.credentials) == 1, "it is here already"
                 assert Path(image.path).exists()
             assert not Path(image.path).exists()
             assert [one.epoch for one in server.credentials] == [7]
             monkeypatch.setattr("agents.host.execution.images.MIN_RETRY_PAUSE_S", 0.01)
             server.busy_answers = 3
-            async with images.provide_image(ref, lambda _: None) as image:
+            async with images.provide_image(ref, lambda _: None, float("inf")) as image:
                 assert server.busy_answers == 0 and Path(image.path).exists(), "it is asked again until it has time"
             monkeypatch.setattr("agents.host.execution.images.BUSY_RETRY_S", 0.0)
             server.busy_answers = 1
             with pytest.raises(DriverError, match="503"):
-                async with images.provide_image(ref, lambda _: None):
+                async with images.provide_image(ref, lambda _: None, float("inf")):
                     raise AssertionError("never")
             other = replace(server.gateway(), fingerprint="ab" * 32)
             with pytest.raises(DriverError, match="the join token pins"):
-                async with ImageCache(tmp_path / "other", other, keys, lambda: 7).provide_image(ref, lambda _: None):
+                async with ImageCache(tmp_path / "other", other, keys, lambda: 7).provide_image(
+                    ref, lambda _: None, float("inf")
+                ):
                     raise AssertionError("never")
 
     asyncio.run(story())

@@ -14,8 +14,8 @@ from agents import wire
 from agents.host.backoff import ConnectionTiming, PendingAcks
 from agents.host.connection.authority import PlacementAuthority
 from agents.host.execution.placement_writer import DirectPlacementWriter
-from placement_sync import direct
-from placement_sync.direct import ProviderWork
+from placement_sync import agent_writer
+from placement_sync.agent_writer import ProviderWork
 from placement_sync.mapping import DesiredProvider
 from placement_sync.reconcile import ObservedProvider
 from tests.agents.host.execution.executor_host import HOST, ScriptedDriver, make_command, run_host
@@ -152,17 +152,17 @@ def test_write_authority_needs_an_open_connection_and_the_highest_epoch() -> Non
 def test_missing_or_unusable_credentials_are_explained_without_the_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: ServedPlacement
 ) -> None:
-    monkeypatch.setattr(direct, "CLOUD_DIRECTORIES", (tmp_path,))
-    assert direct.lacks({}).startswith("the host has no credentials: give its agent OS_CLOUD")
+    monkeypatch.setattr(agent_writer, "CLOUD_DIRECTORIES", (tmp_path,))
+    assert agent_writer.lacks({}).startswith("the host has no credentials: give its agent OS_CLOUD")
     (tmp_path / "clouds.yaml").write_text("clouds: {}")
-    assert direct.lacks({}) == "the host has a clouds.yaml: set OS_CLOUD to the cloud that the agent is to use"
-    assert direct.lacks({"OS_CLOUD": "one"}) == direct.lacks({"OS_AUTH_URL": "http://k"}) == ""
-    outcome, text = direct.write(HOST, provider_payload(), {"OS_CLOUD": "nowhere"}, lambda: "")
+    assert agent_writer.lacks({}) == "the host has a clouds.yaml: set OS_CLOUD to the cloud that the agent is to use"
+    assert agent_writer.lacks({"OS_CLOUD": "one"}) == agent_writer.lacks({"OS_AUTH_URL": "http://k"}) == ""
+    outcome, text = agent_writer.write(HOST, provider_payload(), {"OS_CLOUD": "nowhere"}, lambda: "")
     assert outcome == "refused" and text.startswith("the host's credentials cannot be used: ")
     wrong = {"OS_AUTH_URL": "http://127.0.0.1:1", "OS_PASSWORD": "s3cret"}
-    assert "s3cret" not in direct.write(HOST, provider_payload(), wrong, lambda: "")[1]
+    assert "s3cret" not in agent_writer.write(HOST, provider_payload(), wrong, lambda: "")[1]
     placement.session.model.providers.clear()
-    outcome, text = direct.write(HOST, provider_payload(), placement.environ, lambda: "")
+    outcome, text = agent_writer.write(HOST, provider_payload(), placement.environ, lambda: "")
     assert (outcome, text) == ("refused", f"waiting for compute provider {HOST}; nothing was written")
 
 

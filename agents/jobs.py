@@ -9,7 +9,7 @@ import msgspec
 from django.db import DataError, IntegrityError, connection, transaction
 
 from accelerators import conductor
-from accelerators.commands import placing
+from accelerators.commands import command_queue
 from accelerators.domain.diff import HostReport
 from accelerators.domain.states import EventSource
 from accelerators.inventory.merge import merge_reports
@@ -35,7 +35,7 @@ DELETE FROM spool s USING batch b WHERE s.id = b.id AND b.before < %s
 RETURNING s.host_id, s.epoch, s.seq, s.payload
 """
 """Remove the oldest reports from the spool and return them, up to a number of reports and of bytes. Rows that another
-process has locked are skipped."""
+process has locked are skipped. Plain SQL, because it locks, measures and deletes in one statement."""
 TAKE_OLDEST = TAKE_BATCH.format(which="")
 TAKE_URGENT = TAKE_BATCH.format(which="WHERE host_id IN (SELECT host_id FROM spool WHERE urgent)")
 """The same for hosts with a report that shows a fault. It takes all their reports: a driver's good answer in an earlier
@@ -81,7 +81,7 @@ def merge_batch() -> bool:
             "the database rejected a batch of reports (hosts: %d); applying it host by host: %s", len(batch), error
         )
         _apply_host_by_host(batch)
-    transaction.on_commit(placing.wake_job_for_answers, robust=True)
+    transaction.on_commit(command_queue.wake_job_for_answers, robust=True)
     return True
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from accelerators.commands.placing import CommandAnswer, CommandProgress
+from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.domain import errors
 from accelerators.runtime import database_outage
 from agents import credentials, enrolment, key_revocation, wire

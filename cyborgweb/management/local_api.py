@@ -1,0 +1,58 @@
+"""The client of `/api/` for commands of `manage.py`: it calls the API's views in its own process, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from io import BytesIO
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlencode
+
+import orjson
+from django.db import close_old_connections
+from django.urls import resolve
+
+from accelerators.domain.caller import Caller
+from cyborgweb.auth.authentication import LocalRequest
+from cyborgweb.cli.connection import ApiClient, decode_response
+
+
+class LocalApiClient(ApiClient):
+    """A client that acts as `caller`; `spellings` has the verbs that are typed otherwise than with `cyborg`."""
+
+    server_name = "manage.py"
+
+    def __init__(self, caller: Caller, spellings: Mapping[str, str]) -> None:
+        self.caller = caller
+        self.spellings = spellings
+
+    def spell_verb(self, verb: str) -> str:
+        """Return the command line of `manage.py` for a verb, if there is one."""
+        return self.spellings.get(verb) or super().spell_verb(verb)
+
+    def send_request(
+        self, method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
+    ) -> dict[str, Any]:
+        """Call the view of the path and return the decoded answer. The API's middleware is not involved."""
+        body = orjson.dumps(json) if data is None else b""
+        environ = {
+            "REQUEST_METHOD": method,
+            "PATH_INFO": f"/api/{path}",
+            "QUERY_STRING": urlencode(params or {}, doseq=True),
+            "CONTENT_TYPE": "application/json" if data is None else "application/octet-stream",
+            "CONTENT_LENGTH": str(len(body if data is None else data)),
+            "HTTP_ACCEPT": "application/json",
+            "wsgi.input": BytesIO(body) if data is None else data,
+            "wsgi.url_scheme": "http",
+        }
+        request = LocalRequest(environ, self.caller)
+        match = resolve(request.path_info)
+        response = match.func(request, *match.args, **match.kwargs)
+        response.render()
+        if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            close_old_connections()  # a broken one, so that whoever waits goes on when PostgreSQL is back
+        answer = SimpleNamespace(
+            status_code=response.status_code, headers=response.headers, json=lambda: orjson.loads(response.content)
+        )
+        return decode_response(answer, self.server_name)

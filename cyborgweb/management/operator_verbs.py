@@ -1,0 +1,141 @@
+"""The verbs of `cyborg` as commands of `manage.py`: without a network and a login, for whoever works at the server.
+
+`VERBS` maps the words of `manage.py` to the verbs. Their defaults differ in what DEFAULTS says.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from accelerators.devices import admission_rules
+from accelerators.management import shell
+from cyborgweb.cli import accelerators, attachments, commands, devices, drivers, images
+from cyborgweb.cli.main import VerbGroup
+from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
+from cyborgweb.cli.output import print_rows
+from cyborgweb.cli.problems import CliError
+from cyborgweb.management.local_api import LocalApiClient
+
+DEFAULTS = {"wait": False, "yes": True, "history": True, "which": "all", "limit": 1_000_000}
+"""Defaults of options that differ from those of `cyborg`: scripts of operators do not expect to wait or to be asked."""
+
+
+@verb_command("admit", "admit --dry-run")
+@click.option("--dry-run", is_flag=True, help="Only print how many devices each rule would change.")
+@pass_cli_context
+def admit_devices(cli_context: CliContext, dry_run: bool) -> None:
+    """Apply the admission rules to devices that are inactive now."""
+    counts = admission_rules.count_matching_devices()
+    if not dry_run:
+        for _ in admission_rules.apply_rules(shell.current_operator()):
+            pass
+    rows = [{"rule": name, "devices": number} for name, number in counts.items()]
+    print_rows(rows, ("rule", "devices"), cli_context.output, "No rule matches a device that is inactive.")
+
+
+VERBS: Mapping[str, Mapping[str, click.Command]] = {
+    "device": {
+        "list": devices.device_list,
+        "show": devices.device_show,
+        "enable": devices.device_ready,
+        "drain": devices.device_drain,
+        "disable": devices.device_maintain,
+        "release": devices.device_release,
+        "quarantine": devices.device_quarantine,
+        "reinstate": devices.device_reinstate,
+        "retire": devices.device_retire,
+        "admit": admit_devices,
+    },
+    "driver": {
+        "list": drivers.driver_list,
+        "install": drivers.install_driver,
+        "update": drivers.update_driver,
+        "uninstall": drivers.uninstall_driver,
+        "rollout": drivers.rollout_show,
+        "cancel": drivers.rollout_cancel,
+    },
+    "command": {
+        **{name.partition("-")[2]: verb for name, verb in commands.ORDER_VERBS.items()},
+        "list": commands.command_list,
+        "show": commands.command_show,
+    },
+    "attachment": {
+        "attach": attachments.attach_instance,
+        "detach": attachments.attachment_detach,
+        "list": attachments.attachment_list,
+        "show": attachments.attachment_show,
+    },
+    "accelerator": {
+        "list": accelerators.accelerator_list,
+        "create": accelerators.accelerator_create,
+        "delete": accelerators.accelerator_delete,
+        "update": accelerators.accelerator_update,
+    },
+    "image": {"upload": images.image_upload, "list": images.image_list, "remove": images.image_remove},
+}
+"""The verbs by the name of the command of `manage.py` and the word after it."""
+SPELLINGS = {"agent-list": "manage.py agents"} | {
+    verb.name or "": f"manage.py {noun} {word}" for noun, verbs in VERBS.items() for word, verb in verbs.items()
+}
+
+
+class VerbsCommand(BaseCommand):
+    """A command of `manage.py` that passes its words to the verbs in `VERBS[noun]`. `help` is shown above them.
+
+    The exit status is 2 for wrong usage and 1 for everything else that does not succeed.
+    """
+
+    noun: str
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Accept any words; click parses them."""
+        parser.add_argument("words", nargs="*")
+
+    def run_from_argv(self, argv: list[str]) -> None:
+        """Run with the words of the command line; argparse must not take any of them for an option of its own."""
+        super().run_from_argv([*argv[:2], "--", *argv[2:]])
+
+    def print_help(self, prog_name: str, subcommand: str) -> None:
+        """Print the help of the verbs, for `manage.py help`."""
+        self.handle(words=["--help"])
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Run a verb. Raises CommandError for a refusal; ends the process if the verb did not succeed."""
+        verbs = VERBS[self.noun]
+        group = VerbGroup(self.noun, commands=dict(verbs), help=self.help)
+        try:
+            group.main(
+                _repeat_layout_option(options["words"]),
+                f"manage.py {self.noun}",
+                standalone_mode=False,
+                obj=CliContext(client=LocalApiClient(shell.current_operator(), SPELLINGS)),
+                default_map=dict.fromkeys(verbs, DEFAULTS),
+                help_option_names=["-h", "--help"],
+                max_content_width=100,
+            )
+        except CliError as error:
+            raise CommandError(error.format_message()) from None
+        except click.Abort:
+            raise CommandError("The command was interrupted.") from None
+        except click.UsageError as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except SystemExit as ended:
+            sys.exit(ended.code and 1)
+
+
+def _repeat_layout_option(words: Iterable[str]) -> list[str]:
+    """Return the words with `--layout vfs=4 mtu=9000` written as `--layout vfs=4 --layout mtu=9000`."""
+    repeated: list[str] = []
+    option = ""
+    for word in words:
+        option = word if word.startswith("-") else option
+        if option == "--layout" and "=" in word and repeated[-1] != "--layout":
+            repeated.append("--layout")
+        repeated.append(word)
+    return repeated
