@@ -1,4 +1,4 @@
-"""A gateway for each test, and one web server for the tests of a file: starting one takes longer than most of them."""
+"""A gateway for each test and one web server for each file, because starting a server takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.support.webserver import serving
 
 
 class GatewaySlot:
-    """Serves whichever gateway is in it."""
+    """An ASGI application that passes every connection to the gateway of the current test."""
 
     gateway: Any = None
     port = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """As `cyborgweb.asgi` does."""
+        """Call the gateway's HTTP or WebSocket application, as `cyborgweb.asgi` does."""
         await (self.gateway.serve_challenge if scope["type"] == "http" else self.gateway)(scope, receive, send)
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[GatewaySlot]:
+def gateway_slot() -> Iterator[GatewaySlot]:
     made = GatewaySlot()
     with serving(made) as made.port:
         yield made

@@ -1,4 +1,4 @@
-"""What people decide about agents: at the command line, in the console, over the API."""
+"""Tests of decisions about agents (admit, rotate, revoke, join) at the command line, in the console, over the API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command_output(*args: str) -> str:
 
 @pytest.fixture
 def agents() -> list[Agent]:
-    """cmp0 is up, cmp1 was never heard, cmp2 was taken for a clone."""
+    """Create three agents: cmp0 is up, cmp1 never connected, cmp2 is barred as a clone."""
     made = [
         Agent.objects.create(host=get_or_create_host(f"cmp{n}"), public_key=f"key {n}", version="0.1", wire="v1")
         for n in "012"

@@ -1,4 +1,4 @@
-"""Who may go on speaking for a host: revocation, clones, new keys. Over real sockets, as an attacker would try it."""
+"""Tests of revocation, clones and key rotation over real WebSockets, as an attacker would try to evade them (X1)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from websockets.sync.client import ClientConnection
 from accelerators.models import Device, Event
 from agents import credentials, enrolment, jobs, key_revocation, wire
 from agents.gateway.asgi_app import AgentGateway
-from agents.host.connection.http import GatewayEndpoint as Door
+from agents.host.connection.http import GatewayEndpoint
 from agents.host.connection.identity import load_or_create_keys
 from agents.host.connection.link import GatewayLink
 from agents.host.journal.journal import open_journal
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @contextlib.contextmanager
 def run_another_gateway(around: Callable[[AgentGateway], Any] | None = None, **options: Any) -> Iterator[int]:
-    """The port of a gateway in a web server of its own."""
+    """Run a gateway in a web server of its own; yield its port."""
     own = GatewaySlot()
     own.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     with serving(around(own.gateway) if around else own, **options) as port:
@@ -48,32 +48,32 @@ def run_another_gateway(around: Callable[[AgentGateway], Any] | None = None, **o
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     monkeypatch.setattr("agents.gateway.sessions.PROBE_TIMEOUT_S", 0.2)
 
 
 @pytest.fixture
-def gateway(house: GatewaySlot) -> Iterator[AgentGateway]:
-    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
-    yield house.gateway
-    house.gateway.stop()
+def gateway(gateway_slot: GatewaySlot) -> Iterator[AgentGateway]:
+    gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    yield gateway_slot.gateway
+    gateway_slot.gateway.stop()
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
-    return WireAgent(house.port, token=make_join_secret())
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    return WireAgent(gateway_slot.port, token=make_join_secret())
 
 
 def receive_message(socket: ClientConnection, kind: type) -> Any:
-    """The next message of this kind."""
+    """Skip other messages until one of this kind arrives; return it."""
     while not isinstance(message := wire.decode_from_gateway(socket.recv(timeout=10)), kind):
         pass
     return message
 
 
 def receive_refusal_code(socket: ClientConnection) -> str:
-    """The code with which the gateway refuses and closes it."""
+    """Return the code of the gateway's refusal, and check that the connection is closed."""
     code: str = receive_message(socket, wire.Refuse).code
     assert is_closed(socket)
     return code
@@ -92,7 +92,8 @@ def sign_new_key(agent: WireAgent, key: Ed25519PrivateKey) -> wire.NewKey:
 def test_X1_revoking_closes_the_connection_and_refuses_the_agent_from_then_on(
     agent: WireAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 1000.0)  # the ring alone is enough
+    # The writer never polls here, so the notification must be enough.
+    monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 1000.0)
     with agent.connect_and_say_hello() as socket:
         ask(socket, make_report(make_card(1)))
         assert key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "stolen from the rack")
@@ -167,7 +168,7 @@ def test_two_live_agents_with_one_key_are_both_refused_until_a_person_admits_the
 def test_an_agent_that_reconnects_after_a_restart_or_reboot_is_not_taken_for_a_clone(
     agent: WireAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host died so fast that its connection still looks open; what was on its way arrives late."""
+    """The old connection still looks open after a sudden end of the agent, and its last messages arrive late."""
     changes: tuple[dict[str, Any], ...] = ({"epoch": 2}, {"epoch": 3, "boot_id": "boot-2"})
     dead = agent.connect_and_say_hello()
     for change in changes:
@@ -182,7 +183,7 @@ def test_an_agent_that_reconnects_after_a_restart_or_reboot_is_not_taken_for_a_c
     monkeypatch.setattr("agents.gateway.sessions.PROBE_TIMEOUT_S", 1000.0)
     with replace(agent, epoch=4).connect_and_say_hello() as last:
         receive_message(dead, wire.Probe)
-        dead.close()  # that is an answer, too
+        dead.close()  # Closing the connection answers the probe as well.
         assert ask(last, wire.Beat(2)) == wire.Ack(2, "Beat")
     assert Agent.objects.get().barred == ""
 
@@ -205,7 +206,7 @@ def test_a_requested_key_rotation_replaces_the_key_and_the_connection_goes_on(
 ) -> None:
     key = Ed25519PrivateKey.generate()
     agent.connect().close()
-    key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")  # while it is away
+    key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")  # The agent is not connected now.
     with agent.connect_and_say_hello() as socket:
         receive_message(socket, wire.Rotate)
         assert ask(socket, sign_new_key(agent, key)) == wire.Ack(0, "NewKey")
@@ -277,37 +278,42 @@ def test_an_agent_over_tls_is_admitted_only_with_a_signature_of_the_pinned_certi
 
 
 def test_the_real_agent_rotates_its_key_and_rejoins_after_revocation_over_tls(tmp_path: Path) -> None:
-    """Pinned certificate, token, rotation, revocation, a new token: with the program that runs on hosts."""
+    """The real link joins with a pinned certificate, rotates its key, is revoked, and joins again with a new token."""
     keys = Keys(state_dir=str(tmp_path / "conductor"))
     pin, pem = tls.read_fingerprint(keys), tmp_path / "conductor" / tls.CERTIFICATE_FILE
     (tmp_path / "host").mkdir()
     with run_another_gateway(lambda made: AgentApplication(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
-        with run_link(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, make_join_secret())):
+        with run_link(tmp_path / "host", GatewayEndpoint(f"https://127.0.0.1:{port}", pin, make_join_secret())):
             before = until(lambda: Agent.objects.exclude(boot_id="").first()).public_key
             key_revocation.request_key_rotation(key_revocation.find_agent("cmp1"), "olga")
             after = until(lambda: Agent.objects.exclude(public_key=before).first()).public_key
             until(lambda: stored_keys(tmp_path / "host") == [after])
             key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")
             until(lambda: Event.objects.filter(action="agent.refused", reason__contains="revoked").exists())
-        with run_link(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, make_join_secret())):
+        with run_link(tmp_path / "host", GatewayEndpoint(f"https://127.0.0.1:{port}", pin, make_join_secret())):
             until(lambda: Agent.objects.filter(barred="").exclude(public_key=after).exists())
             until(lambda: stored_keys(tmp_path / "host") == [Agent.objects.get().public_key])
 
 
 def stored_keys(directory: Path) -> list[str]:
-    """Public keys on the host's disk."""
+    """Return the public keys on the host's disk: the current one and, during a rotation, the next one."""
     ring = load_or_create_keys(directory, "cmp1", "cmp1")
     return [key.public_key for key in (ring.current_identity, ring.next_identity) if key]
 
 
 @contextlib.contextmanager
-def run_link(directory: Path, door: Door) -> Iterator[None]:
-    """The agent's link on a loop of its own, ended at the end."""
+def run_link(directory: Path, endpoint: GatewayEndpoint) -> Iterator[None]:
+    """Run the agent's link in a thread with an event loop of its own; stop it at the end."""
 
     async def run() -> None:
         journal = open_journal(directory, "cmp1")
         link = GatewayLink(
-            journal, load_or_create_keys(directory, "cmp1", "cmp1"), door, wire.Hello("1", "b"), lambda _: None, QUICK
+            journal,
+            load_or_create_keys(directory, "cmp1", "cmp1"),
+            endpoint,
+            wire.Hello("1", "b"),
+            lambda _: None,
+            QUICK,
         )
         work = asyncio.ensure_future(link.run())
         await asyncio.to_thread(over.wait)

@@ -1,4 +1,4 @@
-"""Plans done on a ModelMachine as the agent does them, without waiting: for tests of what drivers plan."""
+"""Carry out plans on a ModelMachine like the agent, but without waiting, for tests of what drivers plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ROUNDS = 4
 
 
 class PlanRunner:
-    """One driver on one host; `first` holds what was there before our first write, `told` what was done."""
+    """One driver on one host. `first_values` has the contents before the first write, `done_steps` what was done."""
 
     def __init__(self, host: ModelMachine, driver: Driver, **settings: object) -> None:
         self.host, self.driver, self.settings = host, driver, Settings(settings)
@@ -22,13 +22,13 @@ class PlanRunner:
         self.done_steps: list[str] = []
 
     def plan(self, act: Act, ask: Ask) -> Plan:
-        """What is left to do."""
+        """Return the driver's plan, after checking that it writes only to the paths that the driver declares."""
         plan: Plan = getattr(self.driver, act)(self.host.machine, self.settings, ask)
         assert not stray(plan, self.driver.writes)
         return plan
 
     def run_act(self, act: Act, ask: Ask) -> int:
-        """Plan and do until nothing is left; how often that took. A failure takes back what was done and is raised."""
+        """Carry out plans until no step is left; return their number. If a step fails, undo the plan and raise."""
         for count in range(MAX_ROUNDS):
             plan = self.plan(act, ask)
             if not plan.steps:
@@ -60,7 +60,7 @@ class PlanRunner:
                 self.host.write(write.path, write.value)
 
     def _keep_first_value(self, path: str) -> None:
-        with contextlib.suppress(DriverError):  # files such as `unbind` are only for writing
+        with contextlib.suppress(DriverError):  # Files such as `unbind` cannot be read.
             if text := self.host.machine.text(path):
                 self.first_values.setdefault(path, text)
 

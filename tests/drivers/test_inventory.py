@@ -1,4 +1,4 @@
-"""What drivers say is checked where it is made, whoever makes it."""
+"""Tests of the checks of attach handles, when a driver creates one and when a message is decoded."""
 
 from __future__ import annotations
 

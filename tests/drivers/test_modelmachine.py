@@ -1,4 +1,4 @@
-"""The model machine itself: every refusal that the kernel is known to make, and what it does without a word."""
+"""Tests of the ModelMachine itself: each refusal that the kernel is known to make, and what it silently ignores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which paths a plan may write, and how a machine is read where only a real one has the files."""
+"""Tests of the paths that a plan may write, and of how an open device node is detected."""
 
 from __future__ import annotations
 

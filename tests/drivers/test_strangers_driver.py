@@ -1,6 +1,7 @@
-"""A stranger follows docs/writing-a-driver.md: its files become a package elsewhere, its commands are run as printed.
+"""Test that the instructions of docs/writing-a-driver.md work: its files become a package and its commands are run.
 
-The virtual environment is a throw-away one on top of ours; drivers' processes find the package by its entry point.
+The package is installed into a temporary virtual environment on top of ours. Driver processes find it by its entry
+point.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from tests.support.environment import without_settings
 ROOT = Path(__file__).resolve().parents[2]
 FENCED_BLOCK = re.compile(r"^```\w+ (?P<name>\S+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = {one["name"]: one["text"] for one in FENCED_BLOCK.finditer((ROOT / "docs/writing-a-driver.md").read_text())}
-"""What the document gives a file's name, in the line of the fence."""
+"""The blocks of the document that have a file name in the line of the fence, by that name."""
 DEVICE = "pci:0000:00:0b.0"
 
 
 class DocumentedDriver:
-    """A folder with the document's files, and an environment of their own."""
+    """A folder with the document's files, and a virtual environment of its own."""
 
     def __init__(self, root: Path) -> None:
         self.folder, self.bin = root / "npu", root / "venv/bin"
@@ -47,7 +48,7 @@ class DocumentedDriver:
         program.chmod(0o755)
 
     def run(self, script: str) -> str:
-        """What one of the document's scripts prints, as a shell in that environment runs it."""
+        """Run one of the document's scripts in a shell in that environment; return what it prints."""
         more = {
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "PIP_NO_INDEX": "1",
@@ -79,7 +80,7 @@ def test_the_documented_settings_of_the_generic_driver_are_valid() -> None:
 
 @pytest.mark.system
 def test_the_documented_driver_can_be_installed_tested_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One story, since installing takes seconds: its own tests, by hand, the agent's listing, the runner."""
+    """One test for its own tests, a run by hand, `--once` and the runner, because installing takes seconds."""
     stranger = DocumentedDriver(tmp_path)
     assert " passed" in stranger.run("install.sh")
     if reason := kernel.why_level_1_is_missing():
@@ -95,7 +96,7 @@ def test_the_documented_driver_can_be_installed_tested_and_run(tmp_path: Path, m
 
 
 async def check_with_runner(stranger: DocumentedDriver) -> None:
-    """As the agent has it: confined, over the pipe."""
+    """Run the driver as the agent does, confined and over the pipe, and check its answers."""
     process = DriverProcess(
         "npu", "cmp1", {}, command=[f"{stranger.bin}/python", "-I", "-m", "drivers.isolation.driver_main", "npu"]
     )

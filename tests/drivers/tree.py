@@ -1,4 +1,4 @@
-"""A host made of files: the parts of /sys and /proc that drivers read. Used by the tests of this folder."""
+"""A host made of files: the parts of /sys and /proc that drivers read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROUTES = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
 
 
 class FakeHost:
-    """Builds the tree below a directory; `machine` looks at it."""
+    """Builds the files below a directory; `machine` reads them."""
 
     def __init__(self, root: Path) -> None:
         self.sys, self.proc = root / "sys", root / "proc"
@@ -21,20 +21,20 @@ class FakeHost:
 
     @staticmethod
     def file(path: Path, text: str | bytes) -> None:
-        """A file with its folders."""
+        """Write a file and make its folders."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
     @staticmethod
     def link(path: Path, target: Path) -> None:
-        """A relative link, as sysfs has them."""
+        """Make a relative link, as sysfs has them."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(os.path.relpath(target, path.parent))
 
     def pci(
         self, address: str, vendor: str, device: str, pci_class: str, *, bus: str = "pci0000:00", **more: str
     ) -> Path:
-        """A function; `more` are further attributes. Returns its directory."""
+        """Add a PCI function; `more` are additional attributes. Return its directory."""
         path = self.sys / "devices" / bus / address
         for name, value in {"vendor": vendor, "device": device, "class": pci_class, **more}.items():
             self.file(path / name, f"{value}\n")
@@ -42,7 +42,7 @@ class FakeHost:
         return path
 
     def block(self, name: str, number: str, below: Path, *, slaves: tuple[str, ...] = ()) -> Path:
-        """A block device below its hardware; `slaves` are what it is built of."""
+        """Add a block device below its hardware; `slaves` are the devices that it is built of. Return its directory."""
         path = below / name
         path.mkdir(parents=True)
         self.link(self.sys / "class/block" / name, path)
@@ -54,7 +54,7 @@ class FakeHost:
         return path
 
     def net(self, name: str, below: Path | None = None, *, lower: tuple[str, ...] = ()) -> Path:
-        """An interface, virtual when it has no hardware below it."""
+        """Add a network interface, which is virtual if no hardware is given. Return its directory."""
         path = (below / "net" if below else self.sys / "devices/virtual/net") / name
         path.mkdir(parents=True)
         self.link(self.sys / "class/net" / name, path)
@@ -63,16 +63,16 @@ class FakeHost:
         return path
 
     def mount(self, number: str, place: str, source: str) -> None:
-        """A line of mountinfo."""
+        """Add a line to mountinfo."""
         with (self.proc / "self/mountinfo").open("a") as file:
             file.write(f"30 1 {number} / {place} rw,relatime shared:1 - ext4 {source} rw\n")
 
     def default_route(self, interface: str) -> None:
-        """IPv4."""
+        """Write an IPv4 default route."""
         self.file(self.proc / "net/route", f"{ROUTES}{interface} 00000000 0102000A 0003 0 0 0 00000000 0 0 0\n")
 
     def default_route6(self, interface: str) -> None:
-        """IPv6, with the kernel's own reject route beside it."""
+        """Write an IPv6 default route, and the reject route that the kernel adds."""
         nothing, gateway = "0" * 32, "fe80" + "0" * 27 + "1"
         rows = (
             f"{nothing} 00 {nothing} 00 {gateway} 00000400 00000002 00000000 00000003 {interface}",

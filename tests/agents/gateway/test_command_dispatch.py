@@ -1,4 +1,4 @@
-"""A command's way to its agent and back, over the real socket: told, told again, settled, acknowledged."""
+"""Tests of commands between gateway and agent over a real WebSocket: sending, resending, settling and acknowledging."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ ADMIN_CALLER = Caller("olga", "u", frozenset({"admin"}), "p1")
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
     monkeypatch.setattr(command_dispatch, "RESEND_S", 0.3)
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
-    house.gateway = gateway
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    gateway_slot.gateway = gateway
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
-    return WireAgent(house.port, token=join.secret)
+    return WireAgent(gateway_slot.port, token=join.secret)
 
 
 def make_report(*devices: object, seq: int = 1) -> wire.Report:
@@ -182,12 +182,12 @@ def test_no_command_is_lost_when_notifications_are_lost(agent: WireAgent, monkey
 
 
 def test_X1_a_host_can_neither_receive_nor_answer_commands_of_another_host(
-    agent: WireAgent, house: GatewaySlot
+    agent: WireAgent, gateway_slot: GatewaySlot
 ) -> None:
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp2", address="http://x", hours=1, created_by="t")
     )
-    other = WireAgent(house.port, host="cmp2", node="cmp2", token=join.secret)
+    other = WireAgent(gateway_slot.port, host="cmp2", node="cmp2", token=join.secret)
     with agent.connect_and_say_hello(OPS) as socket, other.connect_and_say_hello(OPS) as stranger:
         command = command_queue.order_host_command("logs", Host.objects.get(name="cmp1").uuid, ADMIN_CALLER)
         heard = take_command(socket)

@@ -1,4 +1,4 @@
-"""A driver changed over HTTP, told to its agent over the real socket; and a worker killed amid a rollout."""
+"""Tests of driver changes ordered over HTTP and sent to a simulated agent, and of a rollout whose worker is killed."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
-    house.gateway = gateway
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    gateway_slot.gateway = gateway
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
-    return WireAgent(house.port, token=join.secret)
+    return WireAgent(gateway_slot.port, token=join.secret)
 
 
 class ApiOperator:
-    """With an operator's token."""
+    """Client of /api with the token of an operator."""
 
     def __init__(self) -> None:
         user = User.objects.create_user("rita")
@@ -118,7 +118,7 @@ def test_a_rollout_fails_with_an_agent_that_does_not_support_configure(agent: Wi
 
 
 class KilledError(BaseException):
-    """As by SIGKILL: nothing that the worker has not committed was done."""
+    """Stands for SIGKILL: the running transaction is rolled back, and no error handling of the product catches it."""
 
 
 def test_L2_a_rollout_sends_one_command_to_each_host_when_the_worker_is_killed_anywhere() -> None:
@@ -134,7 +134,7 @@ def test_L2_a_rollout_sends_one_command_to_each_host_when_the_worker_is_killed_a
     for statement in range(1, 500):
         left = statement
 
-        def deadly(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        def kill_at_statement(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
             nonlocal left
             left -= 1
             if not left:
@@ -142,7 +142,7 @@ def test_L2_a_rollout_sends_one_command_to_each_host_when_the_worker_is_killed_a
             return execute(sql, params, many, context)
 
         try:
-            with connection.execute_wrapper(deadly):
+            with connection.execute_wrapper(kill_at_statement):
                 driver_rollouts.run()
         except KilledError:
             kills += 1

@@ -1,4 +1,4 @@
-"""What the log says while PostgreSQL is away and agents go on connecting."""
+"""Test what the gateway logs while PostgreSQL is down and agents keep connecting."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
-    house.gateway = gateway
-    return WireAgent(house.port, token=make_join_secret())
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    gateway_slot.gateway = gateway
+    return WireAgent(gateway_slot.port, token=make_join_secret())
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def database_outage_block() -> Iterator[None]:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
-    """Return the log lines so far that hold a text. This process has logged no outage yet."""
+    """Return a function that finds the log lines so far by a text that they contain. The outage log starts empty."""
     fresh = database_outage.OutageLog()
     monkeypatch.setattr(database_outage, "log_outage", fresh.log_outage)
     monkeypatch.setattr(database_outage, "log_recovery", fresh.log_recovery)

@@ -1,4 +1,4 @@
-"""An agent's socket, seen from the host: who is let in, what is acknowledged when, what is refused and remembered."""
+"""Tests of the gateway's agent socket: admission, acknowledgement of reports, refusals and their events."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def port(gateway: AgentGateway, house: GatewaySlot) -> int:
-    house.gateway = gateway
-    return house.port
+def port(gateway: AgentGateway, gateway_slot: GatewaySlot) -> int:
+    gateway_slot.gateway = gateway
+    return gateway_slot.port
 
 
 def make_join_secret(host: str = "cmp1") -> str:
@@ -60,7 +60,7 @@ def test_P1_an_unchanged_report_costs_no_statement(
     jobs.merge()
     with agent.connect() as socket:
         assert agent.welcome and agent.welcome.applied_hash == make_report(make_card(1)).hash
-        monkeypatch.setattr(gateway._writer, "put", None)  # the only road to the database
+        monkeypatch.setattr(gateway._writer, "put", None)  # The gateway reaches the database only through this queue.
         assert ask(socket, make_report(make_card(1), seq=2)) == wire.Ack(2, "Report")
     assert Spooled.objects.count() == 0
 
@@ -116,7 +116,8 @@ def test_L1_a_silent_host_becomes_stale_and_live_again_at_its_next_heartbeat(age
         long_ago = datetime.now(UTC) - timedelta(seconds=31)
 
         def silent() -> bool:
-            Lease.objects.update(seen_at=long_ago)  # repeated: the heartbeat of the Report is written later
+            # Repeated, because the lease renewal by the Report may be written later.
+            Lease.objects.update(seen_at=long_ago)
             mark_stale_hosts()
             return Host.objects.get().stale_since is not None
 
@@ -127,7 +128,7 @@ def test_L1_a_silent_host_becomes_stale_and_live_again_at_its_next_heartbeat(age
         mark_stale_hosts()
     assert Host.objects.get().stale_since is None
     told = Event.objects.filter(subject_type="host", action__in=["host.stale", "host.live"]).order_by("id")
-    # The heartbeat of the Report may have made the host live once more in between, so there may be several pairs.
+    # The lease renewal by the Report may have made the host live once more in between, so there may be several pairs.
     assert [event.action for event in told] == ["host.stale", "host.live"] * (len(told) // 2)
     (was_live, stale), back = (event.changes["stale_since"] for event in list(told)[-2:])
     assert was_live is None and stale
@@ -199,7 +200,7 @@ def test_X1_an_agent_without_valid_key_token_and_fresh_challenge_is_refused(
     assert WireAgent(port, host="cmp3", token=late).connect_refused() == (403, "token-expired")
     moved = WireAgent(port, host="cmp7", key=agent.key)
     assert moved.connect_refused() == (403, "not-enrolled")
-    # Decoders take more than one text for the same bytes: a barred key must not come back under another name.
+    # A base64 decoder accepts several texts for the same bytes: a barred key must not be accepted in another spelling.
     renamed = agent.credential(agent.challenge(), public_key=agent.public_key[:-1] + "\n=")
     assert agent.connect_refused(renamed) == (401, "signature")
     monkeypatch.setattr("agents.enrolment.CHALLENGE_LIFETIME_S", -1.0)
@@ -241,5 +242,6 @@ def test_agents_get_503_while_the_database_is_away(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agents.gateway.asgi_app.ADMISSION_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(gateway._writer, "put", lambda job: None)  # what waiting for PostgreSQL looks like from here
+    # Jobs for the writer are never answered, as when PostgreSQL does not respond.
+    monkeypatch.setattr(gateway._writer, "put", lambda job: None)
     assert agent.connect_refused() == (503, "database")

@@ -1,4 +1,4 @@
-"""Who means harm to a gateway, or is broken in a way nobody thought of, harms himself alone."""
+"""Tests that the gateway limits what one hostile or broken agent can cost: other hosts are served meanwhile (X5)."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def gateway() -> Iterator[AgentGateway]:
 
 
 @pytest.fixture
-def port(gateway: AgentGateway, house: GatewaySlot) -> int:
-    house.gateway = gateway
-    return house.port
+def port(gateway: AgentGateway, gateway_slot: GatewaySlot) -> int:
+    gateway_slot.gateway = gateway
+    return gateway_slot.port
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def agent(port: int) -> WireAgent:
 
 
 def check_another_host_is_served(agent: WireAgent) -> None:
-    """Another host is let in, and what it reports is stored."""
+    """Check that another host can connect and that its report is acknowledged."""
     other = WireAgent(agent.port, host="cmp2", node="cmp2", token=make_join_secret("cmp2"))
     with other.connect_and_say_hello() as socket:
         assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
@@ -109,9 +109,10 @@ def test_an_epoch_far_in_the_future_is_refused(agent: WireAgent, gateway: AgentG
         assert isinstance(refusal, wire.Refuse) and refusal.code == "epoch"
     agent.epoch = 2**53
     assert agent.connect_refused() == (403, "epoch")
-    agent.epoch = int(time.time()) + enrolment.MAX_EPOCH_LEAP // 2  # a clock that was wrong by a hundred years
+    # The host's clock is wrong, but by less than the leap that is allowed.
+    agent.epoch = int(time.time()) + enrolment.MAX_EPOCH_LEAP // 2
     agent.connect().close()
-    until(lambda: Lease.objects.filter(epoch=agent.epoch).exists())  # there is no lease before the first flush
+    until(lambda: Lease.objects.filter(epoch=agent.epoch).exists())  # The lease row is created by the first flush.
     assert not Spooled.objects.exists()
 
 
@@ -130,7 +131,8 @@ def test_samples_of_a_second_connection_do_not_replace_those_of_the_active_one(
         (before,) = gateway.sample_cache.iterate_samples([host])
         second.send(said.replace("1.0", "2.0"))
         assert ask(first, wire.Beat(1)) == wire.Ack(1, "Beat")
-        second.send(wire.encode_message(wire.Beat(1)))  # the same process: it takes over
+        # Unlike samples, a Beat lets this connection of the same agent process replace the first one.
+        second.send(wire.encode_message(wire.Beat(1)))
         assert wire.decode_from_gateway(second.recv(timeout=10)) == wire.Ack(1, "Beat")
         assert [one[2] for one in gateway.sample_cache.iterate_samples([host])] in ([], [before[2]])
 
@@ -168,7 +170,7 @@ def test_the_writer_goes_on_after_an_unexpected_exception(
             503,
             "database",
         )
-    until(lambda: "a defect" in caplog.text)  # it is logged after those who wait were answered
+    until(lambda: "a defect" in caplog.text)  # The error is logged after the waiting jobs were answered.
     check_another_host_is_served(agent)
 
 
@@ -179,7 +181,9 @@ def test_the_writer_queue_stays_short_during_a_database_outage(
     other = WireAgent(agent.port, host="cmp2", node="cmp2", token=make_join_secret("cmp2"))
     with agent.connect_and_say_hello() as socket:
         assert ask(socket, make_report(make_card(1))) == wire.Ack(1, "Report")
-        monkeypatch.setattr("agents.gateway.asgi_app.ADMISSION_TIMEOUT_S", 0.1)  # from here on nobody is let in
+        monkeypatch.setattr(
+            "agents.gateway.asgi_app.ADMISSION_TIMEOUT_S", 0.1
+        )  # From here on every admission times out.
         writer, served = gateway._writer, gateway._writer._process_batch
 
         def away(_: Any) -> None:
@@ -196,7 +200,7 @@ def test_the_writer_queue_stays_short_during_a_database_outage(
         def held() -> list[Any]:
             return [*writer._other_jobs, *writer._urgent_reports, *writer._normal_reports]
 
-        # The admission of an agent that was sent away is dropped before the writer's next try, at most 2 s later.
+        # The writer drops the admission of a refused agent before its next try, which comes after at most 2 s.
         until(lambda: all(isinstance(job, CommandJob) for job in held()))
         assert len(held()) <= 6
         writer._process_batch = served  # type: ignore[method-assign]

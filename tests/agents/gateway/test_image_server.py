@@ -1,4 +1,4 @@
-"""The images that agents fetch: only by a signed challenge, only what an open command of theirs names."""
+"""Tests of image downloads by agents: a signed challenge is required, and an open command must name the image."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The largest message that a gateway takes, with the product's own limit and web server, and what a larger one leaves.
+"""Tests of the size limit for agent messages, with the product's own limit and web server.
 
-The web server closes the connection before the message reaches the gateway, so the agent is sent no `Refuse`. The
+The web server closes the connection before a larger message reaches the gateway, so the agent is sent no `Refuse`. The
 gateway counts and records the refusal all the same.
 """
 
@@ -29,13 +29,13 @@ MAX_MESSAGE_BYTES = Keys().max_message_bytes
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
-    house.gateway = gateway
-    return WireAgent(house.port, token=make_join_secret())
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    gateway_slot.gateway = gateway
+    return WireAgent(gateway_slot.port, token=make_join_secret())
 
 
 def make_beat(seq: int, size: int, filler: str = "x") -> str:
-    """Return a Beat of this many bytes: the rest is in a field that nobody knows."""
+    """Return a Beat message of `size` bytes, padded with a field that the gateway does not know."""
     beat = '{"type":"Beat","seq":%d,"more":"%s"}'
     room = size - len(beat % (seq, ""))
     assert room % len(filler.encode()) == 0
@@ -72,9 +72,8 @@ def test_a_message_of_the_maximum_size_is_accepted_and_a_larger_one_counted_and_
         with agent.connect() as socket:
             socket.send(large)
             assert read_close_code(socket) == CloseCode.MESSAGE_TOO_BIG
-        event = wait_for_refusal(
-            "too-large"
-        )  # before the next message: of those within a moment the last one is recorded
+        # Wait before the next message: of several refusals within a short time only the last one is recorded.
+        event = wait_for_refusal("too-large")
     assert "larger than 1048576 bytes" in event.reason
     assert f"frame with {MAX_MESSAGE_BYTES + 1} bytes" in event.reason and "CYBORG_MAX_MESSAGE_BYTES" in event.reason
     until(lambda: metrics.refusals_by_code["too-large"] == before + 2)
@@ -86,7 +85,7 @@ def test_a_message_of_the_maximum_size_is_accepted_and_a_larger_one_counted_and_
 def test_a_too_large_message_is_recorded_although_an_acknowledgement_could_not_be_sent(
     agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It comes while the report before it is being stored: the connection is closed when that is acknowledged."""
+    """The large message arrives while a report is being stored: its acknowledgement finds a closed connection."""
     closed, serve = threading.Event(), gateway._writer._process_batch
 
     def serve_when_closed(batch: list[object]) -> None:

@@ -1,5 +1,8 @@
-"""Attributes that an operator gives to a deployable, from end to end: the v2 API, the agent's reports through the
-gateway and the spool, the merge job, the intent, and the job that writes providers to Placement."""
+"""Tests from end to end of attributes that an operator gives to a deployable.
+
+They use the v2 API, an agent's reports through the gateway and the spool, the merge job, the intent, and the job that
+writes providers to Placement.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ def placement() -> Iterator[PlacementModelSession]:
 
 
 @pytest.fixture
-def agent(gateway: AgentGateway, house: GatewaySlot) -> WireAgent:
-    house.gateway = gateway
-    return WireAgent(house.port, token=make_join_secret())
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    gateway_slot.gateway = gateway
+    return WireAgent(gateway_slot.port, token=make_join_secret())
 
 
 def report_and_merge(socket: ClientConnection, seq: int) -> None:
@@ -73,7 +76,7 @@ def traits_in_placement() -> set[str]:
 def test_an_operators_attribute_survives_reports_and_reaches_placement(
     agent: WireAgent, client: Client, placement: PlacementModelSession
 ) -> None:
-    # A new connection for each report, as the gateway tells each agent at its Welcome what was applied.
+    # A new connection for each report, because the gateway tells an agent only in its Welcome which report was applied.
     with agent.connect() as socket:
         report_and_merge(socket, 1)
     lifecycle.enable_device(Device.objects.get().uuid, ADMIN)

@@ -1,4 +1,4 @@
-"""Agents that can write to Placement are told who the writer is, over the real socket, at once."""
+"""Test that agents that can write to Placement are sent each new writer epoch at once, over a real WebSocket."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def agent(house: GatewaySlot) -> Iterator[WireAgent]:
-    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+def agent(gateway_slot: GatewaySlot) -> Iterator[WireAgent]:
+    gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
-    yield WireAgent(house.port, token=join.secret)
-    house.gateway.stop()
+    yield WireAgent(gateway_slot.port, token=join.secret)
+    gateway_slot.gateway.stop()
 
 
 def connect_with_writes(agent: WireAgent, writes: str | None = "") -> ClientConnection:

@@ -1,4 +1,4 @@
-"""What overtakes what in the gateway's writer: its turns are taken by hand."""
+"""Tests of the order in which the gateway's writer processes jobs. The tests process its batches one by one."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ R0, R1 = "0" * 40, "1" * 40
 
 @dataclass
 class WriterByHand:
-    """The writer of a gateway, and an event loop that runs when somebody looks."""
+    """The writer of a gateway without its thread, and an event loop that runs only after each batch."""
 
     gateway: AgentGateway
     loop: asyncio.AbstractEventLoop
 
     def enqueue(self, job: WriterJob) -> asyncio.Future[Any]:
-        """As the event loop does."""
+        """Put a job into the writer's queue, as the event loop does; return its future."""
         self.gateway._writer._jobs.put(job)
         return job.future
 
     def enqueue_report(self, host: Host, seq: int, content: str, *, urgent: bool = False) -> asyncio.Future[Any]:
-        """One that waits to be stored."""
+        """Put a report into the writer's queue; return its future."""
         return self.enqueue(SpoolJob(self.loop.create_future(), host.id, (1, seq), content, "{}", urgent))
 
     def admit_and_get_applied_hash(self, agent: WireAgent) -> str:
-        """What the agent of a host that connects now is told to be applied."""
+        """Admit the agent in the next batch; return the hash that its Welcome would name as applied."""
         credential = credentials.parse_authorization(agent.credential("nonce"))
         future = self.enqueue(AdmitJob(self.loop.create_future(), credential))
         self.process_batch()
         return str(future.result().applied_hash)
 
     def process_batch(self) -> None:
-        """One batch."""
+        """Process the next batch of the queue, then run the event loop once so that the futures have their results."""
         self.gateway._writer._process_next_batch()
         self.loop.call_soon(self.loop.stop)
         self.loop.run_forever()
 
 
 @pytest.fixture
-def turns() -> Iterator[WriterByHand]:
+def writer() -> Iterator[WriterByHand]:
     loop = asyncio.new_event_loop()
     made = WriterByHand(AgentGateway(Keys(flush_max_rows=1, flush_interval_ms=0.0)), loop)
     made.gateway._writer._loop = loop
@@ -74,30 +74,30 @@ def agent() -> WireAgent:
 
 @pytest.mark.parametrize("urgent", [False, True])
 def test_an_admission_names_no_applied_hash_while_a_report_of_the_host_waits(
-    turns: WriterByHand, agent: WireAgent, urgent: bool
+    writer: WriterByHand, agent: WireAgent, urgent: bool
 ) -> None:
     host, other = Host.objects.get(), get_or_create_host("cmp2")
-    assert turns.admit_and_get_applied_hash(agent) == R0
-    turns.enqueue_report(other, 1, R1)
-    before = turns.enqueue_report(host, 1, R1)
-    assert turns.admit_and_get_applied_hash(agent) == "", "it waits behind the other's"
-    after = turns.enqueue_report(host, 2, R0, urgent=urgent)
+    assert writer.admit_and_get_applied_hash(agent) == R0
+    writer.enqueue_report(other, 1, R1)
+    before = writer.enqueue_report(host, 1, R1)
+    assert writer.admit_and_get_applied_hash(agent) == "", "it waits behind the other's"
+    after = writer.enqueue_report(host, 2, R0, urgent=urgent)
     for _ in range(2):
-        turns.process_batch()
+        writer.process_batch()
     assert (before.result(), after.result()) == (True, True), "both are stored, and seq says which is the later"
-    assert turns.admit_and_get_applied_hash(agent) == ""
+    assert writer.admit_and_get_applied_hash(agent) == ""
     Spooled.objects.all().delete()
-    assert turns.enqueue_report(host, 3, R0) and turns.admit_and_get_applied_hash(agent) == "", "of this batch"
-    assert turns.admit_and_get_applied_hash(agent) == R0
+    assert writer.enqueue_report(host, 3, R0) and writer.admit_and_get_applied_hash(agent) == "", "of this batch"
+    assert writer.admit_and_get_applied_hash(agent) == R0
     assert not Spooled.objects.exists(), "alone it is what is applied"
 
 
-def test_a_report_whose_connection_has_ended_is_not_stored(turns: WriterByHand, agent: WireAgent) -> None:
+def test_a_report_whose_connection_has_ended_is_not_stored(writer: WriterByHand, agent: WireAgent) -> None:
     host, other = Host.objects.get(), get_or_create_host("cmp2")
-    turns.enqueue_report(other, 1, R1)
-    gone = turns.enqueue_report(host, 1, R1)
-    turns.process_batch()
+    writer.enqueue_report(other, 1, R1)
+    gone = writer.enqueue_report(host, 1, R1)
+    writer.process_batch()
     gone.cancel()
-    turns.process_batch()
+    writer.process_batch()
     assert list(Spooled.objects.values_list("host", flat=True)) == [other.id]
-    assert turns.admit_and_get_applied_hash(agent) == R0
+    assert writer.admit_and_get_applied_hash(agent) == R0

@@ -1,4 +1,4 @@
-"""Samples at the gateway and from any process: known, asked for, shed, forgotten, and never stored."""
+"""Tests of samples at the gateway and in other processes: caching, watching, dropping, expiry. They are not stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from websockets.sync.client import ClientConnection
 from accelerators.models import Event, Host
 from agents import credentials, enrolment, telemetry, wire
 from agents.gateway import metrics, sample_cache, sample_rpc
-from agents.gateway.asgi_app import AgentGateway as Served
+from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.sample_rpc import HostSamples, SampleEndpoint, SampleRequest
 from agents.models import Gateway, Lease
 from agents.telemetry import HostLoad, LoadSnapshot
@@ -34,17 +34,17 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def gateway(house: GatewaySlot) -> Iterator[Served]:
-    made = Served(Keys(lease_flush_s=0.05))
-    door = SampleEndpoint(made.sample_cache)
+def gateway(gateway_slot: GatewaySlot) -> Iterator[AgentGateway]:
+    made = AgentGateway(Keys(lease_flush_s=0.05))
+    endpoint = SampleEndpoint(made.sample_cache)
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
         await made(scope, receive, send)
 
     async def challenge(scope: Any, receive: Any, send: Any) -> None:
-        await (door if scope["path"] == sample_rpc.PATH else made.serve_challenge)(scope, receive, send)
+        await (endpoint if scope["path"] == sample_rpc.PATH else made.serve_challenge)(scope, receive, send)
 
-    house.gateway = served
+    gateway_slot.gateway = served
     served.serve_challenge = challenge  # type: ignore[attr-defined]
     telemetry.forget_gateways()
     yield made
@@ -58,8 +58,8 @@ def make_agent(port: int, host: str = "cmp1") -> WireAgent:
 
 
 @pytest.fixture
-def agent(gateway: Served, house: GatewaySlot) -> WireAgent:
-    return make_agent(house.port)
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    return make_agent(gateway_slot.port)
 
 
 def encode_samples(busy: float, key: str = "pci:0") -> str:
@@ -67,12 +67,12 @@ def encode_samples(busy: float, key: str = "pci:0") -> str:
 
 
 def load_by_host(loads: LoadSnapshot) -> dict[int, float]:
-    """Host → how busy its device is."""
+    """Return the utilization of the device `pci:0` of each host, by host id."""
     return {host: one.devices["pci:0"]["utilization_percent"] for host, one in loads.hosts.items()}
 
 
 def send_until_known(socket: ClientConnection, host: int, busy: float) -> HostLoad:
-    """Say it until it is known: a loop that is late sheds samples."""
+    """Send the sample until the gateway knows it, because a busy event loop drops samples; return the host's load."""
 
     def said() -> HostLoad | None:
         socket.send(encode_samples(busy))
@@ -83,14 +83,14 @@ def send_until_known(socket: ClientConnection, host: int, busy: float) -> HostLo
 
 
 def receive_watch(socket: ClientConnection) -> Watch:
-    """The next wish that arrives."""
+    """Skip other messages until the gateway sends a Watch; return it."""
     while not isinstance(message := wire.decode_from_gateway(socket.recv(timeout=10)), Watch):
         pass
     return message
 
 
-def wait_for_hello(gateway: Served) -> int:
-    """The id of the host, once its Hello is heard and it can be asked."""
+def wait_for_hello(gateway: AgentGateway) -> int:
+    """Wait until the gateway has received the agent's Hello and registered its sample cache; return the host's id."""
     until(
         lambda: (
             any(one.has_sent_hello for one in gateway.sessions.by_host.values())
@@ -102,7 +102,7 @@ def wait_for_hello(gateway: Served) -> int:
 
 @contextmanager
 def answer_watches(socket: ClientConnection, busy: float) -> Iterator[None]:
-    """An agent that says how busy it is whenever it is asked."""
+    """Play an agent that answers each Watch with a sample of this utilization."""
 
     def work() -> None:
         while not over.wait(0.01):
@@ -118,21 +118,21 @@ def answer_watches(socket: ClientConnection, busy: float) -> Iterator[None]:
     thread.join(10)
 
 
-def simulate_another_process(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on this process knows the gateway by its row alone."""
+def simulate_another_process(gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process ask the gateway over HTTP, as a process does that knows it only from its database row."""
     monkeypatch.delitem(sample_cache.local_caches, gateway.sample_cache.name)
     telemetry.forget_gateways()
 
 
 def test_the_last_samples_of_a_host_are_known_in_every_process_and_not_stored(
-    agent: WireAgent, gateway: Served, house: GatewaySlot, monkeypatch: pytest.MonkeyPatch
+    agent: WireAgent, gateway: AgentGateway, gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway.set_public_url(f"http://127.0.0.1:{house.port}")
+    gateway.set_public_url(f"http://127.0.0.1:{gateway_slot.port}")
     with agent.connect_and_say_hello() as socket:
         ask(socket, wire.Beat(1))
         until(lambda: Gateway.objects.filter(name=gateway.sample_cache.name).exists())
         host, lease = Host.objects.get().id, Lease.objects.get().seen_at
-        monkeypatch.setattr(gateway._writer, "put", None)  # the only road to the database
+        monkeypatch.setattr(gateway._writer, "put", None)  # The gateway reaches the database only through this queue.
         near = send_until_known(socket, host, 40.0)
         assert near.devices == {"pci:0": {"utilization_percent": 40.0, "power_watts": 40.0}}
         with CaptureQueriesContext(connection) as statements:
@@ -151,7 +151,7 @@ def test_the_last_samples_of_a_host_are_known_in_every_process_and_not_stored(
 
 
 def test_an_agent_is_sent_the_fastest_watch_once_and_a_slower_one_when_it_ends(
-    agent: WireAgent, gateway: Served
+    agent: WireAgent, gateway: AgentGateway
 ) -> None:
     with agent.connect_and_say_hello() as socket:
         host = wait_for_hello(gateway)
@@ -161,16 +161,17 @@ def test_an_agent_is_sent_the_fastest_watch_once_and_a_slower_one_when_it_ends(
         telemetry.request_periodic_loads({host}, 1, 1.5)
         assert receive_watch(socket).every_s == 1
         for _ in range(5):
-            telemetry.request_periodic_loads({host}, 10, 100)  # told nothing: the faster wish serves it
+            # The agent is sent nothing: its faster watch serves this one as well.
+            telemetry.request_periodic_loads({host}, 10, 100)
         again = receive_watch(socket)
         assert again.every_s == 10 and 50 < again.for_s <= 100
 
 
 @pytest.mark.parametrize("far", [False, True])
 def test_a_census_returns_new_answers_only_and_ends_at_its_time_limit(
-    agent: WireAgent, gateway: Served, house: GatewaySlot, monkeypatch: pytest.MonkeyPatch, far: bool
+    agent: WireAgent, gateway: AgentGateway, gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
-    gateway.set_public_url(f"http://127.0.0.1:{house.port}")
+    gateway.set_public_url(f"http://127.0.0.1:{gateway_slot.port}")
     with agent.connect_and_say_hello() as socket:
         host = wait_for_hello(gateway)
         send_until_known(socket, host, 10.0)
@@ -192,7 +193,9 @@ def test_a_census_returns_new_answers_only_and_ends_at_its_time_limit(
         assert telemetry.get_last_loads({host}).silent == ()
 
 
-def test_X5_excessive_samples_are_dropped_and_recorded_and_heartbeats_go_on(agent: WireAgent, gateway: Served) -> None:
+def test_X5_excessive_samples_are_dropped_and_recorded_and_heartbeats_go_on(
+    agent: WireAgent, gateway: AgentGateway
+) -> None:
     before = dict(metrics.event_counts)
     with agent.connect_and_say_hello() as socket:
         for _ in range(100):
@@ -221,7 +224,7 @@ def test_X5_excessive_samples_are_dropped_and_recorded_and_heartbeats_go_on(agen
 
 
 def test_samples_are_dropped_and_reports_accepted_while_much_is_pending(
-    agent: WireAgent, gateway: Served, monkeypatch: pytest.MonkeyPatch
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = dict(metrics.event_counts)
     monkeypatch.setattr(gateway, "_pending_bytes", gateway.settings.pending_report_bytes // 8 + 1)
@@ -236,10 +239,10 @@ def test_samples_are_dropped_and_reports_accepted_while_much_is_pending(
 
 
 def test_a_gateway_answers_only_requests_signed_with_the_secret_key(
-    gateway: Served, house: GatewaySlot, agent: WireAgent
+    gateway: AgentGateway, gateway_slot: GatewaySlot, agent: WireAgent
 ) -> None:
     def post(body: bytes, signed: str = "", method: str = "POST") -> int:
-        link = http.client.HTTPConnection("127.0.0.1", house.port, timeout=10)
+        link = http.client.HTTPConnection("127.0.0.1", gateway_slot.port, timeout=10)
         link.request(method, sample_rpc.PATH, body, {sample_rpc.SIGNATURE_HEADER: signed} if signed else {})
         status, said = (answer := link.getresponse()).status, json.loads(answer.read())
         link.close()
@@ -260,7 +263,7 @@ def test_a_gateway_answers_only_requests_signed_with_the_secret_key(
     assert post(b"{}", sign(b"{}"), "GET") == 403
     assert post(b"{}", sign(b"{}")) == 200
     assert (
-        sample_rpc.fetch_samples(f"http://127.0.0.1:{house.port}", SampleRequest(), 5).gateway
+        sample_rpc.fetch_samples(f"http://127.0.0.1:{gateway_slot.port}", SampleRequest(), 5).gateway
         == gateway.sample_cache.name
     )
 

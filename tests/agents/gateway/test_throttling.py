@@ -1,4 +1,4 @@
-"""A storm at the door: who is let in, who is told when to come back, what goes first."""
+"""Tests of throttling at the gateway: limits on handshakes and connections, retry times, jitter, urgent reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.wireagent import WireAgent, ask
 
 
 class FakeClock:
-    """Moves when it is told to."""
+    """A clock that shows the same time until a test changes `now`."""
 
     now = 1000.0
 
@@ -76,7 +76,8 @@ def test_one_address_gets_at_most_half_of_the_places_by_challenges_alone() -> No
 def test_the_admission_rate_follows_the_number_of_completed_handshakes() -> None:
     admission, clock = make_admission(limit=1)
     before = admission.rate
-    for _ in range(12):  # the database has stopped: nobody gets in, and all are told to stay away longer and longer
+    # The database has stopped: no handshake completes, so the rate falls and the waiting times grow.
+    for _ in range(12):
         assert not admission.in_progress
         admission.schedule_return()
         clock.now += 1.1
@@ -105,7 +106,7 @@ def test_reports_get_jitter_only_while_disk_or_merge_fall_behind() -> None:
     for _ in range(4500):
         spread.count_report()
     assert spread.choose_jitter() == 0.0, "they have reported"
-    many = 10**9  # reports are numbered for ever
+    many = 10**9  # Ids of reports only grow, so they can be large.
     spread.update_merge_time(many + 1, many + 50_000)
     clock.now += 1.0
     spread.update_merge_time(many + 101, many + 50_000)
@@ -113,7 +114,7 @@ def test_reports_get_jitter_only_while_disk_or_merge_fall_behind() -> None:
     clock.now += 1.0
     spread.update_merge_time(many + 20_101, many + 50_000)
     swift = spread.choose_jitter()
-    for _ in range(20):  # hosts with faults go first: the oldest stays
+    for _ in range(20):  # Urgent reports are merged first, so the oldest waiting report stays the same.
         clock.now += 1.0
         spread.update_merge_time(many + 20_101, many + 50_000)
     assert spread.choose_jitter() == swift < MAX_JITTER_S
@@ -131,40 +132,40 @@ def test_a_slow_disk_is_detected_only_by_batches_of_at_least_ten_reports() -> No
 
 
 @pytest.fixture
-def gateway(house: GatewaySlot) -> Iterator[AgentGateway]:
-    made = house.gateway = AgentGateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
+def gateway(gateway_slot: GatewaySlot) -> Iterator[AgentGateway]:
+    made = gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
     yield made
     made.stop()
 
 
 @pytest.mark.django_db(transaction=True)
 def test_a_challenge_above_the_limit_gets_503_with_retry_after_and_no_database_work(
-    house: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+    gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = WireAgent(house.port, token=make_join_secret())
+    agent = WireAgent(gateway_slot.port, token=make_join_secret())
     spare = agent.credential(agent.challenge())
     with monkeypatch.context() as nothing, gateway.throttle.count_handshake():
-        nothing.setattr(gateway._writer, "put", None)  # the only road to the database
+        nothing.setattr(gateway._writer, "put", None)  # The gateway reaches the database only through this queue.
         nothing.setattr("agents.enrolment.verify_credential", None)
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"http://127.0.0.1:{house.port}{wire.CHALLENGE_PATH}")
+            urllib.request.urlopen(f"http://127.0.0.1:{gateway_slot.port}{wire.CHALLENGE_PATH}")
         body = json.loads(refused.value.read())
         assert (refused.value.code, body["code"]) == (503, "busy") and "try again after" in body["error"]
         assert 1 <= int(refused.value.headers["Retry-After"]) <= MAX_RETRY_AFTER_S + 1
         with pytest.raises(InvalidStatus) as closed:
             agent.connect(spare)
         assert closed.value.response.status_code == 503 and "retry-after" in closed.value.response.headers
-    agent.connect(spare).close()  # refused at the door it is not used up
+    agent.connect(spare).close()  # The refusal did not use up the challenge.
     until(lambda: Event.objects.filter(action="agent.refused", host="(many)").exists())
 
 
 @pytest.mark.django_db(transaction=True)
 def test_a_connection_above_the_limit_is_refused_with_the_name_of_the_setting(
-    house: GatewaySlot, gateway: AgentGateway
+    gateway_slot: GatewaySlot, gateway: AgentGateway
 ) -> None:
     first, second = (
-        WireAgent(house.port, token=make_join_secret()),
-        WireAgent(house.port, host="cmp2", token=make_join_secret("cmp2")),
+        WireAgent(gateway_slot.port, token=make_join_secret()),
+        WireAgent(gateway_slot.port, host="cmp2", token=make_join_secret("cmp2")),
     )
     with first.connect():
         with second.connect():
@@ -187,11 +188,11 @@ def test_a_report_with_a_failed_device_or_driver_is_urgent() -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_all_waiting_reports_of_a_host_with_faults_are_merged_first(
-    house: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+    gateway_slot: GatewaySlot, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway.throttle.max_handshakes = gateway.throttle.max_connections = 10
-    calm = WireAgent(house.port, host="calm", token=make_join_secret("calm"))
-    ill = WireAgent(house.port, host="ill", token=make_join_secret("ill"))
+    calm = WireAgent(gateway_slot.port, host="calm", token=make_join_secret("calm"))
+    ill = WireAgent(gateway_slot.port, host="ill", token=make_join_secret("ill"))
     with calm.connect() as one, ill.connect() as two:
         ask(one, make_report(make_card(1)))
         ask(two, make_report(make_card(1), make_card(2)))

@@ -1,4 +1,4 @@
-"""These tests are about a program without Django: what the suite does around the database is not for them."""
+"""Fixtures for the tests of the agent, which runs without Django and without a database."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _single_writer() -> None:
-    """Stands in for the suite's guard of the database, which this room cannot reach."""
+    """Replace the fixture of the whole suite that guards database writes: tests in this folder have no database."""

@@ -1,4 +1,4 @@
-"""A gateway small enough to see through: real sockets, the real messages, no database. A seam for the agent's tests."""
+"""A fake gateway for the tests of the agent: real WebSockets and real messages, but no database."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ QUICK = ConnectionTiming(
 
 
 async def wait_until(condition: Callable[[], object], seconds: float = 15.0) -> None:
-    """Wait for a condition, with a deadline."""
+    """Wait until the condition is true. Raise TimeoutError after `seconds` times PATIENCE."""
     async with asyncio.timeout(PATIENCE * seconds):
         while not condition():
             await asyncio.sleep(0.005)
 
 
 def driver_report(driver: str = "fake_driver", keys: Iterable[str] = ("a",), **more: str) -> DriverReport:
-    """An answer with these devices."""
+    """Return a driver's answer with one device for each key."""
     devices = tuple(Device(key=key, type="FPGA", vendor="0xABCD", model=more.get("model", "m")) for key in keys)
     return DriverReport(driver=driver, devices=devices, error=more.get("error", ""))
 
 
 @dataclass
 class FakeGateway:
-    """Accepts whoever proves a key. `refuse` holds answers (status, JSON text, headers), one per upgrade request."""
+    """Accepts every agent that proves its key. `refusals` has (status, JSON text, headers) for the next upgrades."""
 
     applied_hash: str = ""
     epoch: int = 0
@@ -74,13 +74,13 @@ class FakeGateway:
     samples: list[wire.Samples] = field(default_factory=list)
     images: dict[str, bytes] = field(default_factory=dict)
     busy_answers: int = 0
-    """So many challenges are refused with 503."""
+    """The number of challenges that will be refused with 503."""
     reports: list[wire.Report] = field(default_factory=list)
     beats: list[wire.Beat] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     sockets: list[ServerConnection] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
-    """What failed in sessions. `open` raises the first one at its end: websockets itself only logs it."""
+    """Errors of sessions. `open` raises the first one at its end, because websockets only logs them."""
     address: str = ""
     listen_address: str = "127.0.0.1"
     port: int = 0
@@ -106,7 +106,7 @@ class FakeGateway:
             raise self.errors[0]
 
     def gateway(self, secret: str = "") -> GatewayEndpoint:
-        """As a join token names it."""
+        """Return the gateway's endpoint, as an agent reads it from its join token."""
         return GatewayEndpoint(self.address, self.fingerprint, secret)
 
     def _request(self, connection: ServerConnection, request: Request) -> Response | None:
@@ -146,7 +146,7 @@ class FakeGateway:
         self.credentials.append(credential)
 
     async def send_to_agent(self, *commands: wire.Command | wire.Watch) -> None:
-        """Send commands, or a wish, to the agent that is connected."""
+        """Send commands or watches to the agent that connected last."""
         for command in commands:
             await self.sockets[-1].send(wire.encode_message(command))
 
@@ -213,7 +213,7 @@ class FakeGateway:
             self._store_message(message)
 
     def _store_message(self, message: wire.Message | wire.UnknownMessage) -> None:
-        """What is not answered."""
+        """Store a message that needs no answer."""
         if isinstance(message, wire.Hello):
             self.hellos.append(message)
         elif isinstance(message, wire.Alive):

@@ -1,4 +1,4 @@
-"""When to try again, and when to stop waiting."""
+"""Tests of back-off and of the deadlines for acknowledgements."""
 
 from __future__ import annotations
 

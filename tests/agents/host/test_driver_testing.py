@@ -1,4 +1,4 @@
-"""What authors of drivers test with: the agent around a folder, with its fence and its undoing."""
+"""Tests of `Rehearsal`, with which authors of drivers run plans in a folder, including preflight checks and undo."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ CARD_PATH = f"/sys/bus/pci/devices/{CARD}"
 
 
 class PaintingDriver(Driver):
-    """Writes `red` into the files that its settings name; each may be taken back."""
+    """Its reset writes `red` into the files that its settings name; the undo of each step writes `blue`."""
 
     name: ClassVar[str] = "painter"
     writes: ClassVar[tuple[str, ...]] = ("/sys/bus/pci/devices/*/*",)
     acts: ClassVar[tuple[Act, ...]] = ("reset",)
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
-        """The card."""
+        """Return the only card."""
         return Findings((Device("card", "GPU", "v", str(settings.get("model", "m")), address=CARD),))
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """As the settings say."""
+        """Plan one step for each path of the settings."""
         paths = [str(path) for path in settings["paths"]]  # type: ignore[attr-defined]
         return Plan(tuple(Step(f"paint {path}", Write(path, "red"), undo=(Write(path, "blue"),)) for path in paths))
 

@@ -1,4 +1,4 @@
-"""The program itself, as an operator starts it: in a process of its own, with real drivers."""
+"""Tests of the agent as an operator starts it: in a process of its own, with real drivers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def join_token(server: FakeGateway) -> str:
 
 
 def collect_log_lines(process: asyncio.subprocess.Process) -> list[str]:
-    """The log so far, filled as it is written."""
+    """Return a list that a background task fills with the lines of the agent's log."""
     lines: list[str] = []
 
     async def read() -> None:
@@ -95,7 +95,7 @@ def resident_megabytes(pid: int) -> float:
 
 
 def count_wakeups(pid: int) -> int:
-    """How often its threads had nothing to do and were woken again."""
+    """Return how often the threads of a process gave up the CPU to wait."""
     texts = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status"))
     return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in texts)
 

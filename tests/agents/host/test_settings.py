@@ -1,4 +1,4 @@
-"""The agent's keys: what is unusable costs one sentence."""
+"""Tests of the agent's settings: defaults, unusable values, join tokens, host names and the tables of drivers."""
 
 from __future__ import annotations
 

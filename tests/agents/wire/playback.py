@@ -1,9 +1,9 @@
-"""Recordings of earlier releases and of this one, and the rule by which a message counts as the recorded one.
+"""Read recordings of this and earlier releases, and decide whether a message has the same meaning as the recorded one.
 
-What differs from run to run was replaced by a placeholder when it was recorded
-(`record_transcripts.replace_volatile_values`), and is replaced in what is compared with it. Sentences for people may
-change from release to release; everything else may only grow: a peer that knows the recorded release must find each
-field and each member of a list that it knows.
+Values that differ from run to run were replaced by placeholders when they were recorded
+(`record_transcripts.replace_volatile_values`), and are replaced in each answer before it is compared. Sentences for
+people may change from release to release; everything else may only grow: a peer that knows the recorded release must
+find each field and each member of a list that it knows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def encode(message: Line) -> str:
 
 
 def has_meaning(recorded: Any, answer: Any, name: str = "") -> bool:
-    """Whether a peer that expects the `recorded` value finds the same meaning in `answer`."""
+    """Return whether a peer that expects the `recorded` value finds the same meaning in `answer`."""
     if name in FREE_TEXT and isinstance(recorded, str):
         return isinstance(answer, str) and bool(answer) == bool(recorded)
     if isinstance(recorded, dict):
@@ -47,15 +47,15 @@ def has_meaning(recorded: Any, answer: Any, name: str = "") -> bool:
 
 
 def answers_same_place(recorded: Line, answer: Line) -> bool:
-    """Whether `answer` is the message that stands where `recorded` stood, whatever else is in it."""
+    """Return whether `answer` has the type and the identifying fields of `recorded`; other fields are not compared."""
     exact = ("type", "of", "op", "code", "number", "numbers", "percent")
     return all(answer.get(name) == recorded[name] for name in exact if name in recorded)
 
 
 def take_answer(recorded: Line, inbox: list[Line]) -> Line | None:
-    """Take the message that answers `recorded` out of the inbox and return it; None when it has not come yet.
+    """Remove the message that answers `recorded` from the inbox and return it, or None if it has not arrived yet.
 
-    Fails when it has come and means something else.
+    Raise AssertionError if it has arrived with another meaning.
     """
     found = next((one for one in inbox if answers_same_place(recorded, one)), None)
     if found is None:

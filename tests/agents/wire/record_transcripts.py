@@ -1,17 +1,17 @@
-"""Record what the real gateway and the real agent say to each other.
+"""Record the messages between the real gateway and the real agent.
 
 Use `python -m tests.agents.wire.record_transcripts STORY`.
 
 It starts a PostgreSQL of its own, the gateway behind the product's WebSocket settings, and `agents.host.main` as a
-process with the fake driver; then a story follows. In `operators_day` the agent joins and reports, a device is
-installed, programmed with an image, reset and looked at, a handle is attached and detached, samples are watched, the
-agent is probed, its key is changed, and it is barred. Every frame of both directions is written to
-`transcripts/release_<version>_wire_<version>/<story>.jsonl`. What differs from run to run (uuids, times, hashes, keys,
-nonces) is replaced by a word of the same kind, so that a new recording differs where the protocol does. The first line
-has the JSON schema of all messages.
+process with the fake driver; then it plays a story. In `operators_day` the agent joins and reports, a device is
+installed, programmed with an image, reset and asked for its health, a handle is attached and detached, samples are
+watched, the agent is probed, its key is changed, and it is revoked. Every frame of both directions is written to
+`transcripts/release_<version>_wire_<version>/<story>.jsonl`. Values that differ from run to run (uuids, times, hashes,
+keys, nonces) are replaced by placeholders of the same type, so that a new recording differs only where the protocol
+does. The first line has the JSON schema of all messages.
 
-When to run it: once for each release, and again with `--overwrite` after a wanted change of the protocol before that
-release is out. `test_transcripts_recorded.py` fails until then. A recording of an earlier release is never made again.
+Run it once for each release, and again with `--overwrite` after an intended change of the protocol before that release
+is out; `test_transcripts_recorded.py` fails until then. A recording of an earlier release is never made again.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def recording_path(story: str) -> Path:
 
 
 def message_schemas() -> dict[str, Any]:
-    """The JSON schema of every message of both directions, as this release has them."""
+    """Return the JSON schema of every message of both directions in this release."""
     from agents import wire
 
     def anything(_: object) -> dict[str, Any]:
-        """The schema of a value that the wire does not look into."""
+        """Return the schema of a value that the wire does not look into."""
         return {"description": "anything"}
 
     return {
@@ -81,7 +81,7 @@ def message_schemas() -> dict[str, Any]:
 
 
 def replace_volatile_values(value: Any, name: str = "") -> Any:
-    """A message with the volatile replaced: by field name, else uuids and hashes wherever they are in a text."""
+    """Return a message with placeholders for the fields in PLACEHOLDERS, and for uuids, epochs and hashes in texts."""
     if name in PLACEHOLDERS and value:
         return PLACEHOLDERS[name]
     if isinstance(value, dict):
@@ -114,7 +114,7 @@ class Recorder:
         assert asked.result(20), "the agent did not answer the probe"
 
     def keep_frame(self, side: str, text: str) -> None:
-        """Keep a frame."""
+        """Append a frame to the recording; `side` is its sender."""
         self.lines.append({"from": side, "message": json.loads(text)})
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -138,7 +138,7 @@ class Recorder:
         await self.gateway(scope, heard, said)
 
     def wait_for_messages(self, kind: str, count: int = 1) -> None:
-        """Until so many messages of this kind have been seen."""
+        """Wait until `count` messages of this kind have been recorded."""
         from tests.support.webserver import until
 
         until(lambda: sum(line["message"]["type"] == kind for line in self.lines) >= count)
@@ -199,7 +199,7 @@ def record_story(directory: Path, story: Callable[[Recorder], None]) -> list[Lin
 
 
 def operators_day(recorder: Recorder) -> None:
-    """Every type of message, in order; each step waits until the agent has answered."""
+    """Play a story in which every type of message is sent; each step waits until the agent has answered."""
     from accelerators.commands import command_queue
     from accelerators.devices import lifecycle
     from accelerators.domain.caller import Caller
@@ -214,7 +214,7 @@ def operators_day(recorder: Recorder) -> None:
     nova = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 
     def work() -> bool:
-        """Run the jobs; whether no command is open."""
+        """Run the jobs; return whether all commands have ended."""
         jobs.merge()
         download.run()
         while command_results.end_answered_commands():
@@ -263,7 +263,10 @@ def operators_day(recorder: Recorder) -> None:
 
 
 def drop_repeated_messages(lines: list[Line]) -> list[Line]:
-    """Without what comes more or less often from run to run: later heartbeats, progress and samples."""
+    """Return the lines with only the first of those whose number differs from run to run.
+
+    These are heartbeats, their acknowledgements, watches and samples, and the progress of each command.
+    """
     seen: set[tuple[Any, ...]] = set()
     kept = []
     for line in lines:
@@ -282,8 +285,8 @@ def drop_repeated_messages(lines: list[Line]) -> list[Line]:
 
 
 STORIES = {"operators_day": operators_day}
-"""What is recorded, and by which name. A recorded story must not change any more, as the recording is played with it:
-what a later release has in addition is a story of its own."""
+"""The stories that can be recorded, by name. Do not change a recorded story, because its recording is played with it:
+add a new story for the messages of a later release."""
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Promise C2: what another release says is understood, and it is told nothing it cannot read. Replayed for ever.
+"""Tests of promise C2: messages of another release are understood, and it is sent nothing that it cannot read.
 
 `transcripts/before_commands.jsonl` was recorded between that release's own agent and gateway.
-`transcripts/invented_future_release.jsonl` was not recorded: there is no such release yet. It holds today's messages
-with more fields, and types of messages that nobody knows, as a release of the future may send them. Each line is a
-message of either end; the first says what the release can read. One test plays the agent to our gateway, the other
-the gateway to our agent. What this release says is recorded elsewhere: `test_transcripts_played.py`.
+`transcripts/invented_future_release.jsonl` was not recorded: there is no such release yet. It has today's messages with
+additional fields, and unknown types of messages, as a future release may send them. Each line is a message of either
+end; the first line says which types the release can read. One test plays the agent to our gateway, the other plays the
+gateway to our agent. `test_transcripts_played.py` plays the recordings of this release.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ every_release = pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: pa
 
 
 def read_transcript(path: Path) -> tuple[dict[str, Any], list[Line]]:
-    """What the release is, and what was said."""
+    """Return the first line of a transcript, which describes the release, and the lines of messages."""
     head, *lines = [json.loads(text) for text in path.read_text().splitlines()]
     return head, lines
 
 
 def can_read(recorded: Line, message: Line) -> bool:
-    """Whether who knew `recorded` can read `said`: every field is there still, with a value of its kind."""
+    """Return whether a peer that knows `recorded` can read `message`: no field is missing or has another type."""
     return all(
         name in message and type(message[name]) is type(value) for name, value in recorded.items() if value is not None
     )
 
 
 @pytest.fixture
-def gateway(house: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+def gateway(gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
-    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
-    yield house.gateway
-    house.gateway.stop()
+    gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    yield gateway_slot.gateway
+    gateway_slot.gateway.stop()
 
 
 def connect_as_release(head: dict[str, Any], gateway: AgentGateway, port: int) -> ClientConnection:
-    """As that release's agent does, with the very credential that it has signed."""
+    """Connect as that release's agent does, with the credential that it signed, if one was recorded."""
     if not head["authorization"]:
         caller = WireAgent(port, epoch=1_795_260_445)
         Agent.objects.create(host=get_or_create_host(), public_key=caller.public_key)
@@ -73,16 +73,15 @@ def connect_as_release(head: dict[str, Any], gateway: AgentGateway, port: int) -
     else:
         header = head["authorization"]
         credential = credentials.parse_authorization(header)
-        gateway.challenges._expiry_by_nonce[credential.nonce] = (
-            time.monotonic() + 60
-        )  # the challenge that it answered then
+        # The gateway must know the challenge that was answered when this credential was recorded.
+        gateway.challenges._expiry_by_nonce[credential.nonce] = time.monotonic() + 60
         Agent.objects.create(host=get_or_create_host(), public_key=credential.public_key)
     where = f"ws://127.0.0.1:{port}{wire.AGENT_PATH}"
     return connect(where, additional_headers={"Authorization": header}, subprotocols=head["speaks"], compression=None)
 
 
 def wait_for_message_like(socket: ClientConnection, head: dict[str, Any], wanted: Line, inbox: list[Line]) -> None:
-    """Wait for a message like the `wanted` one; what else comes is put into `inbox`. The release reads all of it."""
+    """Wait for a message like `wanted` and drop it. Keep others in `inbox`; fail if the release cannot read them."""
     known = {name: value for name, value in wanted.items() if name in wire_fields(wanted["type"])}
     exact = {"type", "seq", "of", "code"} & known.keys()
     while not (found := [said for said in inbox if all(said.get(name) == known[name] for name in exact)]):
@@ -94,21 +93,21 @@ def wait_for_message_like(socket: ClientConnection, head: dict[str, Any], wanted
 
 
 def wire_fields(name: str) -> set[str]:
-    """The fields that we know of a message."""
+    """Return the names of the fields that this release knows of a message."""
     return {"type", *getattr(wire, name).__struct_fields__}
 
 
 @pytest.mark.django_db(transaction=True)
 @every_release
 def test_C2_our_gateway_works_with_the_agent_of_another_release(
-    path: Path, gateway: AgentGateway, house: GatewaySlot
+    path: Path, gateway: AgentGateway, gateway_slot: GatewaySlot
 ) -> None:
     head, lines = read_transcript(path)
     apply_report(get_or_create_host(), make_driver_report(make_card(1, acts="reset"), driver="pci_driver"))
     with conductor.writing():
         (command,) = command_queue.place_commands([CommandOrder("reset", Device.objects.get().uuid)])
     takes_commands, inbox = "Command" in head["agent_reads"], list[Line]()
-    with connect_as_release(head, gateway, house.port) as socket:
+    with connect_as_release(head, gateway, gateway_slot.port) as socket:
         for line in lines:
             message = line["message"]
             if line["from"] == "agent":
@@ -142,7 +141,7 @@ def test_C2_our_gateway_works_with_the_agent_of_another_release(
 
 @dataclass
 class ReplayedGateway(FakeGateway):
-    """A gateway that says what was recorded, line by line, to the first agent that comes."""
+    """A gateway that sends the recorded messages, line by line, to the first agent that connects."""
 
     head: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
@@ -165,7 +164,7 @@ class ReplayedGateway(FakeGateway):
 
     @property
     def expected(self) -> set[str]:
-        """What an agent without drivers says of itself."""
+        """Types of recorded messages that our agent sends as well: it has no drivers and carries out no commands."""
         return {"Hello", "Report", "Beat", "Alive", "NewKey"}
 
     async def _hear(self, socket: ServerConnection, wanted: Line) -> Line:
@@ -181,7 +180,7 @@ class ReplayedGateway(FakeGateway):
 
 @dataclass
 class CommandRecorder:
-    """Notes the commands that come."""
+    """Stores the commands that the link hands over."""
 
     taken: list[wire.Command] = field(default_factory=list)
     progress: dict[int, wire.Progress] = field(default_factory=dict)

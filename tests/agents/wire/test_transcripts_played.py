@@ -1,8 +1,8 @@
-"""Promise C2: recordings of this release and of earlier ones, played back to either end of today's product.
+"""Tests of promise C2: recordings of this release and of earlier ones are played back to both ends of today's product.
 
 One test plays the recorded agent to our gateway, with a real PostgreSQL and the same operator's day as was recorded.
 The other plays the recorded gateway to our agent, which has real drivers. Answers must have the recorded meaning
-(`playback`). Whoever plays replaces what no recording can hold: numbers and ids of commands, hashes, keys, nonces.
+(`playback`). The player replaces values that are new in each run: numbers and ids of commands, hashes, keys, nonces.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class RecordedAgent:
         self.lines, self.caller = lines, caller
         self.inbox: list[Line] = []
         self.numbers: dict[int, int] = {}
-        """The recorded number of a command → its number now."""
+        """Maps the recorded number of a command to its number in this run."""
         self.hashes: dict[int, str] = {}
-        """The number of a report → the hash of its content."""
+        """Maps the number of a report to the hash of its content."""
         self.nonce = ""
 
     def play(self) -> None:
-        """Play from the connection to the refusal at its end."""
+        """Play all lines, from the connection to the refusal at the end."""
         with self.caller.connect() as socket:
             welcome = msgspec.to_builtins(self.caller.welcome)
             self.inbox.append(welcome)
@@ -92,7 +92,7 @@ class RecordedAgent:
         return message
 
     def _expect(self, recorded: Line, socket: ClientConnection) -> None:
-        """Receive until the answer has come that stands here in the recording."""
+        """Receive messages until the one that answers `recorded` has arrived."""
         wanted, kind = dict(recorded), recorded["type"]
         if kind == "Command":
             del wanted["number"]
@@ -108,7 +108,7 @@ class RecordedAgent:
 
 
 @pytest.fixture
-def gateway(house: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+def gateway(gateway_slot: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
     monkeypatch.setattr("agents.gateway.writer.CHANGES_POLL_S", 0.05)
     made = AgentGateway(Keys(lease_flush_s=0.05, beat_s=0.2))
     yield made
@@ -118,13 +118,15 @@ def gateway(house: GatewaySlot, monkeypatch: pytest.MonkeyPatch) -> Iterator[Age
 @pytest.mark.django_db(transaction=True)
 @every_recording
 def test_C2_the_agent_of_a_recorded_release_works_with_our_gateway(
-    path: Path, gateway: AgentGateway, house: GatewaySlot
+    path: Path, gateway: AgentGateway, gateway_slot: GatewaySlot
 ) -> None:
-    house.gateway = recorder = Recorder(gateway)
+    gateway_slot.gateway = recorder = Recorder(gateway)
     token = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
-    agent = RecordedAgent(read_recording(path), WireAgent(house.port, token=token.secret, epoch=PLACEHOLDERS["epoch"]))
+    agent = RecordedAgent(
+        read_recording(path), WireAgent(gateway_slot.port, token=token.secret, epoch=PLACEHOLDERS["epoch"])
+    )
     with ThreadPoolExecutor(1) as thread:
         played = thread.submit(agent.play)
         try:
@@ -163,7 +165,7 @@ class RecordedGateway(FakeGateway):
         """Send the recorded message with the values of this run."""
         message = dict(recorded)
         if message["type"] == "Ack" and message["of"] == "Beat":
-            return  # answered when it came
+            return  # `_expect` acknowledges each heartbeat when it arrives.
         if message["type"] == "Ack" and message["of"] == "Report":
             message["seq"] = self.last_report
         if message["type"] == "Command":
@@ -174,7 +176,7 @@ class RecordedGateway(FakeGateway):
         await socket.send(encode(message))
 
     async def _expect(self, recorded: Line, socket: ServerConnection) -> None:
-        """Receive until the message has come that stands here in the recording."""
+        """Receive messages until the one that matches `recorded` has arrived."""
         async with asyncio.timeout(30):
             while take_answer(recorded, self.inbox) is None:
                 message = json.loads(await socket.recv())

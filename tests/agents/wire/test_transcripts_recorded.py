@@ -1,4 +1,4 @@
-"""The protocol of today is the recorded one; `tests.agents.wire.record_transcripts` says how that is recorded anew."""
+"""Tests that today's protocol equals the recorded one; see `tests.agents.wire.record_transcripts` to record it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ PROTOCOL_CHANGED = "the protocol has changed: if that is wanted, see docs/testin
 
 
 def read_recording_with_head() -> tuple[dict[str, Any], list[Line]]:
-    """What was recorded: of which release, and what was said."""
+    """Return the first line of this release's recording, which describes the release, and the lines of messages."""
     head, *lines = [json.loads(text) for text in recording_path("operators_day").read_text().splitlines()]
     return head, lines
 
 
 def recorded_messages(kind: str) -> list[dict[str, Any]]:
-    """The recorded messages of a type, in their order."""
+    """Return the recorded messages of a type, in their order."""
     return [line["message"] for line in read_recording_with_head()[1] if line["message"]["type"] == kind]
 
 
 def without_documentation(schema: Any) -> Any:
-    """Return the schema without what does not travel: the documentation of its classes."""
+    """Return the schema without the documentation of its classes, which is not part of the protocol."""
     if isinstance(schema, dict):
         return {key: without_documentation(value) for key, value in schema.items() if key not in DOCUMENTATION}
     return [without_documentation(value) for value in schema] if isinstance(schema, list) else schema
@@ -54,7 +54,7 @@ def test_every_type_of_message_was_recorded() -> None:
 
 
 def list_stages(number: int) -> list[int]:
-    """At which places of the recording a command was sent, taken, answered and acknowledged."""
+    """Return the positions in the recording at which a command was sent, taken, answered and acknowledged."""
     messages = [line["message"] for line in read_recording_with_head()[1]]
 
     def place(kind: str, **wanted: Any) -> int:

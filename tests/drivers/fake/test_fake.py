@@ -1,4 +1,4 @@
-"""The fake driver: upstream's device to the byte, and a script that an operator changes while it runs."""
+"""Tests of the fake driver: the device that upstream reports, and the control file that an operator changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fake driver plans, done to its files as the agent does it; and what its script makes go wrong."""
+"""Tests of the fake driver's plans, carried out on its files, and of the failures that its control file can order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONSUMER, OTHER_CONSUMER = "b1d5c1f0-6a33-4a43-8d2c-7c1a54a0a001", "b1d5c1f0-6a3
 
 
 class FakeDriverBench:
-    """One machine with the driver's directory, a script, and hands."""
+    """A host in a directory with the fake driver, its control file, and a simple executor of its plans."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.control = root, root / "fake.json"
@@ -32,32 +32,32 @@ class FakeDriverBench:
         self.write_control_file()
 
     def boot(self, boot_id: str) -> None:
-        """The machine starts anew."""
+        """Give the host a new boot id, as after a reboot."""
         file = self.root / BOOT_ID.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{boot_id}\n")
 
     def write_control_file(self, **keys: Any) -> None:
-        """Replace it."""
+        """Replace the control file."""
         self.control.write_text(json.dumps(keys))
 
     @property
     def settings(self) -> dict[str, object]:
-        """Those of the driver."""
+        """Return the settings of the driver."""
         return {"control_file": str(self.control)}
 
     def discover_device(self) -> Device:
-        """Device 0 as it is reported."""
+        """Return device 0 as the driver reports it."""
         return FakeDriver().discover(self.machine, self.settings).devices[0]
 
     def plan(self, act: Act, **words: Any) -> Plan:
-        """For device 0."""
+        """Return the driver's plan for device 0. Check that it writes only to the paths that the driver declares."""
         plan: Plan = getattr(FakeDriver(), act)(self.machine, self.settings, Ask(KEY, **words))
         assert not stray(plan, FakeDriver.writes)
         return plan
 
     def run_plan(self, act: Act, **words: Any) -> list[str]:
-        """Plan it and do it; what was done. There is nothing left to do then."""
+        """Plan an act and carry it out; return what its steps do. Except after a reset, a second plan must be empty."""
         plan = self.plan(act, **words)
         for step in plan.steps:
             assert all(map(self.is_true, step.expect)), step
@@ -75,11 +75,11 @@ class FakeDriverBench:
         return [step.does for step in plan.steps]
 
     def is_true(self, check: Check) -> bool:
-        """Whether it is so."""
+        """Return whether the file of the check has its value."""
         return self.machine.text(check.path) == check.value
 
     def handles(self) -> tuple[AttachHandle, ...]:
-        """Those of device 0."""
+        """Return the handles of device 0."""
         return self.discover_device().deployables[0].handles
 
 

@@ -1,4 +1,4 @@
-"""The generic driver on a host whose /sys answers as the kernel does: every kind, its services, its limits."""
+"""Tests of the generic driver on a simulated /sys that answers like the kernel: each kind, its services, its limits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REMOTE = {
 
 @pytest.fixture
 def host(tmp_path: Path) -> ModelMachine:
-    """A disk controller with SR-IOV, a GPU with mediated devices, an accelerator with a node, an FPGA card."""
+    """Return a host with an SR-IOV disk controller, a GPU with mediated devices, an NPU with a node, an FPGA card."""
     host = ModelMachine(tmp_path)
     host.load("nvme", "1b36:0010")
     host.pci(DISK, "0x1b36", "0x0010", "0x010802", group=7, vfs=4, reset_method="flr bus")
@@ -235,7 +235,7 @@ def test_devices_and_handles_over_the_limits_are_left_out_with_a_fault(host: Mod
 
 @pytest.fixture
 def hanging(host: ModelMachine) -> Iterator[Path]:
-    """A status file whose opening ends only when somebody writes."""
+    """Return a status file that is a FIFO: opening it blocks until another process or thread opens it to write."""
     path = host.state / "stuck"
     host.state.mkdir(exist_ok=True)
     os.mkfifo(path)
@@ -261,7 +261,7 @@ def test_a_hanging_and_a_failing_backend_do_not_affect_a_third_one(host: ModelMa
 
 
 class BrokenKind(BackendBase, tag="broken"):
-    """A kind as its author left it."""
+    """A kind of backend whose discovery calls `fails`."""
 
     kind = "pci"
     fails: Callable[[], object]

@@ -1,4 +1,4 @@
-"""The generic driver in its confined process: a backend that the kernel never answers costs only itself."""
+"""Test that one backend that blocks does not affect the others, with the generic driver in its confined process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivers.isolation.runner import DriverProcess
 
 @asynccontextmanager
 async def run_remote_backends(state: Path, **files: str) -> AsyncIterator[DriverProcess]:
-    """A remote backend for each file, which has one device of the backend's name."""
+    """Run a driver with a remote backend for each file; each backend has one device with its own name."""
     backends = {
         name: {
             "kind": "remote",

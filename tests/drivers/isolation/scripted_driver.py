@@ -1,8 +1,6 @@
-"""A driver that does what each question says, run as `drivers.isolation.driver_main` runs any other. Used by
-`test_protocol`.
+"""A driver that evaluates an expression for each call. `drivers.isolation.driver_main` runs it like any other driver.
 
-`settings["see"]` is an expression for what it discovers, `ask.layout["do"]` one for its plan; of a device whose load is
-asked for, `key` itself is one.
+Discovery evaluates `settings["see"]`, a plan `ask.layout["do"]`, and samples the device's own key.
 """
 
 from __future__ import annotations
@@ -32,37 +30,37 @@ WRITES = ("/sys/bus/pci/devices/*/sriov_numvfs", "/state/*")
 
 
 class Actor(Driver):
-    """Everything a hostile or broken driver could be."""
+    """Does whatever the expressions say, like a hostile or broken driver."""
 
     name: ClassVar[str] = "actor"
     writes: ClassVar[tuple[str, ...]] = WRITES
     acts: ClassVar[tuple[Act, ...]] = ("install",)
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
-        """As told."""
+        """Evaluate `settings["see"]`."""
         return evaluate(str(settings["see"]))  # type: ignore[return-value]
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
-        """Well, whatever its load does; where `ask.layout` says nothing it cannot tell."""
+        """Return `ok` if `ask.layout` has a value; otherwise raise Unsupported, as a driver without `health` does."""
         return Vitals("ok") if ask.layout else super().health(machine, settings, ask)
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
-        """As told."""
+        """Evaluate the device's key."""
         return evaluate(ask.key, key=ask.key)  # type: ignore[return-value]
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """As told."""
+        """Evaluate `ask.layout["do"]`."""
         return evaluate(ask.layout["do"])  # type: ignore[return-value]
 
 
 def evaluate(expression: str, **names: object) -> object:
-    """What it comes to."""
+    """Return the value of an expression, which can use the names of WORDS."""
     exec(WORDS, names)
     return eval(expression, names)
 
 
 def start_actor(discover_expression: str = "Findings()", deadline_s: float = 10.0) -> DriverProcess:
-    """Seen from the agent."""
+    """Return an Actor in a process of its own, as the agent runs drivers."""
     command = [sys.executable, str(Path(__file__)), "actor"]
     return DriverProcess("actor", "n", {"see": discover_expression}, deadline_s=deadline_s, command=command)
 

@@ -1,4 +1,4 @@
-"""Writing to the host: one value, whole, with a deadline, and every refusal in words."""
+"""Tests of writes to the host: one value per write, a deadline, and an explanation for every refusal."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_state_files_of_a_driver_are_created_replaced_and_removed(tmp_path: Path
 
 def test_a_hanging_write_times_out_and_the_next_write_succeeds(tmp_path: Path) -> None:
     make_attribute(tmp_path, "/sys/a/mode")
-    os.mkfifo(tmp_path / "sys/a/reset")  # without a reader, opening it waits
+    os.mkfifo(tmp_path / "sys/a/reset")  # Without a reader, opening the FIFO blocks.
 
     async def work(hand: HostWriter) -> None:
         with pytest.raises(
@@ -181,7 +181,7 @@ def test_firmware_is_uploaded_by_the_kernels_firmware_class_with_progress_and_er
     status = make_attribute(tmp_path, f"{UPLOAD_SLOT}/status", "idle")
     loading, data = (tmp_path / UPLOAD_SLOT.lstrip("/") / name for name in ("loading", "data"))
     for path in (loading, data):
-        os.mkfifo(path)  # as in the kernel, nothing goes on before it has been read
+        os.mkfifo(path)  # The writer waits for each read, as it does in the kernel.
     asked, done = threading.Event(), threading.Event()
     taken: list[bytes] = []
 

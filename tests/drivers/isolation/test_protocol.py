@@ -1,4 +1,4 @@
-"""Every call of the protocol through a real process: what comes back is checked, and the next call always works."""
+"""Tests of every call of the protocol with a driver process: answers are checked, and the next call always works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VFS = "/sys/bus/pci/devices/0000:3b:00.0/sriov_numvfs"
 
 
 def run_story(process: DriverProcess, story: Callable[[], Awaitable[None]]) -> None:
-    """Run it and end the process."""
+    """Run the story and close the process."""
 
     async def whole() -> None:
         try:
@@ -31,10 +31,10 @@ def run_story(process: DriverProcess, story: Callable[[], Awaitable[None]]) -> N
 
 
 async def plan_error(process: DriverProcess, expression: str) -> tuple[str, str]:
-    """The kind and the words of the error to a plan."""
+    """Return the class name and the text of the error that a plan raises, or two empty texts."""
     try:
         await process.plan("install", Ask("k", layout={"do": expression}))
-    except Exception as error:  # noqa: BLE001 - its kind is what is asked
+    except Exception as error:  # noqa: BLE001 - the class of any error is returned
         return type(error).__name__, str(error)
     return "", ""
 
@@ -132,7 +132,8 @@ def test_a_plan_that_hangs_is_killed_at_the_deadline_and_a_new_process_answers()
         kind, text = await plan_error(process, "time.sleep(60)")
         assert (kind, "did not answer within 0.5 s and was killed" in text) == ("Failed", True), text
         async with asyncio.timeout(30):
-            while (await process.discover()).error:  # a busy machine may take longer than that to start one
+            # On a busy machine the new process may need longer than the deadline to start.
+            while (await process.discover()).error:
                 process.release()
 
     run_story(process, story)

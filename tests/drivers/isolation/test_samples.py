@@ -1,4 +1,4 @@
-"""Load is the least that a driver says: whatever happens over it costs samples, and neither devices nor the driver."""
+"""Tests that a driver with bad, slow or hanging samples loses only samples: its devices and its process stay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_asks(*keys: str) -> list[Ask]:
 
 
 def run_after_discovery(process: DriverProcess, story: Callable[[], Awaitable[None]]) -> None:
-    """Tell it of a driver that has looked once."""
+    """Run the story after the driver has been asked for its devices once."""
 
     async def whole() -> None:
         assert await process.samples(make_asks(GOOD_LOAD)) == (), "nothing is started for load"
@@ -110,7 +110,7 @@ def test_every_device_of_a_slow_driver_is_sampled_in_turn(monkeypatch: pytest.Mo
             while seen != {0.0, 1.0, 2.0}:
                 try:
                     told = await process.samples(make_asks(*slow))
-                except Failed:  # on a busy machine an answer may come too late
+                except Failed:  # On a busy machine the answer may come too late.
                     continue
                 assert len(told) < 3
                 seen |= {sample.value for sample in told}

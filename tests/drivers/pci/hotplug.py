@@ -1,6 +1,7 @@
-"""Run below `umockdev-wrapper` by `test_hotplug`: a simulated bus, a driver in its own process, uevents of the kernel.
+"""Plug and unplug cards on a simulated bus while a driver runs in its own process; uevents come as from the kernel.
 
-Prints one line per look: the addresses the driver sees. libumockdev is driven by ctypes.
+`test_hotplug` runs this below `umockdev-wrapper`. It prints the addresses that the driver finds, one line for each
+discovery. libumockdev is called by ctypes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIRST, SECOND = "0000:3b:00.0", "10000:e1:00.0"
 
 
 def describe_card(address: str) -> bytes:
-    """A T4 in umockdev's notation."""
+    """Return the description of a T4 in umockdev's notation."""
     return (
         f"P: /devices/pci0000:00/{address}\nE: SUBSYSTEM=pci\nE: PCI_SLOT_NAME={address}\n"
         "A: vendor=0x10de\\n\nA: device=0x1eb8\\n\nA: class=0x030200\\n\n"
@@ -30,27 +31,28 @@ def describe_card(address: str) -> bytes:
 
 
 class SimulatedBus:
-    """Plugs and unplugs; both send the uevent."""
+    """Plugs and unplugs cards; both send a uevent."""
 
     def __init__(self) -> None:
         self.testbed = ctypes.c_void_p(LIBRARY.umockdev_testbed_new())
         root: bytes = LIBRARY.umockdev_testbed_get_root_dir(self.testbed)
-        os.environ["UMOCKDEV_DIR"] = root.decode()  # the library told only this process
+        # The library sets it in C only, so Python would not pass it to the driver's process.
+        os.environ["UMOCKDEV_DIR"] = root.decode()
 
     def plug(self, address: str) -> None:
-        """Appear."""
+        """Add a card."""
         error = ctypes.c_void_p()
         assert LIBRARY.umockdev_testbed_add_from_string(self.testbed, describe_card(address), ctypes.byref(error))
 
     def unplug(self, address: str) -> None:
-        """Vanish."""
+        """Remove a card."""
         path = f"/sys/devices/pci0000:00/{address}".encode()
         LIBRARY.umockdev_testbed_uevent(self.testbed, path, b"remove")
         LIBRARY.umockdev_testbed_remove_device(self.testbed, path)
 
 
 def wait_for_uevent(monitor: pyudev.Monitor, action: str, address: str) -> None:
-    """`poll` may come back early with nothing, when the event of another subsystem was filtered."""
+    """Wait at most 10 s for a uevent. `poll` may return None earlier, if an event of another subsystem was filtered."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         event = monitor.poll(0.2)
@@ -60,12 +62,12 @@ def wait_for_uevent(monitor: pyudev.Monitor, action: str, address: str) -> None:
 
 
 def print_addresses(report: DriverReport) -> None:
-    """The line that the test reads."""
+    """Print the line that the test reads: the addresses, or the driver's error."""
     print(report.error or [device.address for device in report.devices], flush=True)
 
 
 async def main() -> None:
-    """Look, plug, look, unplug, look."""
+    """Discover, plug a card, discover, unplug a card, discover."""
     bus = SimulatedBus()
     bus.plug(FIRST)
     monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source="kernel")

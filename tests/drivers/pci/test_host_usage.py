@@ -1,4 +1,4 @@
-"""What the host lives on is found, however many layers lie between a mount or a route and the hardware."""
+"""Tests of what counts as used by the host, through all layers between a mount or a route and the hardware (S3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cards and functions that come and go while the driver's process lives, on a simulated bus with real uevents."""
+"""Tests of cards and functions that come and go while the driver's process runs, on a simulated bus with uevents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import kernel
 
 
 def run_on_simulated_bus(module: str, *words: str) -> list[str]:
-    """What a script says that runs on a simulated /sys of its own."""
+    """Run a module on a simulated /sys of its own; return the lines that it prints."""
     if reason := kernel.why_level_1_is_missing():
         pytest.skip(reason)
     command = ["umockdev-wrapper", sys.executable, "-m", f"tests.drivers.pci.{module}", *words]

@@ -1,4 +1,4 @@
-"""Several drivers, one host: everything has one owner, nothing vanishes without a word, failing costs nobody else."""
+"""Tests of conflicts between drivers: each device has one owner or a fault, and a failing driver keeps its devices."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settle_by_driver(reports: list[DriverReport]) -> dict[str, DriverReport]:
 
 @st.composite
 def driver_reports(draw: st.DrawFn) -> list[DriverReport]:
-    """Up to four drivers, each ok or failing."""
+    """Return reports of one to four drivers, each with devices or an error."""
     found = []
     for name in draw(st.permutations(["a", "b", "c", "d"]))[: draw(st.integers(1, 4))]:
         if draw(st.integers(0, 4)) == 0:
@@ -165,13 +165,13 @@ def test_a_failing_driver_does_not_change_the_devices_of_other_drivers(
 
 
 def test_a_failing_backend_keeps_its_devices_from_other_backends_and_drivers() -> None:
-    def said(error: str, *cards: Device) -> DriverReport:
+    def make_two_backends_report(error: str, *cards: Device) -> DriverReport:
         return DriverReport("generic", devices=cards, backends=(Backend("a", "pci", error=error), Backend("b", "pci")))
 
     mine, others = (replace(make_card(f"pci:{address}", address), backend="a") for address in ADDRESSES[:2])
     greedy = (replace(mine, backend="b"), replace(others, backend="b"))
     rival = DriverReport(PciDriver.name, devices=(make_card("pci:x", ADDRESSES[0]),))
-    held = settle_by_driver([said("", mine), rival])
-    settled, rest = resolve_conflicts([said("it hung", *greedy), rival], held)
+    held = settle_by_driver([make_two_backends_report("", mine), rival])
+    settled, rest = resolve_conflicts([make_two_backends_report("it hung", *greedy), rival], held)
     assert [(device.key, device.backend) for device in settled.devices] == [(mine.key, "a"), (others.key, "b")]
     assert not rest.devices and "already belongs to generic:a" in rest.faults[0].reason

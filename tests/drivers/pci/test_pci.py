@@ -1,4 +1,4 @@
-"""Operator rules against PCI functions: on a host made of files, and on the bus of the machine the tests run on."""
+"""Tests of pci_driver's rules and discovery, on a host made of files and on the real bus of this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def only_fault_reason(findings: Findings) -> str:
 
 
 def make_config_space(serial: bytes) -> bytes:
-    """4096 bytes of configuration space with an AER capability before the serial number."""
+    """Return 4096 bytes of configuration space, with an AER capability before the serial number."""
     space = bytearray(4096)
     space[:4] = b"\xde\x10\xb8\x1e"
     space[0x100:0x104] = (0x0001 | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
@@ -147,7 +147,7 @@ def test_S3_devices_that_the_host_uses_are_never_offered_and_every_act_on_them_i
     assert {fault.subject for fault in found.faults} == {disk, port}
     ask = Ask(key=found.devices[0].key)
     assert PciDriver().reset(host.machine, {"rules": [rule]}, ask).steps, "it can be reset while nobody uses it"
-    host.mount("259:1", "/srv", "/dev/nvme1n1")  # the host begins to use what was offered
+    host.mount("259:1", "/srv", "/dev/nvme1n1")  # The host begins to use the device that was offered.
     found = discover(host, rule)
     assert found.devices == () and {fault.subject for fault in found.faults} == {disk, port, free}
     for act in (PciDriver().reset, PciDriver().install, PciDriver().partition):
@@ -228,7 +228,7 @@ def samples_by_metric(host: FakeHost, key: str) -> dict[str, float]:
 
 
 def make_gpu(host: FakeHost, address: str, sensors: dict[str, str], vendor: str = "0x1002", **files: str) -> Path:
-    """A GPU with its kernel driver's sensors; its directory."""
+    """Make a GPU with the sensors of its kernel driver; return its directory."""
     card = host.pci(address, vendor, "0x744c", "0x030000", **files)
     monitor = card / f"hwmon/hwmon{address[5:7]}"
     for name, text in sensors.items():

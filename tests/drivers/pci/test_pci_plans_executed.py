@@ -1,4 +1,4 @@
-"""What pci_driver plans, done by the agent's own executor: its fence, its journal, its rounds, its undoing."""
+"""Tests of pci_driver's plans, carried out by the agent's own executor with its preflight checks, journal and undo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = f"pci:{CARD}"
 
 
 class InProcessDriver:
-    """The driver without its process: the executor cannot tell."""
+    """Runs pci_driver without a process of its own; the executor sees no difference."""
 
     def __init__(self, host: ModelMachine, **rule: object) -> None:
         self._host, self._driver = host, PciDriver()
@@ -49,30 +49,33 @@ class InProcessDriver:
 
 
 def run_on_host(root: Path, story: Callable[[ModelMachine, HostUnderTest], Awaitable[None]], gives: int = 4) -> None:
-    """A host with one card that can have four virtual functions, of which its driver `gives` some."""
+    """Run a story on a host with a card for four virtual functions; its kernel driver makes at most `gives` of them."""
 
     async def told() -> None:
         host = ModelMachine(root)
         host.load("nvme", "1b36:0010", gives=gives)
         host.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
         driver = InProcessDriver(host, vfs=4, bind="vfio-pci")
-        async with run_host(root, driver, hand=lambda _: host.hand()) as shop:  # type: ignore[arg-type]
-            await story(host, shop)
+        async with run_host(root, driver, hand=lambda _: host.hand()) as agent_host:  # type: ignore[arg-type]
+            await story(host, agent_host)
 
     asyncio.run(told())
 
 
 def test_the_executor_installs_and_uninstalls_virtual_functions_and_resets_the_card(tmp_path: Path) -> None:
-    async def story(host: ModelMachine, shop: HostUnderTest) -> None:
-        result = await shop.run_commands(make_command(1, "install", key=KEY))
+    async def story(host: ModelMachine, agent_host: HostUnderTest) -> None:
+        result = await agent_host.run_commands(make_command(1, "install", key=KEY))
         assert (result.outcome, result.text) == ("succeeded", "4 virtual functions, bound to vfio-pci")
         assert {host.driver_of(f"0000:01:00.{number}") for number in range(1, 5)} == {"vfio-pci"}
-        device = shop.reporter.find_device("drv", KEY)
+        device = agent_host.reporter.find_device("drv", KEY)
         assert device and (device.deployables[0].num_accelerators, device.to_install) == (4, "")
-        result = await shop.run_commands(make_command(2, "uninstall", key=KEY))
+        result = await agent_host.run_commands(make_command(2, "uninstall", key=KEY))
         assert result.outcome == "succeeded"
-        assert [shop.file_content("sriov_numvfs"), shop.file_content("sriov_drivers_autoprobe")] == ["0\n", "1\n"]
-        assert (await shop.run_commands(make_command(3, "reset", key=KEY))).outcome == "succeeded"
+        assert [agent_host.file_content("sriov_numvfs"), agent_host.file_content("sriov_drivers_autoprobe")] == [
+            "0\n",
+            "1\n",
+        ]
+        assert (await agent_host.run_commands(make_command(3, "reset", key=KEY))).outcome == "succeeded"
         assert host.resets == [CARD]
 
     run_on_host(tmp_path, story)
@@ -84,10 +87,10 @@ def test_a_partition_that_makes_too_few_virtual_functions_fails_and_is_undone(
     monkeypatch.setattr(sriov, "CREATE_S", 0.2)
     monkeypatch.setattr(sriov, "PER_FUNCTION_S", 0.0)
 
-    async def story(host: ModelMachine, shop: HostUnderTest) -> None:
-        result = await shop.run_commands(make_command(1, "partition", key=KEY, layout={"vfs": "3"}))
+    async def story(host: ModelMachine, agent_host: HostUnderTest) -> None:
+        result = await agent_host.run_commands(make_command(1, "partition", key=KEY, layout={"vfs": "3"}))
         assert result.outcome == "failed"
         assert f"{CARD_PATH}/sriov_numvfs is '2', wanted '3'" in result.text
-        assert shop.file_content("sriov_numvfs") == "0\n"
+        assert agent_host.file_content("sriov_numvfs") == "0\n"
 
     run_on_host(tmp_path, story, gives=2)

@@ -1,4 +1,4 @@
-"""Virtual functions and kernel drivers, on a host whose /sys answers as the kernel does."""
+"""Tests of plans for virtual functions and kernel drivers, on a simulated /sys that answers like the kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASK = Ask(key=f"pci:{CARD}")
 
 @pytest.fixture
 def host(tmp_path: Path) -> ModelMachine:
-    """A disk controller that can have four virtual functions, behind an IOMMU."""
+    """Return a host with an IOMMU and a disk controller that can have four virtual functions."""
     machine = ModelMachine(tmp_path)
     machine.load("nvme", "1b36:0010")
     machine.pci(CARD, *DISK_IDS, group=7, vfs=4)
@@ -192,7 +192,7 @@ def test_an_act_is_refused_while_a_guest_uses_one_virtual_function(host: ModelMa
         again.run_act(act, Ask(ASK.key, first=work.first_values))
     assert again.done_steps == []
     assert "cannot" not in discover_card(work).to_install
-    if act == "install":  # its opening later is seen by the step itself
+    if act == "install":  # If the node is opened later, the step itself is refused.
         plan = again.plan(act, ASK)
         assert node in plan.steps[0].idle
 
@@ -315,7 +315,7 @@ def test_discovery_reads_no_attribute_that_may_wait_for_a_kernel_lock(host: Mode
     for part in (CARD, FIRST_VF, SECOND_VF):
         for name in ("sriov_numvfs", "driver_override"):
             (host.sys / "bus/pci/devices" / part / name).unlink(missing_ok=True)
-            (host.sys / "bus/pci/devices" / part / name).mkdir()  # reading it is an error
+            (host.sys / "bus/pci/devices" / part / name).mkdir()  # Reading a directory fails.
     for rule in ({"vfs": 2, "bind": "nvme"}, {"vfs": 4}, {}):
         assert "01:00.1" in handle_addresses(make_runner(host, **rule))
     assert not PciDriver().discover(host.machine, make_runner(host).settings).faults

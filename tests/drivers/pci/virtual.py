@@ -1,7 +1,7 @@
-"""Run below `umockdev-wrapper` by `test_hotplug`: a plan is done on a simulated kernel, and its uevents are seen.
+"""Carry out plans on a simulated kernel while the agent's change watcher waits for uevents.
 
-The agent's own watch and the driver in its own process, which the first word names; only the kernel is not real. Prints
-what each look showed.
+`test_hotplug` runs this below `umockdev-wrapper` with the name of a driver, which has a process of its own. Only the
+kernel is simulated. It prints one line for each discovery.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEADLINE_S = 20.0
 
 
 class HostWithCard:
-    """A host with one card."""
+    """A simulated kernel with one card, a driver in its own process, and the agent's change watcher."""
 
     def __init__(self, driver: str) -> None:
         self.kernel = SimulatedKernel()
@@ -38,19 +38,19 @@ class HostWithCard:
         self.watch = ChangeWatcher({driver: self.driver}, debounce_s=0.05, rescan_s=3600)
 
     async def run_act(self, act: Act, ask: Ask) -> None:
-        """Plan it and write it."""
+        """Plan an act and write its steps."""
         hand = self.kernel.hand()
         for step in (await self.driver.plan(act, ask)).steps:
             await hand.write(step.write.path, step.write.value, step.timeout_s)
 
     async def discover_card(self) -> Device:
-        """What the driver sees of the card."""
+        """Return the card as the driver reports it."""
         report = await self.driver.discover()
         assert report.devices, report
         return report.devices[0]
 
     async def wait_until(self, condition: Callable[[Device], bool]) -> Device:
-        """Look when the watch says so, for no other reason, until the card is so."""
+        """Discover after each change that the watcher reports, until the condition is true; return the card."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 await self.watch.wait_for_changes()
@@ -59,14 +59,14 @@ class HostWithCard:
 
 
 def print_device(device: Device) -> None:
-    """The line that the test reads."""
+    """Print the line that the test reads."""
     (deployable,) = device.deployables
     functions = [json.loads(handle.info)["function"] for handle in deployable.handles]
     print(deployable.num_accelerators, functions, device.to_install.replace("\n", "; ") or "as wanted", flush=True)
 
 
 async def main(driver: str) -> None:
-    """Make two virtual functions, take them away."""
+    """Make two virtual functions and remove them."""
     host = HostWithCard(driver)
     host.watch.start()
     print_device(await host.discover_card())

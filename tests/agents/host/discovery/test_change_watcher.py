@@ -1,4 +1,4 @@
-"""When to look again."""
+"""Tests of the change watcher, which tells when a driver must look for changes: uevents, watched files and a timer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agents.host.discovery.change_watcher import ChangeWatcher, UeventSource
 
 @dataclass
 class WatchedDriver:
-    """A driver, as far as watching goes."""
+    """The part of a driver that the change watcher reads."""
 
     subsystems: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ DRIVERS = {
 
 
 class FakeUevents:
-    """Uevents through a socket pair: subsystems, one per datagram; '!' is a receive buffer that overflowed."""
+    """Source of uevents over a socket pair. A datagram is a subsystem, or `!` and the number of an OSError to raise."""
 
     def __init__(self) -> None:
         self.reader, self.writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -1,4 +1,4 @@
-"""Drivers changed while the agent runs: tried before they are trusted, left alone while used, remembered."""
+"""Tests of driver changes while the agent runs: tried before they are stored, refused while in use, kept after kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONSUMER = {"uuid": "0b0f2f24-7a1a-4c64-9c9d-0d1f6a2b3c4d", "consumer": "7d3c6f6
 
 
 class AgentCommander:
-    """Orders to the one agent of a stand-in, in turn."""
+    """Sends commands to the agent that is connected to the fake gateway, and waits for each result."""
 
     def __init__(self, server: FakeGateway) -> None:
         self.server, self.number = server, 0
@@ -119,7 +119,7 @@ def test_a_driver_is_reconfigured_disabled_and_uninstalled_and_each_change_survi
 
 
 def make_roster(directory: Path) -> DriverSet:
-    """One that may run two drivers, of which its host's own configuration names the first."""
+    """Return a driver set that can run the drivers a and b; the host's own configuration enables only a."""
     make = lambda name, settings: DriverProcess(name, "n", settings)  # noqa: E731
     return DriverSet(["a"], {"a": {"x": 1}}, open_journal(directory, HOST).desired_drivers, make, lambda: ("a", "b"))
 

@@ -1,4 +1,4 @@
-"""From answers to the journal: each driver by itself, one order, one size."""
+"""Tests of the inventory reporter, which merges the answers of the drivers into one report in the journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.agents.host.journal.test_journal import full_disk
 
 
 class ControlledDriver:
-    """A driver that answers what it is told to, when it is let."""
+    """A driver that returns `answer`, and waits until `may_answer` is set."""
 
     def __init__(self, answer: DriverReport) -> None:
         self.answer = answer
@@ -92,7 +92,7 @@ def test_a_failing_driver_affects_only_its_own_devices_and_is_asked_again(
             assert reported_drivers(journal)["bad"] == bad.answer
             assert len(reported_drivers(journal)["good"].devices) == 2
             bad.answer = driver_report("bad")
-            await wait_until(lambda: journal.seq == 3)  # asked again without a reason
+            await wait_until(lambda: journal.seq == 3)  # The reporter asks a failed driver again by itself.
 
     caplog.set_level(logging.INFO)
     asyncio.run(story())
@@ -103,17 +103,20 @@ def test_a_failing_driver_affects_only_its_own_devices_and_is_asked_again(
 def test_a_failing_backend_keeps_its_devices_and_no_other_driver_gets_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def said(error: str, *devices: Device) -> DriverReport:
+    def make_two_backends_report(error: str, *devices: Device) -> DriverReport:
         return DriverReport("many", devices=devices, backends=(Backend("a", "pci", error=error), Backend("b", "pci")))
 
     mine, other = Device("x", "GPU", "v", "m", backend="a"), Device("y", "GPU", "v", "m", backend="b")
 
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
-        many, rival = ControlledDriver(said("", mine, other)), ControlledDriver(driver_report("rival"))
+        many, rival = (
+            ControlledDriver(make_two_backends_report("", mine, other)),
+            ControlledDriver(driver_report("rival")),
+        )
         async with run_reporter(journal, {"many": many, "rival": rival}) as (reporter, offers):
             await wait_until(lambda: offers)
-            many.answer = said("it hung", other)
+            many.answer = make_two_backends_report("it hung", other)
             rival.answer = DriverReport("rival", devices=(Device("x", "GPU", "v", "m"),))
             reporter.request_discovery(["many", "rival"])
             await wait_until(
@@ -131,10 +134,9 @@ def test_a_failing_backend_keeps_its_devices_and_no_other_driver_gets_them(
                 reported_drivers(journal)["many"].devices == (mine, other)
                 and not reported_drivers(journal)["rival"].devices
             )
-            many.answer = said("", mine, other)
-            await wait_until(
-                lambda: not reported_drivers(journal)["many"].backends[0].error
-            )  # asked again without a reason
+            many.answer = make_two_backends_report("", mine, other)
+            # The reporter asks a driver with a failed backend again by itself.
+            await wait_until(lambda: not reported_drivers(journal)["many"].backends[0].error)
 
     asyncio.run(story())
     assert caplog.text.count("driver many, backend a: it hung") == 2, "once each time it runs"

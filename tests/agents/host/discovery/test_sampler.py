@@ -1,4 +1,4 @@
-"""When load is read and what of it is told: the timetable by itself, then over a real socket."""
+"""Tests of load sampling by the agent: first its schedule by itself, then samples over a real WebSocket."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WATCH_OFTEN, WATCH_ONCE = wire.Watch(0.5, 300.0), wire.Watch(0.0, 0.0)
 
 
 def list_round_starts(table: SamplingSchedule, until_s: float, takes_s: float = 0.0) -> list[float]:
-    """When rounds begin up to a time, each taking so long."""
+    """Return the start times of the rounds until `until_s`, if each round takes `takes_s` seconds."""
     began = []
     while table.due <= until_s:
         began.append(now := table.due)
@@ -70,14 +70,15 @@ def test_renewing_a_watch_adds_no_round_and_a_census_gets_one_at_once() -> None:
     assert list_round_starts(table, 105.0) == [100.0, 102.0, 104.0]
     table.on_watch(105.0, often)
     table.on_round_start(table.due)
-    table.on_watch(106.1, often)  # while a round is under way
+    table.on_watch(106.1, often)  # A round is running.
     table.on_round_end(106.2)
     assert list_round_starts(table, 150.0) == [108.0, 110.0, 112.0, 114.0, 116.0, 150.0]
     table.on_watch(200.0, often)
     assert list_round_starts(table, 210.0) == [200.0, 202.0, 204.0, 206.0, 208.0, 210.0]
-    table.on_watch(210.0, often)  # in the last moment: what was due next was a minute away
+    table.on_watch(210.0, often)  # The first watch ends now, so the next round was due only a minute later.
     assert list_round_starts(table, 213.0) == [212.0]
-    table.on_watch(213.0, wire.Watch(2.0, 7.0))  # what a census says: nothing lasts longer by it
+    # A census sends such a watch: it gets one round at once and does not prolong the watch.
+    table.on_watch(213.0, wire.Watch(2.0, 7.0))
     assert list_round_starts(table, 214.0) == [213.0]
     table.on_watch(214.0, wire.Watch(1.0, 20.0))
     assert list_round_starts(table, 214.0) == [214.0], "more often is at once"
@@ -108,7 +109,7 @@ def test_rounds_that_fall_into_a_slow_round_are_skipped() -> None:
     table.on_connect(0.0, 0.0)
     table.on_watch(10.0, wire.Watch(1.0, 10.0))
     assert list_round_starts(table, 15.0, takes_s=2.5) == [10.0, 13.0]
-    for moment in (20.0, 20.1, 20.2):  # however many wishes come, the next round keeps its distance
+    for moment in (20.0, 20.1, 20.2):  # However many watches arrive, the next round keeps its distance.
         table.on_watch(moment, WATCH_ONCE)
         if moment == 20.0:
             table.on_round_start(20.0)
@@ -165,27 +166,27 @@ def test_samples_over_the_message_limit_are_dropped_and_logged_once(caplog: pyte
 
 @dataclass(eq=False)
 class FakeSampler:
-    """A driver as far as load goes; `asked` are the devices of each round."""
+    """The sampling part of a driver. `asked_keys` has the device keys of each round."""
 
     sample_value: Callable[[Ask], float] = lambda ask: 1.0
     asked_keys: list[list[str]] = field(default_factory=list)
 
     async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
-        """As the runner's."""
+        """Return one power sample for each device."""
         self.asked_keys.append([ask.key for ask in asks])
         return tuple(Sample(ask.key, "power_watts", self.sample_value(ask)) for ask in asks)
 
 
 @dataclass
 class SampledHost:
-    """A link over a journal with a meter, as `main` wires them."""
+    """A host with a journal, a link to the fake gateway and a load sampler, wired as `main` does it."""
 
     journal: Journal
     link: GatewayLink
     gauge: FakeSampler
 
     def record_report(self, *drivers: DriverReport) -> None:
-        """The host was looked at."""
+        """Store a report in the journal and offer it to the link."""
         self.journal.record_report(drivers)
         self.link.offer_report()
 
@@ -194,7 +195,7 @@ class SampledHost:
 async def run_sampled_host(
     directory: Path, server: FakeGateway, gauge: FakeSampler | None = None
 ) -> AsyncIterator[SampledHost]:
-    """It rests for a minute unless it is asked."""
+    """Run a host that takes its first sample almost a minute after connecting, unless the gateway sends a Watch."""
     journal = open_journal(directory, "cmp1.example")
     keys = load_or_create_keys(directory, "cmp1.example", "cmp1")
     gauge = gauge or FakeSampler()
@@ -216,12 +217,12 @@ async def run_sampled_host(
 
 
 def run_story(story: Callable[[], Awaitable[None]]) -> None:
-    """In an event loop."""
+    """Run the coroutine in a new event loop for at most 60 s."""
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
 def report_with_health(status: Health) -> DriverReport:
-    """The one device, as it is."""
+    """Return a report of one device with this health."""
     report = driver_report(keys=["a"])
     return msgspec.structs.replace(report, devices=(msgspec.structs.replace(report.devices[0], status=status),))
 
@@ -254,7 +255,7 @@ def test_a_watch_ends_when_its_connection_is_lost(tmp_path: Path) -> None:
             await wait_until(lambda: len(server.hellos) == 2)
             count = len(server.samples)
             server.beats.clear()
-            await wait_until(lambda: len(server.beats) >= 24)  # long enough for two rounds of the old wish
+            await wait_until(lambda: len(server.beats) >= 24)  # Long enough for two rounds of the watch that ended.
             assert len(server.samples) == count
 
     run_story(story)
@@ -316,7 +317,7 @@ def test_a_report_with_a_new_fault_is_sent_without_jitter(tmp_path: Path) -> Non
             server.jitter_s, server.applied_hash = 300.0, ""
             await server.sockets[-1].close()
             await wait_until(lambda: len(server.hellos) == 2)
-            for status in ("ok", "degraded"):  # what was known before is no news, and a recovery has time
+            for status in ("ok", "degraded"):  # Neither a fault that was reported before nor a recovery is urgent.
                 agent.record_report(report_with_health(status))  # type: ignore[arg-type]
                 server.beats.clear()
                 await wait_until(lambda: len(server.beats) >= 2)

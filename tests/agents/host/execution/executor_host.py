@@ -1,6 +1,6 @@
-"""A host in a directory with one scripted driver, and the executor at work on it: a seam for the tests of commands.
+"""A host in a directory with a scripted driver and a running executor, for the tests of commands.
 
-The hand, the journal, the reporter and the fence are the real ones; only the driver says what the test wants.
+Writer, journal, reporter and preflight checks are the product's own; only the driver is scripted.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ HANDLE = AttachHandle("MDEV", '{"asked_type": "t"}')
 
 
 def write_step(file: str, value: str, *, undo: str = "", **more: object) -> Step:
-    """Write one file of the card; `undo` is the value that takes it back."""
+    """Return a step that writes a file of the card, or an absolute path. `undo` is the value that its undo writes."""
     path = file if file.startswith("/") else f"{CARD_PATH}/{file}"
     back = (Write(path, undo),) if undo else ()
     return msgspec.structs.replace(Step(f"set {file} to {value}", Write(path, value), undo=back), **more)
 
 
 def make_command(number: int, op: str, **more: object) -> wire.Command:
-    """For the card, unless it says otherwise; its id goes with its number."""
+    """Return a command for the card, unless `more` names another device. The id follows from the number."""
     values = {"driver": "drv", "key": "card", "start_s": 30.0, "end_s": 60.0} | more
     return wire.Command(number=number, id=str(uuids.UUID(int=number)), op=op, **values)  # type: ignore[arg-type]
 
@@ -60,7 +60,7 @@ PlanFunction = Callable[[Ask], Plan | DriverError]
 
 @dataclass
 class ScriptedDriver:
-    """A driver: `plans` says what each act needs, asked anew each time; an error is raised."""
+    """A driver that calls a function of `plans`, by act, for each plan. If it returns an error, the error is raised."""
 
     plans: dict[str, PlanFunction] = field(default_factory=dict)
     devices: dict[str, str] = field(default_factory=lambda: {"card": CARD, "other": OTHER_CARD})
@@ -101,7 +101,7 @@ class ScriptedDriver:
 
 @dataclass
 class HostUnderTest:
-    """The parts, open."""
+    """The running parts of a host."""
 
     root: Path
     driver: ScriptedDriver
@@ -110,7 +110,7 @@ class HostUnderTest:
     executor: Executor
 
     def file_content(self, name: str, value: str | None = None) -> str:
-        """A file of the card (or an absolute path); given a value, it is made."""
+        """Return the content of a file of the card, or of an absolute path. If a value is given, write it first."""
         path = self.root / (name if name.startswith("/") else f"{CARD_PATH}/{name}").lstrip("/")
         if value is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,43 +118,43 @@ class HostUnderTest:
         return path.read_text()
 
     async def wait_for_result(self, number: int) -> wire.Result:
-        """Of this command, as soon as it is owed."""
+        """Wait until the journal has an unacknowledged result of this command; return it."""
         owed = self.journal.command_log.unacknowledged
         await wait_until(lambda: number in owed)
         return owed[number]
 
     async def run_commands(self, *commands: wire.Command) -> wire.Result:
-        """Give the commands; the result of the last."""
+        """Give the commands to the executor; return the result of the last one."""
         for one in commands:
             self.executor.accept_command(one)
         return await self.wait_for_result(commands[-1].number)
 
 
 def plan_once(*steps: Step) -> PlanFunction:
-    """A plan that wants these steps the first time it is asked for."""
+    """Return a function that plans these steps when it is called first, and nothing afterwards."""
     left = [Plan(steps, "as wanted")]
     return lambda _: left.pop() if left else Plan()
 
 
 def plan_always(*steps: Step) -> PlanFunction:
-    """A plan that wants these steps every time."""
+    """Return a function that plans these steps at every call."""
     return lambda _: Plan(steps)
 
 
 def plan_error(error: DriverError) -> PlanFunction:
-    """No plan."""
+    """Return a function that returns this error instead of a plan."""
     return lambda _: error
 
 
 def reported_health(host: HostUnderTest, key: str = "card") -> tuple[str, str]:
-    """Health of a device as it is reported, and why."""
+    """Return the health of a device in the last report, and the reason."""
     assert host.journal.report is not None
     (device,) = (one for one in host.journal.report.drivers[0].devices if one.key == key)
     return device.status, device.status_reason
 
 
 def make_card_files(root: Path) -> None:
-    """Two cards with a file each."""
+    """Create two cards with two files each, unless they exist."""
     for address in (CARD, OTHER_CARD):
         home = root / f"sys/bus/pci/devices/{address}"
         home.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ async def run_host(
     direct: DirectPlacementWriter | None = None,
     roster: Callable[[Journal], DriverSet] | None = None,
 ) -> AsyncIterator[HostUnderTest]:
-    """Everything but a connection, running; the same root is the same host."""
+    """Run all parts of a host; with `connect` also its link to the gateway. The same root is the same host."""
     make_card_files(root)
     journal = open_journal(root, HOST)
     roots = {"/sys": str(root / "sys"), "/state": str(root / "state")}

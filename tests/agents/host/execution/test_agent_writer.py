@@ -1,4 +1,4 @@
-"""An agent that writes to Placement itself stops before its next call when it may not go on, and says so."""
+"""Tests that an agent that writes to Placement stops before its next call when it loses the authority to write."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def placement_command(number: int, epoch: int, **more: Any) -> wire.Command:
 def run_story(
     tmp_path: Path, placement: ServedPlacement, story: Callable[[FakeGateway, DirectPlacementWriter], Awaitable[None]]
 ) -> None:
-    """A story between a gateway and an agent whose host has credentials."""
+    """Run a story between a fake gateway and an agent whose host has credentials for Placement."""
 
     async def whole() -> None:
         server, hand = FakeGateway(beat_s=1.0), DirectPlacementWriter(HOST, placement.environ, PlacementAuthority())

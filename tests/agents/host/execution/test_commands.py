@@ -1,4 +1,4 @@
-"""Commands over the wire: taken, told, answered until the gateway has it; images on their way; the ledger by itself."""
+"""Tests of commands at the agent: acknowledgement, results, image downloads, the command log in the journal."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_a_result_waits_for_its_report_and_is_resent_until_it_is_acknowledged(tm
                 beats = len(server.beats)
                 await wait_until(lambda: len(server.beats) > beats + 2)
                 assert server.results == []
-                server.acknowledge, server.jitter_s = True, 300.0  # a storm spreads reports, and not this one
+                # This jitter spreads reports, but not a report that a result waits for.
+                server.acknowledge, server.jitter_s = True, 300.0
                 await server.sockets[-1].close()
                 await wait_until(lambda: len(server.results) == 1)
                 await server.sockets[-1].close()

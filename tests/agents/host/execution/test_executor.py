@@ -1,4 +1,4 @@
-"""Commands at work on a host: once, in order, fenced, undone, answered."""
+"""Tests of the executor: commands run once and in order, their steps are checked and undone, and each gets a result."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_result_is_delayed_and_not_lost_when_the_disk_fills_during_a_step(tmp_
             host.executor.accept_command(make_command(1, "install"))
             await wait_until(lambda: host.file_content("mode") == "1")
             with full_disk():
-                os.symlink("nowhere", tmp_path / "link")  # what needs no room still works
+                os.symlink("nowhere", tmp_path / "link")  # Operations that need no space still work.
                 path = tmp_path / CARD_PATH.lstrip("/") / "numvfs"
                 path.write_text("1")
                 await wait_until(lambda: host.executor.progress)
@@ -274,7 +274,7 @@ def test_a_write_that_hangs_ends_as_unknown_unless_its_check_is_true(tmp_path: P
     async def story() -> None:
         driver = ScriptedDriver({"install": plan_always(write_step("fifo", "4", timeout_s=0.3))})
         async with run_host(tmp_path, driver) as host:
-            os.mkfifo(tmp_path / CARD_PATH.lstrip("/") / "fifo")  # nobody reads, so opening it waits
+            os.mkfifo(tmp_path / CARD_PATH.lstrip("/") / "fifo")  # The FIFO has no reader, so opening it blocks.
             host.journal.command_log.store_first_value("drv", "card", f"{CARD_PATH}/fifo", "")
             result = await host.run_commands(make_command(1, "install"))
             assert result.outcome == "unknown"

@@ -1,4 +1,4 @@
-"""The guard before the act: whose device it is, who has it, what the operator allows."""
+"""Tests of the preflight checks: attached handles, writes outside of the device, open device files, allowed acts."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_S3_the_guard_is_checked_right_before_each_step_and_not_only_before_the_
 
 def test_a_device_attached_to_another_consumer_cannot_be_programmed() -> None:
     mine, other = Ask(key="k", uuid="u1", consumer="vm1"), Ask(key="k", uuid="u2", consumer="vm2")
-    check_attachments("program", mine, {"u1": "vm1"})  # an attachment that programs first, said again
+    check_attachments("program", mine, {"u1": "vm1"})  # The same attachment again, which programs the device first.
     check_attachments("install", Ask(key="k"), {"u1": "vm1"})
     check_attachments("attach", other, {"u1": "vm1"})
     check_attachments("detach", Ask(key="k", uuid="u1"), {"u1": "vm1"})

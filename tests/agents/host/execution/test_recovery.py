@@ -1,4 +1,4 @@
-"""Killed at any moment, restarted, rebooted, stuck: nothing is done twice, nothing is forgotten."""
+"""Tests of recovery after a kill, restart, reboot or hanging write: no command runs twice and none is lost (L2)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ATTACH = {"uuid": "u1", "handle": HANDLE, "consumer": "vm1"}
 
 
 def make_file_driver(root: Path) -> ScriptedDriver:
-    """A driver that looks at the files: `attach` makes one, `install` writes another."""
+    """Return a driver that plans nothing once its file is there: `attach` writes a state file, `install` `numvfs`."""
 
     def has(path: str, value: str) -> bool:
         file = root / path.lstrip("/")
@@ -58,7 +58,7 @@ def make_file_driver(root: Path) -> ScriptedDriver:
 
 
 def kill_at_point(number: int) -> None:
-    """SIGKILL this process right before, or right after, the `number`th thing it journals or writes to the host."""
+    """Make this process kill itself before or after a write to journal or host: at the `number`th such point."""
     remaining = [number]
 
     def count_down() -> None:
@@ -93,7 +93,8 @@ async def run_connected_host(root: Path, gateway: Any, until_true: Callable[[], 
 
 
 KILL_POINTS = 14
-"""Two for each of: heard, begun, first attachment, write, applied, ended, acknowledged."""
+"""Before and after each of: store the command, mark it started, store the attachment as begun, write the file, store
+the attachment as applied, store the result, acknowledge it."""
 
 
 @pytest.mark.system
@@ -342,7 +343,7 @@ def test_a_cancellation_that_arrives_with_the_result_of_a_thread_is_raised() -> 
         await asyncio.sleep(0)
         while not threads:
             time.sleep(0.001)
-        threads[0].join()  # its answer waits for the loop, and the cancellation comes right behind it
+        threads[0].join()  # The result is queued in the loop now, and the cancellation is queued right behind it.
         asyncio.get_running_loop().call_soon(task.cancel)
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -1,4 +1,4 @@
-"""The journal after restarts, kills, power cuts, full disks and rubbish."""
+"""Tests of the journal after restarts, kills, power cuts, full disks and corruption."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_content(number: int) -> tuple[DriverReport, ...]:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Files cannot grow: the nearest thing to a full disk that needs no privilege."""
+    """Stop files from growing, which is the nearest thing to a full disk that needs no privilege."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
     try:
@@ -115,7 +115,7 @@ def test_the_address_of_the_gateway_is_stored_and_the_secret_of_the_token_is_not
 
 def test_a_joined_state_directory_is_refused_for_another_host(tmp_path: Path) -> None:
     open_journal(tmp_path, "early").close()
-    journal = open_journal(tmp_path, "h1")  # nobody has joined as `early`
+    journal = open_journal(tmp_path, "h1")  # Allowed, because the host `early` never joined.
     journal.store_gateway("http://gw:1", "", "s")
     journal.close()
     assert read_known_host(tmp_path) == "h1"
