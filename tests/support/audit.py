@@ -1,9 +1,9 @@
 """Check around every test that every change has an event (promise X6).
 
-Whatever product code writes inside `conductor.writing()` must have an event in the same transaction, or be listed in
-EXEMPT or COLUMNS with the reason. The events must be about the type of object that was changed (SUBJECTS), and about as
-many objects as rows were changed (ITSELF). It is not compared which rows an event is about, nor whether it names every
-changed column. Writes of the tests themselves are not checked.
+Every change that product code writes inside `conductor.writing()` must have an event in the same transaction, or be
+listed in EXEMPT or COLUMNS with the reason. The events must be about the type of object that was changed (SUBJECTS),
+and about as many objects as rows were changed (ITSELF). The guard does not compare which rows an event is about, nor
+whether it names every changed column. Writes of the tests themselves are not checked.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ COLUMNS = {
     "accelerators_image": "used_at",
     "accelerators_attachment": "claim release fault",
 }
-"""Columns that an UPDATE may set without an event, by table. They tell which report was applied last and its data about
-unchanged drivers; when an image was last used; what an attachment will write to Placement, and what prevents it."""
+"""Columns that an UPDATE may set without an event, by table.
+
+They store which report was applied last and its data about unchanged drivers; when an image was last used; what an
+attachment will write to Placement, and what prevents the write.
+"""
 
 
 SUBJECTS = {
@@ -68,8 +71,9 @@ database records that.
 ITSELF = {"acceleratorrequest", "admissionrule", "attachment", "command", "device", "deviceprofile", "host", "image"}
 """Tables whose rows are the subjects of events. A statement may change at most as many rows as there are subjects."""
 EACH = object()
-"""Stands for any number of subjects: one SQL statement wrote the changes and an event for each, or an event without a
-subject records only their number."""
+"""Stands for any number of subjects: one SQL statement wrote the changes and an event for each of them, or an event
+without a subject records only how many objects changed.
+"""
 TYPE_IN_SQL = re.compile(r"'(\w+)\.' \|\| [^,]+ AS action")
 """Finds the subject type in a statement that writes both the changes and their events (binding_sql, commands.sql)."""
 
@@ -99,7 +103,9 @@ _seen: ContextVar[_WritesAndEvents | None] = ContextVar("seen", default=None)
 
 
 def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
-    """Execute a statement, as a wrapper of Django's, and remember what it wrote and which events it recorded."""
+    """Execute a statement, as a wrapper of Django's statements, and remember what it wrote and which events it
+    recorded.
+    """
     result, seen = execute(sql, params, many, context), _seen.get()
     if seen is not None and not sql.startswith("SELECT") and (rows := context["cursor"].rowcount):
         found = [(verb.split()[0].upper(), table) for verb, table in WRITES.findall(sql)]
@@ -117,7 +123,8 @@ def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
 def _remember_events(told: dict[str, set[Any]], sql: str, params: Any) -> None:
     """Add the subjects of the events that this statement records to `told`.
 
-    For `record_events` each event's subject is known; for other statements only the subject type is (EACH).
+    A statement of `record_events` names each event's subject; of other statements only the subject type is known
+    (EACH).
     """
     if sql == INSERT_EVENTS:
         for one in json.loads(params[0]):
@@ -136,9 +143,10 @@ def _sets_only_exempt_columns(verb: str, table: str, sql: str) -> bool:
 
 @contextmanager
 def audited() -> Iterator[None]:
-    """Replace `conductor.writing` for the block: product code that leaves it without an event for its changes fails.
+    """Replace `conductor.writing` for the block, so that product code fails if it leaves it without an event for its
+    changes.
 
-    Nested blocks and blocks that tests enter themselves are not checked. The failure is Unrecorded.
+    The failure is UnrecordedChangeError. Nested blocks and blocks that tests enter themselves are not checked.
     """
     plain = conductor.writing
 
@@ -154,7 +162,7 @@ def audited() -> Iterator[None]:
 
 
 def _find_untold(seen: _WritesAndEvents) -> str:
-    """Describe the first change that no event tells about; "" when there is none."""
+    """Describe the first change that has no event; return "" if there is none."""
     for write in seen.writes:
         table = write.table.removeprefix("accelerators_")
         types = SUBJECTS.get(table, table).split()

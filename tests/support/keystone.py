@@ -98,7 +98,9 @@ class Keystone:
         return None
 
     def valid(self, secret: str, query: dict[str, list[str]]) -> bool:
-        """Return True if the token is known and has not expired; an expired one counts if `query` has allow_expired."""
+        """Return True if the token is known and has not expired. With allow_expired in `query`, an expired token is
+        valid.
+        """
         ends = datetime.fromisoformat(self.tokens[secret]["expires_at"]) if secret in self.tokens else None
         return bool(ends and ("allow_expired" in query or ends > datetime.now(UTC)))
 

@@ -1,5 +1,6 @@
-"""Two states for comparison: `told` is replayed from all events by `accelerators.audit.replay`, `stored` is read from
-the tables. They must be equal."""
+"""Compare the history with the tables: `told` replays all events with `accelerators.audit.replay`, `read_tables` reads
+the tables. The two states must be equal.
+"""
 
 from __future__ import annotations
 
@@ -63,5 +64,5 @@ def _fields(kind: str, row: Any) -> ReplayedFields:
 
 
 def _said(fields: ReplayedFields) -> ReplayedFields:
-    """Return the fields without empty values, because the event of a new object does not name them."""
+    """Return the fields without empty values, because the event of a new object does not contain them."""
     return {name: value for name, value in fields.items() if value not in (None, "")}
