@@ -1,4 +1,4 @@
-"""Waking jobs: one task however many kicks, no wake-up lost, work done once under a lock."""
+"""Test how jobs are queued and run: many wake-ups make one task, none is lost, and a lock prevents parallel runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_runs_of_one_job_never_overlap_and_finish_all_work() -> None:
 
 
 def test_kick_timely_queues_each_timely_job_once_with_few_statements() -> None:
-    """A gateway's writer wakes them, and reports wait for it: a slow database makes each statement dear."""
+    """The gateway's writer queues these jobs while reports wait for it, so few statements matter on a slow database."""
     timely = {name for name, job in jobs.JOBS.items() if job.periodic}
     former = min(timely)
     jobs.enqueue_job(former)

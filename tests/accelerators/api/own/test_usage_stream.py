@@ -1,4 +1,4 @@
-"""What a device has to do, as JSON and as a stream of events: over HTTP, with an agent's socket at the other end."""
+"""Test the load of a device over HTTP, as JSON and as a stream of events, with an agent on a real socket."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STREAM_HEADERS = {"Accept": "text/event-stream"}
 
 
 class SwitchableApplication:
-    """The product's own application around whichever gateway is in it."""
+    """Passes requests to its present HTTP application and its present gateway, which each test replaces."""
 
     port = 0
     threads: BoundedThreads
@@ -71,7 +71,7 @@ def token(db: None) -> str:
 
 
 class EventStreamClient:
-    """A listener: its answer's head, and the events one by one."""
+    """A reader of an event stream. `response` is the head of the answer; iterating yields the events."""
 
     def __init__(self, port: int, path: str, **headers: str) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
@@ -84,7 +84,9 @@ class EventStreamClient:
                 yield json.loads(line[6:])
 
     def read_until(self, busy: float, say: Callable[[float], None]) -> dict[str, Any]:
-        """The first event that shows this. It is said again now and then: a loop that is late sheds samples."""
+        """Return the first event with this utilization. `say` is called now and then, because a busy loop drops
+        samples.
+        """
         for number, event in zip(range(1000), self, strict=False):
             if event["values"].get("utilization_percent") == busy:
                 return event
@@ -103,7 +105,7 @@ def connect_agent(port: int) -> Iterator[Any]:
 
 
 def wait_for_watch(socket: Any) -> Callable[[float], None]:
-    """How the agent says how busy its devices are; begins when it was asked, as an agent does."""
+    """Wait until the agent is asked for samples, and return a function that sends one with a given utilization."""
     while not isinstance(wire.decode_from_gateway(socket.recv(timeout=20)), Watch):
         pass
 
@@ -115,7 +117,7 @@ def wait_for_watch(socket: Any) -> Callable[[float], None]:
 
 
 def count_watches(socket: Any) -> int:
-    """How many have come by now."""
+    """Return how many Watch messages have arrived."""
     found = 0
     with suppress(TimeoutError):
         while message := wire.decode_from_gateway(socket.recv(timeout=0.05)):

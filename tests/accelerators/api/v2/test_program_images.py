@@ -1,4 +1,4 @@
-"""Images over our own API and at the shell: sent as they are, larger than any other body, listed, removed."""
+"""Test images over /api/ and with the management command: large uploads, lists, removal; names of function traits."""
 
 from __future__ import annotations
 
