@@ -1,4 +1,4 @@
-"""What needs an operator: a sentence for each, the worst first, each with a link to where it is mended; or none."""
+"""Test the alerts of the overview: one sentence for each, the worst first, with a link to the rows concerned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTHING_TO_DO = dict.fromkeys(
 
 
 def list_needs(devices: dict[str, int] | None = None, down: int = 0, failing: int = 0, **doing: Any) -> list[str]:
-    """The needs of a house, each as one line."""
+    """Return the alerts of a system state, each as one line."""
     hosts, now = {"down": down}, backlog.Backlog(**(NOTHING_TO_DO | doing))
     house = alerts.SystemState(hosts, Counter(devices or {}), now, [], failing, 0, NOW)
     return [f"{need.tone} {need.label}: {need.link_text} {need.explanation}" for need in alerts.list_alerts(house)]
@@ -48,7 +48,7 @@ def test_needs_are_sorted_worst_first_with_pending_decisions_last() -> None:
 
 def test_a_late_intent_is_shown_with_its_error_and_a_stuck_one_takes_precedence() -> None:
     late = backlog.IntentBacklog(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
-    assert list_needs(intents={"provider": late}) == []  # no cloud is configured: nobody is told
+    assert list_needs(intents={"provider": late}) == []  # without a configured cloud nothing processes these intents
     with jobs.JOBS.replaced("placement", jobs.Job("none", intent_kind="provider")):
         assert list_needs(intents={"provider": late}) == [
             "warn behind: Placement is behind by 4 min, 3 changes waiting: 503 from Placement"

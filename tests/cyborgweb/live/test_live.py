@@ -1,4 +1,4 @@
-"""The live feed at its socket: who may watch, what is told of a change, and that an outage is said and made good."""
+"""Test the live feed of the console on a real socket: permissions, sent changes, and recovery after an outage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEVICES = "/admin/accelerators/device/"
 
 
 class SwitchableConsole:
-    """Serves whichever console is in it."""
+    """Passes requests to its present console, which each test replaces."""
 
     console: Any = None
     port = 0
@@ -73,7 +73,7 @@ def page(person: User) -> Client:
 
 
 class LivePage:
-    """A page somebody looks at: its cells, as the browser keeps them."""
+    """A page that a user has open; `cells` are its cells, updated from the feed as a browser does."""
 
     def __init__(self, port: int, client: Client, path: str = DEVICES, query: str = "", origin: str = "") -> None:
         html = client.get(f"{path}?{query}").content.decode()
@@ -109,7 +109,7 @@ class LivePage:
             self.receive(max(0.01, end - time.monotonic()))
 
     def receive_close_code(self) -> int:
-        """The code it is closed with."""
+        """Wait until the feed closes the socket, and return the close code."""
         with pytest.raises(ConnectionClosed) as closed:
             while True:
                 self.receive()
@@ -118,7 +118,7 @@ class LivePage:
 
 
 def parse_cells(html: str, path: str) -> dict[str, dict[str, str]]:
-    """The cells of a list's HTML by key and column."""
+    """Return the cells of a list's HTML, by the row's key and by the cell's CSS class."""
     found = {}
     for row in re.findall(r'<tr class="data-row.*?</tr>', html, re.DOTALL):
         key = re.search(rf'href="{path}([^/"]+)/change/', row)
@@ -204,7 +204,7 @@ def test_the_feed_sends_a_tenant_only_the_rows_of_its_project(port: int) -> None
         tabs.append(LivePage(port, client, requests))
     tenant, admin = tabs
     assert (set(tenant.cells), set(admin.cells)) == ({mine}, {mine, theirs})
-    tenant.send(path=requests, query="", rows=[mine, theirs])  # what its page never showed
+    tenant.send(path=requests, query="", rows=[mine, theirs])  # it asks for a row that its page never showed
     tenant.receive_until(lambda: tenant.live and theirs in tenant.gone_rows)
     admin.receive_until(lambda: admin.live)
     with conductor.writing():

@@ -1,4 +1,4 @@
-"""The page, the dashboard and the alert rules against the code: each name in them is a metric that is told."""
+"""Test the manual's page of metrics, the dashboard and the alert rules: every metric that they name exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from django.conf import settings
 
 from accelerators.runtime import metrics
-from agents.gateway import metrics as gateways_meters  # noqa: F401 all that count are loaded
+from agents.gateway import metrics as gateways_meters  # noqa: F401 imported to register their metrics
 from cyborgweb.live import feed  # noqa: F401
 from cyborgweb.monitoring import calls, served, snapshot  # noqa: F401
 
@@ -28,7 +28,7 @@ METRIC_SELECTOR = re.compile(r"(cyborg_\w+)(?:\{([^}]*)\})?")
 
 @pytest.fixture
 def told(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Every metric there is, with its labels, by name."""
+    """Return every metric by name, with its type, its labels and its description."""
     monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
     found: dict[str, Any] = {}
     for meter in [*metrics.REGISTRY._collector_to_names, *snapshot.collect_gauges()]:
@@ -39,7 +39,7 @@ def told(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def list_sample_labels(told: dict[str, Any]) -> dict[str, set[str]]:
-    """What a query may name, with the labels it may choose by."""
+    """Return every name that a query may use, with the labels that it may select by."""
     found: dict[str, set[str]] = {}
     for name, (kind, labels, _) in told.items():
         for suffix in ("_bucket", "_sum", "_count") if kind == "histogram" else ("",):
@@ -48,7 +48,7 @@ def list_sample_labels(told: dict[str, Any]) -> dict[str, set[str]]:
 
 
 def list_queries() -> Iterator[tuple[str, str]]:
-    """Every query of the dashboard and of the rules, with where it stands."""
+    """Yield every query of the dashboard and of the alert rules, each with the title of its panel, variable or rule."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
