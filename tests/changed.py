@@ -1,5 +1,4 @@
-"""`python -m tests.changed`: print the tests to run for the files that differ from the last commit; `make check` uses
-it.
+"""`python -m tests.changed`: print the tests to run for files that differ from the last commit, for `make check`.
 
 A changed test file selects itself; any other file below tests/ selects its folder of tests. A product file selects the
 folder of tests that has the name of its module or of its innermost folder. A changed file of `tests/support`, or
@@ -68,9 +67,7 @@ def list_changed_files() -> list[str]:
 
 
 def select_tests(paths: list[str]) -> list[str]:
-    """Return the arguments with which pytest runs the tests for these changed files. A folder replaces the files below
-    it.
-    """
+    """Return pytest's arguments for these changed files; a folder replaces the files below it."""
     wanted = {ALWAYS_RUN} | {test for path in paths for test in tests_for_file(path)}
     return sorted(test for test in wanted if not any(test.startswith(f"{other}/") for other in wanted))
 

@@ -47,8 +47,9 @@ def find_exceptions() -> dict[str, tuple[str, str]]:
 
 
 def read_documented_exceptions(errors_module: Path) -> dict[str, tuple[str, str]]:
-    """Return the tree in the docstring of this file: name → name of the parent, and the module. Two blanks are one
-    level.
+    """Return the tree in the docstring of this file: name → name of the parent, and the module.
+
+    Two blanks of indentation are one level.
     """
     parents, found = ["Exception"], {}
     for line in (ast.get_docstring(ast.parse(errors_module.read_text())) or "").splitlines():

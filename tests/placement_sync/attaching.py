@@ -76,7 +76,7 @@ def configured_cloud(settings: Any) -> Iterator[FakeCloud]:
 
 
 def make_ready_cards(count: int = 1, handles: int = 2, **changes: Any) -> None:
-    """Create ready cards on cmp1 that Placement knows, and the profiles `one` and `two`, which ask for 1 or 2 units."""
+    """Create ready cards on cmp1 that Placement knows, and the profiles `one` and `two`, for 1 and 2 units."""
     apply_report(
         get_or_create_host(), make_driver_report(*(make_card(n, handles=handles, **changes) for n in range(count)))
     )

@@ -177,9 +177,7 @@ def _check_nothing_more_is_written(where: str) -> None:
 
 
 def _check_written_values_are_ours(where: str) -> None:
-    """Check that the values that the killed worker wrote count as ours: they are removed once they are no longer
-    desired.
-    """
+    """Check that values written by the killed worker count as ours: they go once they are no longer desired."""
     change_attributes(4, trait0="CUSTOM_LATER", rc="PGPU")
     raise_all_intents()
     providers.step()

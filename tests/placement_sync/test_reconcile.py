@@ -1,6 +1,4 @@
-"""Test `mapping`, `reconcile` and `sync` on a model of Placement: it converges to every desired state despite foreign
-writes.
-"""
+"""Test `mapping`, `reconcile` and `sync` on a model of Placement: they reach every state despite foreign writes."""
 
 from __future__ import annotations
 

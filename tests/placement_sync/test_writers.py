@@ -1,6 +1,4 @@
-"""Test the two writers of Placement, conductor and agents: the live switch, without duplicate, concurrent or lost
-writes.
-"""
+"""Test the two writers of Placement, conductor and agents: no write is lost, doubled or concurrent after a switch."""
 
 from __future__ import annotations
 

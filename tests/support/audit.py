@@ -71,8 +71,10 @@ database records that.
 ITSELF = {"acceleratorrequest", "admissionrule", "attachment", "command", "device", "deviceprofile", "host", "image"}
 """Tables whose rows are the subjects of events. A statement may change at most as many rows as there are subjects."""
 EACH = object()
-"""Stands for any number of subjects: one SQL statement wrote the changes and an event for each of them, or an event
-without a subject records only how many objects changed.
+"""Stands for any number of subjects.
+
+Either one SQL statement wrote the changes and an event for each of them, or an event without a subject records only how
+many objects changed.
 """
 TYPE_IN_SQL = re.compile(r"'(\w+)\.' \|\| [^,]+ AS action")
 """Finds the subject type in a statement that writes both the changes and their events (binding_sql, commands.sql)."""
@@ -103,9 +105,7 @@ _seen: ContextVar[_WritesAndEvents | None] = ContextVar("seen", default=None)
 
 
 def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
-    """Execute a statement, as a wrapper of Django's statements, and remember what it wrote and which events it
-    recorded.
-    """
+    """Execute a statement, as a wrapper of Django's, and remember what it wrote and which events it recorded."""
     result, seen = execute(sql, params, many, context), _seen.get()
     if seen is not None and not sql.startswith("SELECT") and (rows := context["cursor"].rowcount):
         found = [(verb.split()[0].upper(), table) for verb, table in WRITES.findall(sql)]
@@ -143,8 +143,7 @@ def _sets_only_exempt_columns(verb: str, table: str, sql: str) -> bool:
 
 @contextmanager
 def audited() -> Iterator[None]:
-    """Replace `conductor.writing` for the block, so that product code fails if it leaves it without an event for its
-    changes.
+    """Replace `conductor.writing` for the block: product code that leaves it without an event for its changes fails.
 
     The failure is UnrecordedChangeError. Nested blocks and blocks that tests enter themselves are not checked.
     """

@@ -98,9 +98,7 @@ class Keystone:
         return None
 
     def valid(self, secret: str, query: dict[str, list[str]]) -> bool:
-        """Return True if the token is known and has not expired. With allow_expired in `query`, an expired token is
-        valid.
-        """
+        """Return True if the token is known and has not expired; allow_expired in `query` accepts an expired one."""
         ends = datetime.fromisoformat(self.tokens[secret]["expires_at"]) if secret in self.tokens else None
         return bool(ends and ("allow_expired" in query or ends > datetime.now(UTC)))
 

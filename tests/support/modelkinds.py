@@ -81,8 +81,9 @@ def advance(folder: Path, fails: str) -> str:
 
 
 def uploaded(host: ModelMachine, path: str, data: bytes) -> str:
-    """Upload `data` completely, as a program does. Return the error, or '' on success; raise OSError (EBUSY) while
-    another upload runs.
+    """Upload `data` completely, as a program does; return the error, or '' on success.
+
+    Raises OSError (EBUSY) while another upload runs.
     """
     folder = host.real(path)
     if read(folder / "status") != "idle":

@@ -28,12 +28,12 @@ PULLED = "pulled"
 
 @dataclass
 class KernelDriver:
-    """A PCI driver of the kernel. `takes` are globs over `vendor:device`; without any it binds by `driver_override`
-    only.
+    """A PCI driver of the kernel.
 
-    `gives` is the largest number of virtual functions that the driver creates; the rest of a larger request is ignored
-    without an error. Without `sriov` it creates none, and writing sriov_numvfs fails with ENOENT. `refuses` is the
-    errno with which its probe fails, or 0.
+    `takes` are globs over `vendor:device`; without any the driver binds by `driver_override` only. `gives` is the
+    largest number of virtual functions that the driver creates; the rest of a larger request is ignored without an
+    error. Without `sriov` it creates none, and writing sriov_numvfs fails with ENOENT. `refuses` is the errno with
+    which its probe fails, or 0.
     """
 
     name: str

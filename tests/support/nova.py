@@ -39,9 +39,7 @@ class FakeNova:
     url: str = ""
 
     def received_statuses(self) -> dict[str, list[str]]:
-        """Return the event statuses received for each accelerator request, in order. Calls refused by `status` do not
-        count.
-        """
+        """Return the event statuses received for each request, in order, without the calls refused by `status`."""
         found: dict[str, list[str]] = {}
         for call in self.calls:
             for event in call["events"]:

@@ -1,5 +1,7 @@
-"""Compare the history with the tables: `told` replays all events with `accelerators.audit.replay`, `read_tables` reads
-the tables. The two states must be equal.
+"""Compare the history with the tables.
+
+`told` replays all events with `accelerators.audit.replay`, `read_tables` reads the tables. The two states must be
+equal.
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ def keep_violation(violation: AssertionError) -> AssertionError:
 
 @contextmanager
 def expect_violation(kind: type[AssertionError], match: str | None = None) -> Iterator[None]:
-    """Fail unless the block raises this violation; then remove it from `violations`, because the test caused it on
-    purpose.
-    """
+    """Fail unless the block raises this violation; then forget it, because the test caused it on purpose."""
     with pytest.raises(kind, match=match) as raised:
         yield
     violations.remove(raised.value)

@@ -62,9 +62,7 @@ def upload_image(content: bytes) -> UUID:
 
 
 def run_attachments() -> None:
-    """Run the jobs that write providers and process attachments until they are idle; waiting intents become due at
-    once.
-    """
+    """Run the jobs of providers and attachments until they are idle; waiting intents become due at once."""
     for _ in range(30):
         make_intents_due()
         while placement_tasks.step():
@@ -75,8 +73,9 @@ def run_attachments() -> None:
 
 @pytest.fixture
 def cloud(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCloud]:
-    """Run the fakes of Placement and Nova, with an image directory of the test and room for two copies of Glance's
-    images.
+    """Run the fakes of Placement and Nova.
+
+    Images are in a directory of the test's own, with room for two copies of Glance's images.
     """
     monkeypatch.setattr(store, "get_image_directory", lambda: tmp_path)
     monkeypatch.setattr(store, "MAX_COPIES", 2)

@@ -225,9 +225,7 @@ def test_X6_the_database_refuses_to_change_or_delete_events_and_seals(transactio
 
 @pytest.fixture
 def months() -> Iterator[Callable[[str, int], None]]:
-    """Return a function `months(month, count)` that creates that many events of a past month, in a partition of its
-    own.
-    """
+    """Return `months(month, count)`, which creates that many events of a past month in a partition of its own."""
     made = []
 
     def make(month: str, count: int) -> None:

@@ -48,8 +48,7 @@ def cloud() -> Iterator[FakeGlance]:
 
 @pytest.fixture
 def wait(db: None) -> OrderCommand:
-    """Return a function that orders a program command: `wait(bitstream_id=… | function_id=…)` says which image it
-    needs.
+    """Return `wait(bitstream_id=… | function_id=…)`, which orders a program command that needs this image.
 
     Each command is for a new device on a new host.
     """

@@ -1,6 +1,4 @@
-"""Test the outbox: when an intent is due again, and what happens to an intent that is raised again while it is
-processed.
-"""
+"""Test the outbox: when an intent is due again, and intents that are raised again while they are processed."""
 
 from __future__ import annotations
 

@@ -25,9 +25,7 @@ LogInAs = Callable[[str], Client]
 
 @pytest.fixture
 def enter() -> LogInAs:
-    """Return a function that creates a user in the group of this name, logs it in to the console, and returns its
-    client.
-    """
+    """Return a function that creates a user in the group of this name and returns its logged-in client."""
 
     def come(group: str) -> Client:
         user = User.objects.create(username=group, is_staff=True, is_superuser=group == "role:administrator")

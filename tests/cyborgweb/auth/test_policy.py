@@ -159,9 +159,7 @@ CHECK_INTERVAL_S = 0.5
 
 @dataclass
 class PolicyFile:
-    """The operator's policy file and a clock; `edit` writes the file and advances the clock until the change is
-    noticed.
-    """
+    """The operator's policy file and a clock. `edit` writes the file and advances the clock to its next check."""
 
     path: Path
     now: float = 100.0

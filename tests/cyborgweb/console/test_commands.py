@@ -27,9 +27,7 @@ IMAGE = "11111111-2222-4333-8444-555555555555"
 
 @pytest.fixture
 def device(fill: Fill) -> Device:
-    """Return a card whose driver supports all commands and has two installation steps; the first card of its host is
-    held.
-    """
+    """Return a card whose driver supports all commands and has two installation steps; the first card is held."""
     (host,) = fill(2)
     able = make_card(7, acts=ACTS, to_install="bind 0000:07:00.0 to vfio-pci\nmake 4 virtual functions")
     apply_report(host, make_driver_report(make_card(0, handles=2, acts=ACTS), able, driver="pci_driver"), seq=2)

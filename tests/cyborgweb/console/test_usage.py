@@ -33,7 +33,7 @@ SAMPLE_VALUES = {
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Give the first device of every host SAMPLE_VALUES. Tests append names of gateways that do not answer to the list."""
+    """Give the first device of every host SAMPLE_VALUES; a test appends gateways that do not answer to the list."""
     silent: list[str] = []
 
     def said(hosts: Collection[int] | None, *_: float) -> LoadSnapshot:

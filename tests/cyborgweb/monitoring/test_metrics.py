@@ -54,7 +54,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @pytest.fixture(autouse=True)
 def _reset_metrics() -> None:
-    """Clear the cached page and add the pending counts of gateways, so that a test does not see another test's counts."""
+    """Clear the cached page and add the pending counts of gateways, so that no test sees counts of another."""
     page.metrics_cache.clear()
     metrics.push_metrics()
 

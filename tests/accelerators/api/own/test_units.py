@@ -29,9 +29,7 @@ OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 
 
 def build_divisible_card(n: int, number: int, backend: str = "a", **more: Any) -> Card:
-    """Return a card whose driver divides it into `number` units (its word for that is `vfs`); an undivided card is one
-    unit.
-    """
+    """Return a card whose driver divides it into `number` units, its value of `vfs`; undivided it is one unit."""
     words = {"acts": "partition", "changeable": "bind vfs", "sized_by": "vfs", "backend": backend}
     (part,) = make_card(n, number + 1).deployables
     units_of_it = part.handles[1:] or part.handles

@@ -1,6 +1,4 @@
-"""Test that a reader who sees a command as succeeded also sees the units that it created, with an agent on a real
-socket.
-"""
+"""Test that a reader who sees a command as succeeded also sees its new units, with an agent on a real socket."""
 
 from __future__ import annotations
 

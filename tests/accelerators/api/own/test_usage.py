@@ -36,8 +36,7 @@ GIB = 2.0**30
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> SetLoad:
-    """Return a function that sets the load of a host: `heard(host, *percents, ago=0, quiet=False, silent="",
-    devices=None)`.
+    """Return `heard(host, *percents, ago=0, quiet=False, silent="", devices=None)`, which sets the load of a host.
 
     `percents` are the utilizations of its devices in order; `devices` gives all values by device key instead. `ago` is
     the age in seconds. A `quiet` host does not answer a census. `silent` names a gateway that does not answer.

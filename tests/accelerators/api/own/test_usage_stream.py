@@ -84,9 +84,7 @@ class EventStreamClient:
                 yield json.loads(line[6:])
 
     def read_until(self, busy: float, say: Callable[[float], None]) -> dict[str, Any]:
-        """Return the first event with this utilization. `say` is called now and then, because a busy loop drops
-        samples.
-        """
+        """Return the first event with this utilization; `say` it again now and then, as a busy loop drops samples."""
         for number, event in zip(range(1000), self, strict=False):
             if event["values"].get("utilization_percent") == busy:
                 return event
