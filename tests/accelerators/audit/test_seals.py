@@ -54,7 +54,7 @@ def open_connection() -> Iterator[psycopg.Connection[Any]]:
 
 @contextmanager
 def open_connection_without_triggers() -> Iterator[Any]:
-    """Open a database connection in which triggers do not run, as an attacker with superuser rights would."""
+    """Open a database connection in which triggers do not run, such as an attacker with superuser rights could use."""
     with open_connection() as other:
         other.execute("SET session_replication_role = replica")
         yield other

@@ -189,7 +189,7 @@ def test_the_read_only_command_shows_and_switches_the_mode(capsys: pytest.Captur
 def test_a_process_without_notification_learns_of_read_only_mode_after_the_cache_expires(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(read_only, "_cached", None)  # monkeypatch restores the cached value after the test
+    monkeypatch.setattr(read_only, "_cached", None)  # the test begins without a cached answer
     assert read_only.get_maintenance() is None
     monkeypatch.setattr(read_only, "_notify_processes", lambda: None)
     read_only.switch_read_only(True, ADMIN, "", EventSource.PERSON)
