@@ -40,7 +40,7 @@ class Model(Machine):
         self._host = host
 
     def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes:
-        """As `Machine.read_bytes`, but raise Denied for write-only attributes, because root can read the plain files."""
+        """As `Machine.read_bytes`, but raise Denied for write-only attributes: root could read their plain files."""
         if path.rpartition("/")[2] in WRITE_ONLY:
             raise Denied(f"{path}: Permission denied")
         return super().read_bytes(path, limit)
