@@ -98,7 +98,7 @@ class _WritesAndEvents:
     """The writes since `writing()` was entered, and the subjects of the events since then, by subject type."""
 
     writes: list[Write] = field(default_factory=list)
-    told: dict[str, set[Any]] = field(default_factory=dict)
+    event_subjects: dict[str, set[Any]] = field(default_factory=dict)
 
 
 _seen: ContextVar[_WritesAndEvents | None] = ContextVar("seen", default=None)
@@ -110,7 +110,7 @@ def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
     if seen is not None and not sql.startswith("SELECT") and (rows := context["cursor"].rowcount):
         found = [(verb.split()[0].upper(), table) for verb, table in WRITES.findall(sql)]
         if ("INSERT", EVENT) in found:
-            _remember_events(seen.told, sql, params)
+            _remember_events(seen.event_subjects, sql, params)
         alone = len(found) == 1 and not sql.startswith("WITH")
         seen.writes += [
             Write(verb, table, rows if alone else None, sql)
@@ -120,17 +120,17 @@ def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
     return result
 
 
-def _remember_events(told: dict[str, set[Any]], sql: str, params: Any) -> None:
-    """Add the subjects of the events that this statement records to `told`.
+def _remember_events(event_subjects: dict[str, set[Any]], sql: str, params: Any) -> None:
+    """Add the subjects of the events that this statement records to `event_subjects`.
 
     A statement of `record_events` names each event's subject; of other statements only the subject type is known
     (EACH).
     """
     if sql == INSERT_EVENTS:
         for one in json.loads(params[0]):
-            told.setdefault(one["action"].split(".")[0], set()).add(one["subject"] or EACH)
+            event_subjects.setdefault(one["action"].split(".")[0], set()).add(one["subject"] or EACH)
     else:
-        told.setdefault(TYPE_IN_SQL.findall(sql)[0], set()).add(EACH)
+        event_subjects.setdefault(TYPE_IN_SQL.findall(sql)[0], set()).add(EACH)
 
 
 def _sets_only_exempt_columns(verb: str, table: str, sql: str) -> bool:
@@ -160,14 +160,14 @@ def audited() -> Iterator[None]:
         conductor.writing = plain
 
 
-def _find_untold(seen: _WritesAndEvents) -> str:
+def _find_unrecorded_change(seen: _WritesAndEvents) -> str:
     """Describe the first change that has no event; return "" if there is none."""
     for write in seen.writes:
         table = write.table.removeprefix("accelerators_")
         types = SUBJECTS.get(table, table).split()
-        subjects = {one for kind in types for one in seen.told.get(kind, ())}
+        subjects = {one for kind in types for one in seen.event_subjects.get(kind, ())}
         if not subjects:
-            return f"{write.sql[:300]} (the events are about: {', '.join(sorted(seen.told)) or 'nothing'})"
+            return f"{write.sql[:300]} (the events are about: {', '.join(sorted(seen.event_subjects)) or 'nothing'})"
         if table in ITSELF and write.rows is not None and EACH not in subjects and write.rows > len(subjects):
             return f"{write.sql[:300]} ({write.rows} rows, events about {len(subjects)})"
     return ""
@@ -179,7 +179,7 @@ def _checked_writing(plain: Callable[[], Any], module: str) -> Iterator[None]:
     try:
         with plain():
             yield
-            if untold := _find_untold(seen):
-                raise keep_violation(UnrecordedChangeError(f"{module} changed this without an event: {untold}"))
+            if unrecorded := _find_unrecorded_change(seen):
+                raise keep_violation(UnrecordedChangeError(f"{module} changed this without an event: {unrecorded}"))
     finally:
         _seen.reset(token)

@@ -132,12 +132,12 @@ def vouching(**settings: str) -> Iterator[Keystone]:
         patch.delenv("OS_CLOUD", raising=False)
         for name, value in (known.environment() | {"CYBORG_AUTH": "keystone"} | settings).items():
             patch.setenv(name, value)
-        forget()
+        clear_process_caches()
         yield known
-    forget()
+    clear_process_caches()
 
 
-def forget() -> None:
+def clear_process_caches() -> None:
     """Clear the caches of this process: its configuration, the service session, tokens and the policy."""
     for remembered in (get_keys, service_session, get_token_cache, policy._get_policy):
         remembered.cache_clear()

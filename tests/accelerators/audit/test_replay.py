@@ -47,7 +47,7 @@ from placement_sync.jobs import providers as placement_tasks
 from placement_sync.reconcile import ObservedProvider
 from tests.placement_sync.attaching import FakeCloud, configured_cloud, make_intents_due
 from tests.support.long import few_or_many
-from tests.support.replayed import read_tables, told
+from tests.support.replayed import read_tables, replay_all_events
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
@@ -273,7 +273,7 @@ class EventReplayMachine(RuleBasedStateMachine):
 
     @invariant()
     def events_say_how_everything_stands(self) -> None:
-        assert told() == read_tables()
+        assert replay_all_events() == read_tables()
 
     def teardown(self) -> None:
         self.replaced_lookup.__exit__(None, None, None)
@@ -293,7 +293,7 @@ def assert_replay_shows_state(kind: str, uuid: UUID, *states: str | None) -> Non
 
     None stands for an object that does not exist, "here" for an object that exists and has no state.
     """
-    assert told() == read_tables()
+    assert replay_all_events() == read_tables()
     shown = read_tables()[kind].get(str(uuid))
     assert (shown and shown.get("state", "here")) in states
 
@@ -352,7 +352,7 @@ def test_X6_replayed_events_equal_the_stored_attachments_in_each_state(cloud: Fa
     assert_replay_shows_state("attachment", third, "failed")
 
 
-def test_folding_events_continues_from_a_given_state() -> None:
+def test_replaying_events_continues_from_a_given_state() -> None:
     first = ReplayEvent(
         "device.found", "device", "d", "h", {"state": [None, "inactive"], "deployable x": [None, 2], "odd": [0, 1]}
     )

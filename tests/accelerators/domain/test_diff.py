@@ -108,7 +108,7 @@ def test_only_devices_absent_from_a_successful_answer_become_missing(
 
 
 @given(histories, st.randoms())
-def test_folding_reports_gives_the_same_result_in_any_order_of_arrival(
+def test_combining_reports_gives_the_same_result_in_any_order_of_arrival(
     history: list[tuple[object, object]], random: object
 ) -> None:
     reports = [build_report(n + 1, *entry) for n, entry in enumerate(history)]

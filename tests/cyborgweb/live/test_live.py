@@ -43,19 +43,19 @@ class SwitchableConsole:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[SwitchableConsole]:
+def console_server() -> Iterator[SwitchableConsole]:
     made = SwitchableConsole()
     with serving(made) as made.port:
         yield made
 
 
 @pytest.fixture
-def port(house: SwitchableConsole) -> Iterator[int]:
-    house.console = ConsoleSocket(
+def port(console_server: SwitchableConsole) -> Iterator[int]:
+    console_server.console = ConsoleSocket(
         LiveFeed(FeedIntervals(look_s=0.02, permission_check_s=0.02, reload_hint_s=0.1, uncounted_query_s=0.02))
     )
-    yield house.port
-    house.console.feed.stop()
+    yield console_server.port
+    console_server.console.feed.stop()
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def test_a_failing_list_closes_the_feed_of_its_viewers_only(
 
 @pytest.mark.parametrize("asked", ["filter_live_sessions", "user_of_session"])
 def test_the_feed_continues_after_an_unexpected_exception(
-    port: int, page: Client, monkeypatch: pytest.MonkeyPatch, asked: str, house: SwitchableConsole
+    port: int, page: Client, monkeypatch: pytest.MonkeyPatch, asked: str, console_server: SwitchableConsole
 ) -> None:
     apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     tab = LivePage(port, page)
@@ -345,6 +345,6 @@ def test_the_feed_continues_after_an_unexpected_exception(
             tab.receive_until(lambda: not tab.live)
         else:
             assert LivePage(port, page).receive_close_code() == 1013
-            house.console.feed._calls.put((failing, ()))
+            console_server.console.feed._calls.put((failing, ()))
     set_state("ready")
     tab.receive_until(lambda: tab.live and all("ready" in row["field-shown_state"] for row in tab.cells.values()))

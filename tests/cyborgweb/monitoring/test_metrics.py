@@ -66,10 +66,10 @@ def port() -> Iterator[int]:
     threads = BoundedThreads(application, 2, 20)
     http = HttpApplication(gateway, threads, threads)
 
-    async def house(scope: Any, receive: Any, send: Any) -> None:
+    async def product(scope: Any, receive: Any, send: Any) -> None:
         await (http if scope["type"] == "http" else gateway)(scope, receive, send)
 
-    with serving(house) as port:
+    with serving(product) as port:
         yield port
     gateway.stop()
 
@@ -389,7 +389,7 @@ def test_a_fork_without_metric_files_continues_and_logs_it_once(tmp_path: Path) 
     assert finished.stderr.count("records no metrics") == 1
 
 
-def test_an_unusable_metrics_folder_leaves_counters_of_the_own_process(tmp_path: Path) -> None:
+def test_with_an_unusable_metrics_folder_counters_stay_in_the_process(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     count = "metrics.create_counter('a_total', 'A.').inc(); print(len(list(metrics.collect_metrics())) > 0)"
     code = f"from accelerators.runtime import metrics; {count}"

@@ -27,7 +27,7 @@ METRIC_SELECTOR = re.compile(r"(cyborg_\w+)(?:\{([^}]*)\})?")
 
 
 @pytest.fixture
-def told(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def described_metrics(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return every metric by name, with its type, its labels and its description."""
     monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
     found: dict[str, Any] = {}
@@ -38,10 +38,10 @@ def told(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def list_sample_labels(told: dict[str, Any]) -> dict[str, set[str]]:
+def list_sample_labels(described_metrics: dict[str, Any]) -> dict[str, set[str]]:
     """Return every name that a query may use, with the labels that it may select by."""
     found: dict[str, set[str]] = {}
-    for name, (kind, labels, _) in told.items():
+    for name, (kind, labels, _) in described_metrics.items():
         for suffix in ("_bucket", "_sum", "_count") if kind == "histogram" else ("",):
             found[name + suffix] = {*labels, "job", "instance"} | ({"le"} if suffix == "_bucket" else set())
     return found
@@ -59,17 +59,17 @@ def list_queries() -> Iterator[tuple[str, str]]:
         yield rule["alert"], rule["expr"]
 
 
-def test_the_manual_lists_every_metric_with_its_type_labels_and_description(told: dict[str, Any]) -> None:
+def test_the_manual_lists_every_metric_with_its_type_labels_and_description(described_metrics: dict[str, Any]) -> None:
     rows = [
         f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |"
-        for name, (kind, labels, text) in told.items()
+        for name, (kind, labels, text) in described_metrics.items()
     ]
     written = re.findall(r"^\| `cyborg_.*\|$", (DOCS / "monitoring.md").read_text(), re.MULTILINE)
     assert sorted(written) == sorted(rows), "\n".join(sorted(rows))
 
 
-def test_dashboard_and_alert_rules_query_only_existing_metrics_and_labels(told: dict[str, Any]) -> None:
-    known = list_sample_labels(told)
+def test_dashboard_and_alert_rules_query_only_existing_metrics_and_labels(described_metrics: dict[str, Any]) -> None:
+    known = list_sample_labels(described_metrics)
     for where, query in list_queries():
         found = METRIC_SELECTOR.findall(query)
         assert found, where
@@ -78,9 +78,9 @@ def test_dashboard_and_alert_rules_query_only_existing_metrics_and_labels(told: 
             assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)) <= known[name], f"{where}: {query}"
 
 
-def test_every_metric_is_used_by_the_dashboard_or_an_alert_rule(told: dict[str, Any]) -> None:
+def test_every_metric_is_used_by_the_dashboard_or_an_alert_rule(described_metrics: dict[str, Any]) -> None:
     asked = " ".join(query for _, query in list_queries())
-    assert not [name for name in told if not re.search(rf"{name}\b|{name}_(?:bucket|count|sum)\b", asked)]
+    assert not [name for name in described_metrics if not re.search(rf"{name}\b|{name}_(?:bucket|count|sum)\b", asked)]
 
 
 def test_every_alert_rule_has_a_severity_a_summary_and_an_action() -> None:

@@ -107,7 +107,7 @@ def test_invalid_attachments_are_refused(ask: Ask, said: dict[str, Any], status:
     assert not Attachment.objects.exists()
 
 
-def test_requests_bound_by_nova_cannot_be_detached(ask: Ask) -> None:
+def test_a_request_of_an_attachment_cannot_be_detached_by_itself(ask: Ask) -> None:
     row = request_attachment(ask)
     run_steps()
     (request,) = get_json(ask, row["url"])["requests"]

@@ -29,14 +29,14 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
     """Run a gateway, and return an agent with a join token for it."""
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
-    house = GatewaySlot()
-    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    slot = GatewaySlot()
+    slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
-    with serving(house) as port:
+    with serving(slot) as port:
         yield WireAgent(port, token=join.secret)
-        house.gateway.stop()
+        slot.gateway.stop()
 
 
 def build_report(*cards: Card, seq: int) -> wire.Report:
