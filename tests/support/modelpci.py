@@ -203,23 +203,23 @@ def _autoprobe(_: ModelMachine, file: Path, value: str) -> None:
     file.write_text(f"{int(value.lower()[0] in '1y')}\n")
 
 
-def _one(file: Path, value: str) -> None:
+def _require_one(file: Path, value: str) -> None:
     if value != "1":
         raise refuse(errno.EINVAL, file)
 
 
 def _reset(host: ModelMachine, file: Path, value: str) -> None:
-    _one(file, value)
+    _require_one(file, value)
     host.resets.append(file.parent.name)
 
 
 def _remove(host: ModelMachine, file: Path, value: str) -> None:
-    _one(file, value)
+    _require_one(file, value)
     take_out(host, file.parent)
 
 
 def _rescan(host: ModelMachine, file: Path, value: str) -> None:
-    _one(file, value)
+    _require_one(file, value)
     for kept in sorted((host.sys.parent / PULLED).glob("*")):
         place = host.sys / "devices/pci0000:00" / kept.name
         group = group_of(kept)

@@ -32,7 +32,7 @@ OrderCommand = Callable[..., Command]
 
 
 @pytest.fixture(autouse=True)
-def _here(settings: object, tmp_path: Path) -> Iterator[None]:
+def _state_folder(settings: object, tmp_path: Path) -> Iterator[None]:
     settings.KEYS = Keys(state_dir=str(tmp_path), image_max_bytes=4 * 1024 * 1024)  # type: ignore[attr-defined]
     with download.IMAGE_SERVICE.replaced("glance", None):
         yield

@@ -45,7 +45,7 @@ Offered = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
-def _here(settings: Any, tmp_path: Path) -> Iterator[None]:
+def _state_folder(settings: Any, tmp_path: Path) -> Iterator[None]:
     settings.KEYS = Keys(state_dir=str(tmp_path))
     with download.IMAGE_SERVICE.replaced("glance", None):
         yield

@@ -28,7 +28,7 @@ LARGE = bytes(range(256)) * 6144
 
 
 @pytest.fixture(autouse=True)
-def _here(settings: Any, tmp_path: Path) -> None:
+def _state_folder(settings: Any, tmp_path: Path) -> None:
     settings.KEYS = Keys(state_dir=str(tmp_path), image_max_bytes=2_000_000)
 
 
