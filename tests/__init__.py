@@ -1,1 +1,1 @@
-"""Proofs. Stories over HTTP and WebSocket against a real PostgreSQL, properties for the pure core."""
+"""Tests of the product: scenarios over HTTP and WebSocket with a real PostgreSQL, property tests of the pure core."""

@@ -1,8 +1,8 @@
-"""`python -m tests.changed`: print the tests of what differs from the last commit, for `make check`.
+"""`python -m tests.changed`: print the tests to run for files that differ from the last commit, for `make check`.
 
-A changed test file selects itself, any other file below tests/ the folder of tests that it belongs to. A product file
-selects the folder of tests that has the name of its module or of its innermost folder. What all tests share selects all
-of them. The house rules always run.
+A changed test file selects itself; any other file below tests/ selects its folder of tests. A product file selects the
+folder of tests that has the name of its module or of its innermost folder. A changed file of `tests/support`, or
+`tests/conftest.py`, selects all tests. The house rules always run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TESTS_BY_PREFIX = {
     "CONTRIBUTING.md": ("tests/test_docs.py",),
     "CHANGELOG.md": ("tests/test_docs.py",),
 }
-"""Tests of files that have no folder of tests with their own name. The first prefix that fits decides."""
+"""Tests for changed files without a folder of tests of the same name. The first prefix that matches decides."""
 PACKAGES = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb")
 FOLDERS_WITHOUT_FAST_TESTS = ("tests/system/", "tests/qemu/", "tests/browser/")
-"""Folders without a test of the fast lane."""
+"""Folders that contain no test of the fast lane."""
 
 
 def tests_for_file(path: str) -> tuple[str, ...]:
-    """Return the tests to run when the file `path` changed; empty where the fast lane has none for it."""
+    """Return the tests to run when the file `path` changed; an empty tuple if the fast lane has no test for it."""
     if path.startswith("tests/"):
         return _tests_for_file_below_tests(Path(path))
     for prefix, tests in TESTS_BY_PREFIX.items():
@@ -67,7 +67,7 @@ def list_changed_files() -> list[str]:
 
 
 def select_tests(paths: list[str]) -> list[str]:
-    """Return what pytest is to run for these changed files; a folder covers the files below it."""
+    """Return pytest's arguments for these changed files; a folder replaces the files below it."""
     wanted = {ALWAYS_RUN} | {test for path in paths for test in tests_for_file(path)}
     return sorted(test for test in wanted if not any(test.startswith(f"{other}/") for other in wanted))
 

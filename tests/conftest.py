@@ -1,5 +1,7 @@
-"""Fixtures around every test: the guards of the single-writer rule and of the audit. At the end of a run, a report of
-tests that were skipped because simulated hardware is missing."""
+"""Fixtures around every test: the guards of the single-writer rule and of the audit.
+
+At the end of a run, the tests that were skipped because simulated hardware is missing are reported.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# No deadline: the cores of a test machine are shared, and a slow example is no fault.
+# No deadline: the test machine's cores are shared, so a slow example is not a fault.
 settings.register_profile("default", max_examples=50, deadline=None)
 settings.load_profile("default")
 

@@ -1,6 +1,7 @@
-"""The pages of docs/ and beside README.md against the code: what they name and quote exists, links lead somewhere.
+"""Test README.md, the pages beside it and those of docs/ against the code.
 
-The manual that is made of them is looked at in `tests/cyborgweb/manual/test_help.py`.
+Each file, function, test, command and setting that a page names exists, and each link has a target. The manual that is
+built from these pages is tested in `tests/cyborgweb/manual/test_help.py`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ HEADING_OR_DIAGRAM = re.compile(r"^#+ ([^\n]+)$|^```mermaid\n(.*?)^```$", re.MUL
 SVG = "{http://www.w3.org/2000/svg}"
 PRODUCT_PACKAGES = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb")
 MAX_PICTURE_BYTES = 150_000
-"""Of a picture."""
+"""The size limit of one picture."""
 
 
 @cache
 def list_function_names(path: str) -> set[str]:
-    """The names of the functions in a file; none when it is not there."""
+    """Return the names of the functions in a file; an empty set if the file does not exist."""
     file = ROOT / path
     tree = ast.parse(file.read_text() if file.exists() else "")
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -52,7 +53,7 @@ def build_slug(title: str) -> str:
 
 @cache
 def list_heading_anchors(page: Path) -> set[str]:
-    """What its headings are called in links, as GitHub has it."""
+    """Return the link anchors that GitHub gives to the headings of a page."""
     counts: Counter[str] = Counter()
     found = set()
     for title in re.findall(r"^#+ (.+)$", FENCED_BLOCK.sub("", page.read_text()), re.MULTILINE):
@@ -76,7 +77,7 @@ def list_diagrams() -> list[tuple[str, str]]:
 
 
 def list_numbered_rows(section: str) -> list[str]:
-    """The numbered rows of its table."""
+    """Return the numbered table rows of a section, as lines of Markdown."""
     return re.findall(r"^\| \d+ \|.*$", section, re.MULTILINE)
 
 
@@ -158,7 +159,7 @@ def test_the_commands_and_make_targets_that_a_page_names_exist(page: Path) -> No
 
 @cache
 def read_product_code() -> str:
-    """Every line of the product."""
+    """Return the code of all product packages as one text."""
     return "\n".join(path.read_text() for room in PRODUCT_PACKAGES for path in sorted((ROOT / room).rglob("*.py")))
 
 

@@ -1,4 +1,7 @@
-"""The house rules that a machine can check: who imports whom, which exceptions exist, what is generated."""
+"""Test the house rules that a program can check.
+
+They are about imports, exceptions, events, generated files, and the tests that a change selects.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb", "tests")
 SOURCES = [p for room in PACKAGES for p in sorted((ROOT / room).rglob("*.py")) if "migrations" not in p.parts]
 ERROR_MODULES = ("accelerators/domain", "agents", "cyborgweb", "drivers", "placement_sync")
-"""The folder of each package whose `errors.py` has the package's tree of exceptions in its docstring."""
+"""The folder of each package; the docstring of `errors.py` in it documents all exceptions of the package as a tree."""
 
 
 def find_exceptions() -> dict[str, tuple[str, str]]:
-    """Every exception class of the product: name → name of its first base, and its module."""
+    """Return every exception class of the product: its name → the name of its first base class, and its module."""
     libraries = (builtins, django_exceptions, rest_exceptions, click)
     classes = [value for library in libraries for value in vars(library).values() if isinstance(value, type)]
     known = {one.__name__ for one in classes if issubclass(one, BaseException)}
@@ -44,7 +47,10 @@ def find_exceptions() -> dict[str, tuple[str, str]]:
 
 
 def read_documented_exceptions(errors_module: Path) -> dict[str, tuple[str, str]]:
-    """The tree in the docstring of this file: name → name of the parent, and the module. Depth is two blanks each."""
+    """Return the tree in the docstring of this file: name → name of the parent, and the module.
+
+    Two blanks of indentation are one level.
+    """
     parents, found = ["Exception"], {}
     for line in (ast.get_docstring(ast.parse(errors_module.read_text())) or "").splitlines():
         if entry := re.fullmatch(r" {4}((?:  )*)(\w+) +([\w.]+)", line):
@@ -55,7 +61,7 @@ def read_documented_exceptions(errors_module: Path) -> dict[str, tuple[str, str]
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """Run code in a new Python interpreter and return what it prints. Fails if the exit status is not 0."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

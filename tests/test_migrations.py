@@ -1,7 +1,7 @@
-"""Migrations while the release before still serves (docs/upgrade.md): each step only adds, or stands below with the
-reason why it harms nobody all the same.
+"""Test that every migration step is safe while the former release still serves (docs/upgrade.md).
 
-`tests/system/test_upgrade.py` writes as that release does, before and after.
+Each step only adds something, or is listed in `REVIEWED_STEPS` with the reason why the former release works on.
+`tests/system/test_upgrade.py` writes as that release does, before and after the migration.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ LAST_MIGRATIONS_OF_FORMER_RELEASE = {
     "placement_sync": "0001_initial",
 }
 LAST_MIGRATIONS_OF_FORMER_RELEASE |= {"cyborgweb": "0001_initial"}
-"""The oldest release beside which this one migrates: its last migrations. Before them, stop all and migrate."""
+"""The last migrations of the oldest release that may run during a migration. An older release must be stopped first."""
 OWN_APPS = tuple(LAST_MIGRATIONS_OF_FORMER_RELEASE)
 REVIEWED_STEPS: dict[str, str] = {}
-"""Each step that does more than add something → the reason why the release before works on all the same."""
+"""Each incompatibility found in a step that does more than add something → the reason why the former release works on.
+"""
 
 
 def list_new_steps() -> Iterator[tuple[str, Any, set[str]]]:
-    """Every step after `LAST_MIGRATIONS_OF_FORMER_RELEASE`: its migration, itself, and the models that its migration
-    makes.
+    """Yield every step after `LAST_MIGRATIONS_OF_FORMER_RELEASE`.
+
+    Each item has the name of the migration, the step, and the names of the models that the migration creates.
     """
     for (app, name), migration in sorted(MigrationLoader(None).disk_migrations.items()):
         if app in LAST_MIGRATIONS_OF_FORMER_RELEASE and name > LAST_MIGRATIONS_OF_FORMER_RELEASE[app]:
@@ -45,7 +47,7 @@ def list_new_steps() -> Iterator[tuple[str, Any, set[str]]]:
 
 
 def find_incompatibilities(operation: Any, app: str, created_models: set[str]) -> Iterator[str]:
-    """What the code before may meet with it; nothing where it can only add."""
+    """Yield what in a step could break the former release; nothing if the step only adds something."""
     kind = type(operation).__name__
     about = f"{app}.{getattr(operation, 'model_name', '')}".lower()
     if isinstance(operation, step.CreateModel):
@@ -68,7 +70,7 @@ def find_incompatibilities(operation: Any, app: str, created_models: set[str]) -
 
 
 def list_foreign_keys(fields: Any, app: str) -> Iterator[tuple[str, str]]:
-    """The fields that hold a row of another table by a foreign key, and which."""
+    """Yield the fields that have a foreign key constraint, each with the table that it refers to."""
     for name, field in fields:
         if field.is_relation and field.db_constraint:
             where = str(getattr(field.remote_field.model, "_meta", field.remote_field.model)).lower()

@@ -1,4 +1,4 @@
-"""A host with cards, an instance that runs there, and what the job `attachments` talks to. For `test_attaching*`."""
+"""A host with cards, a running instance, and fakes of the services that the job `attachments` calls."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ INSTANCE = "aaaaaaaa-0000-4000-8000-000000000000"
 
 @dataclass
 class FakeCloud:
-    """Placement's model for Placement, a recording Nova for Nova. `session` sees every call of both."""
+    """The model of Placement and a fake Nova behind one session. `troubled_session` passes the calls of both to it."""
 
     nova: FakeNova
     placement: PlacementModelSession = field(default_factory=PlacementModelSession)
 
     def request(self, url: str, method: str, **values: Any) -> Any:
-        """One call, as keystoneauth1 makes it."""
+        """Make one call, with the parameters of keystoneauth1."""
         if values["endpoint_filter"]["service_type"] == "placement":
             return self.placement.request(url, method, values.get("json"), values.get("headers"))
         return KeystoneSession(Token("http://unused", "token")).request(url, method, **values)
 
     def boot_instance(self, instance: str, host: str = "cmp1", root: str = ROOT, **states: str) -> str:
-        """An instance that runs, as Nova has it and Placement."""
+        """Create a running instance in Nova and in Placement, and return its id."""
         self.nova.shown[instance] = (states.get("status", "ACTIVE"), host)
         self.placement.model.allocated.setdefault((root, "VCPU"), {})[instance] = 4
         return instance
 
     def device_allocations(self, instance: str = INSTANCE) -> dict[str, dict[str, int]]:
-        """What the instance has in Placement, without its VCPU."""
+        """Return the allocations of the instance in Placement, without its VCPU."""
         found = self.placement.model.read_consumer(instance).allocations
         return {provider: amounts for provider, amounts in found.items() if provider != ROOT}
 
@@ -62,7 +62,7 @@ troubled_session = TroubledSession(None)
 
 @contextmanager
 def configured_cloud(settings: Any) -> Iterator[FakeCloud]:
-    """Configured, with the host cmp1 in Placement and an instance VM of p1 there."""
+    """Configure the fake services for the block; Placement has cmp1, where the instance INSTANCE of project p1 runs."""
     keys = settings.KEYS
     with running_nova() as nova, SERVICE_SESSION.replaced("keystone", lambda: troubled_session):
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
@@ -76,7 +76,7 @@ def configured_cloud(settings: Any) -> Iterator[FakeCloud]:
 
 
 def make_ready_cards(count: int = 1, handles: int = 2, **changes: Any) -> None:
-    """So many ready cards on cmp1, all known to Placement; a profile `one` that asks for one of them."""
+    """Create ready cards on cmp1 that Placement knows, and the profiles `one` and `two`, for 1 and 2 units."""
     apply_report(
         get_or_create_host(), make_driver_report(*(make_card(n, handles=handles, **changes) for n in range(count)))
     )
@@ -89,17 +89,17 @@ def make_ready_cards(count: int = 1, handles: int = 2, **changes: Any) -> None:
 
 
 def provider_of_card(number: int = 0) -> str:
-    """The provider of the card."""
+    """Return the provider of the card with this number."""
     return str(Deployable.objects.order_by("id")[number].rp_uuid)
 
 
 def ask_attachment(profile: str = "one", instance: str = INSTANCE, **more: Any) -> Attachment:
-    """Somebody wants it attached."""
+    """Order an attachment as an administrator, and return it."""
     return attachments.order_attachment(uuid.UUID(instance), ADMIN_CALLER, profile=profile, **more)
 
 
 def run_steps(max_steps: int = 30) -> None:
-    """Until nothing is left to do, or so many steps are done; who waits does not wait."""
+    """Run the job until no intent is left, at most `max_steps` steps; waiting intents become due at once."""
     for _ in range(max_steps):
         make_intents_due()
         if not attaching.step() and not Intent.objects.filter(kind="attachment").exists():
@@ -107,17 +107,17 @@ def run_steps(max_steps: int = 30) -> None:
 
 
 def make_intents_due() -> None:
-    """Time has passed."""
+    """Make all intents due, as if enough time had passed."""
     with conductor.writing():
         Intent.objects.update(next_at=LONG_AGO)
 
 
 def current_state(row: Attachment) -> str:
-    """As it is now."""
+    """Return the state that the database has now."""
     row.refresh_from_db()
     return str(row.state)
 
 
 def request_states(instance: str = INSTANCE) -> list[str]:
-    """The states of the instance's requests."""
+    """Return the states of the instance's requests."""
     return list(AcceleratorRequest.objects.filter(instance_uuid=instance).values_list("state", flat=True))

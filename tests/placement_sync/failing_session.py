@@ -1,7 +1,7 @@
-"""A keystoneauth1 session that comes to grief at one call: the process dies there, or the other side fails.
+"""A keystoneauth1 session that fails at one call: the process is killed there, or the other service fails.
 
-Used by `test_killed`. Whether the call took effect makes the difference that matters: who was killed, and who got no
-answer, never hears that it did.
+In some cases the call takes effect before the failure: a process that was killed, or that got no answer, never learns
+that it did.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from keystoneauth1.exceptions import RequestTimeout
 
 
 class KilledError(BaseException):
-    """kill -9: no handler may stop it, and the transaction under way is gone with the process."""
+    """Simulates kill -9: no handler catches it, and the running transaction is rolled back with the process."""
 
 
 class Trouble(StrEnum):
-    """What happens at the call. Killed after one is killed before the next: nothing happens between."""
+    """What happens at the call. There is no "killed before the call": it equals being killed after the call before."""
 
     KILLED = "killed after the call"
     REFUSED = "503 instead of the call"
@@ -30,7 +30,10 @@ class Trouble(StrEnum):
 
 @dataclass
 class TroubledSession:
-    """`session` with `trouble` at its `at`-th call (the first is 1; 0: never). A dead process calls nobody any more."""
+    """Pass calls on to `session`, but meet `trouble` at call number `trouble_at` (the first is 1; 0 means never).
+
+    After Trouble.KILLED every further call raises KilledError, because a dead process makes no calls.
+    """
 
     session: Any
     trouble_at: int = 0
@@ -40,7 +43,7 @@ class TroubledSession:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def request(self, *words: Any, **more: Any) -> requests.Response:
-        """One call."""
+        """Make one call, or fail as `trouble` says. Raises KilledError or RequestTimeout."""
         with self._lock:
             self.calls += 1
             mine = self.calls == self.trouble_at

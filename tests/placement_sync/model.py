@@ -1,6 +1,7 @@
-"""A model of Placement in memory with the calls of `placement_sync.client.PlacementClient`, for the pure tests.
+"""A model of Placement in memory with the methods of `placement_sync.client.PlacementClient`, for tests without HTTP.
 
-Generations, conflicts and allocations behave as the real one's, which the system lane checks with the same stories.
+Generations, conflicts and allocations behave as those of the real Placement; the system lane plays the same scenarios
+with it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ CONCURRENT_UPDATE = PlacementConflictError("placement.concurrent_update", "someb
 
 @dataclass
 class PlacementModel:
-    """Everything there is. `allocated`: (provider, class) → amount by consumer; `written`: consumer → generation."""
+    """The state of the model. `allocated` maps (provider, class) to the amount of each consumer.
+
+    `before_write` is called before every write is carried out. `reads` and `writes` count the calls.
+    """
 
     providers: dict[str, ObservedProvider] = field(default_factory=dict)
     allocated: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
@@ -59,7 +63,10 @@ class PlacementModel:
         return self._consumer(uuid)
 
     def replace_allocations(self, uuid: str, body: Mapping[str, Any]) -> None:
-        """Replaces all that a consumer has; refuses another generation, and more than there is."""
+        """Replace all allocations of a consumer.
+
+        Raises PlacementConflictError if the consumer has another generation, or if the amounts exceed the capacity.
+        """
         self._count_write()
         before = self._consumer(uuid)
         if before.generation != body["consumer_generation"]:

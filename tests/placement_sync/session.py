@@ -1,4 +1,4 @@
-"""The model of Placement behind the few lines of a keystoneauth1 session that `placement_sync.client` uses."""
+"""The model of Placement behind the part of a keystoneauth1 session that `placement_sync.client` uses."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ FIELD_VERSIONS = {
     "user_id": (1, 12),
     "parent_provider_uuid": (1, 14),
 }
-"""The microversion from which on a field is in an answer."""
+"""The microversion that introduced each of these fields; answers to older ones lack the field."""
 
 
 @dataclass
 class PlacementModelSession:
-    """`away` makes every call fail, `empty` every answer a 200 without a body; `seen` are the calls."""
+    """A session that answers from the model.
+
+    With `away` every call fails, with `empty` every answer is a 200 without a body. `seen_calls` lists all calls.
+    """
 
     model: PlacementModel = field(default_factory=PlacementModel)
     away: bool = False
@@ -40,7 +43,7 @@ class PlacementModelSession:
     def request(
         self, url: str, method: str, json: Any = None, headers: Mapping[str, str] | None = None, **_: Any
     ) -> requests.Response:
-        """One call. What a microversion does not have yet is left out of the answer, as Placement does it."""
+        """Answer one call. Fields that the microversion does not have are left out, as in Placement."""
         self.seen_calls.append(f"{method} {url}")
         version = _parse_microversion(headers or {})
         if self.away:
@@ -68,7 +71,7 @@ class PlacementModelSession:
         elif words[0] == "resource_providers":
             found = self._write(method, words[1:], body)
         else:
-            found = {}  # a class or a trait is made
+            found = {}  # creating a resource class or a trait does not change the model
         return found
 
     def _consumer(self, method: str, uuid: str, body: Any) -> dict[str, Any]:
@@ -124,8 +127,8 @@ placement_session = PlacementModelSession()
 
 @contextmanager
 def using_placement_model() -> Iterator[PlacementModelSession]:
-    """Let the product talk to an empty model of Placement that has only the compute provider of cmp1."""
-    placement_session.__init__()  # type: ignore[misc]  # tests import this one object, so it is emptied, not replaced
+    """Make the product use an empty model of Placement that has only the compute provider of cmp1."""
+    placement_session.__init__()  # type: ignore[misc]  # tests import this object, so it is reset, not replaced
     placement_session.model.providers[COMPUTE_PROVIDER] = ObservedProvider(COMPUTE_PROVIDER, "cmp1", "", 0)
     with SERVICE_SESSION.replaced("keystone", lambda: placement_session):
         yield placement_session

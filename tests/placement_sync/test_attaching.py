@@ -1,4 +1,4 @@
-"""An accelerator is attached to an instance that runs, and detached: claimed, bound, told, watched, and given back."""
+"""Test that an accelerator is attached to a running instance, and detached: claim, bind, notice, watch, release."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cloud(settings: Any) -> Iterator[FakeCloud]:
 
 
 def expect_refusal(reason: RefusalReason, **said: Any) -> str:
-    """The sentence with which it is refused; nothing was made."""
+    """Check that the attachment is refused for this reason and that nothing was created; return the error's text."""
     with pytest.raises(RefusedError) as error:
         ask_attachment(**said)
     assert error.value.reason is reason, error.value.text
@@ -86,7 +86,7 @@ def test_an_attachment_is_claimed_and_bound_and_detaching_releases_claim_and_req
 
 
 def test_attaching_and_detaching_keep_the_other_allocations_of_the_instance(cloud: FakeCloud) -> None:
-    """Nova's own request of the same provider, and another attachment of it."""
+    """The instance also has a request of Nova's on the same provider, and a second attachment."""
     make_ready_cards(handles=4)
     (request,) = binding.create_requests("one", ADMIN_CALLER)
     binding.bind_requests([BindSpec(request, "cmp1", provider_of_card(), INSTANCE)], ADMIN_CALLER)
@@ -143,7 +143,7 @@ def test_an_attachment_is_undone_when_nova_binds_the_handle_after_the_claim(clou
 
 
 def step_until(row: Attachment, step: str) -> None:
-    """So far and no further."""
+    """Run the job until the attachment is at `step`; fail after ten steps."""
     for _ in range(10):
         row.refresh_from_db()
         if row.step == step:
@@ -164,7 +164,7 @@ def test_an_attachment_detached_before_it_is_attached_fails_and_leaves_nothing(c
 
 
 def test_an_attachment_succeeds_while_nova_changes_the_same_consumer(cloud: FakeCloud) -> None:
-    """Nova resizes the instance's VCPU each time that we are about to write."""
+    """Nova resizes the instance's VCPU before every second of our writes, so that these fail with a conflict."""
     make_ready_cards()
     model, writes = cloud.placement.model, iter(range(8))
 

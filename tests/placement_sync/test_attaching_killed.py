@@ -1,5 +1,7 @@
-"""kill -9, or trouble on the other side, at every call and before every commit of an attachment: it ends attached and
-claimed once, or failed with nothing left of it."""
+"""Test attachments whose worker is killed, or whose services fail, at any call or before any commit.
+
+The attachment ends attached and claimed once, or failed with nothing left of it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def cloud(settings: Any) -> Iterator[FakeCloud]:
 
 
 def at_every_call(cloud: FakeCloud, troubles: Iterable[Trouble] = (Trouble.KILLED,)) -> Iterator[str]:
-    """The job runs with each trouble at its first call, its second, … from the same rows, then until it is done."""
+    """Run the job with each trouble at its first call, at its second, and so on, each time from the same rows.
+
+    After each failure the job runs until it is done; then a description is yielded and the rows are rolled back.
+    """
     before = copy.deepcopy(cloud.placement)
     for trouble in troubles:
         reached, number = True, 0
@@ -64,7 +69,11 @@ def at_every_call(cloud: FakeCloud, troubles: Iterable[Trouble] = (Trouble.KILLE
 
 
 def before_every_commit(cloud: FakeCloud) -> Iterator[str]:
-    """The job is killed when all of a step is done but its commit."""
+    """Kill the job before the commit of its first step, of its second, and so on.
+
+    The calls of that step took effect, but the rows did not change. After that the job runs until it is done; then a
+    description is yielded and the rows are rolled back.
+    """
     before = copy.deepcopy(cloud.placement)
     done, number = False, 0
     while not done:
@@ -132,7 +141,7 @@ def test_an_attachment_succeeds_after_a_lost_or_refused_call(cloud: FakeCloud) -
 def test_a_detached_attachment_leaves_nothing_when_the_worker_is_killed_anywhere(
     cloud: FakeCloud, wanted: str, killed: Callable[[FakeCloud], Iterator[str]]
 ) -> None:
-    """What was attached, what was claimed, and what may have been."""
+    """The attachment is detached when it is attached, when it is claimed, and when its claim may have been written."""
     row = ask_attachment()
     while wanted not in (current_state(row), row.step):
         attaching.step()
@@ -153,7 +162,7 @@ def test_a_failed_attachment_leaves_nothing_when_the_worker_is_killed_at_any_cal
 
 @database
 def test_a_claim_that_arrives_after_the_attachment_was_withdrawn_is_refused(cloud: FakeCloud) -> None:
-    """Nobody heard of the first write, and it is under way when the attachment is taken back."""
+    """The first write gets no answer, and it is still on its way when the attachment is detached."""
     model, late = cloud.placement.model, []
     real = model.replace_allocations
 
@@ -180,7 +189,11 @@ SHARES = {"a": ClaimShare("FPGA", 1), "b": ClaimShare("FPGA", 2)}
 
 
 class ConsumerSimulation:
-    """Placement's rule for one consumer, and others that write it."""
+    """Placement's rule for one consumer: a write needs its current generation. Others write the same consumer.
+
+    `crashes` are bit masks, one for each step: 1 another client writes first, 2 our write is lost, 4 its answer is
+    lost.
+    """
 
     def __init__(self, has: dict[str, int], crashes: list[int]) -> None:
         self.generation, self.crashes = 3, iter(crashes)
@@ -192,7 +205,7 @@ class ConsumerSimulation:
     def step(
         self, shares: dict[str, ClaimShare], last: AllocationWrite | None, decide: Callable[..., AllocationWrite | None]
     ) -> Any:
-        """One look, one record, one write; what happens between is drawn: (done, recorded)."""
+        """Read and plan; then record a new plan, or write the recorded one. Return (done, recorded plan)."""
         fate, seen = next(self.crashes, 0), self.read()
         change = decide(seen, last)
         if change is None or (change.is_noop and decide.__name__ == "claim"):
@@ -225,7 +238,7 @@ class ConsumerSimulation:
 def test_a_claim_is_added_once_and_removed_once_whatever_is_lost_between(
     initial_amounts: dict[str, int], fates: list[int], stop: int
 ) -> None:
-    """Whatever was heard of each write, whoever wrote between, and wherever the claiming was given up."""
+    """Any write or answer may be lost, other clients may write between, and the claim may be given up at any step."""
     there = ConsumerSimulation(initial_amounts, fates)
     claim, release = None, None
 
@@ -250,7 +263,7 @@ def test_a_claim_is_added_once_and_removed_once_whatever_is_lost_between(
 
 
 def test_the_placement_model_answers_the_client_about_consumers() -> None:
-    """The model is asked as Placement is: through the client."""
+    """The model is called through the client, as Placement is."""
     from placement_sync.client import PlacementClient
 
     one = PlacementModelSession()

@@ -1,4 +1,7 @@
-"""Several attachments of one instance, and the cloud in the way: each is claimed once, given back once, and ends."""
+"""Test several attachments of one instance that are processed alternately, and attachments while a service fails.
+
+Each attachment is claimed once, released once, and always ends.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def cloud(settings: Any) -> Iterator[FakeCloud]:
 
 
 def run_alternately(rows: Sequence[Attachment], turns: str = "01", most: int = 25) -> None:
-    """A step of each in turn, by their numbers in `turns`, until none has any left."""
+    """Process one step of each attachment in turn, in the order of `turns`, until no intent is left.
+
+    `turns` are indexes of `rows`. Fails if intents are left after `most` rounds.
+    """
     for _ in range(most):
         for number in turns:
             run_step_of(rows[int(number)])
@@ -57,7 +63,7 @@ def run_alternately(rows: Sequence[Attachment], turns: str = "01", most: int = 2
 
 
 def run_step_of(row: Attachment, until: str = "") -> None:
-    """A step of this one, or as many as it takes."""
+    """Process one step of this attachment; with `until`, as many as it takes to reach that step."""
     with conductor.writing():
         Intent.objects.update(next_at=LATER)
         Intent.objects.filter(key=str(row.uuid)).update(next_at=LONG_AGO)
@@ -68,7 +74,7 @@ def run_step_of(row: Attachment, until: str = "") -> None:
 
 
 def lose_write_answer(cloud: FakeCloud, number: int, late: bool) -> None:
-    """Nobody answers the write of that number: it did not happen, or (`late`) it did."""
+    """Let write number `number` to Placement end without an answer; with `late` the write takes effect, else not."""
     writes, real = count(1), cloud.placement.model.replace_allocations
 
     def allocate(consumer: str, body: Any) -> None:
@@ -88,7 +94,7 @@ def lose_write_answer(cloud: FakeCloud, number: int, late: bool) -> None:
 def test_two_attachments_of_one_instance_on_one_provider_are_each_claimed_and_released_once(
     cloud: FakeCloud, attached: int, turns: str, late: bool
 ) -> None:
-    """Those that are attached are detached while the others are attached, with trouble at a write."""
+    """The attachments attached first are detached while the others are attached, and one write gets no answer."""
     make_ready_cards(handles=4)
     rows = [ask_attachment() for _ in range(attached)]
     run_steps()
@@ -124,7 +130,7 @@ def test_an_attachment_waits_for_another_of_its_instance_and_names_it(cloud: Fak
 
 @database
 def test_detaching_keeps_the_unbound_claim_of_another_attachment(cloud: FakeCloud) -> None:
-    """A resize by Nova dropped the one that is detached."""
+    """A resize by Nova has removed the claim of the attachment that is detached."""
     make_ready_cards(handles=4)
     rows = [ask_attachment()]
     run_steps()
@@ -168,7 +174,7 @@ def test_attachments_are_detached_or_fail_after_nova_was_switched_off(cloud: Fak
 
 @database
 def test_an_attachment_that_placement_keeps_refusing_fails_once_no_claim_can_be_pending(cloud: FakeCloud) -> None:
-    """Nothing of it is there, and no claim of it can be under way any more."""
+    """The attachment waits while its claim may still arrive. It fails later, because Placement has nothing of it."""
 
     def refused() -> None:
         raise PlacementConflictError("placement.undefined_code", "something else of this consumer is over capacity")
@@ -212,7 +218,7 @@ def test_x4_a_caller_of_another_project_does_not_learn_that_an_instance_exists(c
 
 
 def test_a_recreated_consumer_of_the_same_generation_is_claimed_from_its_present_amounts() -> None:
-    """The generation is that of the record, and the amounts are not."""
+    """The record of the last write has the same generation, but other amounts than the consumer has now."""
     again = ConsumerAllocations(INSTANCE, 3, {"r": {"VCPU": 1}}, "p", "u")
     assert allocations.plan_claim(again, SHARES, AllocationWrite(3, {"a": 2}, {"a": 3})) == AllocationWrite(
         3, {"a": 0}, {"a": 1}

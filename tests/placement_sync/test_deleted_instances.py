@@ -1,4 +1,4 @@
-"""Requests of instances that are no more are given back, and of no others."""
+"""Test that requests of instances that Nova has deleted are freed, and that all other requests are kept."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _keys(settings: Any) -> None:
 
 
 def bind_instances(count: int) -> list[str]:
-    """So many instances that hold a request each."""
+    """Create `count` instances with one bound request each and return their ids."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=count)))
     lifecycle.enable_device(Device.objects.get().uuid, NOVA)
     with conductor.writing():
@@ -61,7 +61,7 @@ def bind_instances(count: int) -> list[str]:
 
 
 def run_job_after_a_minute() -> None:
-    """A minute has passed."""
+    """Run the job as if a minute had passed since its last run."""
     Look.objects.all().delete()
     deleted_instances.step()
 

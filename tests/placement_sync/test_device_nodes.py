@@ -1,4 +1,4 @@
-"""Handles that are device nodes (`DEV`): shown, and never offered to Nova, whoever names their provider."""
+"""Test that handles of the type `DEV` (device nodes) are shown, but never offered to Nova or bound."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NODE_PART = Part(
 
 @pytest.fixture
 def node() -> AttachHandle:
-    """A ready accelerator that is a node, beside an ordinary card."""
+    """Return the handle of a ready accelerator that is a device node; an ordinary ready card exists beside it."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1, deployables=(NODE_PART,)), make_card(2)))
     for device in Device.objects.all():
         lifecycle.enable_device(device.uuid, ADMIN)
@@ -82,5 +82,5 @@ def test_a_card_that_becomes_a_device_node_is_removed_from_placement(node: Attac
 
 
 def device_node_part(bus: str, attributes: tuple[Attribute, ...]) -> Part:
-    """The same part, now as a node."""
+    """Return the deployable at this bus number as a device node."""
     return Part(f"node_0000:{bus}:00.0", 1, attributes, (Handle("DEV", '{"path": "/dev/accel/accel1"}'),), "test")

@@ -1,4 +1,7 @@
-"""What Placement, Nova and the hardware contradict is found, shown with an event, and gone when it is mended."""
+"""Test that contradictions between our requests, Placement, Nova and the hardware are found.
+
+Each is shown with an event, and removed once it is repaired.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ LONG_AGO = "2020-01-01T00:00:00Z"
 
 
 class CloudSession(PlacementModelSession):
-    """Placement's model for Placement, a recording Nova for Nova."""
+    """A session that calls the model of Placement for Placement and the fake Nova for Nova."""
 
     def request(self, url: str, method: str, **values: Any) -> Any:
         if values["endpoint_filter"]["service_type"] == "placement":
@@ -56,7 +59,10 @@ def nova(settings: Any) -> Iterator[FakeNova]:
 
 
 def make_bound_cards(cards: int = 1) -> list[str]:
-    """So many cards on cmp1, each held by an instance that Placement knows of; all looked at, all compared."""
+    """Create ready cards on cmp1, each bound to an instance that has the allocation in Placement; return the instances.
+
+    Everything is compared once, and no discrepancy is found.
+    """
     apply_report(get_or_create_host(), make_driver_report(*(make_card(n, handles=2) for n in range(cards))))
     for device in Device.objects.values_list("uuid", flat=True):
         lifecycle.enable_device(device, NOVA)
@@ -74,7 +80,7 @@ def make_bound_cards(cards: int = 1) -> list[str]:
 
 
 def compare_again() -> None:
-    """A minute or more has passed, Placement is looked at again, and compared."""
+    """Read Placement and compare again, as if the required pauses had passed."""
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     Tree.objects.update(looked_at=LONG_AGO, compared_at=LONG_AGO)
@@ -92,7 +98,7 @@ def first_provider() -> str:
 
 
 def age_unattached_claims() -> None:
-    """As far as the second look is concerned."""
+    """Make unattached claims old enough for the second comparison, which reports them."""
     for row in WrittenProvider.objects.exclude(claims=None):
         loose = dict.fromkeys(row.claims["loose"], LONG_AGO)
         WrittenProvider.objects.filter(pk=row.pk).update(claims=row.claims | {"loose": loose})
@@ -100,7 +106,7 @@ def age_unattached_claims() -> None:
 
 
 def set_allocations(provider: str, *consumers: str) -> None:
-    """These have one each; the generation moves, as a real Placement's does when an allocation is written."""
+    """Give each of these consumers one unit, and raise the provider's generation, as the real Placement does."""
     placement_session.model.allocated[provider, "FPGA"] = dict.fromkeys(consumers, 1)
     if provider in placement_session.model.providers:
         placement_session.model._raise_generation(provider)

@@ -1,5 +1,8 @@
-"""Before a device is retired Placement is asked who has an allocation, and Nova whether those who had the device from
-us live on; nobody to answer counts as held."""
+"""Test the checks before a device is retired: Placement must have no allocation, and Nova no instance that may use it.
+
+Nova is asked about instances that had the device through a request of ours. If a service cannot be asked, retiring is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def placement(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlacementModelSession
 
 @pytest.fixture
 def device() -> Device:
-    """In maintenance, so that it could be retired; its provider is in Placement."""
+    """Return a device in maintenance, which could be retired; its provider is in Placement."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     device = Device.objects.get()
     lifecycle.enable_device(device.uuid, ADMIN)
@@ -95,7 +98,7 @@ def test_retiring_is_refused_while_placement_is_away_with_one_call_only(
 
 @pytest.fixture
 def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNova]:
-    """Nova alone is asked, through HTTP."""
+    """Run a fake Nova and make the holder check of Nova the only one."""
     keys = settings.KEYS
     monkeypatch.setattr(holder_checks, "_unknown_instances", set())
     with (
@@ -110,7 +113,7 @@ def nova(settings: Any, placement: PlacementModelSession, monkeypatch: pytest.Mo
 
 
 def make_former_instance(device: Device, give_back: Any = binding.delete_requests) -> str:
-    """An instance that had the device, and whose request was then unbound or deleted by hand."""
+    """Return an instance that had the device and whose request was then given back by `give_back`."""
     lifecycle.enable_device(device.uuid, ADMIN)
     instance = str(uuid.uuid4())
     with conductor.writing():
@@ -146,7 +149,10 @@ def test_an_active_instance_that_had_the_device_prevents_retiring(
 def test_a_device_attached_to_a_running_instance_is_free_only_after_a_regular_detach(
     device: Device, nova: FakeNova, columns: dict[str, str], free: bool
 ) -> None:
-    """Nova did not plug it; who detaches it has taken it out of the guest, but not who takes its requests away."""
+    """Nova did not plug in the device itself, so only a regular detachment proves that the guest no longer has it.
+
+    If only the requests were deleted or unbound, the guest may still use the device.
+    """
     instance = make_former_instance(device)
     nova.shown[instance] = ("ACTIVE", "cmp1")
     request = Event.objects.get(action="request.deleted").subject

@@ -1,4 +1,4 @@
-"""kill -9 of the worker, or trouble on the other side, at every call the jobs make: nothing is half-done for good."""
+"""Test that the jobs recover when the worker is killed, or a service fails, at any call that they make."""
 
 from __future__ import annotations
 
@@ -58,7 +58,11 @@ def nova(settings: Any) -> Iterator[FakeNova]:
 def at_every_call(
     job: Callable[[], None], session: Callable[[], Any], troubles: Iterable[Trouble] = Trouble
 ) -> Iterator[str]:
-    """Runs `job` with each trouble at its first call, its second, … from the same rows; yields after each."""
+    """Run `job` with each trouble at its first call, at its second, and so on, each time from the same rows.
+
+    Yields a description after each run, with the trouble over; the caller checks that the job recovers. The rows are
+    rolled back afterwards.
+    """
     for trouble in troubles:
         reached, number = True, 0
         while reached:
@@ -89,14 +93,14 @@ def placement_model() -> PlacementModel:
 
 
 def placement_content() -> dict[str, Any]:
-    """What Placement has, but for the generations."""
+    """Return the providers in Placement without their generations."""
     return {
         one.uuid: (one.name, one.parent, one.inventories, one.traits) for one in placement_model().providers.values()
     }
 
 
 def make_ready_cards(host: str, *cards: int) -> None:
-    """A host with these cards, ready."""
+    """Create a host with ready cards of these numbers."""
     apply_report(get_or_create_host(host), make_driver_report(*(make_card(n, handles=2) for n in cards)))
     for device in Device.objects.filter(state="inactive"):
         lifecycle.enable_device(device.uuid, NOVA_CALLER)
@@ -107,14 +111,18 @@ def uuid_of(n: int) -> str:
 
 
 def change_attributes(n: int, **attributes: str) -> None:
-    """Card `n` is another now, as its driver sees it."""
+    """Change attributes of card `n`, as if its driver now reported it so."""
     with conductor.writing():
         for key, value in attributes.items():
             Attribute.objects.filter(deployable__name=f"node_0000:{n:02x}:00.0", key=key).update(value=value)
 
 
 def make_pending_changes() -> None:
-    """Everything at once: a new provider, one that moved here, others' words, other ours, gone, gone while in use."""
+    """Prepare a state in which every kind of difference has to be written at once.
+
+    There is a new provider, a provider that moved from cmp1 to cmp2, one with other traits, one with another resource
+    class, one whose device was removed, and one whose device was removed although it has allocations.
+    """
     troubled_session.session = PlacementModelSession()
     for name, root in ROOTS.items():
         placement_model().providers[root] = ObservedProvider(root, name, "", 0)
@@ -137,7 +145,7 @@ def raise_all_intents() -> None:
 
 
 def run_until_in_step() -> None:
-    """Until nothing is due any more."""
+    """Run the job until no intent is due."""
     make_intents_due()
     while providers.step():
         pass
@@ -169,7 +177,7 @@ def _check_nothing_more_is_written(where: str) -> None:
 
 
 def _check_written_values_are_ours(where: str) -> None:
-    """What the killed one wrote is taken for ours: it goes when it is not wanted any more."""
+    """Check that values written by the killed worker count as ours: they go once they are no longer desired."""
     change_attributes(4, trait0="CUSTOM_LATER", rc="PGPU")
     raise_all_intents()
     providers.step()
@@ -178,7 +186,10 @@ def _check_written_values_are_ours(where: str) -> None:
 
 
 def raise_notices(nova: FakeNova) -> dict[str, str]:
-    """Request → what Nova is to hear: of an instance with a host, of one without, and of one that is gone."""
+    """Raise notices for three instances, and return the status that Nova must receive for each request.
+
+    Nova answers 200 for the first, 422 for the second (it has no host) and 404 for the third (it is deleted).
+    """
     wanted: dict[str, str] = {}
     for code, status in ((200, "completed"), (422, "failed"), (404, "completed")):
         instance, requests = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(2)]
@@ -226,7 +237,7 @@ def test_requests_of_a_deleted_instance_are_freed_once_whatever_call_fails(nova:
 
 
 def bind_instances(count: int) -> list[str]:
-    """So many instances that each hold a card's handle."""
+    """Create `count` instances that hold a handle of one card each, and return their ids."""
     make_ready_cards("cmp1", *range(count))
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])

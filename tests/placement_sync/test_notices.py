@@ -1,4 +1,4 @@
-"""Nova hears of every request once or more, and its answers are taken for what they are."""
+"""Test that Nova is notified at least once of every request, and that each of its answers is handled correctly."""
 
 from __future__ import annotations
 

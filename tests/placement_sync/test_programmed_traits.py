@@ -1,4 +1,4 @@
-"""What a device was programmed with is in Placement before its request is Bound, and then Nova hears of it."""
+"""Test that the traits of a programmed device are in Placement before its request is Bound and Nova is notified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job that keeps Placement in step: intents in, providers out, whatever is away."""
+"""Test the job `placement`, which processes provider intents and writes providers to Placement, also after outages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_enabled_device_becomes_a_provider_whose_reserve_follows_its_state() 
 
 
 def take_write_calls(placement: PlacementModelSession) -> list[str]:
-    """The calls since the last time that change something in Placement."""
+    """Return the calls since the last invocation that change something in Placement."""
     found = [call for call in placement.seen_calls if not call.startswith("GET ")]
     placement.seen_calls.clear()
     return found
@@ -99,7 +99,7 @@ def test_L4_reconciling_twice_writes_once(placement: PlacementModelSession) -> N
     providers.step()
     assert take_write_calls(placement)
     generations = {uuid: one.generation for uuid, one in placement.model.providers.items()}
-    for forgets in (False, True):  # by what it remembers to have written, and by what Placement shows alone
+    for forgets in (False, True):  # first with the recorded writes, then only from the state of Placement
         if forgets:
             WrittenProvider.objects.all().delete()
         with conductor.writing():

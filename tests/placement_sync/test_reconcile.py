@@ -1,4 +1,4 @@
-"""`mapping`, `reconcile` and `sync` on a model: whatever is desired and whoever tampers, they converge."""
+"""Test `mapping`, `reconcile` and `sync` on a model of Placement: they reach every state despite foreign writes."""
 
 from __future__ import annotations
 
@@ -199,7 +199,11 @@ def _tamper(placement: PlacementModel, name: str, how: str) -> None:
 def test_L4_reconciling_converges_and_a_second_run_writes_nothing(
     rounds: list[tuple[dict[str, Any], list[tuple[str, str]]]],
 ) -> None:
-    """Desired and tampered with at random: in step after one run, nothing to write in the next, allocations kept."""
+    """Change the desired state and Placement at random, in several rounds.
+
+    In each round one run must reach the desired state, a second run must write nothing, and providers with allocations
+    and foreign providers must remain.
+    """
     placement, written = make_placement(), {}
     foreign = ObservedProvider("foreign", "cmp1_theirs", ROOT, 3, {"CUSTOM_T": {"total": 1}}, frozenset({"CUSTOM_T"}))
     placement.providers["foreign"] = foreign

@@ -1,4 +1,4 @@
-"""The page of a host in Placement, the list of discrepancies, and both in the API."""
+"""Test the console page about a host in Placement, the list of discrepancies, and the API of discrepancies."""
 
 from __future__ import annotations
 

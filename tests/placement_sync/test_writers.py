@@ -1,4 +1,4 @@
-"""Two writers: who calls Placement is switched live, and nothing is done twice, beside each other, or left out."""
+"""Test the two writers of Placement, conductor and agents: no write is lost, doubled or concurrent after a switch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def placement() -> Iterator[PlacementModelSession]:
 
 @pytest.fixture
 def host() -> Host:
-    """Its agent is up and can write; agents are the writer."""
+    """Return a host whose agent is up and can write to Placement; agents are the writer."""
     host = make_ready_host()
     Agent.objects.create(host=host, public_key="k", version="0.2", wire="v1", boot_id="b", ops="placement", writes="")
     Lease.objects.create(host=host, seen_at=datetime.now(UTC))
@@ -67,7 +67,7 @@ def end_command(command: Command, outcome: str = "succeeded", text: str = "") ->
 
 
 def run_as_agent(command: Command) -> int:
-    """What an agent does with it; how often it wrote."""
+    """Carry out the command as an agent does, and return how many writes that took."""
     work = msgspec.json.decode(command.arguments["payload"], type=ProviderWork)
     client = PlacementClient(placement_session, work.endpoint)
     synchronize_host(client, command.host.name, work.desired, work.written, work.root)
@@ -76,7 +76,7 @@ def run_as_agent(command: Command) -> int:
 
 
 def count_new_writes() -> int:
-    """How often Placement was written since the last time it was asked."""
+    """Return the number of writes to Placement since the calls were last cleared, and clear them."""
     calls = [call for call in placement_session.seen_calls if not call.startswith("GET")]
     placement_session.seen_calls.clear()
     return len(calls)
@@ -169,7 +169,8 @@ def test_the_conductor_takes_over_only_when_the_command_of_a_silent_agent_has_ex
     providers.step()
     assert count_new_writes() == 0
     with conductor.writing():
-        Command.objects.update(end_by="2020-01-01T00:00:00Z")  # a test is one transaction, whose clock stands still
+        # the test is one transaction, in which PostgreSQL's now() does not advance
+        Command.objects.update(end_by="2020-01-01T00:00:00Z")
     command_results.end_late_commands()
     providers.step()
     assert observed_provider() and not Intent.objects.filter(kind="provider")

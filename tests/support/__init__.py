@@ -1,1 +1,1 @@
-"""What tests share: the database, the write guard, reports, a gateway to talk to."""
+"""Code that tests share: the database, guards around every test, fake services, a simulated host, reports."""

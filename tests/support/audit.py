@@ -1,9 +1,9 @@
 """Check around every test that every change has an event (promise X6).
 
-Whatever product code writes inside `conductor.writing()` must have an event in the same transaction, or be listed in
-EXEMPT or COLUMNS with the reason. The events must be about the type of object that was changed (SUBJECTS), and about as
-many objects as rows were changed (ITSELF). It is not compared which rows an event is about, nor whether it names every
-changed column. Writes of the tests themselves are not checked.
+Every change that product code writes inside `conductor.writing()` must have an event in the same transaction, or be
+listed in EXEMPT or COLUMNS with the reason. The events must be about the type of object that was changed (SUBJECTS),
+and about as many objects as rows were changed (ITSELF). The guard does not compare which rows an event is about, nor
+whether it names every changed column. Writes of the tests themselves are not checked.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ COLUMNS = {
     "accelerators_image": "used_at",
     "accelerators_attachment": "claim release fault",
 }
-"""Columns that an UPDATE may set without an event, by table. They tell which report was applied last and its data about
-unchanged drivers; when an image was last used; what an attachment will write to Placement, and what prevents it."""
+"""Columns that an UPDATE may set without an event, by table.
+
+They store which report was applied last and its data about unchanged drivers; when an image was last used; what an
+attachment will write to Placement, and what prevents the write.
+"""
 
 
 SUBJECTS = {
@@ -68,8 +71,11 @@ database records that.
 ITSELF = {"acceleratorrequest", "admissionrule", "attachment", "command", "device", "deviceprofile", "host", "image"}
 """Tables whose rows are the subjects of events. A statement may change at most as many rows as there are subjects."""
 EACH = object()
-"""Stands for any number of subjects: one SQL statement wrote the changes and an event for each, or an event without a
-subject records only their number."""
+"""Stands for any number of subjects.
+
+Either one SQL statement wrote the changes and an event for each of them, or an event without a subject records only how
+many objects changed.
+"""
 TYPE_IN_SQL = re.compile(r"'(\w+)\.' \|\| [^,]+ AS action")
 """Finds the subject type in a statement that writes both the changes and their events (binding_sql, commands.sql)."""
 
@@ -92,7 +98,7 @@ class _WritesAndEvents:
     """The writes since `writing()` was entered, and the subjects of the events since then, by subject type."""
 
     writes: list[Write] = field(default_factory=list)
-    told: dict[str, set[Any]] = field(default_factory=dict)
+    event_subjects: dict[str, set[Any]] = field(default_factory=dict)
 
 
 _seen: ContextVar[_WritesAndEvents | None] = ContextVar("seen", default=None)
@@ -104,7 +110,7 @@ def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
     if seen is not None and not sql.startswith("SELECT") and (rows := context["cursor"].rowcount):
         found = [(verb.split()[0].upper(), table) for verb, table in WRITES.findall(sql)]
         if ("INSERT", EVENT) in found:
-            _remember_events(seen.told, sql, params)
+            _remember_events(seen.event_subjects, sql, params)
         alone = len(found) == 1 and not sql.startswith("WITH")
         seen.writes += [
             Write(verb, table, rows if alone else None, sql)
@@ -114,16 +120,17 @@ def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
     return result
 
 
-def _remember_events(told: dict[str, set[Any]], sql: str, params: Any) -> None:
-    """Add the subjects of the events that this statement records to `told`.
+def _remember_events(event_subjects: dict[str, set[Any]], sql: str, params: Any) -> None:
+    """Add the subjects of the events that this statement records to `event_subjects`.
 
-    For `record_events` each event's subject is known; for other statements only the subject type is (EACH).
+    A statement of `record_events` names each event's subject; of other statements only the subject type is known
+    (EACH).
     """
     if sql == INSERT_EVENTS:
         for one in json.loads(params[0]):
-            told.setdefault(one["action"].split(".")[0], set()).add(one["subject"] or EACH)
+            event_subjects.setdefault(one["action"].split(".")[0], set()).add(one["subject"] or EACH)
     else:
-        told.setdefault(TYPE_IN_SQL.findall(sql)[0], set()).add(EACH)
+        event_subjects.setdefault(TYPE_IN_SQL.findall(sql)[0], set()).add(EACH)
 
 
 def _sets_only_exempt_columns(verb: str, table: str, sql: str) -> bool:
@@ -138,7 +145,7 @@ def _sets_only_exempt_columns(verb: str, table: str, sql: str) -> bool:
 def audited() -> Iterator[None]:
     """Replace `conductor.writing` for the block: product code that leaves it without an event for its changes fails.
 
-    Nested blocks and blocks that tests enter themselves are not checked. The failure is Unrecorded.
+    The failure is UnrecordedChangeError. Nested blocks and blocks that tests enter themselves are not checked.
     """
     plain = conductor.writing
 
@@ -153,14 +160,14 @@ def audited() -> Iterator[None]:
         conductor.writing = plain
 
 
-def _find_untold(seen: _WritesAndEvents) -> str:
-    """Describe the first change that no event tells about; "" when there is none."""
+def _find_unrecorded_change(seen: _WritesAndEvents) -> str:
+    """Describe the first change that has no event; return "" if there is none."""
     for write in seen.writes:
         table = write.table.removeprefix("accelerators_")
         types = SUBJECTS.get(table, table).split()
-        subjects = {one for kind in types for one in seen.told.get(kind, ())}
+        subjects = {one for kind in types for one in seen.event_subjects.get(kind, ())}
         if not subjects:
-            return f"{write.sql[:300]} (the events are about: {', '.join(sorted(seen.told)) or 'nothing'})"
+            return f"{write.sql[:300]} (the events are about: {', '.join(sorted(seen.event_subjects)) or 'nothing'})"
         if table in ITSELF and write.rows is not None and EACH not in subjects and write.rows > len(subjects):
             return f"{write.sql[:300]} ({write.rows} rows, events about {len(subjects)})"
     return ""
@@ -172,7 +179,7 @@ def _checked_writing(plain: Callable[[], Any], module: str) -> Iterator[None]:
     try:
         with plain():
             yield
-            if untold := _find_untold(seen):
-                raise keep_violation(UnrecordedChangeError(f"{module} changed this without an event: {untold}"))
+            if unrecorded := _find_unrecorded_change(seen):
+                raise keep_violation(UnrecordedChangeError(f"{module} changed this without an event: {unrecorded}"))
     finally:
         _seen.reset(token)

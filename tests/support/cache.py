@@ -1,7 +1,7 @@
-"""Keep what tests prepare once in the user's cache folder: migrated databases, environments of other projects.
+"""Keep results that tests prepare once in the user's cache folder: migrated databases, environments of other projects.
 
-Every entry is named after a fingerprint of what it was made from, so a change makes another entry. `TEST_CACHE` names
-another folder.
+Every entry is named after a fingerprint of its sources, so a change of the sources makes another entry. The variable
+`TEST_CACHE` names another folder.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 UNUSED_S = 30 * 24 * 3600.0
-"""How long an entry is kept after its last use."""
+"""Seconds that an entry is kept after its last use."""
 KEPT_ENTRIES = 3
-"""How many entries are kept of a large kind, such as databases, where every edit of a model makes another one."""
+"""The number of entries kept of a large kind, such as databases, of which every edit of a model makes another one."""
 
 
 def cache_folder() -> Path:
-    """Return the folder, made if missing: `$TEST_CACHE`, else `cyborg-tests` in the user's cache folder.
+    """Return the cache folder: `$TEST_CACHE`, else `cyborg-tests` in the user's cache folder. It is created if missing.
 
-    A home that cannot be written to gives way to `.cache` in the checkout.
+    If that folder cannot be written to, `.cache` in the checkout is used; if neither can, OSError is raised.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     wanted = Path(os.environ.get("TEST_CACHE") or home / "cyborg-tests")
@@ -42,26 +42,26 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock `name`, so that one process at a time makes an entry."""
+    """Hold the lock `name` for the block, so that only one process at a time makes an entry."""
     with (cache_folder() / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def fingerprint(*parts: bytes) -> str:
-    """Return twelve hexadecimal digits that stand for this content."""
+    """Return a fingerprint of this content: twelve hexadecimal digits of its SHA-256."""
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
 def mark_used(entry: Path) -> None:
-    """Note that `entry` is used now, so that `delete_old_entries` keeps it."""
+    """Set the time of last use of `entry` to now, so that `delete_old_entries` keeps it."""
     os.utime(entry)
 
 
 def replace_entry(entry: Path, new: Path) -> None:
-    """Put the complete folder `new`, which lies beside `entry`, in its place; the caller holds the lock of its name.
+    """Replace `entry` by the complete folder `new` beside it; the caller holds the lock of its name.
 
-    Whoever uses the former entry finds the new one at the same path.
+    Users of the former entry find the new one at the same path.
     """
     former = entry.with_name(f"{entry.name}.former")
     shutil.rmtree(former, ignore_errors=True)
@@ -74,8 +74,9 @@ def replace_entry(entry: Path, new: Path) -> None:
 def delete_old_entries(name: str, kept: int | None = None) -> None:
     """Delete the entries of `name` that were not used for `UNUSED_S` seconds; the caller holds the lock `name`.
 
-    With `kept`, delete also all but the `kept` entries used last. Entries of a longer name, such as `keystone-data`
-    for `keystone`, are not touched; what an interrupted making of an entry left is deleted like an entry.
+    With `kept`, delete also all but the `kept` most recently used entries. Entries of a longer name, such as
+    `keystone-data` for `keystone`, are not touched. Remains of an entry whose preparation was interrupted are deleted
+    like an entry.
     """
     pattern = re.compile(rf"{re.escape(name)}-[0-9a-f]{{12}}(\.\w+)?")
     found = [path for path in cache_folder().iterdir() if pattern.fullmatch(path.name)]

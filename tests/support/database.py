@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-gc.disable()  # until all tests are collected, because nothing that is imported can be freed
+gc.disable()  # until all tests are collected, because no imported object can be freed
 STATE = Path(tempfile.mkdtemp(prefix="cyborg-test-"))
 os.environ["CYBORG_STATE_DIR"] = str(STATE)
 for name in [name for name in os.environ if name.startswith("CYBORG_") and name != "CYBORG_STATE_DIR"]:
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop the database and delete its files. Logging is disabled first: sessions that still listen log errors."""
+    """Stop the database and delete its files. Logging is disabled first: open LISTEN sessions would log errors."""
     logging.disable()
     if postgres := config.stash.get(_postgres, None):
         postgres.stop()

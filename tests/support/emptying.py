@@ -1,7 +1,7 @@
 """Empty the tables between tests, including events and seals.
 
-The product's triggers forbid that events and seals are emptied; this module disables them in databases of tests and
-benchmarks.
+The product's triggers prevent that events and seals are deleted; this module disables these triggers in the databases
+of tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from django.db import connection
 from django.test import TransactionTestCase
 
 KEPT_TABLES = {"django_content_type", "auth_permission"}
-"""Tables whose rows migrations derive from the models. They are kept: filling them again costs more than most tests."""
+"""Tables that are kept, because migrations derive their rows from the models and refilling them is slow."""
 PATIENCE_S = 30
 """Seconds to wait for table locks, so that a test that leaves a transaction open fails instead of blocking the run."""
 VACUUM_ABOVE_ROWS = 1000
-"""A table with more deleted rows than this is vacuumed; otherwise its dead rows would be read by every later test."""
+"""A table with more deleted rows than this is vacuumed; otherwise every later test would read its dead rows."""
 
 
 def allow_emptying() -> None:
@@ -47,7 +47,7 @@ def _empty_tables(_case: TransactionTestCase) -> None:
 
 
 def _delete_rows(raw: psycopg.Connection[Any]) -> None:
-    """Delete all rows except those of KEPT tables. Waits up to PATIENCE_S for open transactions, as TRUNCATE waits."""
+    """Delete all rows except those of KEPT_TABLES. Waits up to PATIENCE_S for open transactions, as TRUNCATE does."""
     prepare = (
         "SET LOCAL session_replication_role = replica",  # neither foreign keys nor triggers are checked
         f"SET LOCAL lock_timeout = '{PATIENCE_S}s'",

@@ -1,4 +1,4 @@
-"""The environment that tests give to the processes they start."""
+"""Build the environment of the processes that tests start."""
 
 from __future__ import annotations
 

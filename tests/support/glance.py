@@ -1,4 +1,4 @@
-"""A fake Glance on a real socket: images by id and by property, ranged downloads. It can fail, stall and lie.
+"""A fake Glance on a real socket: images by id and by property, and ranged downloads. It can fail, stall and lie.
 
 It implements as much of the image API v2 as openstacksdk needs. The system tests use another fake.
 """

@@ -1,8 +1,8 @@
 """Simulation level 1: a ModelMachine on umockdev's /sys, whose changes send uevents that libudev receives.
 
 It works only in a separate process that runs under `umockdev-wrapper`; that process and its children see this /sys
-instead of the real one. Writes must go through `Kernel.write` or the model's host writer: if another process writes
-into the files, the content changes but the model does not react.
+instead of the real one. Writes must go through `SimulatedKernel.write` or the model's host writer: if another process
+writes to the files, their content changes, but the model does not react.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIBRARY = "libumockdev.so.0"
 
 
 def why_level_1_is_missing() -> str:
-    """Return why level 1 cannot run on this machine, in the form that `tests.conftest` reports; '' if it can."""
+    """Return why level 1 cannot run on this machine, in the form that `tests.conftest` reports; '' if it can run."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:

@@ -98,7 +98,7 @@ class Keystone:
         return None
 
     def valid(self, secret: str, query: dict[str, list[str]]) -> bool:
-        """Return True if the token is known and has not expired; an expired one counts if `query` has allow_expired."""
+        """Return True if the token is known and has not expired; allow_expired in `query` accepts an expired one."""
         ends = datetime.fromisoformat(self.tokens[secret]["expires_at"]) if secret in self.tokens else None
         return bool(ends and ("allow_expired" in query or ends > datetime.now(UTC)))
 
@@ -132,12 +132,12 @@ def vouching(**settings: str) -> Iterator[Keystone]:
         patch.delenv("OS_CLOUD", raising=False)
         for name, value in (known.environment() | {"CYBORG_AUTH": "keystone"} | settings).items():
             patch.setenv(name, value)
-        forget()
+        clear_process_caches()
         yield known
-    forget()
+    clear_process_caches()
 
 
-def forget() -> None:
+def clear_process_caches() -> None:
     """Clear the caches of this process: its configuration, the service session, tokens and the policy."""
     for remembered in (get_keys, service_session, get_token_cache, policy._get_policy):
         remembered.cache_clear()

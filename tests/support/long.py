@@ -1,4 +1,4 @@
-"""Whether the long version of each scenario runs: `make test-long` sets TEST_LONG=1."""
+"""Choose between the short and the long version of a scenario: `make test-long` sets TEST_LONG=1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONG = os.environ.get("TEST_LONG") == "1"
 
 
 def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
-    """Give a test its argument `examples`: `few` in the fast lane, `many` among the exhaustive tests."""
+    """Give a test its argument `examples`: `few` in the fast lane; `many` in the lane of exhaustive tests."""
     return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.exhaustive)])
 
 

@@ -1,7 +1,8 @@
-"""PostgreSQL data directories that are filled once, kept in the cache folder, and copied for each user of them.
+"""Prepare PostgreSQL data directories once, keep them in the cache folder, and copy them for each test run or product.
 
-To make a data directory and to run all migrations takes five seconds; to copy the result takes a tenth of one. The
-fast lane uses the database `TEST_DATABASE`, a product of the system lane `cyborg`, Placement its own.
+Creating a data directory and running all migrations takes five seconds; copying the result takes 0.1 s. The fast lane
+uses the database `TEST_DATABASE`, a product of the system lane uses `cyborg`. Placement has a data directory of its
+own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PACKAGES = ("accelerators", "agents", "placement_sync", "cyborgweb")
 def start_migrated(server: Postgres) -> None:
     """Start `server` over a copy of the migrated data directory.
 
-    A copy that does not start, or whose databases are not complete, is made anew once. Raises PostgresError.
+    If the copy does not start, or one of its databases is not complete, it is prepared anew once. Raises PostgresError.
     """
     entry = copy_migrated(server)
     try:
@@ -45,18 +46,18 @@ def start_migrated(server: Postgres) -> None:
 
 
 def copy_migrated(server: Postgres) -> Path:
-    """Put a copy of the migrated data directory where `server` expects its own; return the entry it was copied from."""
+    """Put a copy of the migrated data directory where `server` expects its own; return the copied cache entry."""
     files = (path for name in PACKAGES for kind in ("*.py", "*.sql") for path in (ROOT / name).rglob(kind))
     sources = sorted(path for path in files if _shapes_database(path))
     content = [part for path in sources for part in (str(path.relative_to(ROOT)).encode(), path.read_bytes())]
     lock = (ROOT / "requirements" / "server.txt").read_bytes()
-    this_month = time.strftime("%Y-%m").encode()  # migrations make the partitions of the current month
+    this_month = time.strftime("%Y-%m").encode()  # migrations create the partitions of the current month
     installed = f"{django.__version__} {psycopg.__version__}".encode()
     return copy_prepared(server, "database", b"\0".join([lock, installed, this_month, *content]), _migrate)
 
 
 def _shapes_database(path: Path) -> bool:
-    """Tell whether `manage.py migrate` runs this file, or makes rows of what it says (groups and their permissions)."""
+    """Return True if `manage.py migrate` runs this file or derives rows from it (groups and their permissions)."""
     return path.name in ("apps.py", "models.py", "roles.py", "base.py") or bool(
         {"migrations", "models"} & {*path.parts}
     )
@@ -65,8 +66,8 @@ def _shapes_database(path: Path) -> bool:
 def copy_prepared(server: Postgres, name: str, content: bytes, fill: Callable[[Postgres], None]) -> Path:
     """Put a copy of the prepared data directory `name` where `server` expects its own; start nothing.
 
-    `content` is what the result depends on: when it changes, `fill` prepares a new data directory on a running server.
-    Return the cache entry.
+    `content` stands for everything that the result depends on: when it changes, `fill` prepares a new data directory on
+    a running server. Returns the cache entry.
     """
     binaries = embedded.find_binaries(server.pg_bin)
     made_by = f"{binaries.folder} {binaries.major} {sys.version} {os.getuid()}".encode()
@@ -78,7 +79,7 @@ def copy_prepared(server: Postgres, name: str, content: bytes, fill: Callable[[P
             delete_old_entries(name, KEPT_ENTRIES)
         server.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = ["cp", "-a", "--reflink=auto", entry / "data", server.data]
-        if subprocess.run(command, check=False, capture_output=True).returncode:  # a damaged entry
+        if subprocess.run(command, check=False, capture_output=True).returncode:  # the cache entry is damaged
             shutil.rmtree(server.data, ignore_errors=True)
             _make(entry, server.pg_bin, fill)
             subprocess.run(command, check=True, capture_output=True)
@@ -102,7 +103,7 @@ def _make(entry: Path, pg_bin: str, fill: Callable[[Postgres], None]) -> None:
 
 
 def _migrate(server: Postgres) -> None:
-    """Make the two databases and run all migrations in them, as `manage.py migrate` does."""
+    """Create the two databases and run all migrations in them, as `manage.py migrate` does."""
     server.ensure_database("cyborg")
     chosen = {"CYBORG_STATE_DIR": str(server.home.parent)} | ({"CYBORG_PG_BIN": server.pg_bin} if server.pg_bin else {})
     command = [sys.executable, ROOT / "manage.py", "migrate", "--verbosity=0"]

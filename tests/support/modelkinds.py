@@ -1,7 +1,7 @@
-"""Rules with which a ModelMachine answers writes to mediated devices, firmware uploads and QAT devices.
+"""Simulate how Linux answers writes to mediated devices, firmware uploads and QAT devices.
 
-Sources: drivers/vfio/mdev, drivers/base/firmware_loader/sysfs_upload.c, drivers/crypto/intel/qat of Linux 6.12;
-Documentation/ABI/testing/sysfs-{bus-vfio-mdev,class-firmware,driver-qat}.
+A `ModelMachine` calls these rules. Sources: drivers/vfio/mdev, drivers/base/firmware_loader/sysfs_upload.c,
+drivers/crypto/intel/qat of Linux 6.12; Documentation/ABI/testing/sysfs-{bus-vfio-mdev,class-firmware,driver-qat}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UPLOADS = "class/firmware"
 
 
 def mdev_types(host: ModelMachine, card: Path, types: dict[str, int], exclusive: bool = False) -> None:
-    """Make the card a parent of mediated devices. `types` maps a type to how many instances of it fit.
+    """Make the card a parent of mediated devices. `types` maps each type to the number of its instances that fit.
 
     With `exclusive` all instances that exist at one time must be of the same type.
     """
@@ -62,9 +62,9 @@ def qat(host: ModelMachine, card: Path, services: str = "sym;asym") -> None:
 
 
 def advance(folder: Path, fails: str) -> str:
-    """Move a running upload to its next stage and return that stage; an idle one stays idle.
+    """Move a running upload to its next stage and return that stage; an idle upload stays idle.
 
-    A stage ends when this is called, not after some time, so that tests need not wait.
+    A stage ends when this function is called, not after some time, so that tests need not wait.
     """
     stage, _, _ = fails.partition(":")
     before = read(folder / "status")
@@ -81,7 +81,10 @@ def advance(folder: Path, fails: str) -> str:
 
 
 def uploaded(host: ModelMachine, path: str, data: bytes) -> str:
-    """Upload `data` completely, as a program does; return the error, or '' on success. Raises OSError (EBUSY)."""
+    """Upload `data` completely, as a program does; return the error, or '' on success.
+
+    Raises OSError (EBUSY) while another upload runs.
+    """
     folder = host.real(path)
     if read(folder / "status") != "idle":
         raise refuse(errno.EBUSY, path)

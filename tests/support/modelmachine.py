@@ -33,14 +33,14 @@ WRITE_ONLY = frozenset({"bind", "unbind", "drivers_probe", "rescan", "remove", "
 
 
 class Model(Machine):
-    """The Machine of a model. It asks the model which nodes are open, because plain files can be opened twice."""
+    """The `Machine` of a model. It asks the model which nodes are open, because plain files can be opened twice."""
 
     def __init__(self, host: ModelMachine, **roots: str) -> None:
         super().__init__("node-1", **roots)
         self._host = host
 
     def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes:
-        """As `Machine.read_bytes`, but raise Denied for write-only attributes: as plain files root can read them."""
+        """As `Machine.read_bytes`, but raise Denied for write-only attributes: root could read their plain files."""
         if path.rpartition("/")[2] in WRITE_ONLY:
             raise Denied(f"{path}: Permission denied")
         return super().read_bytes(path, limit)
@@ -77,7 +77,7 @@ class ModelMachine(FakeHost):
             self.file(self.sys / "bus/pci" / name, "")
         self.load("vfio-pci")
 
-    # What the tests do to it.
+    # Methods for tests.
 
     def pci(
         self,
@@ -107,7 +107,7 @@ class ModelMachine(FakeHost):
         return path
 
     def unplug(self, address: str) -> None:
-        """Remove a PCI function physically: a rescan does not find it again."""
+        """Remove a PCI function physically, so that a rescan does not find it again."""
         modelpci.take_out(self, (self.sys / modelpci.DEVICES / address).resolve(), keep=False)
 
     def driver_of(self, address: str) -> str:
@@ -115,7 +115,7 @@ class ModelMachine(FakeHost):
         return self.machine.link(f"/sys/bus/pci/devices/{address}/driver")
 
     def load(self, name: str, *takes: str, sriov: bool = True, gives: int = 65535) -> KernelDriver:
-        """Load the module of a kernel driver. Functions that exist already are not bound to it."""
+        """Load the module of a kernel driver. Functions that already exist are not bound to it."""
         for file in ("bind", "unbind"):
             self.file(self.sys / "bus/pci/drivers" / name / file, "")
         self.drivers[name] = KernelDriver(name, takes, sriov, gives)
@@ -159,14 +159,14 @@ class ModelMachine(FakeHost):
         if rule is None or not self.privileged:
             raise refuse(errno.EACCES, path)
         self.until(lambda: path not in self._slow)
-        if value:  # a write of nothing never reaches an attribute
+        if value:  # Linux does not pass an empty write to the attribute
             rule(self, file.resolve(), value if file.name == "data" else value.strip())
 
     def hand(self) -> ModelHand:
         """Return a host writer for the executor."""
         return ModelHand(self)
 
-    # What the rules use.
+    # Methods for the rules.
 
     def real(self, path: str) -> Path:
         """Return the real path of a path on the simulated host."""
@@ -197,7 +197,7 @@ class ModelMachine(FakeHost):
 
 
 class ModelHand:
-    """Stands in for `drivers.isolation.host_writer.HostWriter` on a model, with the same guarantees and errors.
+    """The double of `drivers.isolation.host_writer.HostWriter` for a model, with the same guarantees and errors.
 
     Each write runs in a daemon thread that is never joined, so a write that hangs does not block the test.
     """
@@ -208,7 +208,7 @@ class ModelHand:
 
     @property
     def stuck(self) -> bool:
-        """Whether a write has not ended yet, such as one that hangs in the kernel after its deadline."""
+        """Whether a write has not ended yet, for example because it hangs in the kernel after its deadline."""
         return self._running > 0
 
     async def write(self, path: str, value: str, timeout_s: float) -> None:
@@ -244,7 +244,7 @@ class ModelHand:
             except DriverError as failed:
                 error = failed
             self._running -= 1
-            with contextlib.suppress(RuntimeError):  # its test is over
+            with contextlib.suppress(RuntimeError):  # the test and its event loop have ended
                 loop.call_soon_threadsafe(lambda: done.done() or done.set_result(error))
 
         self._running += 1

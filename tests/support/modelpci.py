@@ -1,7 +1,7 @@
-"""Rules with which a ModelMachine answers writes to the PCI core: binding, reset, remove, rescan, virtual functions.
+"""Simulate how Linux answers writes to the PCI core: binding, reset, remove, rescan, virtual functions.
 
-Sources: drivers/pci/{pci-driver,pci-sysfs,iov}.c, drivers/base/{bus,dd}.c, drivers/vfio of Linux 6.12;
-Documentation/ABI/testing/sysfs-bus-pci.
+A `ModelMachine` calls these rules. Sources: drivers/pci/{pci-driver,pci-sysfs,iov}.c, drivers/base/{bus,dd}.c,
+drivers/vfio of Linux 6.12; Documentation/ABI/testing/sysfs-bus-pci.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.support.modelmachine import ModelMachine
 
 Rule = Callable[["ModelMachine", Path, str], None]
-"""A function that carries out the write of a value to a file of the model; it raises OSError (`refuse`)."""
+"""A function that carries out the write of a value to a file of the model. It raises OSError (made by `refuse`)."""
 DEVICES = "bus/pci/devices"
 IDS = ("vendor", "device", "class")
 PULLED = "pulled"
@@ -28,10 +28,12 @@ PULLED = "pulled"
 
 @dataclass
 class KernelDriver:
-    """A PCI driver of the kernel. `takes` are globs over `vendor:device`; with none it binds by `driver_override` only.
+    """A PCI driver of the kernel.
 
-    `gives` is the largest number of virtual functions that it makes; more are silently not made. Without `sriov`
-    it makes none, and writing sriov_numvfs fails with ENOENT. `refuses` is the errno with which its probe fails, or 0.
+    `takes` are globs over `vendor:device`; without any the driver binds by `driver_override` only. `gives` is the
+    largest number of virtual functions that the driver creates; the rest of a larger request is ignored without an
+    error. Without `sriov` it creates none, and writing sriov_numvfs fails with ENOENT. `refuses` is the errno with
+    which its probe fails, or 0.
     """
 
     name: str
@@ -109,7 +111,7 @@ def detach(host: ModelMachine, path: Path) -> None:
 
 
 def probe(host: ModelMachine, path: Path) -> None:
-    """Bind an unbound function to the first matching driver whose probe succeeds; if there is none, do nothing."""
+    """Bind an unbound function to the first matching driver whose probe succeeds; without such a driver, do nothing."""
     if driver_of(host, path) is None:
         for driver in host.drivers.values():
             if _matches(path, driver):
@@ -201,23 +203,23 @@ def _autoprobe(_: ModelMachine, file: Path, value: str) -> None:
     file.write_text(f"{int(value.lower()[0] in '1y')}\n")
 
 
-def _one(file: Path, value: str) -> None:
+def _require_one(file: Path, value: str) -> None:
     if value != "1":
         raise refuse(errno.EINVAL, file)
 
 
 def _reset(host: ModelMachine, file: Path, value: str) -> None:
-    _one(file, value)
+    _require_one(file, value)
     host.resets.append(file.parent.name)
 
 
 def _remove(host: ModelMachine, file: Path, value: str) -> None:
-    _one(file, value)
+    _require_one(file, value)
     take_out(host, file.parent)
 
 
 def _rescan(host: ModelMachine, file: Path, value: str) -> None:
-    _one(file, value)
+    _require_one(file, value)
     for kept in sorted((host.sys.parent / PULLED).glob("*")):
         place = host.sys / "devices/pci0000:00" / kept.name
         group = group_of(kept)

@@ -1,7 +1,4 @@
-"""A fake Nova that records the external events it receives and answers as contract section 4.3 says.
-
-It is an HTTP server in a thread.
-"""
+"""A fake Nova: an HTTP server in a thread that records external events and answers as contract section 4.3 says."""
 
 from __future__ import annotations
 
@@ -20,10 +17,11 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 class FakeNova:
     """Contents and switches of the fake Nova.
 
-    `known` maps an instance to the code of its event entries (200 or 422); an instance not in it gets 404. `status`, if
-    set, is the answer to everything. `servers` are the ids listed, in pages of `page`. `shown` maps an id to its
-    (status, hypervisor); a listed server that is not in it is ACTIVE and has no hypervisor. All servers belong to
-    `project`. `tasks` maps an id to its task_state.
+    `known` maps an instance to the code of its event entries (200 or 422); an instance not in it gets 404. If `status`
+    is set, every call is answered with it. With `rubbish` the answers do not have the documented form. `servers` are
+    the ids listed, in pages of `page`. `shown` maps an id to its (status, hypervisor); a listed server that is not in
+    it is ACTIVE and has no hypervisor. All servers belong to `project`. `tasks` maps an id to its task_state. `asked`
+    records the ids of single servers that were read, `calls` the bodies of event calls, `versions` their microversions.
     """
 
     known: dict[str, int] = field(default_factory=dict)
@@ -41,7 +39,7 @@ class FakeNova:
     url: str = ""
 
     def received_statuses(self) -> dict[str, list[str]]:
-        """Return the event statuses received for each accelerator request, in order, except while `status` was set."""
+        """Return the event statuses received for each request, in order, without the calls refused by `status`."""
         found: dict[str, list[str]] = {}
         for call in self.calls:
             for event in call["events"]:

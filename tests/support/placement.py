@@ -1,4 +1,4 @@
-"""The model of Placement behind real HTTP, for clients that do not authenticate. A test may delay its answers."""
+"""Serve the model of Placement over HTTP to clients that do not authenticate. A test may delay its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.placement_sync.session import PlacementModelSession
 
 @dataclass
 class ServedPlacement:
-    """A running model of Placement. `environ` has the variables with which a host can call it.
+    """A running model of Placement. `environ` has the variables with which a host can reach it.
 
     While `gate` is not set, every call is counted and processed, but its answer waits for the gate, at most 30 s.
     """

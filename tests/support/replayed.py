@@ -1,5 +1,8 @@
-"""Two states for comparison: `told` is replayed from all events by `accelerators.audit.replay`, `stored` is read from
-the tables. They must be equal."""
+"""Compare the history with the tables.
+
+`replay_all_events` replays all events with `accelerators.audit.replay`, `read_tables` reads the tables. The two states
+must be equal.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,22 @@ from accelerators.models import (
 )
 
 
-def told() -> ReplayedState:
+def replay_all_events() -> ReplayedState:
     """Return the state that results from replaying all events in order."""
     columns = Event.objects.order_by("id").values_list("action", "subject_type", "subject", "host", "changes")
     state = replay_events(
         ReplayEvent(action, kind, str(subject or ""), *rest) for action, kind, subject, *rest in columns
     )
-    return {kind: {uuid: _said(fields) for uuid, fields in found.items()} for kind, found in state.items()}
+    return {
+        kind: {uuid: _without_empty_fields(fields) for uuid, fields in found.items()} for kind, found in state.items()
+    }
 
 
 def read_tables() -> ReplayedState:
-    """Return the state of the tables, in the same form as `told`."""
+    """Return the state of the tables, in the same form as `replay_all_events`."""
     models = (Host, Device, AcceleratorRequest, DeviceProfile, AdmissionRule, Command, Image, Attachment)
     return {
-        kind: {str(row.uuid): _said(_fields(kind, row)) for row in model.objects.all()}
+        kind: {str(row.uuid): _without_empty_fields(_fields(kind, row)) for row in model.objects.all()}
         for kind, model in zip(REPRODUCED_FIELDS, models, strict=True)
     }
 
@@ -62,6 +67,6 @@ def _fields(kind: str, row: Any) -> ReplayedFields:
     return found
 
 
-def _said(fields: ReplayedFields) -> ReplayedFields:
-    """Return the fields without empty values, because the event of a new object does not name them."""
+def _without_empty_fields(fields: ReplayedFields) -> ReplayedFields:
+    """Return the fields without empty values, because the event of a new object does not contain them."""
     return {name: value for name, value in fields.items() if value not in (None, "")}

@@ -37,12 +37,12 @@ def make_report(*drivers: DriverReport, seq: int = 1, epoch: int = 1) -> HostRep
 
 
 def get_or_create_host(name: str = "cmp1") -> Host:
-    """Create a host, or return the one there is, whose node equals its name."""
+    """Return the host with this name; create it, with `node` equal to its name, if it does not exist."""
     return conductor.ensure_host(name, name, "test")
 
 
 def create_heard_host(name: str, devices: int) -> Host:
-    """Create a host with `devices` cards of one backend and a current lease; one of its two drivers has an error."""
+    """Create a host with a current lease and `devices` cards of one backend; one of its two drivers has an error."""
     host = get_or_create_host(name)
     cards = [make_card(bus, handles=2) for bus in range(devices)]
     cards_backend = Backend("cards", "pci", services=(Service("reset", limits={"methods": "flr"}),))

@@ -37,7 +37,7 @@ def serving(application: Any, **options: Any) -> Iterator[int]:
 
 
 PATIENCE = 3
-"""How many times longer than its figure a wait may take: a deadline is there to end a wait, not to assert a speed."""
+"""The factor by which a wait may exceed its deadline: the deadline ends a wait, it does not assert a speed."""
 
 
 def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
@@ -51,10 +51,10 @@ def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
 
 
 def measure_until(condition: Callable[[], Any], at_most_s: float, what: str, since: float | None = None) -> float:
-    """Wait until a promised condition holds; return and print the seconds it took, from `since` (time.monotonic) on.
+    """Wait until a promised condition holds; print and return the seconds it took, from `since` (time.monotonic) on.
 
-    Fails when it took longer than `at_most_s`, which is the promise itself: nothing is multiplied here. It waits
-    longer than that before it gives up, so that the failure tells how late the condition came. `since` may lie in the
+    Fails if it took longer than `at_most_s`, the promised time, which is not multiplied by `PATIENCE`. The wait goes on
+    for `PATIENCE` times that time, so that the failure tells how late the condition came. `since` may lie in the
     future: a condition that holds before that moment fails, too.
     """
     begin = time.monotonic() if since is None else since

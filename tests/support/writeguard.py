@@ -1,7 +1,7 @@
 """Check the single-writer rule in every statement that Django sends in this process, in every thread.
 
-Statements that Django does not send are not checked: those of other processes, and those of the gateway's own psycopg
-connection (`agents.gateway.writer` writes its own tables).
+Statements that Django does not send are not checked: statements of other processes, and those of the gateway's own
+psycopg connection (`agents.gateway.writer` writes its own tables).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ForbiddenWriteError(AssertionError):
 
 
 def guard(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
-    """Raise ForbiddenWrite for a write outside `conductor.writing()`; TRUNCATE by the test runner is allowed."""
+    """Raise ForbiddenWriteError for a write outside `conductor.writing()`; TRUNCATE by the test runner is allowed."""
     found = None if sql.startswith("SELECT") else WRITES.search(sql)
     if found and not conductor.may_write() and not sql.startswith("TRUNCATE"):
         raise keep_violation(
@@ -42,14 +42,14 @@ def guard(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
 
 
 def keep_violation(violation: AssertionError) -> AssertionError:
-    """Keep the violation until the test ends, and return it to be raised."""
+    """Keep the violation until the test ends, and return it, so that the caller can raise it."""
     violations.append(violation)
     return violation
 
 
 @contextmanager
 def expect_violation(kind: type[AssertionError], match: str | None = None) -> Iterator[None]:
-    """Fail unless the block raises this violation; then remove it from `violations`: the test caused it on purpose."""
+    """Fail unless the block raises this violation; then forget it, because the test caused it on purpose."""
     with pytest.raises(kind, match=match) as raised:
         yield
     violations.remove(raised.value)

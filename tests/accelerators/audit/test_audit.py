@@ -1,4 +1,4 @@
-"""The guard that stands around every test: product code that changes something says so by an event (X6)."""
+"""Test the guard around every test: product code that changes something must record an event about it (promise X6)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORD_HOST_EVENT = "conductor.record_event('host.changed', Source.SYSTEM, 'test
 
 
 def make_product_function(*lines: str) -> Callable[[], None]:
-    """A function of the product that does this while it writes."""
+    """Return a function that counts as product code and runs these lines inside `conductor.writing()`."""
     body = "".join(f"        {line}\n" for line in lines)
     known = {"__name__": "accelerators.forgetful", "conductor": conductor, "Host": Host, "Source": EventSource}
     exec(f"def change():\n    with conductor.writing():\n{body}", known)
@@ -72,7 +72,7 @@ def test_a_violation_in_a_server_thread_is_recorded_even_if_the_thread_catches_i
             change()
             Host.objects.update(node="elsewhere")
         except AssertionError:
-            pass  # as a view or a job that turns every exception into an answer
+            pass  # like a view or a job that answers every exception
         finally:
             connection.close()
 

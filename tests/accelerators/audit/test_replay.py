@@ -1,4 +1,4 @@
-"""Whatever is done, in whatever order: events alone, folded from the first one on, say how everything stands (X6)."""
+"""Test that replaying all events from the first one on gives the stored state, whatever was done (promise X6)."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ from placement_sync.jobs import providers as placement_tasks
 from placement_sync.reconcile import ObservedProvider
 from tests.placement_sync.attaching import FakeCloud, configured_cloud, make_intents_due
 from tests.support.long import few_or_many
-from tests.support.replayed import read_tables, told
+from tests.support.replayed import read_tables, replay_all_events
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 IMAGE = {"id": str(uuid4()), "size": 1, "sha256": "a" * 64}
 HANDLES_PER_CARD = st.integers(0, 3)
-"""Of each of two cards: how many handles it is reported with; 0: not at all."""
+"""The number of handles with which a card is reported; 0 means that the card is not reported."""
 
 
 def upload_image(content: bytes) -> UUID:
-    """Have an image kept, as somebody uploads it; return its uuid."""
+    """Store an image as an upload does; return its uuid."""
     return store.store_upload([content], len(content), "an image", {}, NOVA, EventSource.API).uuid
 
 
 def run_attachments() -> None:
-    """Run the jobs that write providers and that attach, until they have nothing to do; who waits does not wait."""
+    """Run the jobs of providers and attachments until they are idle; waiting intents become due at once."""
     for _ in range(30):
         make_intents_due()
         while placement_tasks.step():
@@ -73,7 +73,10 @@ def run_attachments() -> None:
 
 @pytest.fixture
 def cloud(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCloud]:
-    """Placement and Nova; images lie in a directory of the test's own, and there is room for two copies of Glance's."""
+    """Run the fakes of Placement and Nova.
+
+    Images are in a directory of the test's own, with room for two copies of Glance's images.
+    """
     monkeypatch.setattr(store, "get_image_directory", lambda: tmp_path)
     monkeypatch.setattr(store, "MAX_COPIES", 2)
     with download.IMAGE_SERVICE.replaced("glance", None), configured_cloud(settings) as one:
@@ -81,10 +84,10 @@ def cloud(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class EventReplayMachine(RuleBasedStateMachine):
-    """Two hosts of two cards; people, Nova and agents do what they do."""
+    """Two hosts with two cards each; people, Nova and agents act in random order."""
 
     cloud: FakeCloud
-    """Set by the test."""
+    """Set by the test before the machine runs."""
 
     @initialize()
     def begin(self) -> None:
@@ -96,7 +99,7 @@ class EventReplayMachine(RuleBasedStateMachine):
             self.cloud.placement.model.providers[root] = ObservedProvider(root, host.name, "", 0)
             self.cloud.boot_instance(instance, host.name, root)
         names = {instance: host.name for host, instance in zip(self.hosts, self.instances, strict=True)}
-        # Without Nova's HTTP, which would be most of the time; the stories below have it.
+        # Nova's HTTP would take most of the time; the scenarios below use it.
         self.replaced_lookup = attachments.INSTANCE_LOOKUP.replaced(
             "nova", lambda uuid, _: NovaInstance(uuid, "p1", "ACTIVE", frozenset({names[uuid]}))
         )
@@ -104,7 +107,7 @@ class EventReplayMachine(RuleBasedStateMachine):
         self.seq = 0
         for host in self.hosts:
             self.report(host, 2, 2, "ok")
-        # A ready device and a profile from the start: few examples get as far as an attachment without them.
+        # Without a ready device and a profile from the start, few examples would reach an attachment.
         for host in self.hosts:
             lifecycle.enable_device(Device.objects.filter(host=host).order_by("id")[0].uuid, NOVA)
         profiles.create_profile(f"p-{uuid4()}", [{"resources:FPGA": "1"}], None, None, NOVA)
@@ -171,7 +174,7 @@ class EventReplayMachine(RuleBasedStateMachine):
             profiles.clear_profile_cache()
             uuids = binding.create_requests(data.draw(st.sampled_from(names)), NOVA)
             rp, instance = str(data.draw(st.sampled_from(offers)).rp_uuid), str(uuid4())
-            with suppress(RefusedError):  # it says so itself: BindFailed
+            with suppress(RefusedError):  # a refusal is recorded as BindFailed
                 binding.bind_requests([BindSpec(uuid, "cmp", rp, instance, project) for uuid in uuids], NOVA)
 
     @rule(content=st.sampled_from([b"one", b"two"]))
@@ -186,14 +189,14 @@ class EventReplayMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_image_is_removed(self, data: st.DataObject) -> None:
         if there := list(Image.objects.order_by("id").values_list("uuid", flat=True)):
-            with suppress(RefusedError):  # a command is to use it
+            with suppress(RefusedError):  # a command is going to use it
                 store.delete_image(data.draw(st.sampled_from(there)), NOVA, EventSource.API)
 
     @rule(data=st.data(), uploads=st.booleans())
     def a_device_is_programmed_with_an_image(self, data: st.DataObject, uploads: bool) -> None:
         if devices := list(Device.objects.order_by("id").values_list("uuid", flat=True)):
             image = upload_image(b"three") if uploads else UUID(IMAGE["id"])
-            with suppress(RefusedError):  # it is held, busy or not there
+            with suppress(RefusedError):  # the device is held, busy or missing
                 command_queue.order_device_command("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
 
     @rule()
@@ -202,13 +205,13 @@ class EventReplayMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), which=st.integers(0, 1), of_device=st.booleans(), begins=st.booleans())
     def an_attachment_is_asked_for(self, data: st.DataObject, which: int, of_device: bool, begins: bool) -> None:
-        """`begins`: its first step follows at once, which few examples would get to otherwise."""
+        """Order an attachment. With `begins` its first step follows at once; few examples would reach it otherwise."""
         names = list(DeviceProfile.objects.order_by("id").values_list("name", flat=True))
         devices = list(Device.objects.filter(host=self.hosts[which]).order_by("id").values_list("uuid", flat=True))
         chosen = {"device": devices} if of_device else {"profile": names}
         for name, choices in chosen.items():
             if choices:
-                with suppress(RefusedError):  # none is free
+                with suppress(RefusedError):  # no unit is free
                     attachments.order_attachment(
                         UUID(self.instances[which]), NOVA, **{name: data.draw(st.sampled_from(choices))}
                     )
@@ -270,7 +273,7 @@ class EventReplayMachine(RuleBasedStateMachine):
 
     @invariant()
     def events_say_how_everything_stands(self) -> None:
-        assert told() == read_tables()
+        assert replay_all_events() == read_tables()
 
     def teardown(self) -> None:
         self.replaced_lookup.__exit__(None, None, None)
@@ -286,8 +289,11 @@ def test_X6_replayed_events_equal_the_stored_state(cloud: FakeCloud, examples: i
 
 
 def assert_replay_shows_state(kind: str, uuid: UUID, *states: str | None) -> None:
-    """Events, folded, are what is stored; the last of them say these states of an attachment, None: it is not there."""
-    assert told() == read_tables()
+    """Check that the replayed events equal the tables, and that the object has one of these states.
+
+    None stands for an object that does not exist, "here" for an object that exists and has no state.
+    """
+    assert replay_all_events() == read_tables()
     shown = read_tables()[kind].get(str(uuid))
     assert (shown and shown.get("state", "here")) in states
 
@@ -346,7 +352,7 @@ def test_X6_replayed_events_equal_the_stored_attachments_in_each_state(cloud: Fa
     assert_replay_shows_state("attachment", third, "failed")
 
 
-def test_folding_events_continues_from_a_given_state() -> None:
+def test_replaying_events_continues_from_a_given_state() -> None:
     first = ReplayEvent(
         "device.found", "device", "d", "h", {"state": [None, "inactive"], "deployable x": [None, 2], "odd": [0, 1]}
     )

@@ -1,4 +1,4 @@
-"""Seals over events: all that is committed, each once; whatever is done to it afterwards is found, and where (X6)."""
+"""Test seals over events: every committed event is sealed once, and every later change is found (promise X6)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def record_events(*names: str) -> None:
-    """An event each, in one transaction."""
+    """Record one event with each of these names, in one transaction."""
     with conductor.writing():
         conductor.record_events(
             [conductor.build_event("device.odd", EventSource.SYSTEM, "test", subject=(None, name)) for name in names]
@@ -45,7 +45,7 @@ def create_seals(max_events: int = sealing.MAX_EVENTS_PER_SEAL) -> list[Seal]:
 
 @contextmanager
 def open_connection() -> Iterator[psycopg.Connection[Any]]:
-    """A connection of its own."""
+    """Open a database connection besides Django's."""
     params = connection.get_connection_params()
     wanted = {key: params[key] for key in ("dbname", "user", "password", "host", "port") if key in params}
     with psycopg.connect(**wanted) as other:
@@ -54,7 +54,7 @@ def open_connection() -> Iterator[psycopg.Connection[Any]]:
 
 @contextmanager
 def open_connection_without_triggers() -> Iterator[Any]:
-    """Somebody to whom triggers mean nothing."""
+    """Open a database connection in which triggers do not run, such as an attacker with superuser rights could use."""
     with open_connection() as other:
         other.execute("SET session_replication_role = replica")
         yield other
@@ -225,7 +225,7 @@ def test_X6_the_database_refuses_to_change_or_delete_events_and_seals(transactio
 
 @pytest.fixture
 def months() -> Iterator[Callable[[str, int], None]]:
-    """`months(month, count)`: so many events of a month long ago, each in its own partition."""
+    """Return `months(month, count)`, which creates that many events of a past month in a partition of its own."""
     made = []
 
     def make(month: str, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Promise S1 under fire: a bind and an order for the same device at the same moment; exactly one of them has it."""
+"""Test promise S1 under concurrency: of a bind and a command for one device at the same moment, one succeeds."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PROVIDER = str(uuid4())
 
 
 class ThreadPair:
-    """Two threads that begin at the same moment."""
+    """Two threads that start at the same moment."""
 
     def __init__(self) -> None:
         self._threads, self._start = ThreadPoolExecutor(2), threading.Barrier(2)
 
     def race(self, *works: Callable[[], object]) -> list[RefusedError | None]:
-        """How each ended."""
+        """Run these functions at the same moment; return the refusal of each, or None."""
         return [future.result(30) for future in [self._threads.submit(self._run, work) for work in works]]
 
     def _run(self, work: Callable[[], object]) -> RefusedError | None:
@@ -48,7 +48,7 @@ class ThreadPair:
         return None
 
     def close(self) -> None:
-        """Give the threads' connections back."""
+        """Close the threads and their database connections."""
         for future in [self._threads.submit(self._close) for _ in range(2)]:
             future.result(30)
         self._threads.shutdown()
@@ -67,7 +67,7 @@ def pair() -> Iterator[ThreadPair]:
 
 @pytest.fixture
 def device() -> Device:
-    """A ready card with two handles."""
+    """Return a ready card with two handles, and create the profiles `plain`, `f` and `g`."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=2, acts="partition program reset")))
     with conductor.writing():
         Device.objects.update(state="ready")
@@ -78,13 +78,13 @@ def device() -> Device:
 
 
 def prepare_bind(profile: str) -> Callable[[], None]:
-    """A bind of a new request."""
+    """Create a request and return a function that binds it."""
     (uuid,) = binding.create_requests(profile, NOVA)
     return lambda: binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, str(uuid4()))], NOVA)
 
 
 def free_everything() -> None:
-    """All is free again."""
+    """Delete all bound requests and end all open commands."""
     requests = AcceleratorRequest.objects.exclude(state__in=["Initial", "Unbound"])
     binding.delete_requests([str(uuid) for uuid in requests.values_list("uuid", flat=True)], NOVA)
     for number in Command.objects.filter(COMMAND_IS_OPEN, state="preparing").values_list("id", flat=True):
@@ -136,7 +136,7 @@ def test_S1_of_two_racing_binds_that_program_exactly_one_gets_the_device(
 
 
 def test_a_concurrent_bind_and_merge_do_not_deadlock(device: Device, pair: ThreadPair) -> None:
-    """A bind whose handles are made on the host inserts a row that refers to what a merge has locked."""
+    """A bind whose handles the host creates inserts a row that refers to rows which the merge has locked."""
     with conductor.writing():
         AttachHandle.objects.update(attach_type="MDEV")
     reported = make_card(1, handles=2, acts="partition program reset")

@@ -1,4 +1,4 @@
-"""Commands: ordered with what wants them, answered once, settled when the report that shows them is applied."""
+"""Test commands: orders, refusals, answers, and that a command ends only when its report has been applied."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INSTALL_STEPS = "four functions are made\nthey are bound to vfio-pci"
 
 
 def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "", **values: object) -> bool:
-    """The agent of its host answers, and what can be settled is."""
+    """Store the answer of the agent and end every command that can end; return True if a command could end at once."""
     settled = command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text, **values)])  # type: ignore[arg-type]
     while command_results.end_answered_commands():
         pass
@@ -40,7 +40,7 @@ def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = 
 
 
 def expire_open_commands(**changes: object) -> None:
-    """The time of what is open is over."""
+    """Let the time limits of all open commands pass; `changes` replace limits."""
     past = datetime.now(UTC) - timedelta(seconds=1)
     with conductor.writing():
         Command.objects.filter(ended_at=None).update(**{"start_by": past, "end_by": past} | changes)
@@ -49,7 +49,7 @@ def expire_open_commands(**changes: object) -> None:
 
 @pytest.fixture
 def device(db: None) -> Device:
-    """A card that has to be installed, in maintenance."""
+    """Return a card in maintenance that has to be installed."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=2, to_install=INSTALL_STEPS, acts=ACTS)))
     with conductor.writing():
         Device.objects.update(state="maintenance")

@@ -1,4 +1,4 @@
-"""Admission rules: which one fits, what a merge makes of it, what is applied to devices that wait."""
+"""Test admission rules: which rule fits, what a merge does with it, and how rules are applied to inactive devices."""
 
 from __future__ import annotations
 

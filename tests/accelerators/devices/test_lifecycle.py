@@ -1,4 +1,4 @@
-"""Life cycle of devices by hand: every action from every state, drains, many at once, who holds what is retired."""
+"""Test the life cycle of devices: every action from every state, drains, actions on many devices, and holder checks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
     _D.MISSING: frozenset(_D) - {_D.MISSING},
     _D.RETIRED: frozenset({_D.INACTIVE, _D.MISSING}),
 }
-"""From → where to, in one step, as the design has it: what `actions` decides must stay within it."""
+"""State → the states that one step may lead to, as in the design; decisions of `actions` must stay within it."""
 
 standings = st.builds(
     LifecycleState,
@@ -104,7 +104,7 @@ def test_no_sequence_of_actions_offers_a_draining_device_or_moves_a_missing_one(
 
 @pytest.fixture
 def device(db: None) -> Device:
-    """A ready card with two handles, whose provider is known."""
+    """Return a ready card with two handles."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=2)))
     found = Device.objects.get()
     lifecycle.enable_device(found.uuid, OLGA, "new")
@@ -112,7 +112,7 @@ def device(db: None) -> Device:
 
 
 def create_bound_request(device: Device) -> str:
-    """A request that holds one of its handles."""
+    """Create a request that is bound to one of the device's handles, and return its uuid."""
     with conductor.writing():
         DeviceProfile.objects.get_or_create(name="one", defaults={"groups": [{"resources:FPGA": "1"}]})
     (uuid,) = binding.create_requests("one", NOVA)

@@ -1,4 +1,4 @@
-"""Enumerations that people see: value, tone and label are declared once, and everything else is derived from them."""
+"""Test enumerations that people see: value, tone and label are declared once, everything else is derived from them."""
 
 from __future__ import annotations
 

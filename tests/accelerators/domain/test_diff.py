@@ -1,4 +1,4 @@
-"""Properties of the pure comparison: idempotent, order-free, and it never removes."""
+"""Test properties of the comparison of reports with stored devices: it is idempotent and independent of their order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def compare_reports(host: StoredHost, reports: list[HostReport], now: str = "now
 
 
 def build_stored_devices(changes: InventoryChanges) -> tuple[StoredDevice, ...]:
-    """What a database would hold after applying `changes` to nothing."""
+    """Return the devices that a database would hold after `changes` were applied to an empty one."""
     result = []
     for row in changes.devices:
         parts = tuple(_deployable(p, changes) for p in changes.deployables if p["device"] == row["uuid"])
@@ -108,7 +108,7 @@ def test_only_devices_absent_from_a_successful_answer_become_missing(
 
 
 @given(histories, st.randoms())
-def test_folding_reports_gives_the_same_result_in_any_order_of_arrival(
+def test_combining_reports_gives_the_same_result_in_any_order_of_arrival(
     history: list[tuple[object, object]], random: object
 ) -> None:
     reports = [build_report(n + 1, *entry) for n, entry in enumerate(history)]
@@ -120,7 +120,7 @@ def test_folding_reports_gives_the_same_result_in_any_order_of_arrival(
 
 numbers = st.one_of(st.none(), st.sets(st.integers(0, 2)))
 cards_by_backend = st.dictionaries(st.sampled_from(["a", "b", "c"]), numbers)
-"""Backend → the numbers of its cards, None when it failed."""
+"""Backend → the numbers of its cards; None means that the backend failed."""
 cards_of_all_backends = st.fixed_dictionaries(dict.fromkeys("abc", numbers))
 
 

@@ -1,4 +1,4 @@
-"""Groups of profiles: how many requests, when a bind programs, and that whatever is accepted can be used."""
+"""Test groups of device profiles: how many requests they make, when a bind programs, and which groups are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images: uploaded, fetched from Glance, handed to the commands that wait for them, dropped when there is no room."""
+"""Test images: uploads, downloads from Glance, commands that wait for an image, and the removal of unused copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OrderCommand = Callable[..., Command]
 
 
 @pytest.fixture(autouse=True)
-def _here(settings: object, tmp_path: Path) -> Iterator[None]:
+def _state_folder(settings: object, tmp_path: Path) -> Iterator[None]:
     settings.KEYS = Keys(state_dir=str(tmp_path), image_max_bytes=4 * 1024 * 1024)  # type: ignore[attr-defined]
     with download.IMAGE_SERVICE.replaced("glance", None):
         yield
@@ -48,7 +48,10 @@ def cloud() -> Iterator[FakeGlance]:
 
 @pytest.fixture
 def wait(db: None) -> OrderCommand:
-    """`wait(bitstream_id=… | function_id=…)`: a command that wants that image."""
+    """Return `wait(bitstream_id=… | function_id=…)`, which orders a program command that needs this image.
+
+    Each command is for a new device on a new host.
+    """
 
     def make(**wanted: str) -> Command:
         with conductor.writing():
@@ -67,7 +70,7 @@ def upload_image(content: bytes = IMAGE_CONTENT, **properties: str) -> Image:
 
 
 def get_state_and_image_or_text(command: Command) -> tuple[str, str]:
-    """The state of a command, and the id of its image or what it is told."""
+    """Return the state of a command, and the id of its image; without an image, its text or progress message."""
     command.refresh_from_db()
     return command.state, command.arguments.get("image", {}).get("id") or command.text or command.progress
 

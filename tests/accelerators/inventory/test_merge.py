@@ -1,4 +1,7 @@
-"""A report's way into the tables: found, changed, missing, back, unchanged; in a constant number of statements."""
+"""Test how reports are merged into the tables: found, changed, missing, returned and unchanged devices.
+
+The number of statements is constant.
+"""
 
 from __future__ import annotations
 

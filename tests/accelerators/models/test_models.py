@@ -1,4 +1,4 @@
-"""What the database itself refuses."""
+"""Test which writes the constraints of the database refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command half of a bind: handles made on the host, devices programmed first, and what is taken back."""
+"""Test binds that need a command: handles that the host creates, devices that are programmed first, and the detach."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ADDER_IMAGE = {"id": IMAGE, "size": 3, "sha256": "a" * 64, "properties": {"accel
 
 @pytest.fixture
 def handle(db: None) -> AttachHandle:
-    """The first of three handles of a ready card, made on the host when it is bound."""
+    """Return the first of three handles of a ready card; the host creates such a handle when it is bound."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1, handles=3)))
     with conductor.writing():
         Device.objects.update(state="ready")
@@ -60,7 +60,7 @@ def handle(db: None) -> AttachHandle:
 
 @contextmanager
 def lock_all_rows(model: type[Model]) -> Iterator[None]:
-    """Another transaction holds the locks of all rows of this table until the block ends."""
+    """Hold the locks of all rows of this table in another transaction until the block ends."""
     locked, over = threading.Event(), threading.Event()
 
     def others() -> None:
@@ -81,13 +81,13 @@ def lock_all_rows(model: type[Model]) -> Iterator[None]:
 
 
 def make_handles_pci() -> None:
-    """The same card with handles that are libvirt's business."""
+    """Make the card's handles PCI functions, which need no command because libvirt attaches them."""
     with conductor.writing():
         AttachHandle.objects.update(attach_type="PCI")
 
 
 def create_and_bind(profile: str = "plain", instance: str = "") -> list[AcceleratorRequest]:
-    """A bind that was answered 202."""
+    """Create the requests of a profile and bind them to one instance; return them."""
     uuids, instance = binding.create_requests(profile, NOVA), instance or str(uuid4())
     binding.bind_requests([BindSpec(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
     return list(AcceleratorRequest.objects.filter(uuid__in=uuids).order_by("id"))

@@ -1,5 +1,7 @@
-"""A state machine over requests and the commands they wait for: whatever is done in whatever order, nothing illegal is
-ever stored, and nothing waits without end (S1, S2, L2)."""
+"""Test requests and the commands that they wait for with random sequences of calls (promises S1, S2, L2).
+
+No sequence may store an illegal state, and no request may wait without end.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ _R = RequestState
 BINDABLE = frozenset({_R.INITIAL, _R.UNBOUND})
 """The states from which a bind may start (design.md section 4; contract section 4.1)."""
 ENDS_OF_A_WAIT = frozenset({_R.BOUND, _R.BIND_FAILED})
-"""What BindStarted becomes without an unbind."""
+"""The states that a request can have after BindStarted, unless it is unbound."""
 
 
 STATES_WITH_A_HANDLE = frozenset({"BindStarted", "Bound"})
@@ -78,7 +80,7 @@ SELECT json_build_object(
       outcome = 'succeeded') ORDER BY id), '[]')
     FROM accelerators_command))::text
 """
-"""All that the rules and invariants look at, in one statement: most of a step's time is the product's."""
+"""Reads everything that rules and invariants need in one statement, so that most of the time is the product's."""
 
 
 class StoredRequest(NamedTuple):
@@ -100,7 +102,7 @@ class StoredDevice(NamedTuple):
 
 
 class StoredCommand(NamedTuple):
-    """A command."""
+    """A row of the table of commands."""
 
     id: int
     uuid: str
@@ -116,25 +118,27 @@ class StoredCommand(NamedTuple):
 
 
 class StoredState(msgspec.Struct, frozen=True):
-    """What is stored after a step."""
+    """The rows that are stored after a step."""
 
     requests: list[StoredRequest]
     handles: list[tuple[str, int]]
-    """Uuid and device."""
+    """Uuid of the handle, and id of its device."""
     devices: list[StoredDevice]
     commands: list[StoredCommand]
 
 
 def read_stored() -> StoredState:
-    """Read everything anew."""
+    """Read the stored rows."""
     with connection.cursor() as cursor:
         cursor.execute(READ_STORED_SQL)
         return msgspec.json.decode(cursor.fetchone()[0], type=StoredState)
 
 
 def make_cards() -> list[str]:
-    """Store two ready cards of two handles each, one PCI and one whose handles are made on the host; return their
-    providers."""
+    """Store two ready cards with two handles each, and return their providers.
+
+    The handles of the first card are PCI; those of the second have to be created on the host.
+    """
     providers = [str(uuid4()), str(uuid4())]
     apply_report(
         get_or_create_host("cmp1"), make_driver_report(make_card(1, 2, acts="reset"), make_card(2, 2, acts="reset"))
@@ -150,10 +154,10 @@ def make_cards() -> list[str]:
 
 
 class RequestsMachine(RuleBasedStateMachine):
-    """Requests and commands of the two cards; `expected_states` is a model of the requests beside what is stored."""
+    """Requests and commands of two cards. `expected_states` is the model that the stored requests are compared with."""
 
     providers: list[str]
-    """Set by the test, which makes the cards once; each example is rolled back."""
+    """Set by the test, which creates the cards once; each example is rolled back."""
     made = Bundle("made")
 
     @initialize()
@@ -172,7 +176,7 @@ class RequestsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.list_closed_cards())
     @rule(target=made, profile=st.sampled_from(sorted(PROFILES)), which=st.integers(0, 1))
     def bind_to_a_card_that_is_not_ready_or_busy(self, profile: str, which: int) -> str:
-        """Only the card refuses this bind: the request is new, and the card has free handles."""
+        """Bind a new request to a card with free handles, so that only the card's state can refuse the bind."""
         uuid, closed = self.create(profile), self.list_closed_cards()
         self.bind_and_check([uuid], closed[which % len(closed)])
         return uuid
@@ -182,7 +186,7 @@ class RequestsMachine(RuleBasedStateMachine):
         self.bind_and_check(uuids, card)
 
     def bind_and_check(self, uuids: list[str], card: int) -> None:
-        """Bind these requests in one call, and check that it is refused exactly when it has to be."""
+        """Bind these requests in one call, and check that the bind is refused exactly when it must be."""
         instance, device = str(uuid4()), self.stored.devices[card]
         images = {image for uuid in uuids if (image := self.get_wanted_image(uuid)) and image != device.bitstream}
         held = any(one.device == device.id and one.state in STATES_WITH_A_HANDLE for one in self.stored.requests)
@@ -256,7 +260,7 @@ class RequestsMachine(RuleBasedStateMachine):
         assert not [one for one in left if one.op == "attach" and one.exclusive]
 
     def settle_and_follow(self, work: Callable[[], bool]) -> None:
-        """Whatever ends, ends what waited for it, by a legal step."""
+        """Run `work` until it is idle. Check that a request in BindStarted stays there or ends Bound or BindFailed."""
         while work():
             pass
         after = {one.uuid: _R(one.state) for one in read_stored().requests}
@@ -289,7 +293,7 @@ class RequestsMachine(RuleBasedStateMachine):
         return len([uuid for uuid, of in self.stored.handles if of == device.id and uuid not in taken])
 
     def list_closed_cards(self) -> list[int]:
-        """The cards that offer nothing although they have handles that no request holds."""
+        """Return the indexes of the cards that offer nothing although some of their handles are free."""
         cards = enumerate(self.stored.devices)
         return [
             place for place, card in cards if not self.count_offered_handles(card) and self.count_unheld_handles(card)
@@ -350,7 +354,7 @@ class RequestsMachine(RuleBasedStateMachine):
 
 
 STEPS_PER_EXAMPLE = scaled(22, 50)
-"""A step costs some 6 ms of CPU, most of it the product's."""
+"""A step costs about 6 ms of CPU, most of it in the product."""
 
 
 @few_or_many(8, scaled(20, 1000))

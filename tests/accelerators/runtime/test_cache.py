@@ -1,4 +1,8 @@
-"""The cache and the hub: hits cost nothing, misses are combined, another process's change is seen, also by the deaf."""
+"""Test the cache and the notification hub.
+
+A hit costs no statement, concurrent misses share one load, and a change by another process is seen, even if its
+notification is lost.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +45,8 @@ profiles.edit_profile(uuid, {"groups": [{"resources:FPGA": "2"}]}, caller)
 def _listener_has_cleared_the_caches() -> None:
     """Wait until this process's listener is connected and has emptied the caches, as it does after each connect.
 
-    It empties them before it takes its first notification. So what a test puts into a cache later is emptied only by
-    a notification that was sent and received. The fence is sent under another process's id, as own ones are skipped.
+    It empties them before it receives its first notification. So later cache entries of a test are dropped only by a
+    real notification. The fence is sent under another process's id, because a process ignores its own notifications.
     """
     received = threading.Event()
     fence = f"fence-{uuid4()}"
@@ -80,7 +84,7 @@ def test_a_change_by_another_process_empties_the_cache_by_notification(
 ) -> None:
     monkeypatch.setattr(
         profiles._profiles_by_name, "_ttl_s", float("inf")
-    )  # so that no entry is looked up again by its age
+    )  # so that an entry's age never causes a new look-up
     profiles.create_profile("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     heard: list[str | None] = []
     pubsub.subscribe("profiles", heard.append)

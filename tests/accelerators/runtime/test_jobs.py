@@ -1,4 +1,4 @@
-"""Waking jobs: one task however many kicks, no wake-up lost, work done once under a lock."""
+"""Test how jobs are queued and run: many wake-ups make one task, none is lost, and a lock prevents parallel runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from accelerators.runtime import jobs
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-def test_many_kicks_of_a_job_queue_one_task() -> None:
+def test_enqueuing_a_job_many_times_queues_one_task() -> None:
     for _ in range(50):
         jobs.enqueue_job("merge")
     assert Tick.objects.count() == OrmQ.objects.count() == 1
     assert OrmQ.objects.get().key == "ingest"
 
 
-def test_a_kick_while_the_job_runs_queues_another_run() -> None:
+def test_enqueuing_a_running_job_queues_another_run() -> None:
     jobs.enqueue_job("sweep")
 
     def step() -> bool:
@@ -58,22 +58,22 @@ def test_runs_of_one_job_never_overlap_and_finish_all_work() -> None:
     assert remaining_work == [0] and set(overlaps) == {1}
 
 
-def test_kick_timely_queues_each_timely_job_once_with_few_statements() -> None:
-    """A gateway's writer wakes them, and reports wait for it: a slow database makes each statement dear."""
-    timely = {name for name, job in jobs.JOBS.items() if job.periodic}
-    former = min(timely)
+def test_periodic_jobs_are_each_queued_once_with_few_statements() -> None:
+    """The gateway's writer queues these jobs while reports wait for it, so few statements matter on a slow database."""
+    periodic_names = {name for name, job in jobs.JOBS.items() if job.periodic}
+    former = min(periodic_names)
     jobs.enqueue_job(former)
     with CaptureQueriesContext(connection) as statements:
         jobs.enqueue_periodic_jobs()
-    assert {tick.name for tick in Tick.objects.all()} == timely
-    assert OrmQ.objects.count() == len(timely)
-    assert len(statements) <= len(timely) + 4
+    assert {tick.name for tick in Tick.objects.all()} == periodic_names
+    assert OrmQ.objects.count() == len(periodic_names)
+    assert len(statements) <= len(periodic_names) + 4
     with CaptureQueriesContext(connection) as statements:
         jobs.enqueue_periodic_jobs()
-    assert len(statements) == 1 and OrmQ.objects.count() == len(timely)
+    assert len(statements) == 1 and OrmQ.objects.count() == len(periodic_names)
 
 
-def test_kick_all_queues_every_job_of_one_cluster_again() -> None:
+def test_requeuing_all_jobs_queues_every_job_of_one_cluster_again() -> None:
     jobs.enqueue_job("merge")
     jobs.requeue_all_jobs("ingest")
     assert {t.name for t in Tick.objects.all()} == {name for name, job in jobs.JOBS.items() if job.cluster == "ingest"}

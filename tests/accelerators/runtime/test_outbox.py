@@ -1,4 +1,4 @@
-"""The outbox: when an intent is due again, and what happens to one that was raised again meanwhile."""
+"""Test the outbox: when an intent is due again, and intents that are raised again while they are processed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.django_db
 
 
 def raise_and_load(**payload: str) -> DueIntent:
-    """Raise the only intent (again), and load it."""
+    """Raise the only intent (again), and return it as loaded for processing."""
     conductor.raise_intents("test", {"a": payload})
     (intent,) = outbox.load_due_intents("test", 10)
     return intent
 
 
 def get_pause() -> float:
-    """The seconds until the intent is due."""
+    """Return the seconds until the intent is due."""
     return (Intent.objects.get().next_at - datetime.now(UTC)).total_seconds()
 
 

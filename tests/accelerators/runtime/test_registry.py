@@ -1,4 +1,4 @@
-"""Registries: names, order, refusals, replacement for tests; the architecture page lists all of them."""
+"""Test registries: names, order, refusals and replacement for tests. The architecture page must list all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRODUCT_FILES = [
 
 @pytest.fixture
 def shapes() -> Registry[int]:
-    """Shapes by name, with their numbers of corners."""
+    """Return a registry of shapes; each entry is the shape's number of corners."""
     registry: Registry[int] = Registry("shape")
     registry.register("triangle", 3)
     registry.register("square", 4)

@@ -1,4 +1,4 @@
-"""Drivers on hosts: wanted, told once, brought to many hosts with care; never taken from under a request."""
+"""Test rollouts of driver changes to hosts: their pace, failures and cancellation; held devices prevent a change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["fill"]
 
 
 def create_hosts(number: int, *reports: DriverReport) -> list[Host]:
-    """So many of them, each with the same drivers."""
+    """Create this number of hosts, each with the same driver reports."""
     made = [get_or_create_host(f"cmp{n}") for n in range(number)]
     for host in made:
         apply_report(host, *reports)
@@ -41,7 +41,7 @@ def create_hosts(number: int, *reports: DriverReport) -> list[Host]:
 
 
 def start_rollout(op: RolloutOp, on: list[Host], driver: str = DRIVER, reason: str = "", **options: Any) -> Rollout:
-    """Start it and let the job do what it can."""
+    """Start a rollout and run the job until it is idle."""
     change = {name: options.pop(name) for name in ("enabled", "settings") if name in options}
     made = driver_rollouts.start_rollout(
         DriverChange(op, driver, **change),
@@ -55,7 +55,7 @@ def start_rollout(op: RolloutOp, on: list[Host], driver: str = DRIVER, reason: s
 
 
 def run_rollout(rollout: Rollout) -> Rollout:
-    """The job, until it has nothing left to do."""
+    """Run the rollout job until it is idle, and return the rollout with its new values."""
     while driver_rollouts.advance_oldest_rollout():
         pass
     rollout.refresh_from_db()
@@ -65,7 +65,7 @@ def run_rollout(rollout: Rollout) -> Rollout:
 def answer_as_agent(
     command: Command | None, outcome: str = "succeeded", text: str = "it runs", **report_values: Any
 ) -> None:
-    """The agent reports how its driver stands, and answers."""
+    """Report the driver's new state if the outcome is a success, and answer the command, as the agent does."""
     assert command is not None
     wish = command.arguments["wish"]
     off = "" if wish["installed"] and wish["enabled"] else "disabled" if wish["installed"] else "absent"

@@ -1,4 +1,4 @@
-"""What is removed, and what never is."""
+"""Test what the sweep removes and what it keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATER = datetime.now(UTC) + timedelta(days=2)
 
 @pytest.fixture
 def host() -> Host:
-    """A host whose card 1 is missing, its driver being well and its agent live."""
+    """Return a host with a missing card and a present one; its driver works and its agent is up."""
     host = get_or_create_host()
     apply_report(host, make_driver_report(make_card(1), make_card(2)))
     apply_report(host, make_driver_report(make_card(2)), seq=2)
@@ -82,7 +82,7 @@ def test_S1_a_missing_device_is_not_removed_unless_every_holder_check_says_it_is
 
 @pytest.mark.django_db(transaction=True)
 def test_creating_event_partitions_gives_up_while_a_reader_locks_events_and_succeeds_later() -> None:
-    """A backup reads for minutes: what waits behind it for the table would keep everybody from writing events."""
+    """A backup reads for minutes. A statement that waits behind it for the table would block all writers of events."""
     newest = "SELECT max(inhrelid::regclass::text) FROM pg_inherits WHERE inhparent = 'accelerators_event'::regclass"
     with connection.cursor() as cursor:
         cursor.execute(f"{newest} AND inhrelid::regclass::text ~ '[0-9]$'")

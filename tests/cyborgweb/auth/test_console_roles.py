@@ -1,4 +1,4 @@
-"""The console's roles: what each sees, what each may do, and what somebody is told who may not."""
+"""Test the roles of the console: what each sees and may do, what a refusal says; and read-only mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LogInAs = Callable[[str], Client]
 
 @pytest.fixture
 def enter() -> LogInAs:
-    """A person in the group of this name, at the console."""
+    """Return a function that creates a user in the group of this name and returns its logged-in client."""
 
     def come(group: str) -> Client:
         user = User.objects.create(username=group, is_staff=True, is_superuser=group == "role:administrator")
@@ -189,7 +189,7 @@ def test_the_read_only_command_shows_and_switches_the_mode(capsys: pytest.Captur
 def test_a_process_without_notification_learns_of_read_only_mode_after_the_cache_expires(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(read_only, "_cached", None)  # what this test remembers no other one shall
+    monkeypatch.setattr(read_only, "_cached", None)  # the test begins without a cached answer
     assert read_only.get_maintenance() is None
     monkeypatch.setattr(read_only, "_notify_processes", lambda: None)
     read_only.switch_read_only(True, ADMIN, "", EventSource.PERSON)

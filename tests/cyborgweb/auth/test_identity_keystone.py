@@ -1,4 +1,4 @@
-"""`CYBORG_AUTH=keystone` over HTTP: tokens of people and services, and a Keystone that fails, on real sockets."""
+"""Test `CYBORG_AUTH=keystone` over HTTP: tokens of users and services, and a failing Keystone, on real sockets."""
 
 from __future__ import annotations
 
@@ -119,9 +119,7 @@ def test_l3_while_keystone_is_away_cached_tokens_work_and_unknown_ones_get_a_503
 ) -> None:
     token = keystone.token("reader")
     assert get_devices(client, token).status_code == 200
-    monkeypatch.setattr(
-        get_token_cache(), "_monotonic", lambda: float("inf")
-    )  # nothing that is remembered is fresh any more
+    monkeypatch.setattr(get_token_cache(), "_monotonic", lambda: float("inf"))  # no cached answer is fresh any more
     keystone.fails_with = 503
     assert get_devices(client, token).status_code == 200
     response = get_devices(client, keystone.token("reader"))

@@ -1,4 +1,4 @@
-"""`CYBORG_AUTH=local` over HTTP: API tokens, service tokens, and the sessions of people in the console."""
+"""Test `CYBORG_AUTH=local` over HTTP: API tokens, service tokens, and sessions of the console's users."""
 
 from __future__ import annotations
 

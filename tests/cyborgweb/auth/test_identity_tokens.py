@@ -1,4 +1,4 @@
-"""What is remembered of Keystone's answers: how long, of whom, and what happens while it is away."""
+"""Test the cache of Keystone's answers about tokens: how long it keeps them, its size, and outages of Keystone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALICE = Caller("alice", "u1", frozenset({"member"}), "p1")
 
 @dataclass
 class FakeKeystone:
-    """A clock and a Keystone, as `TokenCache` sees them."""
+    """A clock and a Keystone, in the form that `TokenCache` uses."""
 
     now: float = START_TIME
     valid_tokens: dict[str, TokenResult] = field(

@@ -1,4 +1,4 @@
-"""Logging in to the console with Keystone: who gets in, as what, for how long, and what is kept of it (nothing)."""
+"""Test logging in to the console with Keystone: who may, with which role, for how long; no secret is stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROLES_BY_USER = {"admin": ["admin", "manager", "member", "reader"], "manager": [
 
 @pytest.fixture
 def console(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two lines of the settings that `CYBORG_AUTH=keystone` changes."""
+    """Apply the two settings that `CYBORG_AUTH=keystone` changes."""
     settings.AUTHENTICATION_BACKENDS = [BACKEND_PATH]
     monkeypatch.setattr(admin.site, "login_form", LoginForm)
 
@@ -44,7 +44,7 @@ def keystone(console: None) -> Iterator[Keystone]:
 
 
 def log_in(client: Client, name: str, password: str = PASSWORD, project: str = "p1", domain: str = "Default") -> str:
-    """What is wrong; '' once inside."""
+    """Log in and return the error message, or '' on success."""
     fields = {"username": name, "password": password, "domain": domain, "project": project, "next": "/admin/"}
     response = client.post("/admin/login/", fields)
     return "" if response.status_code == 302 else get_error_message(response)
@@ -148,7 +148,7 @@ def test_keystone_roles_are_mapped_again_at_every_login(client: Client, keystone
         assert (log_in(client, "admin") == "") is bool(groups)
         user = get_user(keystone, "admin")
         assert (user.is_superuser, user.is_staff, user.groups.count()) == (superuser, bool(groups), groups)
-    assert client.get("/admin/").status_code == 302  # the session from before has lost its access too
+    assert client.get("/admin/").status_code == 302  # the earlier session has lost its access, too
 
 
 WRONG_FIELDS = {
@@ -192,7 +192,7 @@ def test_users_are_identified_by_their_keystone_id_and_not_by_name(client: Clien
     assert log_in(client, "admin") == "" and log_in(Client(), "admin", domain="other") == ""
     first = get_user(keystone, "admin")
     assert KeystoneUser.objects.get(keystone_id=elsewhere.id).user.username == "admin@other" and first.is_superuser
-    # Deleted and made anew under the same name: somebody else, without the first one's rights.
+    # A user that is deleted and created again under the same name is another user, without the first one's rights.
     keystone.users = [Person("admin", PASSWORD, {"p1": ["manager"]}, id="f" * 32)]
     assert log_in(Client(), "admin") == ""
     assert KeystoneUser.objects.get(keystone_id="f" * 32).user.username == "admin@Default ffffffff"

@@ -1,4 +1,4 @@
-"""The measured matrix of contract section 3.1, scopes, the operator's file, and what it costs to ask twice."""
+"""Test the policy: the measured matrix of contract section 3.1, scopes, the operator's policy file, and the cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROFILE, ARQ = "cyborg:device_profile:", "cyborg:arq:"
 READS = [f"cyborg:{of}:get_{n}" for of in ("device", "deployable", "attribute") for n in ("all", "one")]
 ADMIN_ACTIONS = ["cyborg:device:enable", "cyborg:device:disable", "cyborg:deployable:program"]
 UPSTREAM_MATRIX = [
-    # rules, who may: with the legacy rules, with the new defaults alone
+    # rules, allowed personas with the legacy rules, allowed personas with the new defaults only
     ([PROFILE + "get_all", PROFILE + "get_one"], "+++++++", "+++++--"),
     ([PROFILE + "create", PROFILE + "delete"], "++-----", "++-----"),
     ([ARQ + "get_all", ARQ + "get_one"], "+++++++", "+++++--"),
@@ -41,7 +41,7 @@ UPSTREAM_MATRIX = [
     (READS, "+++++++", "+++----"),
     ([*ADMIN_ACTIONS, "cyborg:attribute:create", "cyborg:attribute:delete"], "++-----", "++-----"),
 ]
-"""Contract section 3.1, measured; a column per persona."""
+"""Contract section 3.1, measured. Each column of a row is a persona, in the order of PERSONAS."""
 OWN_MATRIX = [
     (["host:get_all", "agent:get_one", "attach_handle:get_all", "inventory:get_one"], "+++----", "+++----"),
     (["accelerator:elevated"], "+++----", "+++----"),
@@ -154,12 +154,12 @@ def test_a_denied_v2_call_is_answered_with_upstreams_sentence(client: Client) ->
 
 
 CHECK_INTERVAL_S = 0.5
-"""The file is looked at twice a second, as the manual says."""
+"""The manual says that the file is checked twice a second."""
 
 
 @dataclass
 class PolicyFile:
-    """Moved by hand; `edit` writes the file and lets enough time pass for it to be seen."""
+    """The operator's policy file and a clock. `edit` writes the file and advances the clock to its next check."""
 
     path: Path
     now: float = 100.0

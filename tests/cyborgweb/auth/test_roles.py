@@ -1,4 +1,4 @@
-"""Callers at the routes with which accelerators are run: administrators, the elevated, managers, members."""
+"""Test which roles may use the routes of /api/ with which operators run accelerators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TARGETS = {"targets": [{"device": UNKNOWN_UUID}], "count": 1}
 
 @pytest.fixture
 def ask(client: Client) -> Ask:
-    """`ask(by, method, path, body)`, with a token of our own table in project p1."""
+    """Return `ask(by, method, path, body)`, which sends a request with a local token of the role `by` in project p1."""
     user = User.objects.create(username="rita")
     tokens = {role: ApiToken.create_with_secret(role, user, sorted(IMPLIED_ROLES[role]), "p1") for role in ROLES_ASKED}
 

@@ -1,4 +1,4 @@
-"""An operator at the console, and inventories of a given size to look at."""
+"""An operator of the console, and inventories of a given size."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ Fill = Callable[..., list[Host]]
 
 @pytest.fixture
 def operator(client: Client) -> Client:
-    """Logged in, may do everything there is to do. Without a password: hashing one would be most of a test's time."""
+    """Return the client of a superuser. It has no password, because hashing one would take most of a test's time."""
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
     return client
 
 
 @pytest.fixture
 def fill() -> Fill:
-    """`fill(devices, first=0)`: hosts of ten devices each, numbered from `first`, with an agent that was just heard.
+    """Return `fill(devices, first=0)`, which creates hosts with ten devices each, numbered from `first`.
 
-    Every third handle is held, devices at bus 1 are ready, and of each host one of two drivers fails.
+    Every agent has a current lease, every third handle is held, devices at bus 1 are ready, and one of the two drivers
+    of each host fails.
     """
     return _create_hosts_with_devices
 

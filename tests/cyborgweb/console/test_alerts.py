@@ -1,4 +1,4 @@
-"""What needs an operator: a sentence for each, the worst first, each with a link to where it is mended; or none."""
+"""Test the alerts of the overview: one sentence for each, the worst first, with a link to the rows concerned."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ NOTHING_TO_DO = dict.fromkeys(
 ) | {"degraded": 0, "broken": 0, "spool_oldest": None, "tick_oldest": None}
 
 
-def list_needs(devices: dict[str, int] | None = None, down: int = 0, failing: int = 0, **doing: Any) -> list[str]:
-    """The needs of a house, each as one line."""
+def list_alert_lines(devices: dict[str, int] | None = None, down: int = 0, failing: int = 0, **doing: Any) -> list[str]:
+    """Return the alerts of a system state, each as one line."""
     hosts, now = {"down": down}, backlog.Backlog(**(NOTHING_TO_DO | doing))
-    house = alerts.SystemState(hosts, Counter(devices or {}), now, [], failing, 0, NOW)
-    return [f"{need.tone} {need.label}: {need.link_text} {need.explanation}" for need in alerts.list_alerts(house)]
+    state = alerts.SystemState(hosts, Counter(devices or {}), now, [], failing, 0, NOW)
+    return [f"{need.tone} {need.label}: {need.link_text} {need.explanation}" for need in alerts.list_alerts(state)]
 
 
-def test_a_healthy_installation_has_no_needs() -> None:
-    assert list_needs({"ready": 100, "maintenance": 3}) == []
+def test_a_healthy_installation_has_no_alerts() -> None:
+    assert list_alert_lines({"ready": 100, "maintenance": 3}) == []
 
 
-def test_needs_are_sorted_worst_first_with_pending_decisions_last() -> None:
-    found = list_needs({"inactive": 2, "missing": 3, "failed": 1}, down=1, failing=2, missing_held=1, discrepancies=1)
+def test_alerts_are_sorted_worst_first_with_pending_decisions_last() -> None:
+    found = list_alert_lines(
+        {"inactive": 2, "missing": 3, "failed": 1}, down=1, failing=2, missing_held=1, discrepancies=1
+    )
     tones = [line.split()[0] for line in found]
     assert tones == ["bad"] * 5 + ["warn", "calm"]
     assert found[0].startswith("bad missing: 1 device still held by instances")
@@ -48,24 +50,25 @@ def test_needs_are_sorted_worst_first_with_pending_decisions_last() -> None:
 
 def test_a_late_intent_is_shown_with_its_error_and_a_stuck_one_takes_precedence() -> None:
     late = backlog.IntentBacklog(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
-    assert list_needs(intents={"provider": late}) == []  # no cloud is configured: nobody is told
+    # Without a configured cloud nothing processes these intents.
+    assert list_alert_lines(intents={"provider": late}) == []
     with jobs.JOBS.replaced("placement", jobs.Job("none", intent_kind="provider")):
-        assert list_needs(intents={"provider": late}) == [
+        assert list_alert_lines(intents={"provider": late}) == [
             "warn behind: Placement is behind by 4 min, 3 changes waiting: 503 from Placement"
         ]
     stuck = backlog.IntentBacklog(3, 1, NOW, "x" * 300)
-    (line,) = list_needs(intents={"provider": stuck})
+    (line,) = list_alert_lines(intents={"provider": stuck})
     assert line.startswith("bad stuck: 1 intent failed ten times or more: xxx") and line.endswith("x…")
 
 
-def test_late_binds_waiting_reports_and_sleeping_workers_are_needs() -> None:
-    assert [line.split(":")[0] for line in list_needs(near=3, overdue=1)] == ["bad stuck", "warn late"]
+def test_late_binds_waiting_reports_and_sleeping_workers_raise_alerts() -> None:
+    assert [line.split(":")[0] for line in list_alert_lines(near=3, overdue=1)] == ["bad stuck", "warn late"]
     old = NOW - timedelta(seconds=40)
-    assert [line.split(":")[0] for line in list_needs(spool=2, spool_oldest=old, tick_oldest=old)] == [
+    assert [line.split(":")[0] for line in list_alert_lines(spool=2, spool_oldest=old, tick_oldest=old)] == [
         "bad waiting",
         "bad asleep",
     ]
-    assert list_needs(spool=2, spool_oldest=NOW, tick_oldest=NOW, binding=5) == []
+    assert list_alert_lines(spool=2, spool_oldest=NOW, tick_oldest=NOW, binding=5) == []
 
 
 @pytest.mark.django_db
@@ -92,7 +95,7 @@ def test_capacity_counts_held_free_and_out_of_offer_by_class() -> None:
 
 
 @pytest.mark.django_db
-def test_the_overview_lists_needs_whose_links_open_lists_with_rows(operator: Client, fill: Fill) -> None:
+def test_the_overview_lists_alerts_whose_links_open_lists_with_rows(operator: Client, fill: Fill) -> None:
     fill(30)
     with conductor.writing():
         Device.objects.filter(address="0000:02:00.0").update(state="failed")

@@ -1,4 +1,4 @@
-"""The page of a host says how each backend of its drivers is, and what can be done with it."""
+"""Test that the page of a host shows the state of each backend of its drivers, and its services."""
 
 from __future__ import annotations
 

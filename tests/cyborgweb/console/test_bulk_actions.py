@@ -1,4 +1,4 @@
-"""What is asked of many devices at once: a frozen set, a question, a job that is cancelled, killed, overtaken."""
+"""Test bulk actions on devices: the frozen set, the question, the dry run, the job, and cancellation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OLGA = Caller("olga", "1", frozenset(), "")
 
 
 def choose_devices(client: Client, action: str, devices: QuerySet[Device] | None = None, filters: str = "") -> Bulk:
-    """By the list: some of its rows, else all that match its filters."""
+    """Choose devices in the list and start an action on them: these devices, else all that match the filters."""
     keys = [str(pk) for pk in (Device.objects.all() if devices is None else devices).values_list("pk", flat=True)]
     sent = {"action": action, "_selected_action": keys if devices is not None else keys[:1]}
     answered = client.post(reverse(LIST) + filters, sent | {"select_across": "1" if devices is None else "0"})
@@ -47,14 +47,14 @@ def bulk_page(bulk: Bulk) -> str:
 
 
 def press_button(client: Client, bulk: Bulk, verb: str, **fields: Any) -> str:
-    """Its page after that."""
+    """Press a button of the bulk action's page, and return the page after that."""
     answered = client.post(bulk_page(bulk), {"do": verb, **fields}, follow=True)
     bulk.refresh_from_db()
     return str(answered.content.decode())
 
 
 def run_job(max_steps: int = 1000) -> None:
-    """The job, until there is nothing left."""
+    """Run the job until it has nothing left to do; fail after `max_steps` steps."""
     assert any(not bulk_actions.process_next_slice() for _ in range(max_steps)), "there is always more"
 
 
@@ -198,7 +198,7 @@ def test_a_large_bulk_action_continues_after_being_killed_and_can_be_stopped(
 
 
 class KilledError(BaseException):
-    """As kill -9 would end it: nobody catches this."""
+    """Simulates kill -9: no handler catches it."""
 
 
 def live_fragment_url(bulk: Bulk) -> str:
@@ -285,7 +285,7 @@ def test_too_large_or_empty_sets_are_refused_and_old_bulk_actions_are_deleted(
 
 
 def report_cards(number: int, acts: str = "health reset") -> list[Device]:
-    """Cards of a host whose agent takes commands."""
+    """Report cards of a host whose agent accepts commands, and return its devices."""
     host = Host.objects.order_by("id").first()
     assert host is not None
     apply_report(

@@ -1,4 +1,4 @@
-"""What agents are asked at the console: buttons, the confirmation, the list, the live pages."""
+"""Test commands in the console: buttons, confirmation, list, live pages, and permissions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IMAGE = "11111111-2222-4333-8444-555555555555"
 
 @pytest.fixture
 def device(fill: Fill) -> Device:
-    """A card whose driver can do everything, and would do two things to install it; the first card is held."""
+    """Return a card whose driver supports all commands and has two installation steps; the first card is held."""
     (host,) = fill(2)
     able = make_card(7, acts=ACTS, to_install="bind 0000:07:00.0 to vfio-pci\nmake 4 virtual functions")
     apply_report(host, make_driver_report(make_card(0, handles=2, acts=ACTS), able, driver="pci_driver"), seq=2)
@@ -43,7 +43,7 @@ def order_url(row: Device | Host) -> str:
 
 
 def list_command_buttons(client: Client, row: Device | Host) -> set[str]:
-    """By its own buttons."""
+    """Return the commands that the row's page offers with buttons of its own."""
     forms = client.get(change_page(row)).content.decode().split("<form")
     own = "".join(form for form in forms if f'action="{order_url(row)}"' in form)
     return {*re.findall(r'name="op" value="([a-z]+)"', own)}

@@ -1,4 +1,4 @@
-"""What an operator decides at the console: buttons of a device's page, actions of the list, admission rules."""
+"""Test operators' decisions in the console: actions on a device, and admission rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def list_action_buttons(client: Client, device: Device) -> list[str]:
 
 
 def get_message(response: object) -> str:
-    """The one message of the page that was come to."""
+    """Return the only message on the page."""
     (said,) = re.findall(r'<p class="message[^"]*" role="status">([^<]+)<', response.content.decode())  # type: ignore[attr-defined]
     return said
 

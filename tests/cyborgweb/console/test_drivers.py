@@ -1,4 +1,4 @@
-"""Drivers at the console: the list with its drift, the page that begins a rollout, and its own; without scripts."""
+"""Test drivers in the console: the list with its drift, the page that starts a rollout, and the page of a rollout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIST = "/admin/accelerators/hostdriver/"
 
 @pytest.fixture(autouse=True)
 def hosts() -> None:
-    """Three hosts on which a driver could be installed, and another runs."""
+    """Create three hosts on which pci_driver could be installed and test_driver runs."""
     for n in range(3):
         apply_report(
             get_or_create_host(f"cmp{n}"), DriverReport("pci_driver", state="absent"), make_driver_report(make_card(1))

@@ -1,4 +1,4 @@
-"""Events at the console: found by beginnings of their words, by index; and the page of one."""
+"""Test events in the console: the search by beginnings of words, which uses indexes, and the page of an event."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def event_page(event: Event) -> str:
 
 @pytest.fixture
 def events(fill: Fill) -> list[Event]:
-    """What three people and an agent did."""
+    """Record events of three actors, besides those of the inventory, and return all."""
     fill(2)
     about = {"subject": (None, "NVIDIA H100 0000:3b:00.0"), "changes": {"state": ["ready", "missing"]}}
     with conductor.writing():

@@ -1,4 +1,4 @@
-"""A list as a file: exactly what its filters leave, harmless in spreadsheets, told in the audit, for who may see it."""
+"""Test the export of a list: exactly the filtered rows, no spreadsheet formulas, an event, and permissions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def download(client: Client, path: str, **query: str) -> str:
 
 
 def close_unread(response: Any) -> None:
-    """Close an answer that nobody read, twice as some servers do; the test's connection stays open."""
+    """Close an answer that was not read, twice as some servers do. The test's database connection stays open."""
     request_finished.disconnect(close_old_connections)
     response.close()
     response.close()
@@ -128,12 +128,15 @@ def test_exports_with_invalid_columns_filters_or_formats_are_refused(asked: str,
 
 
 def exported_lists() -> list[ConsoleModelAdmin]:
-    """The console's lists that can be had as files."""
+    """Return the console's lists that can be exported."""
     return [one for one in admin.site._registry.values() if isinstance(one, ConsoleModelAdmin)]
 
 
 def fill_the_other_lists(hosts: list[Host]) -> None:
-    """Make a row of each list that `fill` leaves empty. There are two hosts, as a rollout to one orders it at once."""
+    """Create a row of each list that `fill` leaves empty.
+
+    Two hosts are needed, because a rollout to one host orders its command at once.
+    """
     caller = Caller("olga", "u1", frozenset({"admin"}), "p1")
     device = Device.objects.order_by("id")[0]
     bulk_actions.create_draft("maintenance", DrainTarget.MAINTENANCE, Device.objects.all(), caller, "all of them")
@@ -184,10 +187,10 @@ def test_every_list_can_be_exported_with_its_stored_rows_and_values(
 
 
 def as_text(row: dict[str, Any]) -> str:
-    """A row in one order; what JSON has no form for as the export writes it."""
+    """Return a row as text in a fixed order; values without a JSON form are written as the export writes them."""
     return orjson.dumps(row, default=str, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def has_values(row: dict[str, Any]) -> bool:
-    """Whether a row says more than which one it is."""
+    """Return True if a row has any value besides its identity."""
     return any(value not in (None, "", [], {}) for name, value in row.items() if name not in ("uuid", "id"))

@@ -1,4 +1,4 @@
-"""The first page: its numbers are the database's, at a constant price, and it teaches when there is nothing."""
+"""Test the overview: its numbers equal those of the linked lists, and its statements do not grow with the data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ INDEX_URL = "/admin/"
 
 def test_P3_the_overview_takes_at_most_ten_statements_at_any_size(operator: Client, fill: Fill) -> None:
     fill(300)
-    telemetry.forget_gateways()  # the list of gateways is read once in a while: here, whichever test ran before
+    # The list of gateways is cached for a while; the number of statements must not depend on earlier tests.
+    telemetry.forget_gateways()
     with CaptureQueriesContext(connection) as captured:
         assert operator.get(INDEX_URL).status_code == 200
     assert len(captured) <= 10

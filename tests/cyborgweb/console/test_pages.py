@@ -1,4 +1,4 @@
-"""The pages of one host, one device, one request: what they say, what they link to, what they cost."""
+"""Test the pages of a host, a device and a request: contents, links, and statements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def get_page(client: Client, row: Model) -> str:
 
 
 def create_ready_host(handles: int = 4, devices: int = 2) -> Host:
-    """A host whose cards are all ready, on two NUMA nodes, each a provider."""
+    """Create a host whose cards are ready providers, on two NUMA nodes in turn."""
     host = create_heard_host("cmp1", 0)
     found = [make_card(bus + 1, handles=handles, numa_node=bus % 2) for bus in range(devices)]
     apply_report(host, make_driver_report(*found, driver="pci_driver"), seq=2)
@@ -63,7 +63,7 @@ def create_ready_host(handles: int = 4, devices: int = 2) -> Host:
 
 
 def create_bound_requests(bus: int = 1, times: int = 1) -> AcceleratorRequest:
-    """Requests for instances of their own on a card; the last one."""
+    """Bind this many requests to a card, each for an instance of its own; return the last one."""
     provider = str(Deployable.objects.get(device__address=f"0000:{bus:02x}:00.0").rp_uuid)
     for _ in range(times):
         (uuid,) = binding.create_requests("small", NOVA)
@@ -227,7 +227,7 @@ def test_the_page_of_a_request_shows_the_steps_of_its_bind_with_durations(operat
     with conductor.writing():
         Command.objects.update(taken_at=datetime.now(UTC), started_at=datetime.now(UTC))
     command_queue.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "the mdev is there")])
-    with conductor.writing():  # a test is one transaction, and in one all is answered at its begin
+    with conductor.writing():  # PostgreSQL's now() stands still within the test's transaction
         Command.objects.update(answered_at=datetime.now(UTC))
     command_results.end_answered_commands()
     assert words() == ["requested", "bind started", "attach: taken", "attach: started", "attach: succeeded", "bound"]

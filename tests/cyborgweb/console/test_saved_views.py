@@ -1,4 +1,4 @@
-"""What people keep of a list: its view by name, for themselves or for all, and the columns they always want."""
+"""Test saved views of a list, private and shared, and the columns that a user chooses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVE_URL = reverse("list_keep", args=["accelerators.device"])
 
 @pytest.fixture
 def viewer(operator: Client, fill: Fill) -> Client:
-    """Another person, who may look at devices, of which there are three."""
+    """Return the client of a second user, who may view devices, of which there are three."""
     fill(3)
     user = User.objects.create(username="vera", is_staff=True)
     user.user_permissions.add(Permission.objects.get(codename="view_device"))

@@ -1,4 +1,4 @@
-"""One box: whatever people paste opens its page, or a list by kind; by indexes, in one statement, for whom may view."""
+"""Test the search box: one hit opens its page, several are listed by kind; it uses indexes and respects permissions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row_page(row: object) -> str:
 
 @pytest.fixture
 def known(fill: Fill) -> dict[str, object]:
-    """Terms, and the row each is about."""
+    """Return search terms, each with the row that it must find."""
     host = fill(13)[0]
     apply_report(get_or_create_host("lonely"), make_driver_report(make_card(0x3B, key="serial:XFL1A2", vendor="1ed5")))
     instance = uuid4()

@@ -1,4 +1,4 @@
-"""The picture of a host: where cards are put, what is said of them, and that it stays readable and well-formed."""
+"""Test the picture of a host: the places of its cards, its texts, and that it is readable and well-formed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many units devices are divided into, at the console: of one device, of many across backends, by whom."""
+"""Test changing the number of units in the console: of one device, of many across backends, and who may."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNITS_URL = "/admin/accelerators/device/units/"
 
 
 def get_page_text(client: Client, address: str, **fields: object) -> str:
-    """What is shown in the end, tags left out."""
+    """Return the text of the page after all redirects, without tags."""
     response = client.post(address, fields, follow=True) if fields else client.get(address, follow=True)
     assert response.status_code == 200
     return html.unescape(re.sub(r"<[^>]*>|\s+", " ", response.content.decode()))

@@ -1,4 +1,4 @@
-"""How busy things are, in the console: the first page, the pages of usage, the census, a device and a host."""
+"""Test the load of devices in the console: overview, usage page, census, and the pages of devices and hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLE_VALUES = {
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The first device of every host says VALUES; what is put into the list are gateways that do not answer."""
+    """Give the first device of every host SAMPLE_VALUES; a test appends gateways that do not answer to the list."""
     silent: list[str] = []
 
     def said(hosts: Collection[int] | None, *_: float) -> LoadSnapshot:
@@ -89,7 +89,7 @@ def test_the_census_form_shows_hosts_or_the_reason_of_a_refusal(operator: Client
     with conductor.writing():
         Device.objects.filter(pk__in=[one.pk for one in devices[1:]]).update(state="retired")
     assert "devices heard" not in operator.post(CENSUS_URL, {"hosts": "cmp0.example"}).content.decode()
-    assert "data-page" not in text  # it would ask again by itself
+    assert "data-page" not in text  # the page must not repeat the census by itself
     for said, why in (
         ({"count": "0"}, "Give the number of further requests"),
         ({"profile": "nope"}, "There is no device profile"),

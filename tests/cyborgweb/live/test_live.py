@@ -1,4 +1,4 @@
-"""The live feed at its socket: who may watch, what is told of a change, and that an outage is said and made good."""
+"""Test the live feed of the console on a real socket: permissions, sent changes, and recovery after an outage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEVICES = "/admin/accelerators/device/"
 
 
 class SwitchableConsole:
-    """Serves whichever console is in it."""
+    """Passes requests to its present console, which each test replaces."""
 
     console: Any = None
     port = 0
@@ -45,19 +45,19 @@ class SwitchableConsole:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[SwitchableConsole]:
+def console_server() -> Iterator[SwitchableConsole]:
     made = SwitchableConsole()
     with serving(made) as made.port:
         yield made
 
 
 @pytest.fixture
-def port(house: SwitchableConsole) -> Iterator[int]:
-    house.console = ConsoleSocket(
+def port(console_server: SwitchableConsole) -> Iterator[int]:
+    console_server.console = ConsoleSocket(
         LiveFeed(FeedIntervals(look_s=0.02, permission_check_s=0.02, reload_hint_s=0.1, uncounted_query_s=0.02))
     )
-    yield house.port
-    house.console.feed.stop()
+    yield console_server.port
+    console_server.console.feed.stop()
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def page(person: User) -> Client:
 
 
 class LivePage:
-    """A page somebody looks at: its cells, as the browser keeps them."""
+    """A page that a user has open; `cells` are its cells, updated from the feed as a browser does."""
 
     def __init__(self, port: int, client: Client, path: str = DEVICES, query: str = "", origin: str = "") -> None:
         html = client.get(f"{path}?{query}").content.decode()
@@ -111,7 +111,7 @@ class LivePage:
             self.receive(max(0.01, end - time.monotonic()))
 
     def receive_close_code(self) -> int:
-        """The code it is closed with."""
+        """Wait until the feed closes the socket, and return the close code."""
         with pytest.raises(ConnectionClosed) as closed:
             while True:
                 self.receive()
@@ -120,7 +120,7 @@ class LivePage:
 
 
 def parse_cells(html: str, path: str) -> dict[str, dict[str, str]]:
-    """The cells of a list's HTML by key and column."""
+    """Return the cells of a list's HTML, by the row's key and by the cell's CSS class."""
     found = {}
     for row in re.findall(r'<tr class="data-row.*?</tr>', html, re.DOTALL):
         key = re.search(rf'href="{path}([^/"]+)/change/', row)
@@ -206,7 +206,7 @@ def test_the_feed_sends_a_tenant_only_the_rows_of_its_project(port: int) -> None
         tabs.append(LivePage(port, client, requests))
     tenant, admin = tabs
     assert (set(tenant.cells), set(admin.cells)) == ({mine}, {mine, theirs})
-    tenant.send(path=requests, query="", rows=[mine, theirs])  # what its page never showed
+    tenant.send(path=requests, query="", rows=[mine, theirs])  # it asks for a row that its page never showed
     tenant.receive_until(lambda: tenant.live and theirs in tenant.gone_rows)
     admin.receive_until(lambda: admin.live)
     with conductor.writing():
@@ -364,7 +364,7 @@ def test_a_failing_list_closes_the_feed_of_its_viewers_only(
 
 @pytest.mark.parametrize("asked", ["filter_live_sessions", "user_of_session"])
 def test_the_feed_continues_after_an_unexpected_exception(
-    port: int, page: Client, monkeypatch: pytest.MonkeyPatch, asked: str, house: SwitchableConsole
+    port: int, page: Client, monkeypatch: pytest.MonkeyPatch, asked: str, console_server: SwitchableConsole
 ) -> None:
     apply_report(get_or_create_host(), make_driver_report(make_card(1)))
     tab = LivePage(port, page)
@@ -379,6 +379,6 @@ def test_the_feed_continues_after_an_unexpected_exception(
             tab.receive_until(lambda: not tab.live)
         else:
             assert LivePage(port, page).receive_close_code() == 1013
-            house.console.feed._calls.put((failing, ()))
+            console_server.console.feed._calls.put((failing, ()))
     set_state("ready")
     tab.receive_until(lambda: tab.live and all("ready" in row["field-shown_state"] for row in tab.cells.values()))

@@ -1,4 +1,4 @@
-"""The manual under `/help/` and as files: who may read it, that every link leads somewhere, how it is searched."""
+"""Test the manual under `/help/` and as files: who may read it, its links, its search, and the described fields."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PAGE_NAMES = [entry.name for entry in contents.load_entries()]
 
 @pytest.fixture
 def reader(client: Client, db: None) -> Client:
-    """May enter the console, and nothing more."""
+    """Return the client of a user who may enter the console and has no other permission."""
     client.force_login(User.objects.create(username="rita", is_staff=True))
     return client
 
 
 class LinkCollector(HTMLParser):
-    """What a page leads to, and what can be led to."""
+    """Collects the links of a page, and the anchors that links may point to."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_the_help_link_of_each_list_leads_to_its_section(client: Client, db: Non
     for _, one in fields.iterate_lists():
         name = f"{one.opts.app_label}_{one.opts.model_name}"
         if name == "placement_sync_writer":
-            continue  # one row, no list
+            continue  # a page for one row, without a list
         shown = client.get(reverse(f"admin:{name}_changelist"), follow=True).content.decode()
         assert (
             f'href="{site.SERVED_EDITION.docs_url(places.PLACE_BY_URL_NAME.get(name, places.DEFAULT_PLACE))}"' in shown

@@ -1,4 +1,4 @@
-"""Every address bears the headers that bound what a browser may do; only the pages that need more allow more."""
+"""Test that every address has the security headers, and that only pages that need it have a wider content policy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STOCK_PAGE_POLICY = build_content_policy((("script-src", "'unsafe-eval'"), ("sty
 
 @pytest.fixture
 def operator(client: Client, django_user_model: type) -> Client:
-    """Logged in, may do everything."""
+    """Return the client of a superuser."""
     client.force_login(django_user_model.objects.create(username="olga", is_staff=True, is_superuser=True))
     return client
 
 
 def list_route_addresses(resolver: URLResolver, before: str = "/") -> Iterator[str]:
-    """An address that each route of the urlconf takes, with a uuid for what varies."""
+    """Yield an address that matches each route of the urlconf, with a uuid for each parameter."""
     for one in resolver.url_patterns:
         here = before + fill_route_pattern(str(one.pattern))
         if isinstance(one, URLPattern):
@@ -35,7 +35,10 @@ def list_route_addresses(resolver: URLResolver, before: str = "/") -> Iterator[s
 
 
 def fill_route_pattern(pattern: str) -> str:
-    """A route or regular expression with a uuid for what varies; of alternatives the first, of options the plain."""
+    """Return a path that matches a route or regular expression.
+
+    Parameters become a uuid; of alternatives the first is taken, of optional parts the plain one.
+    """
     text = re.sub(r"<[a-z]+:\w+>|\(\?P<\w+>(?:[^()]|\([^()]*\))*\)", UUID, pattern)
     text = re.sub(r"\(\?!.*\)", "", text)
     text = re.sub(r"\(\?:(?:([^()\\\[|]*)|\\.*?|/\[.*?)(?:\|[^()]*)?\)", r"\1", text)
@@ -43,7 +46,7 @@ def fill_route_pattern(pattern: str) -> str:
 
 
 def test_every_route_answers_with_the_security_headers(client: Client) -> None:
-    """Also of who is refused or sent to the login, which makes it fast: what a view answers makes no difference."""
+    """The client is anonymous, so views refuse or redirect it, which is fast; the headers do not depend on the view."""
     addresses = sorted(
         {*list_route_addresses(get_resolver()), "/v2/nowhere", "/static/console/page.css", "/static/nowhere.css"}
     )

@@ -1,4 +1,4 @@
-"""`/metrics` as Prometheus asks for it: who may ask, what moves when something happens, what a scrape costs."""
+"""Test `/metrics` as Prometheus reads it: permissions, counters, statements, and counters of forked processes."""
 
 from __future__ import annotations
 
@@ -67,28 +67,28 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @pytest.fixture(autouse=True)
 def _reset_metrics() -> None:
-    """What another test collected a moment ago, or its gateway counted last, is not told to this one."""
+    """Clear the cached page and add the pending counts of gateways, so that no test sees counts of another."""
     page.metrics_cache.clear()
     metrics.push_metrics()
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """The house as one process serves it, with a gateway that tells its counts at once."""
+    """Serve the product in one process, with a gateway that stores its counts after 0.05 s, and yield the port."""
     gateway = AgentGateway(Keys(lease_flush_s=0.05))
     threads = BoundedThreads(application, 2, 20)
     http = HttpApplication(gateway, threads, threads)
 
-    async def house(scope: Any, receive: Any, send: Any) -> None:
+    async def product(scope: Any, receive: Any, send: Any) -> None:
         await (http if scope["type"] == "http" else gateway)(scope, receive, send)
 
-    with serving(house) as port:
+    with serving(product) as port:
         yield port
     gateway.stop()
 
 
 def scrape(port: int = 0) -> Series:
-    """Every sample, by its name and labels."""
+    """Return every sample of a fresh scrape by its name and labels; without a port, the test client gets the page."""
     page.metrics_cache.clear()
     address = f"http://127.0.0.1:{port}/metrics"
     text = (urllib.request.urlopen(address, timeout=20).read() if port else Client().get("/metrics").content).decode()
@@ -96,12 +96,12 @@ def scrape(port: int = 0) -> Series:
 
 
 def get_value(series: Series, name: str, **labels: str) -> float:
-    """One of them; 0 while nothing has been counted."""
+    """Return the value of one sample; 0 if it has not been counted yet."""
     return series.get((name, frozenset(labels.items())), 0.0)
 
 
 def compute_increase(before: Series, after: Series) -> Callable[..., float]:
-    """By how much one of them went up."""
+    """Return a function that computes by how much one sample has increased."""
     return lambda name, **labels: get_value(after, name, **labels) - get_value(before, name, **labels)
 
 
@@ -430,7 +430,7 @@ def test_a_fork_without_metric_files_continues_and_logs_it_once(tmp_path: Path) 
     assert finished.stderr.count("records no metrics") == 1
 
 
-def test_an_unusable_metrics_folder_leaves_counters_of_the_own_process(tmp_path: Path) -> None:
+def test_with_an_unusable_metrics_folder_counters_stay_in_the_process(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     count = "metrics.create_counter('a_total', 'A.').inc(); print(len(list(metrics.collect_metrics())) > 0)"
     code = f"from accelerators.runtime import metrics; {count}"

@@ -1,4 +1,4 @@
-"""What `/metrics` tells while somebody else does not answer: a Keystone that is away, a table that is locked."""
+"""Test `/metrics` while another service does not answer: Keystone is away, or a table is locked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOVA_ENDPOINT_FILTER = {"service_type": "compute"}
 
 @contextmanager
 def lock_table(table: str) -> Iterator[None]:
-    """Nobody else can read it."""
+    """Hold an exclusive lock on a table, so that no other session can read it."""
     with psycopg.connect(**connection.get_connection_params()) as other:
         other.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
         yield

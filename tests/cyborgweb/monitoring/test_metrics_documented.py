@@ -1,4 +1,4 @@
-"""The page, the dashboard and the alert rules against the code: each name in them is a metric that is told."""
+"""Test the manual's page of metrics, the dashboard and the alert rules: every metric that they name exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from django.conf import settings
 
 from accelerators.runtime import metrics
-from agents.gateway import metrics as gateways_meters  # noqa: F401 all that count are loaded
+from agents.gateway import metrics as gateways_meters  # noqa: F401 imported to register their metrics
 from cyborgweb.live import feed  # noqa: F401
 from cyborgweb.monitoring import calls, served, snapshot  # noqa: F401
 
@@ -27,8 +27,8 @@ METRIC_SELECTOR = re.compile(r"(cyborg_\w+)(?:\{([^}]*)\})?")
 
 
 @pytest.fixture
-def told(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Every metric there is, with its labels, by name."""
+def described_metrics(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return every metric by name, with its type, its labels and its description."""
     monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
     found: dict[str, Any] = {}
     for meter in [*metrics.REGISTRY._collector_to_names, *snapshot.collect_gauges()]:
@@ -38,17 +38,17 @@ def told(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def list_sample_labels(told: dict[str, Any]) -> dict[str, set[str]]:
-    """What a query may name, with the labels it may choose by."""
+def list_sample_labels(described_metrics: dict[str, Any]) -> dict[str, set[str]]:
+    """Return every name that a query may use, with the labels that it may select by."""
     found: dict[str, set[str]] = {}
-    for name, (kind, labels, _) in told.items():
+    for name, (kind, labels, _) in described_metrics.items():
         for suffix in ("_bucket", "_sum", "_count") if kind == "histogram" else ("",):
             found[name + suffix] = {*labels, "job", "instance"} | ({"le"} if suffix == "_bucket" else set())
     return found
 
 
 def list_queries() -> Iterator[tuple[str, str]]:
-    """Every query of the dashboard and of the rules, with where it stands."""
+    """Yield every query of the dashboard and of the alert rules, each with the title of its panel, variable or rule."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
@@ -59,17 +59,17 @@ def list_queries() -> Iterator[tuple[str, str]]:
         yield rule["alert"], rule["expr"]
 
 
-def test_the_manual_lists_every_metric_with_its_type_labels_and_description(told: dict[str, Any]) -> None:
+def test_the_manual_lists_every_metric_with_its_type_labels_and_description(described_metrics: dict[str, Any]) -> None:
     rows = [
         f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |"
-        for name, (kind, labels, text) in told.items()
+        for name, (kind, labels, text) in described_metrics.items()
     ]
     written = re.findall(r"^\| `cyborg_.*\|$", (DOCS / "monitoring.md").read_text(), re.MULTILINE)
     assert sorted(written) == sorted(rows), "\n".join(sorted(rows))
 
 
-def test_dashboard_and_alert_rules_query_only_existing_metrics_and_labels(told: dict[str, Any]) -> None:
-    known = list_sample_labels(told)
+def test_dashboard_and_alert_rules_query_only_existing_metrics_and_labels(described_metrics: dict[str, Any]) -> None:
+    known = list_sample_labels(described_metrics)
     for where, query in list_queries():
         found = METRIC_SELECTOR.findall(query)
         assert found, where
@@ -78,9 +78,9 @@ def test_dashboard_and_alert_rules_query_only_existing_metrics_and_labels(told: 
             assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)) <= known[name], f"{where}: {query}"
 
 
-def test_every_metric_is_used_by_the_dashboard_or_an_alert_rule(told: dict[str, Any]) -> None:
+def test_every_metric_is_used_by_the_dashboard_or_an_alert_rule(described_metrics: dict[str, Any]) -> None:
     asked = " ".join(query for _, query in list_queries())
-    assert not [name for name in told if not re.search(rf"{name}\b|{name}_(?:bucket|count|sum)\b", asked)]
+    assert not [name for name in described_metrics if not re.search(rf"{name}\b|{name}_(?:bucket|count|sum)\b", asked)]
 
 
 def test_every_alert_rule_has_a_severity_a_summary_and_an_action() -> None:

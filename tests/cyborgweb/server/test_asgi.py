@@ -1,4 +1,4 @@
-"""The one web process: what happens beyond its threads, and that the event loop goes on meanwhile."""
+"""Test the web process: the address of a gateway, and requests beyond the threads and their queue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_address_of_a_gateway_is_its_listen_address_or_the_one_facing_the_da
 
 
 class SlowApplication:
-    """A WSGI application that answers when it is told to."""
+    """A WSGI application whose requests wait until `released` is set, at most 20 s."""
 
     def __init__(self) -> None:
         self.released = threading.Event()

@@ -1,6 +1,6 @@
-"""What a backup holds, what is refused, and what makes a restored database safe to start on.
+"""Test what a backup contains, which restores are refused, and how a restored database is prepared for its first start.
 
-The whole way, with the product and its agents: `tests/system/test_restore.py`.
+`tests/system/test_restore.py` plays a backup and a restore with the whole product and its agents.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""manage.py as an operator uses it."""
+"""Test management commands as an operator uses them: tokens, preparation, configuration; and the health endpoints."""
 
 from __future__ import annotations
 

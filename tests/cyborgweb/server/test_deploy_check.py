@@ -1,4 +1,4 @@
-"""`manage.py check --deploy` as an operator runs it, and that what it asks for is so over HTTP."""
+"""Test `manage.py check --deploy` as an operator runs it, and that a public URL makes HTTPS mandatory for pages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_unusable_public_url_is_refused(url: str, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def people() -> Iterator[Client]:
-    """A browser, where the key is set."""
+    """Return a browser with cookies and CSRF checks, while CYBORG_PUBLIC_URL is set."""
     with override_settings(**over_tls.make_tls_settings(PUBLIC_URL)):
         yield Client(enforce_csrf_checks=True)
 

@@ -1,4 +1,4 @@
-"""Callers of several kinds, and an inventory of which some is held."""
+"""Callers with several roles, and an inventory with held devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ INSTANCES = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(64)]
 
 @pytest.fixture
 def ask(client: Client, db: None) -> Ask:
-    """`ask(path, by="admin", project="p1", method="GET", data=None, **headers)`; `by` is in ROLES, or "": no token."""
+    """Return `ask(path, by="admin", project="p1", method="GET", data=None, **headers)`, which sends one request.
+
+    `by` is a key of ROLES_BY_CALLER, or "" for a request without a token.
+    """
     user = User.objects.create_user("rita")
     tokens: dict[tuple[str, str], str] = {}
 
@@ -66,10 +69,10 @@ def ask(client: Client, db: None) -> Ask:
 
 @pytest.fixture
 def fill(db: None) -> Fill:
-    """`fill(devices)`: hosts cmp0, cmp1… of ten cards with two handles each; of every third handle a request is bound.
+    """Return `fill(devices)`, which creates hosts cmp0, cmp1… with ten cards of two handles each, and returns them.
 
-    Each host is told to look again and has a discrepancy, and there is an image, a rollout, an attachment. Requests
-    belong to p1 and p2 in turn, to INSTANCES.
+    Every third free handle gets a bound request; the requests belong to p1 and p2 in turn and to INSTANCES. Each host
+    has a rescan command and a discrepancy. There are an image, a seal, a rollout and an attachment.
     """
 
     def make(devices: int, first: int = 0) -> list[Host]:
@@ -115,13 +118,13 @@ def fill(db: None) -> Fill:
 
 
 def get_results(response: HttpResponse) -> list[dict[str, Any]]:
-    """The rows of a list that was answered with 200."""
+    """Return the rows of a list; fail unless its status is 200."""
     assert response.status_code == 200, response.content
     return json.loads(response.content)["results"]
 
 
 def get_error_message(response: HttpResponse, status: int, reason: str = "") -> str:
-    """The sentence of a refusal with this status and, if given, this reason, in the one shape."""
+    """Return the message of an error answer; check its form, its status and, if given, its reason."""
     assert response.status_code == status, response.content
     error = json.loads(response.content)["error"]
     assert list(error) == ["code", "title", "message", "request_id", "reason"]

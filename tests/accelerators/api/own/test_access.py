@@ -1,4 +1,4 @@
-"""Who sees what, and how a refusal looks."""
+"""Test which roles may read which collections of /api/, and the form of its error answers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ INFRASTRUCTURE_COLLECTIONS = (
     *("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies", "seals"),
 )
 OPERATIONS_COLLECTIONS = ("backends", "services", "drivers", "rollouts", "attachments")
-"""Who may what there: tests/cyborgweb/auth/test_roles.py."""
+"""Their permissions are tested in tests/cyborgweb/auth/test_roles.py."""
 PROJECT_COLLECTIONS = ("accelerators", "requests", "profiles", "events")
 
 MESSAGE_COLLECTIONS = ("subscriptions", "deliveries", "inbox")
-"""Who sees which: tests/cyborgweb/notify/test_api.py."""
+"""Who may see these rows is tested in tests/cyborgweb/notify/test_api.py."""
 
 
 def test_infrastructure_is_shown_to_managers_and_admins_only(ask: Ask, fill: Fill) -> None:

@@ -1,4 +1,4 @@
-"""Attachments over our own API, in the console and at a shell: asked for, followed, detached; who may, who sees."""
+"""Test attachments over /api/, in the console and with the management command: order, progress, detach, permissions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cloud(settings: Any) -> Iterator[FakeCloud]:
 
 
 def request_attachment(ask: Ask, **data: Any) -> dict[str, Any]:
-    """The attachment, as it is answered."""
+    """Order an attachment and return it as the API answered."""
     response = ask("/api/attachments/", method="POST", data={"instance": INSTANCE, "profile": "one"} | data)
     assert response.status_code == 202, response.content
     row = json.loads(response.content)
@@ -107,7 +107,7 @@ def test_invalid_attachments_are_refused(ask: Ask, said: dict[str, Any], status:
     assert not Attachment.objects.exists()
 
 
-def test_requests_bound_by_nova_cannot_be_detached(ask: Ask) -> None:
+def test_a_request_of_an_attachment_cannot_be_detached_by_itself(ask: Ask) -> None:
     row = request_attachment(ask)
     run_steps()
     (request,) = get_json(ask, row["url"])["requests"]

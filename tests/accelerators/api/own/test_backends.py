@@ -1,4 +1,4 @@
-"""Backends and services over /api/: what a report says of them, and a backend that fails by itself."""
+"""Test backends and services over /api/: how reports change them, and the failure of a single backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ UNAVAILABLE_SERVICE = Service("passthrough", state="unavailable", reason="no IOM
 
 
 def report_backends(host: Host, seq: int, *devices: Device, error: str = "", **errors: str) -> None:
-    """A report of backends nics and disks, and of another driver without any."""
+    """Report the backends nics and disks of generic_driver, and a second driver without backends.
+
+    `error` is the error of generic_driver; `errors` are those of single backends, by name.
+    """
     backends = tuple(
         Backend(
             name,

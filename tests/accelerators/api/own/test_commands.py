@@ -1,4 +1,4 @@
-"""Commands over our own API: ordered, listed, followed."""
+"""Test commands over /api/: order, list, follow to the end, permissions and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNKNOWN_UUID = "00000000-0000-4000-8000-000000000000"
 
 @pytest.fixture
 def device(fill: Fill) -> Device:
-    """A free card whose driver can do everything; the first card is held."""
+    """Return a free card whose driver supports all commands; the first card of its host is held."""
     (host,) = fill(2)
     able = make_card(7, acts=ACTS, to_install="make 4 virtual functions")
     apply_report(host, make_driver_report(make_card(0, handles=2, acts=ACTS), able, driver="pci_driver"), seq=2)
@@ -35,7 +35,7 @@ def device(fill: Fill) -> Device:
 
 
 def order_command(ask: Ask, **data: Any) -> dict[str, Any]:
-    """The command, as it is answered."""
+    """Order a command and return it as the API answered."""
     response = ask("/api/commands/", method="POST", data=data)
     assert response.status_code == 201, response.content
     command = json.loads(response.content)
@@ -180,7 +180,7 @@ def test_get_with_wait_returns_when_the_command_ends(ask: Ask, device: Device, m
     row = Command.objects.get()
 
     class Agent:
-        """Who waits for news lets the agent end it."""
+        """Stands for the module's Event; its `wait` lets the agent end the command at once."""
 
         def wait(self, seconds: float) -> None:
             command_queue.store_answers([command_queue.CommandAnswer(row.host_id, row.id, "succeeded", "it is well")])

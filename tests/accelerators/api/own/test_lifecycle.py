@@ -1,4 +1,4 @@
-"""The life cycle over our own API: actions on devices, and admission rules."""
+"""Test the life cycle of devices over /api/: actions on devices, and admission rules."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HELD_ADDRESS = "0000:00:00.0"
 
 
 def device_path(address: str) -> str:
-    """Of one of the devices of `fill(3)`."""
+    """Return the path of the device with this PCI address."""
     return f"/api/devices/{Device.objects.get(address=address).uuid}/"
 
 
 def perform_action(ask: Ask, address: str, verb: str, **body: str) -> dict[str, Any]:
-    """The device as it is answered."""
+    """Perform an action on the device and return the device as the API answered."""
     response = ask(f"{device_path(address)}{verb}/", method="POST", data=body or None)
     assert response.status_code == 200, response.content
     return json.loads(response.content)

@@ -1,4 +1,4 @@
-"""Every list: statements, pages, filters, orders, chosen fields, tags."""
+"""Test every list of /api/: number of statements, pages, filters, orders, chosen fields and ETags."""
 
 from __future__ import annotations
 

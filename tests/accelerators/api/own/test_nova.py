@@ -1,4 +1,4 @@
-"""What Nova knows of instances, over HTTP: few calls, remembered, and nothing but `unknown` while it is away."""
+"""Test how states of instances are read from Nova: with few calls, cached, and `unknown` while Nova is away."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from tests.support.webserver import until
 
 @dataclass
 class FakeNova:
-    """A Nova with these servers, by project; `queries` are the queries that came, `status` what it answers with."""
+    """A Nova with these servers in each project. It answers with `status`; with status 0 it does not answer.
+
+    `queries` and `accept_headers` record the requests. `release_hanging` ends the requests that were not answered.
+    """
 
     servers: dict[str, list[dict[str, str]]]
     queries: list[dict[str, str]] = field(default_factory=list)
@@ -39,7 +42,7 @@ class FakeNova:
     release_hanging: threading.Event = field(default_factory=threading.Event)
 
     def answer(self, query: dict[str, str]) -> bytes:
-        """One page of at most two."""
+        """Return one page of at most two servers."""
         self.queries.append(query)
         servers = self.servers.get(query["project_id"], [])
         start = next((n + 1 for n, s in enumerate(servers) if s["id"] == query.get("marker")), 0)
@@ -65,7 +68,7 @@ def serve_nova(compute: FakeNova) -> Iterator[None]:
             self.wfile.write(compute.answer(dict(parse_qsl(url.query))))
 
         def log_message(self, *args: object) -> None:
-            """Silent."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     compute.address = f"http://127.0.0.1:{server.server_port}"
@@ -80,7 +83,7 @@ def serve_nova(compute: FakeNova) -> Iterator[None]:
 
 @pytest.fixture
 def compute() -> Iterator[FakeNova]:
-    """Three servers in p1, one in p2."""
+    """Run a fake Nova with three servers in p1 and one in p2."""
     names = {"p1": ("a", "b", "c"), "p2": ("d",)}
     made = FakeNova({p: [{"id": n, "name": f"vm-{n}", "status": "ACTIVE"} for n in ns] for p, ns in names.items()})
     with serve_nova(made):
@@ -88,7 +91,7 @@ def compute() -> Iterator[FakeNova]:
 
 
 def make_nova_source(compute: FakeNova, deadline_s: float = 10.0) -> tuple[InstanceStateCache, list[float]]:
-    """A source that asks it, and the clock it goes by."""
+    """Return a cache that asks this Nova, and its clock, which the test may advance."""
     clock = [0.0]
     session = Session(auth=NoAuth(endpoint=compute.address))
     return InstanceStateCache(lambda: session, compute.address, deadline_s, lambda: clock[0]), clock

@@ -1,4 +1,4 @@
-"""The OpenAPI document: made without gaps, valid, committed, served, and what a client needs is in it."""
+"""Test the OpenAPI document: it is valid, committed, served, and equal to what the API accepts and returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own API in a browser: pages that say what came and offer what the caller may do."""
+"""Test the HTML pages of /api/ and /v2: they show the answer and the forms that the caller may use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
 def get_page(ask: Ask, path: str, by: str = "admin", status: int = 200) -> str:
-    """The HTML; it loads nothing from elsewhere."""
+    """Return the HTML of a page; check that it loads files from /static/ only."""
     response = ask(path, by, Accept=BROWSER)
     assert response.status_code == status, response.content
     assert response["Content-Type"] == "text/html; charset=utf-8"
@@ -29,7 +29,7 @@ def get_page(ask: Ask, path: str, by: str = "admin", status: int = 200) -> str:
 
 
 def list_forms(text: str) -> set[tuple[str, str]]:
-    """Method and address of each."""
+    """Return the method and address of each form."""
     return set(re.findall(r'data-method="(\w+)" data-url="([^"]+)"', text))
 
 

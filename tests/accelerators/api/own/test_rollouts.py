@@ -1,4 +1,4 @@
-"""Drivers and rollouts over HTTP: who may, what is shown, what is refused and how."""
+"""Test drivers and rollouts over /api/: permissions, contents, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units of devices over our own API: made, listed, divided otherwise, taken away; who changes what somebody changed."""
+"""Test creating, listing, deleting and resizing the units of devices over /api/, and concurrent changes of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 
 
 def build_divisible_card(n: int, number: int, backend: str = "a", **more: Any) -> Card:
-    """A card that its driver divides into so many as `vfs` says; undivided it is its own only unit."""
+    """Return a card whose driver divides it into `number` units, its value of `vfs`; undivided it is one unit."""
     words = {"acts": "partition", "changeable": "bind vfs", "sized_by": "vfs", "backend": backend}
     (part,) = make_card(n, number + 1).deployables
     units_of_it = part.handles[1:] or part.handles
@@ -60,7 +60,7 @@ def patch_layout(ask: Ask, row: Device, status: int = 202, by: str = "admin", **
 
 
 def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "") -> None:
-    """Its agent answers, after a report that is applied."""
+    """Store the agent's answer and end every command that can end."""
     command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
     while command_results.end_answered_commands():
         pass

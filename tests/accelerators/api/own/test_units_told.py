@@ -1,4 +1,4 @@
-"""Units made by an agent over the real socket: whoever reads *done* reads the new units with it."""
+"""Test that a reader who sees a command as succeeded also sees its new units, with an agent on a real socket."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
-    """It may join; a gateway serves it."""
+    """Run a gateway, and return an agent with a join token for it."""
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
-    house = GatewaySlot()
-    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    slot = GatewaySlot()
+    slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     join = credentials.parse_join_string(
         enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
-    with serving(house) as port:
+    with serving(slot) as port:
         yield WireAgent(port, token=join.secret)
-        house.gateway.stop()
+        slot.gateway.stop()
 
 
 def build_report(*cards: Card, seq: int) -> wire.Report:
@@ -45,7 +45,7 @@ def build_report(*cards: Card, seq: int) -> wire.Report:
 
 
 def read_commands_and_units(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:
-    """As a reader sees it: how each command stands, then, read after it, how many units each backend has."""
+    """Return the state of each command by its `vfs`, and, read after that, the number of units of each backend."""
     states = {row["layout"]["vfs"]: row["state"] for row in get_results(ask("/api/commands/?op=partition"))}
     numbers: dict[str, int] = {}
     for row in get_results(ask("/api/accelerators/?attached=false")):

@@ -1,4 +1,4 @@
-"""Units and load by groups, and the census: what is counted, who may see it, what it costs."""
+"""Test usage over /api/ (units and load by groups) and the load census: numbers, permissions, statements."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ GIB = 2.0**30
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> SetLoad:
-    """`heard(host, percents, ago=0, silent="")`: what the host's devices said, or `devices` by their keys; the census
-    gets it unless it is `quiet`."""
+    """Return `heard(host, *percents, ago=0, quiet=False, silent="", devices=None)`, which sets the load of a host.
+
+    `percents` are the utilizations of its devices in order; `devices` gives all values by device key instead. `ago` is
+    the age in seconds. A `quiet` host does not answer a census. `silent` names a gateway that does not answer.
+    """
     known: dict[int, HostLoad] = {}
     mute: set[int] = set()
     away: list[str] = []
@@ -69,7 +72,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> SetLoad:
 
 
 def make_ready(*hosts: Host) -> None:
-    """All their devices are offered, as enabling makes them."""
+    """Offer all devices of these hosts, as enabling them would."""
     with conductor.writing():
         Device.objects.filter(host__in=hosts).update(state="ready")
         for part in Deployable.objects.filter(device__host__in=hosts):
@@ -147,7 +150,7 @@ def test_free_counts_exactly_the_units_that_a_bind_would_get(ask: Ask, heard: Se
 
 
 def hold_all_handles(device: Device) -> None:
-    """Bind all handles of a device whose total would allow more requests."""
+    """Bind all handles of a device although its total would allow more requests."""
     Deployable.objects.filter(device=device).update(num_accelerators=9)
     values = {"project_id": "p1", "state": "Bound", "profile": DeviceProfile.objects.create(name="one", groups=[])}
     for handle in AttachHandle.objects.filter(deployable__device=device):
@@ -266,7 +269,7 @@ def test_a_census_lists_fitting_hosts_least_busy_first_and_hosts_that_did_not_an
     heard(idle, 0.0, 10.0)
     heard(full, 20.0)
     heard(mute, 1.0, quiet=True, ago=40)
-    ask("/api/usage/", "operator")  # its token is made
+    ask("/api/usage/", "operator")  # creates the caller's token, whose statements are not counted below
     with CaptureQueriesContext(connection) as captured:
         census = json.loads(ask(CENSUS, "operator", method="POST", data={"profile": "pair", "count": 2}).content)
     assert len(captured) <= 6
@@ -415,7 +418,7 @@ def test_a_census_of_a_thousand_hosts_takes_no_more_statements_than_one_of_ten(a
 
 
 def enrol_agents(hosts: list[Host], heard: SetLoad) -> None:
-    """With agents that were just heard."""
+    """Give each host an agent with a current lease and a load."""
     Agent.objects.bulk_create(Agent(host=host, public_key=f"key of {host.name}") for host in hosts)
     for host in hosts:
         heard(host)

@@ -1,4 +1,4 @@
-"""What a device has to do, as JSON and as a stream of events: over HTTP, with an agent's socket at the other end."""
+"""Test the load of a device over HTTP, as JSON and as a stream of events, with an agent on a real socket."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STREAM_HEADERS = {"Accept": "text/event-stream"}
 
 
 class SwitchableApplication:
-    """The product's own application around whichever gateway is in it."""
+    """Passes requests to its present HTTP application and its present gateway, which each test replaces."""
 
     port = 0
     threads: BoundedThreads
@@ -46,7 +46,7 @@ class SwitchableApplication:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[SwitchableApplication]:
+def server() -> Iterator[SwitchableApplication]:
     made = SwitchableApplication()
     made.threads = BoundedThreads(wsgi, 2, 20)
     with serving(made) as made.port:
@@ -54,14 +54,14 @@ def house() -> Iterator[SwitchableApplication]:
 
 
 @pytest.fixture
-def device(house: SwitchableApplication) -> Iterator[Device]:
-    house.gateway = AgentGateway(Keys(lease_flush_s=0.05))
-    house.http = HttpApplication(house.gateway, house.threads, house.threads)
-    house.http.usage = UsageStream(house.threads, StreamIntervals(event_s=0.05, permission_check_s=0.1))
+def device(server: SwitchableApplication) -> Iterator[Device]:
+    server.gateway = AgentGateway(Keys(lease_flush_s=0.05))
+    server.http = HttpApplication(server.gateway, server.threads, server.threads)
+    server.http.usage = UsageStream(server.threads, StreamIntervals(event_s=0.05, permission_check_s=0.1))
     telemetry.forget_gateways()
     yield create_heard_host("cmp1", 2).devices.get(key=KEY)
-    house.http.usage.end_all_streams()
-    house.gateway.stop()
+    server.http.usage.end_all_streams()
+    server.gateway.stop()
     telemetry.forget_gateways()
 
 
@@ -71,7 +71,7 @@ def token(db: None) -> str:
 
 
 class EventStreamClient:
-    """A listener: its answer's head, and the events one by one."""
+    """A reader of an event stream. `response` is the head of the answer; iterating yields the events."""
 
     def __init__(self, port: int, path: str, **headers: str) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
@@ -84,7 +84,7 @@ class EventStreamClient:
                 yield json.loads(line[6:])
 
     def read_until(self, busy: float, say: Callable[[float], None]) -> dict[str, Any]:
-        """The first event that shows this. It is said again now and then: a loop that is late sheds samples."""
+        """Return the first event with this utilization; `say` it again now and then, as a busy loop drops samples."""
         for number, event in zip(range(1000), self, strict=False):
             if event["values"].get("utilization_percent") == busy:
                 return event
@@ -103,7 +103,7 @@ def connect_agent(port: int) -> Iterator[Any]:
 
 
 def wait_for_watch(socket: Any) -> Callable[[float], None]:
-    """How the agent says how busy its devices are; begins when it was asked, as an agent does."""
+    """Wait until the agent is asked for samples, and return a function that sends one with a given utilization."""
     while not isinstance(wire.decode_from_gateway(socket.recv(timeout=20)), Watch):
         pass
 
@@ -115,7 +115,7 @@ def wait_for_watch(socket: Any) -> Callable[[float], None]:
 
 
 def count_watches(socket: Any) -> int:
-    """How many have come by now."""
+    """Return how many Watch messages have arrived."""
     found = 0
     with suppress(TimeoutError):
         while message := wire.decode_from_gateway(socket.recv(timeout=0.05)):
@@ -124,14 +124,14 @@ def count_watches(socket: Any) -> int:
 
 
 def test_a_usage_stream_sends_new_values_and_ends_when_its_reader_logs_out(
-    house: SwitchableApplication, device: Device
+    server: SwitchableApplication, device: Device
 ) -> None:
     person = Client()
     person.force_login(User.objects.create_superuser("olga"))
     cookie = f"sessionid={person.cookies['sessionid'].value}"
     address = f"/api/devices/{device.uuid}/usage"
-    with connect_agent(house.port) as socket:
-        stream = EventStreamClient(house.port, f"{address}/", Cookie=cookie)
+    with connect_agent(server.port) as socket:
+        stream = EventStreamClient(server.port, f"{address}/", Cookie=cookie)
         assert (stream.response.status, stream.response.headers["Content-Type"]) == (200, "text/event-stream")
         assert (
             stream.response.headers["Cache-Control"] == "no-store" and stream.response.headers["x-openstack-request-id"]
@@ -149,16 +149,16 @@ def test_a_usage_stream_sends_new_values_and_ends_when_its_reader_logs_out(
         person.logout()
         list(stream)
         assert stream.response.isclosed(), "it ends"
-    assert EventStreamClient(house.port, address, Cookie=cookie).response.status == 401
+    assert EventStreamClient(server.port, address, Cookie=cookie).response.status == 401
 
 
 def test_many_listeners_share_one_watch_and_each_gets_its_own_device(
-    house: SwitchableApplication, device: Device, token: str
+    server: SwitchableApplication, device: Device, token: str
 ) -> None:
     other = Device.objects.get(key=OTHER)
-    with connect_agent(house.port) as socket:
+    with connect_agent(server.port) as socket:
         streams = [
-            EventStreamClient(house.port, f"/api/devices/{one.uuid}/usage?fields=values", **{"X-Auth-Token": token})
+            EventStreamClient(server.port, f"/api/devices/{one.uuid}/usage?fields=values", **{"X-Auth-Token": token})
             for one in (device, other, device)
         ]
         say = wait_for_watch(socket)
@@ -170,19 +170,19 @@ def test_many_listeners_share_one_watch_and_each_gets_its_own_device(
         assert count_watches(socket) < 10, "one wish serves them all, and holds"
         for stream in streams:
             stream.connection.close()
-        until(lambda: not house.http.usage._listeners)
+        until(lambda: not server.http.usage._listeners)
 
 
-def test_a_usage_stream_ends_when_its_process_stops(house: SwitchableApplication, device: Device, token: str) -> None:
-    stream = EventStreamClient(house.port, f"/api/devices/{device.uuid}/usage/", **{"X-Auth-Token": token})
+def test_a_usage_stream_ends_when_its_process_stops(server: SwitchableApplication, device: Device, token: str) -> None:
+    stream = EventStreamClient(server.port, f"/api/devices/{device.uuid}/usage/", **{"X-Auth-Token": token})
     next(iter(stream))
-    house.http.usage.end_all_streams()
+    server.http.usage.end_all_streams()
     list(stream)
     assert stream.response.isclosed()
 
 
 def test_refused_usage_streams_get_the_usual_error_answers(
-    house: SwitchableApplication, device: Device, token: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    server: SwitchableApplication, device: Device, token: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"/api/devices/{device.uuid}/usage/"
     member = ApiToken.create_with_secret("x", User.objects.get(username="mona"), ["member", "reader"], "p1")
@@ -192,9 +192,9 @@ def test_refused_usage_streams_get_the_usual_error_answers(
         (f"/api/devices/{UNKNOWN_UUID}/usage/", {"X-Auth-Token": token}, 404, "nothing here that you may see"),
         (f"{address}?colour=red", {"X-Auth-Token": token}, 400, "unknown parameter"),
     ):
-        head = EventStreamClient(house.port, path, **sent).response
+        head = EventStreamClient(server.port, path, **sent).response
         assert head.status == status and says in json.loads(head.read())["error"]["message"]
     assert "application/json" in get_error_message(ask(address, **STREAM_HEADERS), 406)
     monkeypatch.setattr(usage, "MAX_LISTENERS", 0)
-    full = EventStreamClient(house.port, address, **{"X-Auth-Token": token}).response
+    full = EventStreamClient(server.port, address, **{"X-Auth-Token": token}).response
     assert (full.status, full.headers["Retry-After"]) == (503, "30") and b"Too many listeners" in full.read()

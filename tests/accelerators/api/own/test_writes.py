@@ -1,4 +1,4 @@
-"""What can be changed: profiles until they are used, the labels of accelerators."""
+"""Test writes over /api/: device profiles, until they are used, and the labels of accelerators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL_PROFILE = {"name": "small", "groups": [{"resources:FPGA": "1", "trait:CUST
 
 
 def create_profile(ask: Ask, **changes: Any) -> dict[str, Any]:
-    """A profile, made by an admin."""
+    """Create a device profile as an admin and return it."""
     response = ask("/api/profiles/", method="POST", data=SMALL_PROFILE | changes)
     assert response.status_code == 201, response.content
     return json.loads(response.content)

@@ -29,7 +29,7 @@ def token(db: None) -> str:
 
 @pytest.fixture
 def get(client: Client, token: str) -> Get:
-    """`get(path, version="", **headers)` with the token; `method` for the other verbs."""
+    """Return `get(path, version="", method="GET", **headers)`, which sends a request with the token."""
 
     def call(path: str, version: str = "", method: str = "GET", **headers: Any) -> HttpResponse:
         sent = {"X-Auth-Token": token} | ({"OpenStack-API-Version": version} if version else {})
@@ -40,7 +40,10 @@ def get(client: Client, token: str) -> Get:
 
 @pytest.fixture
 def call(client: Client, db: None) -> Call:
-    """`call(method, path, body, roles=, project=, service=, version=)`: JSON with a token of exactly these roles."""
+    """Return `call(method, path, body, roles=, project=, service=, version=)`, which sends JSON with a token.
+
+    The token has exactly these roles; `service` adds a service token.
+    """
     user = User.objects.create_user(f"user-{uuid4()}")
     secrets: dict[tuple[str, str], str] = {}
 
@@ -74,7 +77,7 @@ def call(client: Client, db: None) -> Call:
 
 @pytest.fixture
 def fill(db: None) -> Callable[[int], None]:
-    """`fill(devices)`: hosts cmp0, cmp1… of ten cards each."""
+    """Return `fill(devices)`, which creates hosts cmp0, cmp1… with ten cards each."""
 
     def make(devices: int) -> None:
         for n in range(0, devices, 10):
@@ -86,7 +89,7 @@ def fill(db: None) -> Callable[[int], None]:
 
 @pytest.fixture
 def offered(db: None) -> Callable[..., str]:
-    """`offered(handles=1, n=1)`: a ready card at bus `n` whose provider is known; returns the provider's uuid."""
+    """Return `offered(handles=1, n=1)`, which creates a ready card at bus `n` and returns the uuid of its provider."""
 
     def make(handles: int = 1, n: int = 1, **changes: object) -> str:
         provider = str(uuid4())
@@ -101,6 +104,6 @@ def offered(db: None) -> Callable[..., str]:
 
 
 def get_fault_string(response: HttpResponse) -> str:
-    """The sentence of a form A refusal."""
+    """Return the sentence of an error of form A."""
     sentence: str = json.loads(json.loads(response.content)["error_message"])["faultstring"]
     return sentence

@@ -1,4 +1,4 @@
-"""Devices enabled and disabled, attributes of the operator's, programming (contract sections 2.4 to 2.6)."""
+"""Test enabling and disabling devices, operators' attributes and programming over v2 (contract 2.4 to 2.6)."""
 
 from __future__ import annotations
 

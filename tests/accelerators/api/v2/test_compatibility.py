@@ -1,4 +1,4 @@
-"""`docs/compatibility.md` against the code: every route of v2 has a row, and every row names tests that exist."""
+"""Test `docs/compatibility.md` against the code: every route of v2 has a row, and the tests that a row names exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATH_PARTS = (("(?:/[^/]+)?", "[/{any}]"), ("(?P<uuid>enable|disable)", r"{enabl
 
 
 def list_table_rows() -> list[str]:
-    """The lines of its tables that are neither heads nor rulers."""
+    """Return the rows of the page's tables, without their heads and rulers."""
     lines = PAGE.splitlines()
     return [
         line
@@ -32,7 +32,7 @@ def _is_table_row(line: str) -> bool:
 
 
 def list_served_routes() -> set[str]:
-    """`METHOD /path` of everything that v2 answers with a handler."""
+    """Return `METHOD /path` of every route that v2 serves with a handler."""
     found = set()
     for route in urlpatterns:
         view = route.callback.view_class
@@ -51,7 +51,7 @@ def _format_route(pattern: str) -> str:
 
 @cache
 def list_function_names(path: str) -> set[str]:
-    """The names of the functions in a file; none when it is not there."""
+    """Return the names of the functions in a file; an empty set if the file does not exist."""
     file = ROOT / path
     tree = ast.parse(file.read_text() if file.exists() else "")
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

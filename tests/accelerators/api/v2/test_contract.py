@@ -1,4 +1,4 @@
-"""The contract's tables: routes, tokens, microversions, verbs, Accept, error forms; request → status, headers, body."""
+"""Test the tables of the v2 contract: routes, tokens, microversions, methods, Accept headers, and forms of errors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MICROVERSION_HEADERS = (
 
 
 def get_microversion_headers(response: object) -> list[str | None]:
-    """The four microversion headers."""
+    """Return the four microversion headers of a response; None for an absent one."""
     return [response.headers.get(name) for name in MICROVERSION_HEADERS]  # type: ignore[attr-defined]
 
 
 def get_fault(response: object) -> tuple[str, str]:
-    """Form A: who is to blame, and the sentence."""
+    """Return the faultcode and the sentence of an error of form A; check its form."""
     body = json.loads(response.content)  # type: ignore[attr-defined]
     assert list(body) == ["error_message"]
     inner = json.loads(body["error_message"])

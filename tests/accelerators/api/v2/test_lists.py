@@ -1,4 +1,4 @@
-"""Devices and deployables: what is shown, in which order, and that list and detail are the same bytes."""
+"""Test the lists of devices and deployables: fields, order and pages; an element equals its detail byte by byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLLECTIONS = pytest.mark.parametrize("collection", ["devices", "deployables"])
 
 
 def get_items(get: Get, path: str, version: str = "") -> list[dict[str, Any]]:
-    """The elements of a list; its one key is the collection's name."""
+    """Return the elements of a list; check that its only key is the collection's name."""
     response = get(path, version)
     assert response.status_code == 200, response.content
     body = json.loads(response.content)
@@ -32,7 +32,7 @@ def get_items(get: Get, path: str, version: str = "") -> list[dict[str, Any]]:
 
 
 def create_request_for(deployable: Deployable, handle: AttachHandle | None) -> None:
-    """A request for `deployable`; with a handle it is bound."""
+    """Create a request for `deployable`; with a handle it is bound."""
     profile, _ = DeviceProfile.objects.get_or_create(name="small", defaults={"groups": [{}]})
     AcceleratorRequest.objects.create(
         project_id="p1",
@@ -207,7 +207,7 @@ def test_deployables_can_be_filtered_by_name(get: Get, fill: Fill) -> None:
     ],
 )
 def test_pages_followed_by_marker_add_up_to_the_whole_list(get: Get, fill: Fill, collection: str, order: str) -> None:
-    """`updated_at` is null for some: a marker may stand on one of those as well."""
+    """`updated_at` is null in some rows; a marker may be one of these rows, too."""
     fill(7)
     model: Any = Device if collection == "devices" else Deployable
     with conductor.writing():

@@ -1,7 +1,7 @@
-"""Promise C1: what Nova sends, in its order, and what it reads of each answer (contract section 7.1, annex A).
+"""Test promise C1: the requests that Nova sends, in its order, and the fields that it reads (contract 7.1, annex A).
 
-Nova sends no microversion and a user's token, beside it a service token for what changes bindings. It reads neither
-headers nor links, and takes any status below 400 for success.
+Nova sends no microversion. It sends a user's token, and a service token with requests that change bindings. It reads
+neither headers nor links, and any status below 400 is a success for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARQS = "/accelerator/v2/accelerator_requests"
 
 @pytest.fixture
 def nova(call: Call) -> Any:
-    """`nova(method, path, body)`: the status, and the decoded body or None if there is none."""
+    """Return `nova(method, path, body)`, which returns the status and the decoded body, or None without a body."""
 
     def ask(method: str, path: str, body: object = None) -> tuple[int, Any]:
         response = call(method, path, body, service=True, version="")
@@ -41,7 +41,7 @@ def nova(call: Call) -> Any:
 
 @pytest.fixture
 def providers(db: None) -> list[str]:
-    """Two ready cards on cmp1; the providers that Placement would name."""
+    """Create two ready cards on cmp1 and a profile; return the providers that Placement would name."""
     apply_report(get_or_create_host(), make_driver_report(make_card(1), make_card(2)))
     for uuid in Device.objects.values_list("uuid", flat=True):
         lifecycle.enable_device(uuid, ADMIN)
@@ -51,7 +51,7 @@ def providers(db: None) -> list[str]:
 
 
 def bind_body(arqs: list[dict[str, Any]], providers: list[str], instance: str) -> dict[str, Any]:
-    """The PATCH of all requests of an instance, each at the provider of its group."""
+    """Return the body of the PATCH that binds all requests of an instance, each to the provider of its group."""
     values = [{"hostname": "cmp1", "device_rp_uuid": rp, "instance_uuid": instance} for rp in providers]
     return {
         arq["uuid"]: [
@@ -79,7 +79,7 @@ def test_C1_nova_creates_binds_reads_and_deletes_the_requests_of_a_server(nova: 
         assert arq["attach_handle_type"] == "PCI"
         assert arq["attach_handle_info"] == {"domain": "0000", "bus": bus, "device": "00", "function": "0"}
         assert (arq["hostname"], arq["instance_uuid"]) == ("cmp1", instance)
-    for _ in range(2):  # Nova deletes once more where it is not sure
+    for _ in range(2):  # Nova sends the DELETE again when it is not sure of the first
         assert nova("DELETE", f"{ARQS}?instance={instance}") == (204, None)
     assert nova("GET", f"{ARQS}?instance={instance}") == (200, {"arqs": []})
     assert not AcceleratorRequest.objects.exists()
@@ -87,7 +87,7 @@ def test_C1_nova_creates_binds_reads_and_deletes_the_requests_of_a_server(nova: 
 
 
 def test_C1_after_a_failed_bind_nova_deletes_the_requests_and_can_bind_again(nova: Any, providers: list[str]) -> None:
-    """Its calls after a failed bind; then the same devices are to be had again."""
+    """Nova deletes the requests after a failed bind; then the same devices can be bound."""
     _, made = nova("POST", ARQS, {"device_profile_name": "dp"})
     instance = str(uuid4())
     assert nova("PATCH", ARQS, bind_body(made["arqs"], [str(uuid4()), providers[1]], instance))[0] >= 400
@@ -105,7 +105,7 @@ def test_C1_unbound_requests_and_missing_service_tokens_are_answered_as_upstream
     for arq in made["arqs"]:
         assert (arq["attach_handle_type"], arq["attach_handle_info"]) == ("", {})
         assert nova("GET", f"{ARQS}/{arq['uuid']}") == (200, arq), "shown bare, not wrapped"
-    # Whoever has no service token is told so in these words, which clients look for.
+    # Clients look for these words in the refusal of a request without a service token.
     body = bind_body(made["arqs"], providers, str(uuid4()))
     refused = call("PATCH", ARQS, body, version="")
     assert refused.status_code == 403

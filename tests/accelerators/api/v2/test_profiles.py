@@ -1,4 +1,4 @@
-"""`/v2/device_profiles` over HTTP (contract section 2.2): create, read by every key, delete in every form."""
+"""Test `/v2/device_profiles` over HTTP (contract section 2.2): create, show by uuid or name, list, delete, refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programming a deployable over v2 (contract section 2.5): asked, waited for, told; and what is known of it then."""
+"""Test programming a deployable over v2 (contract section 2.5): success, failures, waiting, and the stored traits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Offered = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
-def _here(settings: Any, tmp_path: Path) -> Iterator[None]:
+def _state_folder(settings: Any, tmp_path: Path) -> Iterator[None]:
     settings.KEYS = Keys(state_dir=str(tmp_path))
     with download.IMAGE_SERVICE.replaced("glance", None):
         yield
@@ -65,7 +65,10 @@ def register_agent(host: Host) -> None:
 
 @contextmanager
 def run_agents(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
-    """What the job and all agents do, while the test asks: every command is prepared, taken, answered, settled."""
+    """Run the image job and all agents in a thread during the block: each command is prepared, answered and ended.
+
+    `outcome` and `text` are the answer of the agents.
+    """
 
     def work() -> None:
         while not over.wait(0.01):
@@ -87,7 +90,7 @@ def run_agents(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
 
 @pytest.fixture
 def part(offered: Offered) -> Deployable:
-    """A ready card that can be programmed, on a host whose agent takes commands."""
+    """Return the deployable of a ready card that can be programmed, on a host whose agent takes program commands."""
     offered(acts="program")
     found = Deployable.objects.select_related("device__host").get()
     register_agent(found.device.host)
@@ -170,7 +173,7 @@ def test_while_the_maximum_of_program_calls_wait_lists_answer_and_no_connection_
     def wait(uuid: UUID) -> None:
         statuses.append(ask("PATCH", f"/v2/deployables/{uuid}/program", build_program_body(image.uuid)).status)
 
-    gc.collect()  # closes what ended threads of earlier tests left
+    gc.collect()  # closes the database connections of ended threads of earlier tests
     before = count_database_connections()
     short, long = asgi.BoundedThreads(wsgi, 1, 1), asgi.BoundedThreads(wsgi, asgi.LONG_THREADS, 1)
     gateway = AgentGateway(Keys())
@@ -182,7 +185,7 @@ def test_while_the_maximum_of_program_calls_wait_lists_answer_and_no_connection_
         assert ask("GET", "/v2/devices").status == 200
         full = ask("PATCH", f"/v2/deployables/{parts[0].uuid}/program", build_program_body(image.uuid))
         assert (full.status, full.headers["Retry-After"]) == (503, "1")
-        answered = 3  # the hub's, and of those who have answered: a list's, a refusal's
+        answered = 3  # the hub's connection, and those of the two answered requests: a list and a refusal
         until(lambda: count_database_connections() <= before + answered)
         assert not statuses
         with run_agents():
@@ -193,7 +196,7 @@ def test_while_the_maximum_of_program_calls_wait_lists_answer_and_no_connection_
 
 @pytest.fixture
 def reported(part: Deployable) -> Device:
-    """As the card is reported by a driver that knows what was in it before."""
+    """Return a card whose driver reports the function that it had before; then it was programmed with another."""
     old = Fact("trait1", "CUSTOM_FPGA_FUNCTION_ID_TEST_OLD")
     deployable = make_card(1).deployables[0]
     with_old = structs.replace(deployable, attributes=(*deployable.attributes, old))

@@ -1,4 +1,4 @@
-"""Images over our own API and at the shell: sent as they are, larger than any other body, listed, removed."""
+"""Test images over /api/ and with the management command: large uploads, lists, removal; names of function traits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGE = bytes(range(256)) * 6144
 
 
 @pytest.fixture(autouse=True)
-def _here(settings: Any, tmp_path: Path) -> None:
+def _state_folder(settings: Any, tmp_path: Path) -> None:
     settings.KEYS = Keys(state_dir=str(tmp_path), image_max_bytes=2_000_000)
 
 

@@ -1,4 +1,4 @@
-"""`/v2/accelerator_requests` over HTTP (contract section 2.3): create, bind, read, unbind, delete; whose they are."""
+"""Test `/v2/accelerator_requests` over HTTP (contract section 2.3): create, bind, read, unbind, delete; projects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real client: openstacksdk's accelerator proxy against a live server (contract section 7.2, promise C1)."""
+"""Test openstacksdk's accelerator proxy as a real client against a live server (contract section 7.2, promise C1)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def connect(live_server: Any) -> Iterator[Connect]:
-    """`connect(**options)`: a connection whose accelerator endpoint is fixed, as the catalogue's would be.
+    """Return `connect(**options)`, which makes a connection with a fixed accelerator endpoint.
 
-    Closed at the end, or the server's threads would keep their database connections as long as the client's.
+    The HTTP session is closed at the end; otherwise the server's threads would keep their database connections.
     """
     secret = ApiToken.create_with_secret("sdk", User.objects.create_user("sdk"), ["admin"], "p1")
     endpoint = f"{live_server.url}/accelerator/v2"
