@@ -192,6 +192,8 @@ def test_a_command_that_this_host_cannot_run_is_refused_with_the_reason(
             assert words in result.text
             assert driver.plan_calls == []
 
+    asyncio.run(story())
+
 
 @pytest.mark.parametrize("rules", [{"*": {"detach"}}, {"*": {"detach"}, "other": {"install"}}])
 def test_a_driver_without_its_own_acts_list_is_limited_by_the_list_for_all_drivers(
@@ -204,8 +206,6 @@ def test_a_driver_without_its_own_acts_list_is_limited_by_the_list_for_all_drive
             assert "do not allow the act 'install'" in result.text and driver.plan_calls == []
         async with run_host(tmp_path, driver, rules=rules | {"drv": frozenset({"install"})}) as host:
             assert (await host.run_commands(make_command(2, "install"))).outcome == "succeeded"
-
-    asyncio.run(story())
 
     asyncio.run(story())
 

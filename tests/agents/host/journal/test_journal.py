@@ -231,7 +231,7 @@ while True:
     journal.record_report((driver_report(keys=[f"{sys.argv[2]}-{number}"]),))
     print(journal.epoch, journal.seq, journal.report.hash, flush=True)
     if number % 3 == 0:
-        journal.acknowledge(journal.seq)
+        journal.acknowledge_report(journal.seq)
 """
 
 
@@ -245,6 +245,7 @@ def test_a_killed_writer_never_gives_one_report_number_to_two_contents(tmp_path:
             lines = [process.stdout.readline() for _ in range(3 + 5 * turn)]
             process.send_signal(signal.SIGKILL)
             lines += process.stdout.readlines()
+        assert process.returncode == -signal.SIGKILL, "the writer ended before it was killed"
         complete = [line.split() for line in lines if line.endswith("\n")]
         assert complete
         for epoch, seq, digest in complete:
