@@ -4,7 +4,7 @@ All exceptions of this package, each with the module that defines it:
 
     AgentsError                         agents.errors
       MalformedMessageError             agents.wire
-      ConnectionRejectedError           agents.enrolment
+      ConnectionRejectedError           agents.authentication
       SessionClosedError                agents.gateway.sessions
       TooManyCensusesError              agents.gateway.sample_cache
       GatewayUnreachableError           agents.gateway.sample_rpc

@@ -19,7 +19,7 @@ class CyborgwebConfig(AppConfig):
         """Register deployment checks, the handlers of `migrate`, jobs, and functions of the console."""
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui.extensions import DENIAL_REASON, FIELD_SENTENCE, LIST_MEMORY, PAGE_SECTIONS, USER_PROJECT
-        from agents.enrolment import CONDUCTOR_ADDRESS
+        from agents.authentication import CONDUCTOR_ADDRESS
         from cyborgweb.auth import keystone, roles
         from cyborgweb.manual.fields import field_sentence
         from cyborgweb.pages import load

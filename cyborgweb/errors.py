@@ -3,7 +3,7 @@
 All exceptions of this package, each with the module that defines it:
 
     CyborgwebError                      cyborgweb.errors
-      CliError                          cyborgweb.cli.problems
+      CliError                          cyborgweb.cli.exit_codes
       KeystoneUnavailableError          cyborgweb.auth.authentication
       PolicyDeniedError                 cyborgweb.auth.policy
       PolicyFileError                   cyborgweb.auth.policy

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from placement_sync.apply_writes import ProviderMissingError, synchronize_host
 from placement_sync.client import (
     PlacementClient,
     PlacementConflictError,
@@ -25,7 +26,6 @@ from placement_sync.client import (
 from placement_sync.errors import PlacementSyncError
 from placement_sync.mapping import DesiredProvider
 from placement_sync.reconcile import WrittenRecord
-from placement_sync.sync import ProviderMissingError, synchronize_host
 
 CLOUD_FILES = ("clouds.yaml", "clouds.yml")
 CLOUD_DIRECTORIES = (Path("."), Path("~/.config/openstack"), Path("/etc/openstack"))

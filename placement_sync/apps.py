@@ -24,7 +24,7 @@ class PlacementSyncConfig(AppConfig):
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.safety import HOLDER_CHECKS
         from accelerators.ui.extensions import PAGE_SECTIONS
-        from accelerators.workflows.attachments import INSTANCE_LOOKUP
+        from accelerators.workflows.attachment_orders import INSTANCE_LOOKUP
         from placement_sync.admin import sections
         from placement_sync.cloud import get_service_session
         from placement_sync.glance import GlanceClient

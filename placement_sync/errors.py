@@ -7,7 +7,7 @@ All exceptions of this package, each with the module that defines it:
       PlacementConflictError            placement_sync.client
       PlacementRejectedError            placement_sync.client
       WriterStoppedError                placement_sync.client
-      ProviderMissingError              placement_sync.sync
+      ProviderMissingError              placement_sync.apply_writes
       _CredentialsError                 placement_sync.agent_writer
       NovaUnavailableError              placement_sync.nova.client
       AgentWritesError                  placement_sync.jobs.providers

@@ -24,7 +24,7 @@ from accelerators.models import Attachment, DeviceProfile, Intent
 from accelerators.models.attachments import AttachmentState
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import ReadOnlyModelAdmin
-from accelerators.workflows import attachments
+from accelerators.workflows import attachment_orders
 
 MAX_PROFILES = 200
 """Maximum number of device profiles that the form offers."""
@@ -104,9 +104,11 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             raise PermissionDenied
         if request.method == "POST":
             return self._handle_detach(request, row)
-        handles = attachments.get_handles(row)
+        handles = attachment_orders.get_handles(row)
         waiting_intent = (
-            Intent.objects.filter(kind=attachments.ATTACHMENT_INTENT, key=str(row.uuid)).exclude(last_error="").first()
+            Intent.objects.filter(kind=attachment_orders.ATTACHMENT_INTENT, key=str(row.uuid))
+            .exclude(last_error="")
+            .first()
         )
         context = self.admin_site.each_context(request) | {
             "title": f"Attachment {str(row.uuid)[:8]}",
@@ -122,7 +124,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "waiting": waiting_intent,
             "hotplug": libvirt_xml.describe_plugging(handles, row.host),
             "libvirt": libvirt_xml.render_hostdev_elements(handles),
-            "open": row.state not in attachments.REVERTING_OR_ENDED,
+            "open": row.state not in attachment_orders.REVERTING_OR_ENDED,
             "longest": MAX_REASON,
         }
         context |= permissions.build_permission_context(request, permissions.DETACH)
@@ -131,7 +133,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
     def _handle_detach(self, request: HttpRequest, row: Attachment) -> HttpResponse:
         permissions.require_permission(request, permissions.DETACH)
         try:
-            attachments.order_detachment(
+            attachment_orders.order_detachment(
                 row.uuid, device_actions.get_caller(request), request.POST.get("reason", ""), EventSource.PERSON
             )
         except RefusedError as refused:
@@ -151,6 +153,6 @@ def _start_attachment(request: HttpRequest) -> Attachment:
     except ValueError:
         raise RefusedError(RefusalReason.INVALID, "Enter the uuids of the instance and of the device.") from None
     options: Any = {"profile": form_values["profile"], "device": device, "reason": request.POST.get("reason", "")}
-    return attachments.order_attachment(
+    return attachment_orders.order_attachment(
         instance, device_actions.get_caller(request), source=EventSource.PERSON, **options
     )

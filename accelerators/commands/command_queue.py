@@ -1,7 +1,7 @@
 """Place commands for agents, and store the progress and the answers that agents send.
 
 A command is inserted in the transaction that needs it (`place_commands`, `order_device_command`, `order_host_command`);
-its row is its own outbox, and `agents.gateway.command_dispatch` delivers it. `accelerators.workflows.command_results`
+its row is its own outbox, and `agents.gateway.command_dispatch` delivers it. `accelerators.workflows.command_endings`
 ends commands and applies the consequences. `accelerators.images` reports here when an image that a command waits for
 has been fetched.
 """
@@ -303,7 +303,7 @@ def store_answers(answers: Iterable[CommandAnswer]) -> set[CommandId]:
     """Store answers of agents; return the commands that need nothing more, so that their agents may forget them.
 
     The other commands end when the report that belongs to the answer is applied
-    (`command_results.end_answered_commands`). An answer to a command that has already ended as expired or unknown is
+    (`command_endings.end_answered_commands`). An answer to a command that has already ended as expired or unknown is
     only noted; if that command was an attachment and the agent did not refuse it, what it made on the host is removed
     (`order_missing_detaches`).
     """

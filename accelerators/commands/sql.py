@@ -1,4 +1,4 @@
-"""SQL statements of `command_queue` and `command_results`.
+"""SQL statements of `command_queue` and `command_endings`.
 
 They are raw SQL because each gives any number of commands values of their own, and some of them also write devices and
 events, in one statement; the ORM would need one for each table.

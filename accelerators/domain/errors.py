@@ -9,7 +9,7 @@ All exceptions of this package, each with the module that defines it:
       RegistrationError                 accelerators.runtime.registry
       ImageUnusableError                accelerators.images.download
       ImageServiceUnavailableError      accelerators.images.download
-      ConcurrentUpdateError             accelerators.workflows.attachments
+      ConcurrentUpdateError             accelerators.workflows.attachment_orders
       _HandlesContendedError            accelerators.requests.binding
       ApiError                          accelerators.api.own.errors
       V2Error                           accelerators.api.v2.faults

@@ -1,7 +1,7 @@
 """Model of accelerators that are attached to a running instance: what was asked, its progress, and what was written
 to Placement.
 
-`accelerators.workflows.attachments` writes it.
+`accelerators.workflows.attachment_orders` writes it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Attachment(fields.Row):
     ended_at = models.DateTimeField(null=True, blank=True)
 
     held: list[HeldHandle]
-    """Not a column: its attach handles, once `accelerators.workflows.attachments.load_handles` has loaded them."""
+    """Not a column: its attach handles, once `accelerators.workflows.attachment_orders.load_handles` has loaded them.
+    """
 
     class Meta:
         ordering = ["-id"]

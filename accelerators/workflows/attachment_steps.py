@@ -24,7 +24,7 @@ from accelerators.models.attachments import HOLDS_ACCELERATORS, AttachmentState
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from accelerators.requests.candidates import ProviderChoice
-from accelerators.workflows.attachments import (
+from accelerators.workflows.attachment_orders import (
     ATTACHMENT_INTENT,
     ConcurrentUpdateError,
     advance_attachment,

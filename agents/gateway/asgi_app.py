@@ -17,16 +17,16 @@ import msgspec
 from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.domain import errors
 from accelerators.runtime import database_outage
-from agents import credentials, enrolment, key_revocation, wire
-from agents.enrolment import ConnectionRejectedError, EnrolledAgent
+from agents import authentication, credentials, key_revocation, wire
+from agents.authentication import ConnectionRejectedError, EnrolledAgent
 from agents.gateway import metrics
 from agents.gateway.command_dispatch import CommandDispatcher, CommandMessage
-from agents.gateway.handshake import choose_version, client_address, deny_upgrade
 from agents.gateway.leases import LeaseBuffer
 from agents.gateway.rejections import RefusalCounter
 from agents.gateway.sample_cache import SAMPLES_PREFIX, SampleCache
 from agents.gateway.sessions import AgentSession, SessionClosedError, SessionRegistry, send_message, send_text
 from agents.gateway.throttling import HandshakeThrottle, ReportJitter
+from agents.gateway.upgrade_request import choose_version, client_address, deny_upgrade
 from agents.gateway.writer import AdmitJob, CommandJob, DatabaseWriter, SpoolJob, TrustJob
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class AgentGateway:
         self.counters = {"unknown_types": 0, "unknown_fields": 0}
         self.leases = LeaseBuffer(settings.lease_flush_s)
         self.refusals = RefusalCounter()
-        self.challenges = enrolment.ChallengeStore()
+        self.challenges = authentication.ChallengeStore()
         self.throttle = HandshakeThrottle(settings.handshakes, settings.agent_connections)
         self.report_jitter = ReportJitter()
         self.open_connections = 0
@@ -126,7 +126,7 @@ class AgentGateway:
                 raise ConnectionRejectedError(405, "method", "only GET is allowed")
             self._reject_if_throttled(self.throttle.admit_challenge(client_address(scope)))
         except ConnectionRejectedError as refused:
-            status, (headers, body) = refused.status, enrolment.build_denial(refused)
+            status, (headers, body) = refused.status, authentication.build_denial(refused)
         else:
             status, body = 200, msgspec.json.encode(self.challenges.create())
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -161,12 +161,12 @@ class AgentGateway:
         try:
             self._reject_if_throttled(self.throttle.admit_upgrade(self.open_connections, client_address(scope)))
             version = choose_version(scope)
-            credential = enrolment.read_credential(scope)
+            credential = authentication.read_credential(scope)
             host = credential.host
-            fingerprint = enrolment.verify_credential(credential, self.challenges, fingerprints)
+            fingerprint = authentication.verify_credential(credential, self.challenges, fingerprints)
             with self.throttle.count_handshake():
                 identity = await self._identify_agent(credential)
-            if credential.epoch > enrolment.highest_allowed_epoch(identity.epoch):
+            if credential.epoch > authentication.highest_allowed_epoch(identity.epoch):
                 raise ConnectionRejectedError(
                     403, "epoch", f"epoch {credential.epoch} is out of range: the agent's journal may be damaged"
                 )

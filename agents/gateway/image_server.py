@@ -1,7 +1,7 @@
 """ASGI application that serves images for programming devices at `/ws/agent/image/<id>`.
 
 A host may fetch an image only while an open command of that host names it. The agent authenticates as it does for a
-connection (`enrolment`): a signed challenge in `Authorization`. The application runs on the event loop and uses the
+connection (`authentication`): a signed challenge in `Authorization`. The application runs on the event loop and uses the
 database and the disk in its own threads. It is mounted on both listeners.
 """
 
@@ -21,8 +21,8 @@ from accelerators.images import store
 from accelerators.models import Command
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import database_outage
-from agents import credentials, enrolment, key_revocation, wire
-from agents.enrolment import ChallengeStore, ConnectionRejectedError
+from agents import authentication, credentials, key_revocation, wire
+from agents.authentication import ChallengeStore, ConnectionRejectedError
 from agents.gateway.rejections import RefusalCounter
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,9 @@ class ImageServer:
                 raise ConnectionRejectedError(405, "method", "only GET is allowed")
             if self.transfer_count >= MAX_TRANSFERS:
                 raise ConnectionRejectedError(503, "busy", "too many images are being fetched: try again later")
-            credential = enrolment.read_credential(scope)
+            credential = authentication.read_credential(scope)
             host = credential.host
-            enrolment.verify_credential(credential, self._challenges, fingerprints)
+            authentication.verify_credential(credential, self._challenges, fingerprints)
             self.transfer_count += 1
             try:
                 file, size = await self._open_image(credential, scope["path"].removeprefix(wire.IMAGE_PATH))
@@ -73,7 +73,7 @@ class ImageServer:
         except ConnectionRejectedError as refused:
             if refused.status != 405:
                 self._refusals.add(host, refused.code, refused.reason)
-            headers, body = enrolment.build_denial(refused)
+            headers, body = authentication.build_denial(refused)
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
@@ -129,7 +129,7 @@ def _open_image_for_agent(credential: credentials.Credential, image_id: str) -> 
     image, or if the file is gone. For a thread: it closes the thread's database connection.
     """
     try:
-        identity = enrolment.find_enrolled([credential.public_key]).get(credential.public_key)
+        identity = authentication.find_enrolled([credential.public_key]).get(credential.public_key)
         if identity is None or identity.host != credential.host:
             raise ConnectionRejectedError(403, "not-enrolled", f"this key does not belong to host {credential.host!r}")
         if identity.barred:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agents import credentials, key_revocation, wire
-from agents.enrolment import EnrolledAgent, highest_allowed_epoch
+from agents.authentication import EnrolledAgent, highest_allowed_epoch
 from agents.errors import AgentsError
 from agents.key_revocation import AgentChange, ConnectionIdentity
 

@@ -26,8 +26,8 @@ from django.db import DatabaseError, InterfaceError, OperationalError, close_old
 from accelerators.domain import errors
 from accelerators.runtime import database_outage, pubsub
 from accelerators.runtime import jobs as ticks
-from agents import credentials, enrolment, key_revocation
-from agents.enrolment import ConnectionRejectedError
+from agents import authentication, credentials, key_revocation
+from agents.authentication import ConnectionRejectedError
 from agents.gateway import command_dispatch, metrics
 from agents.gateway.leases import LeaseBuffer
 from agents.gateway.rejections import RefusalCounter
@@ -283,11 +283,11 @@ class DatabaseWriter(threading.Thread):
 
         The applied hash is given as '' while a report of the host is queued here.
         """
-        enrolled = enrolment.find_enrolled({job.credential.public_key for job in jobs})
+        enrolled = authentication.find_enrolled({job.credential.public_key for job in jobs})
         results: FutureResults = []
         for job in jobs:
             try:
-                outcome: Any = enrolment.identify_or_enrol(job.credential, enrolled.get(job.credential.public_key))
+                outcome: Any = authentication.identify_or_enrol(job.credential, enrolled.get(job.credential.public_key))
                 if self._reports_by_host[outcome.host_id]:
                     outcome = replace(outcome, applied_hash="")
             except ConnectionRejectedError as refused:
@@ -296,7 +296,7 @@ class DatabaseWriter(threading.Thread):
                 raise
             except DatabaseError as error:
                 log.exception("enrolling %s failed", job.credential.host)
-                outcome = ConnectionRejectedError(503, "database", f"enrolment failed: {type(error).__name__}")
+                outcome = ConnectionRejectedError(503, "database", f"authentication failed: {type(error).__name__}")
             results.append((job.future, outcome))
         return results
 

@@ -9,11 +9,11 @@ import click
 
 from cyborgweb.cli import names, options
 from cyborgweb.cli.backends import describe_ended_command
+from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import wait_for_commands
+from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.outcomes import show_and_exit
 from cyborgweb.cli.output import print_rows
-from cyborgweb.cli.problems import ExitCode
 
 LIST_COLUMNS = (
     "state",

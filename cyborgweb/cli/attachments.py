@@ -9,11 +9,11 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import names, options
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
+from cyborgweb.cli.many_targets import run_for_each, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.outcomes import run_for_each, show_and_exit
 from cyborgweb.cli.output import print_row, print_rows
-from cyborgweb.cli.problems import CliError, ExitCode
 
 LIST_COLUMNS = ("uuid", "state", "instance", "profile", "device", "host", "by", "fault")
 DETACH_COLUMNS = ("attachment", "outcome", "state", "text")

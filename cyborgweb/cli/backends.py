@@ -9,11 +9,11 @@ from urllib.parse import quote
 import click
 
 from cyborgweb.cli import names, options
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.following import wait_for_commands
+from cyborgweb.cli.many_targets import run_for_each, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.outcomes import run_for_each, show_and_exit
 from cyborgweb.cli.output import print_row, print_rows
-from cyborgweb.cli.problems import CliError, ExitCode
 
 BACKEND_KINDS = ("pci", "mdev", "accel-class", "firmware", "remote")
 SERVICE_NAMES = ("passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats")

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
+from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.options import CliContext, drop_empty, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row, print_rows
-from cyborgweb.cli.problems import ExitCode, to_printable_line
 from cyborgweb.cli.usage import LOAD_COLUMNS
 
 CENSUS_COLUMNS = ("host=host.name", "fits", "free", "room", "heard", *LOAD_COLUMNS, "reason=why")

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.logins import LOGIN_HELP, LoginOptions, open_session
-from cyborgweb.cli.problems import CliError, ExitCode
 
 PAGE_SIZE = 500
 """Rows per request: the largest page that the API returns."""

@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from cyborgweb.cli import names, options
+from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
+from cyborgweb.cli.many_targets import run_for_each, show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.outcomes import run_for_each, show_and_exit
 from cyborgweb.cli.output import print_row, print_rows
-from cyborgweb.cli.problems import ExitCode
 
 DEVICE_STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
 DEVICE_COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")

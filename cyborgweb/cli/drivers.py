@@ -12,11 +12,11 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import names, options
+from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import WorkProgress, follow_until_ended
+from cyborgweb.cli.many_targets import show_and_exit
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
-from cyborgweb.cli.outcomes import show_and_exit
 from cyborgweb.cli.output import print_row, print_rows
-from cyborgweb.cli.problems import ExitCode
 
 DRIVER_STATES = ("ok", "failed", "quarantined", "disabled", "absent")
 DRIVER_COLUMNS = (

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from cyborgweb.cli.connection import ApiClient
-from cyborgweb.cli.problems import CliError, ExitCode, to_printable_line
+from cyborgweb.cli.exit_codes import CliError, ExitCode, to_printable_line
 
 FIRST_PAUSE_S, PAUSE_FACTOR, MAX_PAUSE_S = 0.1, 1.5, 2.0
 """Seconds between polls: the first pause, the factor by which each pause grows, and the longest pause."""

@@ -14,9 +14,9 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import options
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row, print_rows
-from cyborgweb.cli.problems import CliError, ExitCode
 
 IMAGE_COLUMNS = ("uuid", "source", "size", "name", "properties")
 CHUNK_BYTES = 1_048_576

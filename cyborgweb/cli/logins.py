@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cyborgweb.cli.problems import CliError, ExitCode
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 
 MAX_TOKEN_BYTES = 65_536
 TOKEN_PATTERN = re.compile(r"[A-Za-z0-9._~+/=-]{1,8192}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from cyborgweb.cli import accelerators, attachments, backends, census, commands, devices, drivers, images, usage
+from cyborgweb.cli import accelerators, attachments, backends, census, device_commands, devices, drivers, images, usage
 from cyborgweb.cli.options import VerbCommand, connection_options, output_options
 
 SHELLS = ("bash", "zsh", "fish")
@@ -76,9 +76,9 @@ VERB_COMMANDS = (
     devices.device_release,
     devices.device_retire,
     devices.device_reinstate,
-    *commands.ORDER_VERBS.values(),
-    commands.command_list,
-    commands.command_show,
+    *device_commands.ORDER_VERBS.values(),
+    device_commands.command_list,
+    device_commands.command_show,
     images.image_upload,
     images.image_list,
     images.image_remove,

@@ -8,7 +8,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli.connection import ApiClient
-from cyborgweb.cli.problems import CliError, ExitCode
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 
 UUID_BEGINNING = re.compile(r"[0-9a-f-]{4,36}")
 MAX_DEVICES_FETCHED = 20_000

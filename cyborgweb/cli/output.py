@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from cyborgweb.cli.problems import to_printable_line
+from cyborgweb.cli.exit_codes import to_printable_line
 
 FORMATS = ("table", "json", "yaml", "csv")
 FORMULA_SIGNS = ("=", "+", "-", "@")

@@ -14,11 +14,11 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from accelerators.devices import admission_rules
 from accelerators.management import shell
-from cyborgweb.cli import accelerators, attachments, commands, devices, drivers, images
+from cyborgweb.cli import accelerators, attachments, device_commands, devices, drivers, images
+from cyborgweb.cli.exit_codes import CliError
 from cyborgweb.cli.main import VerbGroup
 from cyborgweb.cli.options import CliContext, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_rows
-from cyborgweb.cli.problems import CliError
 from cyborgweb.management.local_api import LocalApiClient
 
 DEFAULTS = {"wait": False, "yes": True, "history": True, "which": "all", "limit": 1_000_000}
@@ -60,9 +60,9 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
         "cancel": drivers.rollout_cancel,
     },
     "command": {
-        **{name.partition("-")[2]: verb for name, verb in commands.ORDER_VERBS.items()},
-        "list": commands.command_list,
-        "show": commands.command_show,
+        **{name.partition("-")[2]: verb for name, verb in device_commands.ORDER_VERBS.items()},
+        "list": device_commands.command_list,
+        "show": device_commands.command_show,
     },
     "attachment": {
         "attach": attachments.attach_instance,

@@ -210,7 +210,15 @@ class Supervisor:
         """
         after, self.start_gate_fd = os.pipe()
         self.wait_fd = after
-        command = [sys.executable, "-m", "cyborgweb.server.web", "--fd", str(listener.fileno()), "--after", str(after)]
+        command = [
+            sys.executable,
+            "-m",
+            "cyborgweb.server.web_server",
+            "--fd",
+            str(listener.fileno()),
+            "--after",
+            str(after),
+        ]
         fds = [listener.fileno(), after]
         if agent_listener:
             command += ["--agent-fd", str(agent_listener.fileno())]

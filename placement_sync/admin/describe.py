@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from placement_sync.apply_writes import SyncOutcome
 from placement_sync.reconcile import (
     CreateProvider,
     DeleteProvider,
@@ -13,7 +14,6 @@ from placement_sync.reconcile import (
     SetInventories,
     SetTraits,
 )
-from placement_sync.sync import SyncOutcome
 
 DESCRIBED_FIELDS = ("total", "reserved", "max_unit")
 """The fields of an inventory whose changes are described. The others belong to Placement and its operators."""

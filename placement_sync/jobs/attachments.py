@@ -1,4 +1,5 @@
-"""The job `attachments`: carry out what `accelerators.workflows.attachments` was asked for, one step per transaction.
+"""The job `attachments`: carry out what `accelerators.workflows.attachment_orders` was asked for, one step per
+transaction.
 
 Intents of the kind `attachment` wake it. A change of Placement is recorded and committed by one step and sent by the
 next (`allocations`), so it happens once, wherever the worker is killed. The amounts in Placement show whether it
@@ -22,9 +23,9 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import Attachment
 from accelerators.models.attachments import ENDED_ATTACHMENT_STATES, AttachmentState
 from accelerators.runtime import jobs
+from accelerators.workflows import attachment_orders
 from accelerators.workflows import attachment_steps as steps
-from accelerators.workflows import attachments
-from accelerators.workflows.attachments import ConcurrentUpdateError, NovaInstance
+from accelerators.workflows.attachment_orders import ConcurrentUpdateError, NovaInstance
 from placement_sync import allocations
 from placement_sync.allocations import AllocationWrite, ClaimShare
 from placement_sync.client import (
@@ -40,7 +41,7 @@ from placement_sync.nova import client
 
 log = logging.getLogger(__name__)
 
-KIND, JOB = attachments.ATTACHMENT_INTENT, "attachments"
+KIND, JOB = attachment_orders.ATTACHMENT_INTENT, "attachments"
 TIMEOUT_S = 5.0
 WAIT_INTERVAL_S = 1.0
 """Interval in seconds at which an attachment looks whether its host has finished, or whether its turn has come."""
@@ -190,7 +191,7 @@ def _claim_shares(row: Attachment) -> None:
     PlacementConflictError if another writer was faster; RetryLaterError.
     """
     if (placement := _open_placement()) is None:
-        return attachments.advance_attachment(row, AttachmentState.ATTACHING, "claimed", PLACEMENT_OFF_TEXT)
+        return attachment_orders.advance_attachment(row, AttachmentState.ATTACHING, "claimed", PLACEMENT_OFF_TEXT)
     _check_turn(row)
     shares, recorded = _decode_shares(row), _decode_change(row.claim)
     consumer = placement.read_consumer(str(row.instance))
@@ -200,7 +201,7 @@ def _claim_shares(row: Attachment) -> None:
             RefusalReason.CONFLICT, f"Placement has nothing allocated to instance {row.instance} any more."
         )
     if not change.is_noop and change != recorded:
-        return attachments.advance_attachment(
+        return attachment_orders.advance_attachment(
             row, AttachmentState.ATTACHING, "claiming", claim=msgspec.to_builtins(change)
         )
     if not change.is_noop:
@@ -211,7 +212,7 @@ def _claim_shares(row: Attachment) -> None:
                 raise
             raise RefusedError(RefusalReason.CONFLICT, str(error)) from None
     summary = ", ".join(f"{share.amount} {share.resource_class} of {rp}" for rp, share in sorted(shares.items()))
-    attachments.advance_attachment(row, AttachmentState.ATTACHING, "claimed", summary)
+    attachment_orders.advance_attachment(row, AttachmentState.ATTACHING, "claimed", summary)
 
 
 def _release_shares(row: Attachment) -> None:
@@ -234,7 +235,7 @@ def _release_shares(row: Attachment) -> None:
     change = allocations.plan_release(consumer, shares, steps.count_units_of_other_requests(row), recorded)
     if change is not None and change != recorded:
         state = AttachmentState(row.state)
-        return attachments.advance_attachment(row, state, "returning", release=msgspec.to_builtins(change))
+        return attachment_orders.advance_attachment(row, state, "returning", release=msgspec.to_builtins(change))
     if change is not None:
         try:
             placement.replace_allocations(consumer.uuid, allocations.build_body(consumer, shares, change))

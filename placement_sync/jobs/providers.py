@@ -25,6 +25,7 @@ from accelerators.models import Deployable, Host, Intent
 from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync import mapping
+from placement_sync.apply_writes import ProviderMissingError, SyncOutcome, synchronize_host
 from placement_sync.client import (
     PlacementClient,
     PlacementConflictError,
@@ -35,7 +36,6 @@ from placement_sync.cloud import get_cloud_session
 from placement_sync.errors import PlacementSyncError
 from placement_sync.jobs import repository, writer_election
 from placement_sync.jobs.writer_election import JOB, WriteTurn
-from placement_sync.sync import ProviderMissingError, SyncOutcome, synchronize_host
 
 KIND = "provider"
 MAX_PARALLEL_HOSTS = 8

@@ -15,10 +15,10 @@ from django.db.models.functions import JSONObject, Now
 
 from accelerators.domain.states import DeviceState, HandleType
 from accelerators.models import AttachHandle, Attribute, Deployable, Host
+from placement_sync.apply_writes import SyncOutcome
 from placement_sync.mapping import DeployableRecord
 from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import ObservedProvider, WrittenRecord
-from placement_sync.sync import SyncOutcome
 
 
 def load_deployables(host: Host) -> list[DeployableRecord]:

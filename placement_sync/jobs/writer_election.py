@@ -27,9 +27,9 @@ from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.runtime import jobs, pubsub
 from placement_sync import mapping
 from placement_sync.agent_writer import ProviderWork
+from placement_sync.apply_writes import SyncOutcome
 from placement_sync.jobs import repository
 from placement_sync.models import Writer, WriterChoice
-from placement_sync.sync import SyncOutcome
 
 JOB = "placement"
 MAX_PAYLOAD_BYTES = 400_000

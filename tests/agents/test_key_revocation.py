@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Device, Event
-from agents import credentials, enrolment, jobs, key_revocation, wire
+from agents import authentication, credentials, jobs, key_revocation, wire
 from agents.gateway.asgi_app import AgentGateway
 from agents.host.connection.http import GatewayEndpoint
 from agents.host.connection.identity import load_or_create_keys
@@ -122,8 +122,8 @@ def test_X1_revoking_closes_the_connection_although_the_notification_is_lost(
 def test_a_revoked_host_can_join_again_only_with_a_new_token_and_a_new_key(agent: WireAgent) -> None:
     agent.connect().close()
     key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "t", "")
-    made_by_a_start = enrolment.create_join_token(
-        "cmp1", address="http://x", hours=1, created_by=enrolment.AUTOMATIC_CREATOR
+    made_by_a_start = authentication.create_join_token(
+        "cmp1", address="http://x", hours=1, created_by=authentication.AUTOMATIC_CREATOR
     )
     fresh = replace(agent, key=Ed25519PrivateKey.generate())
     fresh.token = credentials.parse_join_string(made_by_a_start).secret

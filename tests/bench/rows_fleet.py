@@ -130,7 +130,7 @@ def _spooled() -> bool:
 def _rest(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -> list[Row]:
     progress(f"{size.rest} agents at rest for {size.rest_s:.0f} s")
     fixtures.enrol(size.rest)
-    fleet, web = Fleet(lab), whole.child("cyborgweb.server.web")
+    fleet, web = Fleet(lab), whole.child("cyborgweb.server.web_server")
     try:
         there = Installation(lab, whole, fleet, size.rest, 1)
         there.power_on()

@@ -37,7 +37,7 @@ def whole(product: Whole, generator: Generator, seconds: float, progress: Callab
     """One figure: through the product as its one command starts it."""
     progress(f"{CYCLE}, through the one-command server")
     offers, tokens = inventory.offer(10), inventory.tokens()
-    web = [product.child("cyborgweb.server.web")]
+    web = [product.child("cyborgweb.server.web_server")]
     return [_through(generator, product.port, web, tokens, offers, seconds, 25.0, "the one-command server")]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
 
-from agents import enrolment
+from agents import authentication
 from agents.host.settings import AgentSettings
 from tests.bench.figures import Row, median
 from tests.bench.lab import Lab
@@ -71,7 +71,7 @@ def _host(lab: Lab, port: int) -> Iterator[Plug]:
     home = lab.home / "uevent"
     home.mkdir()
     (home / "drivers.toml").write_text(RULES)
-    token = enrolment.create_join_token(HOST, address=f"http://127.0.0.1:{port}", hours=1, created_by="bench")
+    token = authentication.create_join_token(HOST, address=f"http://127.0.0.1:{port}", hours=1, created_by="bench")
     environment = os.environ | {
         "CYBORG_JOIN_TOKEN": token,
         "CYBORG_AGENT_STATE_DIR": str(home),

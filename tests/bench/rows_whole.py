@@ -58,7 +58,7 @@ def storm(lab: Lab, whole: Whole, generator: Generator, size: Size, progress: Ca
     """Two figures: how fast all are connected, and what one costs in memory."""
     progress(f"{size.agents} agents connect and report at once, {size.rounds} times")
     fixtures.enrol(size.agents)
-    web = whole.child("cyborgweb.server.web")
+    web = whole.child("cyborgweb.server.web_server")
     pin(web, SERVER_CORE)
     token = api_token()
     turns: list[dict[str, float]] = []

@@ -1,8 +1,8 @@
 """The server under test in its own process: the product's server program, with the product in it or with a ceiling.
 
 `python -m tests.bench.server APPLICATION --fd N`. The ceilings stand under the product's name, so everything that
-`cyborgweb.server.web` decides (event loop, protocol, limits) is the same for all of them. As APPLICATION `granian`
-it is granian, with granian's own arguments.
+`cyborgweb.server.web_server` decides (event loop, protocol, limits) is the same for all of them. As APPLICATION
+`granian` it is granian, with granian's own arguments.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def main() -> None:
         stand_in.application = CEILINGS[name]
         stand_in.set_gateway_url = stand_in.end_usage_streams = lambda *_: None
         sys.modules["cyborgweb.asgi"] = stand_in
-    from cyborgweb.server import web
+    from cyborgweb.server import web_server
 
-    web.main()
+    web_server.main()
 
 
 if __name__ == "__main__":

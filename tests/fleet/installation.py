@@ -97,7 +97,11 @@ class Installation:
         if database and (rows := self.rows(SPOOL_AND_DEVICES)):
             sight.spool, age, sight.devices, sight.up = rows[0]
             sight.spool_s = float(age)
-        for name, word in (("web", "cyborgweb.server.web"), ("ingest", "cluster ingest"), ("work", "cluster work")):
+        for name, word in (
+            ("web", "cyborgweb.server.web_server"),
+            ("ingest", "cluster ingest"),
+            ("work", "cluster work"),
+        ):
             for pid in (pid for pid in children(self.whole.supervisor) if word in command(pid)):
                 try:
                     sight.cpu[name] = _tree_cpu(pid)

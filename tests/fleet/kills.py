@@ -36,7 +36,7 @@ def _find_backends(there: Installation) -> list[int]:
 
 
 FIND: dict[str, Callable[[Installation], list[int]]] = {
-    "web": lambda there: _find_child(there, "cyborgweb.server.web"),
+    "web": lambda there: _find_child(there, "cyborgweb.server.web_server"),
     "ingest cluster": lambda there: _find_child(there, "cluster ingest"),
     "work cluster": lambda there: _find_child(there, "cluster work"),
     "agent": lambda there: _find_child(there, "agents.host.main"),

@@ -86,14 +86,14 @@ def web_restart(run: ScenarioRun) -> list[PromiseLine]:
     """kill -9 of the web process while reports come in."""
     run.there.power_on()
     run.wait_until_settled()
-    before = run.there.whole.child("cyborgweb.server.web")
+    before = run.there.whole.child("cyborgweb.server.web_server")
     run.ask("unrest", changes_per_s=run.there.count / 5)
     run.watch(run.hold_s / 4)
-    run.there.kill("cyborgweb.server.web")
+    run.there.kill("cyborgweb.server.web_server")
     run.watch(run.hold_s)
     run.ask("unrest")
     done = run.wait_until_settled()
-    after = run.there.whole.child("cyborgweb.server.web")
+    after = run.there.whole.child("cyborgweb.server.web_server")
     return [PromiseLine("another web", f"process {before}, then {after}", done and before != after)]
 
 

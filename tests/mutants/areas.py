@@ -42,7 +42,7 @@ AREAS = (
             "accelerators/domain/diff.py",
             "accelerators/inventory/merge.py",
             "accelerators/inventory/merge_sql.py",
-            "accelerators/workflows/sweep.py",
+            "accelerators/workflows/retention_sweep.py",
         ),
         (
             "tests/accelerators/domain/test_diff.py",
@@ -99,7 +99,7 @@ AREAS = (
         (
             "accelerators/commands/command_queue.py",
             "accelerators/commands/sql.py",
-            "accelerators/workflows/command_results.py",
+            "accelerators/workflows/command_endings.py",
         ),
         ("tests/accelerators/commands/test_commands.py", "tests/accelerators/commands/test_command_races.py"),
     ),
@@ -110,7 +110,7 @@ AREAS = (
             "placement_sync/client.py",
             "placement_sync/mapping.py",
             "placement_sync/reconcile.py",
-            "placement_sync/sync.py",
+            "placement_sync/apply_writes.py",
         ),
         (
             "tests/placement_sync/test_reconcile.py",
@@ -202,8 +202,8 @@ AREAS = (
         "CLI outcomes",
         (
             "cyborgweb/cli/following.py",
-            "cyborgweb/cli/outcomes.py",
-            "cyborgweb/cli/problems.py",
+            "cyborgweb/cli/many_targets.py",
+            "cyborgweb/cli/exit_codes.py",
             "cyborgweb/cli/connection.py",
         ),
         ("tests/cyborgweb/cli/test_cli.py", "tests/cyborgweb/cli/test_cli_work.py"),

@@ -16,7 +16,7 @@ from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Attachment, Deployable, Device, DeviceProfile, Intent
-from accelerators.workflows import attachments
+from accelerators.workflows import attachment_orders
 from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import attachments as attaching
 from placement_sync.jobs import providers
@@ -71,7 +71,7 @@ def configured_cloud(settings: Any) -> Iterator[FakeCloud]:
         troubled_session.__init__(fake_cloud)  # type: ignore[misc]
         fake_cloud.placement.model.providers[ROOT] = ObservedProvider(ROOT, "cmp1", "", 0)
         fake_cloud.boot_instance(INSTANCE)
-        with attachments.INSTANCE_LOOKUP.replaced("nova", attaching.look_up_instance):
+        with attachment_orders.INSTANCE_LOOKUP.replaced("nova", attaching.look_up_instance):
             yield fake_cloud
 
 
@@ -95,7 +95,7 @@ def provider_of_card(number: int = 0) -> str:
 
 def ask_attachment(profile: str = "one", instance: str = INSTANCE, **more: Any) -> Attachment:
     """Order an attachment as an administrator, and return it."""
-    return attachments.order_attachment(uuid.UUID(instance), ADMIN_CALLER, profile=profile, **more)
+    return attachment_orders.order_attachment(uuid.UUID(instance), ADMIN_CALLER, profile=profile, **more)
 
 
 def run_steps(max_steps: int = 30) -> None:

@@ -18,7 +18,7 @@ from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
 from accelerators.requests.candidates import ProviderCandidate, choose_providers
 from accelerators.runtime import jobs
-from accelerators.workflows import attachment_steps, attachments, command_results
+from accelerators.workflows import attachment_orders, attachment_steps, command_endings
 from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, Look, Tree, Vanished
 from placement_sync.nova import deleted_instances
@@ -73,11 +73,11 @@ def test_an_attachment_is_claimed_and_bound_and_detaching_releases_claim_and_req
     assert Intent.objects.get(kind="notice").key == str(request.uuid)
     assert not Intent.objects.filter(kind="attachment").exists()
 
-    attachments.order_detachment(row.uuid, ADMIN_CALLER, "no more")
+    attachment_orders.order_detachment(row.uuid, ADMIN_CALLER, "no more")
     run_steps()
     assert current_state(row) == "detached"
     assert (cloud.device_allocations(), AcceleratorRequest.objects.count()) == ({}, 0)
-    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
     assert current_state(row) == "detached"
     told = Event.objects.filter(action__startswith="attachment.").order_by("at", "id")
     words = ["asked", "chosen", "claiming", "claimed", "bound", "detaching", "freed", "returning", "detached"]
@@ -95,10 +95,10 @@ def test_attaching_and_detaching_keep_the_other_allocations_of_the_instance(clou
     run_steps()
     assert [current_state(row) for row in rows] == ["attached", "attached"]
     assert (cloud.device_allocations(), request_states()) == ({provider_of_card(): {"FPGA": 4}}, ["Bound"] * 4)
-    attachments.order_detachment(rows[0].uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(rows[0].uuid, ADMIN_CALLER)
     run_steps()
     assert (cloud.device_allocations(), len(request_states())) == ({provider_of_card(): {"FPGA": 2}}, 2)
-    attachments.order_detachment(rows[1].uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(rows[1].uuid, ADMIN_CALLER)
     run_steps()
     assert cloud.device_allocations() == {provider_of_card(): {"FPGA": 1}}
     assert [str(uuid) for uuid in AcceleratorRequest.objects.values_list("uuid", flat=True)] == [request]
@@ -157,7 +157,7 @@ def test_an_attachment_detached_before_it_is_attached_fails_and_leaves_nothing(c
     make_ready_cards()
     row = ask_attachment()
     step_until(row, before)
-    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
     run_steps()
     assert (current_state(row), row.fault) == ("failed", "olga ordered its detachment before it was attached")
     assert (cloud.device_allocations(), AcceleratorRequest.objects.count()) == ({}, 0)
@@ -177,7 +177,7 @@ def test_an_attachment_succeeds_while_nova_changes_the_same_consumer(cloud: Fake
     row = ask_attachment()
     run_steps()
     assert (current_state(row), cloud.device_allocations()) == ("attached", {provider_of_card(): {"FPGA": 1}})
-    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
     run_steps()
     assert (current_state(row), cloud.device_allocations()) == ("detached", {})
     assert model.allocated[ROOT, "VCPU"][INSTANCE] > 5
@@ -204,7 +204,7 @@ def test_attaching_and_detaching_wait_while_placement_is_away(cloud: FakeCloud) 
     run_steps()
     assert current_state(row) == "attached"
     cloud.placement.away = True
-    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
     run_steps(5)
     assert (current_state(row), request_states()) == ("detaching", [])
     cloud.placement.away = False
@@ -219,7 +219,7 @@ def test_an_attachment_without_placement_claims_nothing_and_a_step_says_so(cloud
     run_steps()
     assert (current_state(row), cloud.device_allocations(), request_states()) == ("attached", {}, ["Bound"])
     assert row.steps[2]["text"] == "Placement is switched off, so nothing is claimed there"
-    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
     run_steps()
     assert current_state(row) == "detached"
 
@@ -260,7 +260,7 @@ def test_an_impossible_attachment_is_refused_at_once_with_the_reason(cloud: Fake
     assert "no free unit that is ready" in expect_refusal(RefusalReason.NONE_FREE)
     settings.KEYS.nova_endpoint = "off"
     assert "Nova is switched off" in expect_refusal(RefusalReason.CONFLICT)
-    with attachments.INSTANCE_LOOKUP.replaced("nova", None):
+    with attachment_orders.INSTANCE_LOOKUP.replaced("nova", None):
         assert "No cloud is configured" in expect_refusal(RefusalReason.CONFLICT)
 
 
@@ -269,11 +269,11 @@ def test_a_caller_of_another_project_can_neither_attach_nor_detach(cloud: FakeCl
     for project, reason in (("p2", RefusalReason.NOT_FOUND), ("", RefusalReason.NOT_FOUND)):
         stranger = Caller("eve", "u", frozenset({"member"}), project)
         with pytest.raises(RefusedError) as error:
-            attachments.order_attachment(uuid.UUID(INSTANCE), stranger, profile="one", all_projects=False)
+            attachment_orders.order_attachment(uuid.UUID(INSTANCE), stranger, profile="one", all_projects=False)
         assert error.value.reason is reason
     row = ask_attachment()
     with pytest.raises(RefusedError, match="There is no attachment"):
-        attachments.order_detachment(row.uuid, stranger, all_projects=False)
+        attachment_orders.order_detachment(row.uuid, stranger, all_projects=False)
 
 
 def test_a_request_that_is_no_attachment_cannot_be_detached(cloud: FakeCloud) -> None:
@@ -281,12 +281,12 @@ def test_a_request_that_is_no_attachment_cannot_be_detached(cloud: FakeCloud) ->
     (request,) = binding.create_requests("one", ADMIN_CALLER)
     binding.bind_requests([BindSpec(request, "cmp1", provider_of_card(), INSTANCE)], ADMIN_CALLER)
     with pytest.raises(RefusedError, match="freed when Nova deletes the instance"):
-        attachments.order_detachment(uuid.UUID(request), ADMIN_CALLER)
+        attachment_orders.order_detachment(uuid.UUID(request), ADMIN_CALLER)
     row = ask_attachment()
     run_steps()
     row.refresh_from_db()
     with pytest.raises(RefusedError, match=f"is a request of attachment {row.uuid}"):
-        attachments.order_detachment(row.requests[0], ADMIN_CALLER)
+        attachment_orders.order_detachment(row.requests[0], ADMIN_CALLER)
 
 
 def test_an_instance_with_pci_devices_cannot_get_one_of_another_attach_type(cloud: FakeCloud) -> None:
@@ -313,11 +313,11 @@ def test_an_attachment_waits_for_the_attach_command_of_the_host(cloud: FakeCloud
     command_queue.store_answers(
         [command_queue.CommandAnswer(command.host_id, command.id, outcome, "there is no room", {})]
     )
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     run_steps()
     if outcome == "succeeded":
         assert (current_state(row), request_states()) == ("attached", ["Bound"])
-        attachments.order_detachment(row.uuid, ADMIN_CALLER)
+        attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
         run_steps()
         assert Command.objects.filter(op="detach").count() == 1
     else:
@@ -396,7 +396,7 @@ def test_a_claim_that_a_resize_dropped_is_a_discrepancy_until_the_attachment_is_
         INSTANCE,
         provider_of_card(),
     )
-    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
     run_steps()
     assert (current_state(row), cloud.device_allocations()) == ("detached", {})
     assert model.allocated[ROOT, "VCPU"] == {INSTANCE: 8}

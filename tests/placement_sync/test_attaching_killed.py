@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerators.models import AcceleratorRequest, Attachment, Event, Intent
-from accelerators.workflows import attachments
+from accelerators.workflows import attachment_orders
 from placement_sync import allocations
 from placement_sync.allocations import AllocationWrite, ClaimShare, ConsumerAllocations
 from placement_sync.jobs import attachments as attaching
@@ -145,7 +145,7 @@ def test_a_detached_attachment_leaves_nothing_when_the_worker_is_killed_anywhere
     row = ask_attachment()
     while wanted not in (current_state(row), row.step):
         attaching.step()
-    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
     for where in killed(cloud):
         check_nothing_is_left(cloud, row, where)
 
@@ -176,7 +176,7 @@ def test_a_claim_that_arrives_after_the_attachment_was_withdrawn_is_refused(clou
     model.replace_allocations = slow  # type: ignore[method-assign]
     attaching.step()
     model.replace_allocations = real  # type: ignore[method-assign]
-    attachments.order_detachment(row.uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
     _run_until_done()
     assert current_state(row) == "failed"
     with pytest.raises(Exception, match="somebody was faster"):

@@ -20,7 +20,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, Attachment, Device, Intent
 from accelerators.runtime import jobs
-from accelerators.workflows import attachments
+from accelerators.workflows import attachment_orders
 from placement_sync import allocations
 from placement_sync.allocations import AllocationWrite, ClaimShare, ConsumerAllocations
 from placement_sync.client import PlacementConflictError
@@ -99,7 +99,7 @@ def test_two_attachments_of_one_instance_on_one_provider_are_each_claimed_and_re
     rows = [ask_attachment() for _ in range(attached)]
     run_steps()
     for row in rows:
-        attachments.order_detachment(row.uuid, ADMIN_CALLER)
+        attachment_orders.order_detachment(row.uuid, ADMIN_CALLER)
     left = 2 - attached
     rows += [ask_attachment() for _ in range(left)]
     before = cloud.placement
@@ -120,7 +120,7 @@ def test_an_attachment_waits_for_another_of_its_instance_and_names_it(cloud: Fak
     first, second = ask_attachment(), ask_attachment()
     run_step_of(first, "claiming")
     if given_up:
-        attachments.order_detachment(first.uuid, ADMIN_CALLER)
+        attachment_orders.order_detachment(first.uuid, ADMIN_CALLER)
     run_step_of(second, "chosen")
     run_step_of(second)
     assert second.step == "chosen"
@@ -139,7 +139,7 @@ def test_detaching_keeps_the_unbound_claim_of_another_attachment(cloud: FakeClou
     model = cloud.placement.model
     model.allocated[provider_of_card(), "FPGA"][INSTANCE] = 1
     model.consumer_generations[INSTANCE] += 1
-    attachments.order_detachment(rows[0].uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(rows[0].uuid, ADMIN_CALLER)
     run_alternately(rows, "000111")
     assert [current_state(row) for row in rows] == ["detached", "attached"]
     assert cloud.device_allocations() == {provider_of_card(): {"FPGA": 1}}
@@ -166,7 +166,7 @@ def test_attachments_are_detached_or_fail_after_nova_was_switched_off(cloud: Fak
     run_steps()
     rows.append(ask_attachment())
     settings.KEYS.nova_endpoint = "off"
-    attachments.order_detachment(rows[0].uuid, ADMIN_CALLER)
+    attachment_orders.order_detachment(rows[0].uuid, ADMIN_CALLER)
     run_steps()
     assert [current_state(row) for row in rows] == ["detached", "failed"]
     assert (cloud.device_allocations(), AcceleratorRequest.objects.count()) == ({}, 0)
@@ -193,14 +193,14 @@ def test_an_attachment_that_placement_keeps_refusing_fails_once_no_claim_can_be_
 
 @database
 def test_an_attachment_whose_instance_nova_cannot_show_does_not_delay_others(cloud: FakeCloud) -> None:
-    def half_blind(instance: str, project: str | None = None) -> attachments.NovaInstance:
+    def half_blind(instance: str, project: str | None = None) -> attachment_orders.NovaInstance:
         if instance == INSTANCE:
             raise RefusedError(RefusalReason.UNAVAILABLE, "Nova cannot tell.")
         return lab.attaching.look_up_instance(instance, project)
 
     make_ready_cards(handles=4)
     rows = [ask_attachment(), ask_attachment(instance=cloud.boot_instance(str(uuid.uuid4())))]
-    with attachments.INSTANCE_LOOKUP.replaced("nova", half_blind):
+    with attachment_orders.INSTANCE_LOOKUP.replaced("nova", half_blind):
         while lab.attaching.step():
             pass
     assert [current_state(row) for row in rows] == ["asked", "attached"]
@@ -213,7 +213,7 @@ def test_x4_a_caller_of_another_project_does_not_learn_that_an_instance_exists(c
     cloud.placement.model.allocated[lab.ROOT, "VCPU"].clear()
     stranger = Caller("eve", "u", frozenset({"member"}), "p2")
     with pytest.raises(RefusedError) as error:
-        attachments.order_attachment(uuid.UUID(INSTANCE), stranger, profile="one", all_projects=False)
+        attachment_orders.order_attachment(uuid.UUID(INSTANCE), stranger, profile="one", all_projects=False)
     assert (error.value.reason, error.value.text) == (RefusalReason.NOT_FOUND, f"Nova has no instance {INSTANCE}.")
 
 

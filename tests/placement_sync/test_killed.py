@@ -21,7 +21,7 @@ from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.models import AcceleratorRequest, Attribute, Device, DeviceProfile, Event, Host, Intent
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
-from accelerators.workflows import sweep
+from accelerators.workflows import retention_sweep
 from placement_sync.cloud import SERVICE_SESSION
 from placement_sync.jobs import providers
 from placement_sync.models import Look, Vanished
@@ -132,7 +132,7 @@ def make_pending_changes() -> None:
     apply_report(
         get_or_create_host("cmp1"), make_driver_report(make_card(0, handles=2), make_card(3, handles=2)), seq=2
     )
-    assert not sweep.remove_missing_devices(datetime.now(UTC) + timedelta(days=2))
+    assert not retention_sweep.remove_missing_devices(datetime.now(UTC) + timedelta(days=2))
     change_attributes(0, trait0="CUSTOM_OTHER")
     change_attributes(3, rc="PGPU")
     placement_model().providers[uuid_of(5)] = ObservedProvider(uuid_of(5), "node_0000:05:00.0", ROOTS["cmp1"], 4)

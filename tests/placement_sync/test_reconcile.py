@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerators.domain.provider_ids import compute_provider_uuid
+from placement_sync.apply_writes import ProviderMissingError, SyncOutcome, synchronize_host
 from placement_sync.client import PlacementClient, PlacementConflictError, PlacementRejectedError
 from placement_sync.mapping import DeployableRecord, compute_desired_providers
 from placement_sync.reconcile import ObservedProvider, WrittenRecord
-from placement_sync.sync import ProviderMissingError, SyncOutcome, synchronize_host
 from tests.placement_sync.model import PlacementModel
 from tests.placement_sync.session import PlacementModelSession
 

@@ -13,10 +13,10 @@ from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
 from accelerators.models import Deployable, Device
+from placement_sync.apply_writes import SyncOutcome
 from placement_sync.jobs import repository
 from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import ObservedProvider, WrittenRecord
-from placement_sync.sync import SyncOutcome
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db

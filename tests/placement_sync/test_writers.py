@@ -20,13 +20,13 @@ from accelerators.commands.command_queue import CommandAnswer
 from accelerators.devices import lifecycle
 from accelerators.domain.errors import RefusedError
 from accelerators.models import Command, Device, Event, Host, Intent
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from agents.models import Agent, Lease
 from placement_sync.agent_writer import ProviderWork
+from placement_sync.apply_writes import synchronize_host
 from placement_sync.client import PlacementClient
 from placement_sync.jobs import providers, writer_election
 from placement_sync.models import Tree, WrittenProvider
-from placement_sync.sync import synchronize_host
 from tests.placement_sync.session import (
     PlacementModelSession,
     placement_session,
@@ -63,7 +63,7 @@ def provider_intent() -> Intent:
 
 def end_command(command: Command, outcome: str = "succeeded", text: str = "") -> None:
     command_queue.store_answers([CommandAnswer(command.host_id, command.pk, outcome, text)])
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
 
 
 def run_as_agent(command: Command) -> int:
@@ -171,7 +171,7 @@ def test_the_conductor_takes_over_only_when_the_command_of_a_silent_agent_has_ex
     with conductor.writing():
         # the test is one transaction, in which PostgreSQL's now() does not advance
         Command.objects.update(end_by="2020-01-01T00:00:00Z")
-    command_results.end_late_commands()
+    command_endings.end_late_commands()
     providers.step()
     assert observed_provider() and not Intent.objects.filter(kind="provider")
     command.refresh_from_db()
@@ -185,7 +185,7 @@ def test_switching_the_writer_records_an_event_raises_the_epoch_and_withdraws_co
     event = Event.objects.filter(action="placement.writer").latest("id")
     assert (event.actor, event.reason) == ("olga", "audit")
     assert event.changes == {"writer": ["agents", "conductor"], "epoch": [1, 2]}
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     assert (list_placement_commands()[0].state, list_placement_commands()[0].text) == (
         "refused",
         "the writer is now: conductor",

@@ -19,7 +19,7 @@ def serving(application: Any, **options: Any) -> Iterator[int]:
 
     WebSockets have the product's settings, with the default message size limit. `options` are passed to uvicorn.
     """
-    from cyborgweb.server.web import make_websocket_settings
+    from cyborgweb.server.web_server import make_websocket_settings
     from cyborgweb.settings.keys import Keys
 
     listener = socket.socket()

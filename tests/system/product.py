@@ -36,7 +36,7 @@ ANSWER_S = 10.0
 STOP_S = 10.0
 """Seconds that the supervisor may take to stop everything, as promised."""
 SERVES = {
-    "web": "cyborgweb.server.web",
+    "web": "cyborgweb.server.web_server",
     "ingest": "manage.py cluster ingest",
     "work": "manage.py cluster work",
     "agent": "agents.host.main",

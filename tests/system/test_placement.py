@@ -14,9 +14,9 @@ from keystoneauth1.session import Session
 
 from accelerators.domain.provider_ids import compute_provider_uuid
 from placement_sync import client
+from placement_sync.apply_writes import ProviderMissingError, SyncOutcome, synchronize_host
 from placement_sync.mapping import DeployableRecord, compute_desired_providers
 from placement_sync.reconcile import WrittenRecord
-from placement_sync.sync import ProviderMissingError, SyncOutcome, synchronize_host
 from tests.system import environments
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement

@@ -26,11 +26,11 @@ from accelerators.api.own.requests import ProjectOwnedView
 from accelerators.domain import libvirt_xml
 from accelerators.models import Attachment, Intent
 from accelerators.models.attachments import AttachmentState
-from accelerators.workflows import attachments
+from accelerators.workflows import attachment_orders
 
-WAIT_REASON = Intent.objects.filter(kind=attachments.ATTACHMENT_INTENT, key=OuterRef("key"), next_at__gt=Now()).values(
-    "last_error"
-)[:1]
+WAIT_REASON = Intent.objects.filter(
+    kind=attachment_orders.ATTACHMENT_INTENT, key=OuterRef("key"), next_at__gt=Now()
+).values("last_error")[:1]
 
 
 class AttachmentFilter(filters.FilterSet):
@@ -113,11 +113,11 @@ class AttachmentSerializer(RowSerializer):
 
     def get_hotplug(self, row: Attachment) -> str:
         """Return what an operator must do so that the guest sees the device; empty before it is attached."""
-        return libvirt_xml.describe_plugging(attachments.get_handles(row), row.host)
+        return libvirt_xml.describe_plugging(attachment_orders.get_handles(row), row.host)
 
     def get_libvirt(self, row: Attachment) -> list[str]:
         """Return the libvirt hostdev elements to add to the guest."""
-        return libvirt_xml.render_hostdev_elements(attachments.get_handles(row))
+        return libvirt_xml.render_hostdev_elements(attachment_orders.get_handles(row))
 
 
 class AttachmentView(ProjectOwnedView):
@@ -132,7 +132,7 @@ class AttachmentView(ProjectOwnedView):
     response_serializers = dict.fromkeys(("create", "detach"), (202, AttachmentSerializer))
     serializer_class = AttachmentSerializer
     filterset_class = AttachmentFilter
-    queryset = Attachment.objects.annotate(key=attachments.build_intent_key_expression()).annotate(
+    queryset = Attachment.objects.annotate(key=attachment_orders.build_intent_key_expression()).annotate(
         waits=Subquery(WAIT_REASON)
     )
 
@@ -145,7 +145,7 @@ class AttachmentView(ProjectOwnedView):
 
     def load_row_details(self, rows: list[Attachment]) -> list[Attachment]:
         """Load the attach handles of all rows in one statement, and return the rows."""
-        attachments.load_handles(rows)
+        attachment_orders.load_handles(rows)
         return rows
 
     def get_object(self) -> Attachment:
@@ -155,7 +155,7 @@ class AttachmentView(ProjectOwnedView):
     def create(self, request: Request) -> Response:
         """Start an attachment: 202. The address in Location shows its progress."""
         values = self.validate_body()
-        attachment = attachments.order_attachment(
+        attachment = attachment_orders.order_attachment(
             values.pop("instance"),
             self.caller,
             **values,
@@ -168,11 +168,11 @@ class AttachmentView(ProjectOwnedView):
         """Detach, in whatever state the attachment is: 202. Detaching twice has the same effect as detaching once."""
         reason = self.validate_body().get("reason", "")
         uuid = UUID(kwargs["uuid"])
-        attachments.order_detachment(
+        attachment_orders.order_detachment(
             uuid, self.caller, reason, self.caller.event_source, all_projects=self.can_see_all_projects()
         )
         return self.respond_with_row(uuid, 202)
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> tuple[str, ...]:
         """Offer `detach`, unless the attachment is already being detached or has been detached."""
-        return () if data.get("state") in attachments.REVERTING_OR_ENDED else ("detach",)
+        return () if data.get("state") in attachment_orders.REVERTING_OR_ENDED else ("detach",)

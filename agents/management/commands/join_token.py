@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from agents import enrolment
+from agents import authentication
 from drivers.configuration import ConfigurationError
 
 
@@ -36,10 +36,10 @@ class Command(BaseCommand):
         if requested_address and not requested_address.startswith(("http://", "https://")):
             raise CommandError("--address must begin with http:// or https://")
         try:
-            address, fingerprint = enrolment.CONDUCTOR_ADDRESS.only()(requested_address, options["unpinned"])
+            address, fingerprint = authentication.CONDUCTOR_ADDRESS.only()(requested_address, options["unpinned"])
         except ConfigurationError as error:
             raise CommandError(f"{error}; or give the address with --address") from None
-        token = enrolment.create_join_token(
+        token = authentication.create_join_token(
             options["host"],
             address=address,
             hours=options["hours"],

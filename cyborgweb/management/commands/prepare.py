@@ -27,7 +27,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.models import AdmissionRule, Event, Host
 from accelerators.runtime import jobs
-from agents import enrolment
+from agents import authentication
 from agents.host.settings import AgentSettings, determine_host_names
 from cyborgweb.database import libpq
 from cyborgweb.settings.keys import get_keys
@@ -129,6 +129,6 @@ def _create_sample_rule() -> None:
 
 def _create_join_token(address: str) -> str:
     host, _ = determine_host_names(load_configuration(AgentSettings, os.environ), None, "")
-    return enrolment.create_join_token(
-        host, address=address, hours=get_keys().join_token_hours, created_by=enrolment.AUTOMATIC_CREATOR
+    return authentication.create_join_token(
+        host, address=address, hours=get_keys().join_token_hours, created_by=authentication.AUTOMATIC_CREATOR
     )

@@ -11,9 +11,9 @@ from django.core.management.base import CommandError, CommandParser
 from accelerators.management import shell
 from accelerators.models import Host
 from placement_sync.admin import describe
+from placement_sync.apply_writes import SyncOutcome
 from placement_sync.cloud import get_cloud_session
 from placement_sync.jobs import discrepancies, providers, repository
-from placement_sync.sync import SyncOutcome
 
 HOST_BATCH = 32
 TEACHING = """\

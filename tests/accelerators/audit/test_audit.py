@@ -12,7 +12,7 @@ from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.domain.states import EventSource
 from accelerators.models import Command, Event, Host
-from accelerators.workflows import sweep
+from accelerators.workflows import retention_sweep
 from tests.support.audit import COLUMNS, EXEMPT, UnrecordedChangeError
 from tests.support.reports import get_or_create_host
 from tests.support.writeguard import ForbiddenWriteError, expect_violation, violations
@@ -124,6 +124,6 @@ def test_deleting_old_commands_is_recorded_as_an_event() -> None:
     with conductor.writing():
         command_queue.place_commands([command_queue.CommandOrder("rescan", host=host.id, actor="olga")])
         Command.objects.update(ended_at="2020-01-01T00:00Z", state="succeeded")
-    sweep.delete_old_commands()
+    retention_sweep.delete_old_commands()
     assert not Command.objects.exists()
     assert Event.objects.get(action="command.forgotten").changes == {"number": [1, 0]}

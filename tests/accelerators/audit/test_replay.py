@@ -39,8 +39,8 @@ from accelerators.models import (
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
-from accelerators.workflows import attachments, command_results, sweep
-from accelerators.workflows.attachments import NovaInstance
+from accelerators.workflows import attachment_orders, command_endings, retention_sweep
+from accelerators.workflows.attachment_orders import NovaInstance
 from drivers.inventory import Device as Card
 from placement_sync.jobs import attachments as attaching
 from placement_sync.jobs import providers as placement_tasks
@@ -100,7 +100,7 @@ class EventReplayMachine(RuleBasedStateMachine):
             self.cloud.boot_instance(instance, host.name, root)
         names = {instance: host.name for host, instance in zip(self.hosts, self.instances, strict=True)}
         # Nova's HTTP would take most of the time; the scenarios below use it.
-        self.replaced_lookup = attachments.INSTANCE_LOOKUP.replaced(
+        self.replaced_lookup = attachment_orders.INSTANCE_LOOKUP.replaced(
             "nova", lambda uuid, _: NovaInstance(uuid, "p1", "ACTIVE", frozenset({names[uuid]}))
         )
         self.replaced_lookup.__enter__()
@@ -212,7 +212,7 @@ class EventReplayMachine(RuleBasedStateMachine):
         for name, choices in chosen.items():
             if choices:
                 with suppress(RefusedError):  # no unit is free
-                    attachments.order_attachment(
+                    attachment_orders.order_attachment(
                         UUID(self.instances[which]), NOVA, **{name: data.draw(st.sampled_from(choices))}
                     )
                     if begins:
@@ -222,7 +222,7 @@ class EventReplayMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_attachment_is_detached(self, data: st.DataObject) -> None:
         if there := list(Attachment.objects.order_by("id").values_list("uuid", flat=True)):
-            attachments.order_detachment(data.draw(st.sampled_from(there)), NOVA)
+            attachment_orders.order_detachment(data.draw(st.sampled_from(there)), NOVA)
 
     @rule(to_the_end=st.booleans())
     def attachments_get_on(self, to_the_end: bool) -> None:
@@ -252,7 +252,7 @@ class EventReplayMachine(RuleBasedStateMachine):
             if command.state == "preparing":
                 command_queue.mark_image_ready(command.id, IMAGE)
             command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
-            while command_results.end_answered_commands():
+            while command_endings.end_answered_commands():
                 pass
 
     @rule()
@@ -262,10 +262,10 @@ class EventReplayMachine(RuleBasedStateMachine):
             Command.objects.filter(COMMAND_IS_OPEN, answered_at__isnull=True).update(start_by=past, end_by=past)
             AcceleratorRequest.objects.filter(state="BindStarted").update(deadline=past)
         while (
-            command_results.end_late_commands() | command_results.end_answered_commands() | binding.fail_overdue_binds()
+            command_endings.end_late_commands() | command_endings.end_answered_commands() | binding.fail_overdue_binds()
         ):
             pass
-        sweep.remove_missing_devices(datetime.now(UTC) + timedelta(days=2))
+        retention_sweep.remove_missing_devices(datetime.now(UTC) + timedelta(days=2))
 
     @rule(which=st.integers(0, 1), silent=st.booleans())
     def an_agent_falls_silent_or_is_heard(self, which: int, silent: bool) -> None:
@@ -311,7 +311,7 @@ def test_X6_replayed_events_equal_the_stored_images_from_upload_to_removal(cloud
         store.delete_image(image, NOVA, EventSource.API)
     assert_replay_shows_state("image", image, "here")
     command_queue.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "as wanted")])
-    while command_results.end_answered_commands():
+    while command_endings.end_answered_commands():
         pass
     assert Deployable.objects.get().bitstream_id == image
     assert_replay_shows_state("image", image, "here")
@@ -330,7 +330,7 @@ def test_X6_replayed_events_equal_the_stored_attachments_in_each_state(cloud: Fa
     profiles.create_profile("one", [{"resources:FPGA": "1"}], None, None, NOVA)
     run_attachments()
     (instance,) = cloud.nova.shown
-    first, second = (attachments.order_attachment(UUID(instance), NOVA, profile="one").uuid for _ in range(2))
+    first, second = (attachment_orders.order_attachment(UUID(instance), NOVA, profile="one").uuid for _ in range(2))
     assert_replay_shows_state("attachment", first, "asked")
     attaching.step()
     assert_replay_shows_state("attachment", first, "attaching")
@@ -338,15 +338,15 @@ def test_X6_replayed_events_equal_the_stored_attachments_in_each_state(cloud: Fa
     assert_replay_shows_state("attachment", first, "attached")
     assert_replay_shows_state("attachment", second, "failed")
     cloud.placement.away = True
-    attachments.order_detachment(first, NOVA)
+    attachment_orders.order_detachment(first, NOVA)
     run_attachments()
     assert_replay_shows_state("attachment", first, "detaching")
     cloud.placement.away = False
     run_attachments()
     assert_replay_shows_state("attachment", first, "detached")
-    third = attachments.order_attachment(UUID(instance), NOVA, profile="one").uuid
+    third = attachment_orders.order_attachment(UUID(instance), NOVA, profile="one").uuid
     attaching.step()
-    attachments.order_detachment(third, NOVA)
+    attachment_orders.order_detachment(third, NOVA)
     assert_replay_shows_state("attachment", third, "undoing")
     run_attachments()
     assert_replay_shows_state("attachment", third, "failed")

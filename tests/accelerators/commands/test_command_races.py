@@ -19,7 +19,7 @@ from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deplo
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = [pytest.mark.system, pytest.mark.django_db(transaction=True)]
@@ -91,7 +91,7 @@ def free_everything() -> None:
         command_queue.mark_image_failed(number, "no such image")
     open_ones = Command.objects.filter(COMMAND_IS_OPEN, state="queued").values_list("host", "id")
     command_queue.store_answers([CommandAnswer(host, number, "succeeded") for host, number in open_ones])
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     assert not Command.objects.filter(COMMAND_IS_OPEN).exists()
 
 

@@ -20,7 +20,7 @@ from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import CommandState, EventSource
 from accelerators.models import Command, Deployable, Device, Event, Host
 from accelerators.runtime import pubsub
-from accelerators.workflows import command_results, sweep
+from accelerators.workflows import command_endings, retention_sweep
 from tests.accelerators.devices.test_admission import create_rule
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -33,7 +33,7 @@ INSTALL_STEPS = "four functions are made\nthey are bound to vfio-pci"
 def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "", **values: object) -> bool:
     """Store the answer of the agent and end every command that can end; return True if a command could end at once."""
     settled = command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text, **values)])  # type: ignore[arg-type]
-    while command_results.end_answered_commands():
+    while command_endings.end_answered_commands():
         pass
     command.refresh_from_db()
     return bool(settled)
@@ -44,7 +44,7 @@ def expire_open_commands(**changes: object) -> None:
     past = datetime.now(UTC) - timedelta(seconds=1)
     with conductor.writing():
         Command.objects.filter(ended_at=None).update(**{"start_by": past, "end_by": past} | changes)
-    command_results.end_late_commands()
+    command_endings.end_late_commands()
 
 
 @pytest.fixture
@@ -167,10 +167,10 @@ def test_an_answered_command_ends_only_when_its_report_has_been_applied(device: 
     assert answer_and_settle(command, epoch=1, seq=7, hash="h" * 40, detail={"status": "ok"}) is False
     assert (command.outcome, command.state, command.ended_at) == ("succeeded", "queued", None)
     apply_report(device.host, make_driver_report(make_card(1)), seq=6)
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     assert Command.objects.get().ended_at is None
     apply_report(device.host, make_driver_report(make_card(1)), seq=8)
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     command.refresh_from_db()
     assert (command.state, command.detail) == ("succeeded", {"status": "ok"})
     assert answer_and_settle(command, "failed"), "said again: there is nothing left to do"
@@ -188,7 +188,7 @@ def test_an_answered_command_whose_report_never_arrives_ends_when_its_time_is_ov
     command = command_queue.order_device_command("health", device.uuid, OLGA)
     answer_and_settle(command, epoch=5, seq=7, hash="h" * 40)
     expire_open_commands()
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     command.refresh_from_db()
     assert command.state == "succeeded"
 
@@ -390,7 +390,7 @@ def test_an_image_is_fetched_before_its_host_hears_of_the_command(device: Device
     assert Deployable.objects.get().bitstream_id == IMAGE
     answer_and_settle(again := command_queue.order_device_command("program", device.uuid, OLGA, image=IMAGE))
     command_queue.mark_image_failed(again.id, "Glance has no such image")
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     again.refresh_from_db()
     assert (again.state, again.text) == ("refused", "Glance has no such image")
     assert Deployable.objects.get().bitstream_id == IMAGE, "nothing was touched"
@@ -408,7 +408,7 @@ def test_commands_that_ended_long_ago_are_deleted_and_open_ones_stay(device: Dev
         Command.objects.filter(id=Command.objects.order_by("id")[0].id).update(
             ended_at=datetime.now(UTC) - timedelta(days=31)
         )
-    assert sweep.delete_old_commands() is False
+    assert retention_sweep.delete_old_commands() is False
     assert sorted(Command.objects.values_list("state", flat=True)) == [CommandState.QUEUED, CommandState.SUCCEEDED]
 
 
@@ -416,10 +416,10 @@ def test_commands_of_a_removed_device_keep_its_name(device: Device) -> None:
     open_one = command_queue.order_device_command("health", device.uuid, OLGA)
     apply_report(device.host, make_driver_report(), seq=2)
     later = datetime.now(UTC) + timedelta(days=2)
-    sweep.remove_missing_devices(later)
+    retention_sweep.remove_missing_devices(later)
     assert Device.objects.count() == 1, "a command is under way"
     answer_and_settle(open_one, "refused", "no such device")
-    sweep.remove_missing_devices(later)
+    retention_sweep.remove_missing_devices(later)
     assert Device.objects.count() == 0
     command = Command.objects.get()
     assert (command.device, command.device_name) == (None, "1044 0000:01:00.0")

@@ -31,7 +31,7 @@ from accelerators.models import (
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
 from accelerators.requests.binding import BindSpec
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db
@@ -99,7 +99,7 @@ def get_open_command(op: str) -> Command:
 
 def answer_command(command: Command, outcome: str = "succeeded", text: str = "") -> None:
     command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
 
 
 def get_state_and_fault(request: AcceleratorRequest) -> tuple[str, str]:
@@ -161,7 +161,7 @@ def test_an_expired_attach_fails_the_bind_and_a_late_success_is_detached_once(ha
     past = datetime.now(UTC) - timedelta(seconds=1)
     with conductor.writing():
         Command.objects.update(start_by=past, end_by=past)
-    command_results.end_late_commands()
+    command_endings.end_late_commands()
     assert get_state_and_fault(request) == ("BindFailed", "the agent of cmp1 did not accept it in time")
     assert not Command.objects.filter(op="detach").exists(), "as far as is known nothing was made"
     for _ in range(2):
@@ -287,7 +287,7 @@ def test_a_device_with_the_wanted_bitstream_is_bound_at_once_even_if_it_is_held(
 def test_an_unavailable_image_fails_the_bind_with_its_reason(handle: AttachHandle) -> None:
     (request,) = create_and_bind("adder")
     command_queue.mark_image_failed(Command.objects.get().id, "no image with accel:function_id=adder")
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     assert get_state_and_fault(request) == ("BindFailed", "no image with accel:function_id=adder")
     assert Command.objects.get().state == "refused"
     assert Device.objects.get().busy_with is None
@@ -299,7 +299,7 @@ def test_nothing_is_programmed_for_a_deleted_request(handle: AttachHandle) -> No
     binding.delete_requests([str(request.uuid)], NOVA)
     command = Command.objects.get()
     assert not command_queue.mark_image_ready(command.id, ADDER_IMAGE)
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     command.refresh_from_db()
     assert (command.state, command.text) == ("refused", "its request does not need it any more")
     assert Device.objects.get().busy_with is None

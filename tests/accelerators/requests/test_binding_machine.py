@@ -44,7 +44,7 @@ from accelerators.models import (
 from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from tests.support.long import few_or_many, scaled
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -247,7 +247,7 @@ class RequestsMachine(RuleBasedStateMachine):
                 command_queue.mark_image_ready(command.id, {"id": IMAGE, "size": 1, "sha256": "a" * 64})
         else:
             assert not command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, "as it is")])
-        self.settle_and_follow(command_results.end_answered_commands)
+        self.settle_and_follow(command_endings.end_answered_commands)
 
     @precondition(lambda self: any(one.is_open for one in self.stored.commands))
     @rule()
@@ -255,7 +255,7 @@ class RequestsMachine(RuleBasedStateMachine):
         with conductor.writing():
             past = datetime.now(UTC) - timedelta(seconds=1)
             Command.objects.filter(COMMAND_IS_OPEN).update(start_by=past, end_by=past)
-        self.settle_and_follow(lambda: command_results.end_late_commands() | command_results.end_answered_commands())
+        self.settle_and_follow(lambda: command_endings.end_late_commands() | command_endings.end_answered_commands())
         left = [one for one in read_stored().commands if one.is_open]
         assert not [one for one in left if one.op == "attach" and one.exclusive]
 

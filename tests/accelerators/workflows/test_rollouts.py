@@ -17,7 +17,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import Command, Device, DriverWish, Event, Host, HostDriver, Rollout
-from accelerators.workflows import command_results, driver_config, driver_rollouts, sweep
+from accelerators.workflows import command_endings, driver_config, driver_rollouts, retention_sweep
 from accelerators.workflows.driver_config import DriverChange, check_driver_change
 from accelerators.workflows.driver_rollouts import RolloutPace
 from drivers.inventory import DriverReport
@@ -74,7 +74,7 @@ def answer_as_agent(
     if outcome == "succeeded":
         apply_report(host, DriverReport(command.arguments["driver"], **report_values), seq=host.applied_seq + 1)
     command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
-    while command_results.end_answered_commands():
+    while command_endings.end_answered_commands():
         pass
 
 
@@ -203,7 +203,7 @@ def test_a_host_whose_agent_does_not_take_the_command_in_time_fails() -> None:
     with conductor.writing():
         past = datetime.now(UTC) - timedelta(seconds=1)
         Command.objects.update(start_by=past, end_by=past)
-    command_results.end_late_commands()
+    command_endings.end_late_commands()
     assert list_step_states(run_rollout(rollout)) == ["failed"]
     assert rollout.steps.get().text == "the agent of cmp0 did not accept it in time"
 
@@ -292,7 +292,9 @@ def test_devices_of_a_disabled_driver_are_missing_and_return_when_it_is_enabled(
     assert (device.state, device.returns_to) == ("missing", "ready")
     assert device.state_reason == "test_driver is disabled on its host"
     assert device.host.stale_reason(DRIVER) == ""
-    assert not sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=99)), "however long it is off"
+    assert not retention_sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=99)), (
+        "however long it is off"
+    )
     start_rollout(UPDATE, [host], enabled=True)
     command = Command.objects.latest("id")
     answer_as_agent(command, devices=(make_card(1),))
@@ -300,12 +302,12 @@ def test_devices_of_a_disabled_driver_are_missing_and_return_when_it_is_enabled(
     assert device.state == "ready"
     start_rollout(UNINSTALL, [host])
     answer_as_agent(Command.objects.latest("id"))
-    assert [*sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=1))] == [device], (
+    assert [*retention_sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=1))] == [device], (
         "for good: it goes some day"
     )
     with conductor.writing():
         Host.objects.update(drivers={DRIVER: {"error": ""}})
-    assert sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=1)), (
+    assert retention_sweep._query_removable_devices(datetime.now(UTC) + timedelta(days=1)), (
         "older agents do not say how a driver stands"
     )
 

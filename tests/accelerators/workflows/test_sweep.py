@@ -11,8 +11,8 @@ from django.db import connection
 from accelerators import conductor, safety
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Event, Host, Intent
 from accelerators.safety import HolderCheckResult
-from accelerators.workflows import sweep
-from accelerators.workflows.sweep import remove_missing_devices
+from accelerators.workflows import retention_sweep
+from accelerators.workflows.retention_sweep import remove_missing_devices
 from tests.support import emptying
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
@@ -90,10 +90,10 @@ def test_creating_event_partitions_gives_up_while_a_reader_locks_events_and_succ
         cursor.execute(f"DROP TABLE {month}")
         with psycopg.connect(connection.connection.info.dsn) as reader:
             reader.execute("LOCK TABLE accelerators_event IN ACCESS SHARE MODE")
-            sweep.run()
+            retention_sweep.run()
             cursor.execute("SELECT to_regclass(%s)", [month])
             assert cursor.fetchone() == (None,)
-        sweep.run()
+        retention_sweep.run()
         cursor.execute("SELECT to_regclass(%s) IS NOT NULL", [month])
         assert cursor.fetchone() == (True,)
     emptying.allow_emptying()

@@ -12,8 +12,8 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusedError
 from accelerators.models import Command, Device, Event, Host
 from accelerators.runtime import pubsub
-from accelerators.workflows import command_results
-from agents import credentials, enrolment, jobs, wire
+from accelerators.workflows import command_endings
+from agents import authentication, credentials, jobs, wire
 from agents.gateway import command_dispatch
 from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
@@ -45,7 +45,7 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
     gateway_slot.gateway = gateway
     join = credentials.parse_join_string(
-        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+        authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
     return WireAgent(gateway_slot.port, token=join.secret)
 
@@ -82,10 +82,10 @@ def test_a_command_goes_from_taken_to_started_to_succeeded_after_its_report_is_a
         ask(socket, report)
         send_result(socket, heard, epoch=1, seq=2, hash=report.hash)
         until(lambda: current_state(command) == "started" and command.answered_at)
-        command_results.run()
+        command_endings.run()
         assert current_state(command) == "started", "its report is not applied"
         jobs.merge()
-        command_results.run()
+        command_endings.run()
         assert receive_result_ack(socket) == command.id
         assert current_state(command) == "succeeded"
         send_result(socket, heard, "failed", "again")
@@ -104,7 +104,7 @@ def test_a_result_whose_report_is_already_applied_is_settled_at_once(agent: Wire
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
         with conductor.writing():
             Host.objects.update(applied_hash="")
-        command_results.run()
+        command_endings.run()
         assert receive_result_ack(socket) == command.id
         command.refresh_from_db()
         assert command.detail == {"log": "well"}
@@ -141,7 +141,7 @@ def test_a_resent_result_of_a_settled_command_is_acknowledged(agent: WireAgent) 
     with agent.connect_and_say_hello(OPS) as socket:
         send_result(socket, heard)
         until(lambda: current_state(command) and command.answered_at)
-    command_results.run()
+    command_endings.run()
     with agent.connect_and_say_hello(OPS) as socket:
         send_result(socket, heard)
         assert receive_result_ack(socket) == command.id
@@ -152,7 +152,7 @@ def test_C2_an_agent_without_command_support_is_sent_none_and_commands_are_refus
         socket.send('{"type":"Hello","agent_version":"0.1","boot_id":"b"}')
         command = place_logs_command()
         until(lambda: current_state(command) and command.answered_at)
-        command_results.run()
+        command_endings.run()
         assert current_state(command) == "refused"
         assert command.text == "the agent of cmp1 (release 0.1) accepts no commands: update it"
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat"), "nothing else was sent to it"
@@ -185,7 +185,7 @@ def test_X1_a_host_can_neither_receive_nor_answer_commands_of_another_host(
     agent: WireAgent, gateway_slot: GatewaySlot
 ) -> None:
     join = credentials.parse_join_string(
-        enrolment.create_join_token("cmp2", address="http://x", hours=1, created_by="t")
+        authentication.create_join_token("cmp2", address="http://x", hours=1, created_by="t")
     )
     other = WireAgent(gateway_slot.port, host="cmp2", node="cmp2", token=join.secret)
     with agent.connect_and_say_hello(OPS) as socket, other.connect_and_say_hello(OPS) as stranger:

@@ -14,9 +14,9 @@ from django.test import Client
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import Command, Device, HostDriver, Rollout
-from accelerators.workflows import command_results, driver_rollouts
+from accelerators.workflows import command_endings, driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
-from agents import credentials, enrolment, jobs, wire
+from agents import authentication, credentials, jobs, wire
 from agents.gateway import command_dispatch
 from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.models import ApiToken
@@ -42,7 +42,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
 def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
     gateway_slot.gateway = gateway
     join = credentials.parse_join_string(
-        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+        authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
     return WireAgent(gateway_slot.port, token=join.secret)
 
@@ -83,11 +83,11 @@ def test_a_rollout_is_done_only_after_the_report_of_the_installed_driver_is_merg
         ask(socket, after)
         send_result(socket, heard, text="pci_driver is enabled", epoch=1, seq=2, hash=after.hash)
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
-        command_results.run()
+        command_endings.run()
         driver_rollouts.run()
         assert rita.call("GET", made["url"])["state"] == "running", "its report is not applied"
         jobs.merge()
-        command_results.run()
+        command_endings.run()
         driver_rollouts.run()
         assert receive_result_ack(socket) == heard.number
         shown = rita.call("GET", made["url"])
@@ -111,7 +111,7 @@ def test_a_rollout_fails_with_an_agent_that_does_not_support_configure(agent: Wi
             "this release of the agent does not support the command 'configure': update the agent",
         )
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
-        command_results.run()
+        command_endings.run()
         driver_rollouts.run()
         (step,) = rita.call("GET", made["url"])["steps"]
         assert (step["state"], step["text"].endswith("update the agent")) == ("failed", True)

@@ -9,7 +9,7 @@ from django.db.models import F, Value
 from django.db.models.functions import Replace
 
 from accelerators.models import Device, Event, Host
-from agents import credentials, enrolment, jobs, wire
+from agents import authentication, credentials, jobs, wire
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.leases import mark_stale_hosts
 from agents.models import Agent, JoinToken, Lease, Spooled
@@ -29,7 +29,7 @@ def port(gateway: AgentGateway, gateway_slot: GatewaySlot) -> int:
 
 def make_join_secret(host: str = "cmp1") -> str:
     return credentials.parse_join_string(
-        enrolment.create_join_token(host, address="http://x", hours=1, created_by="t")
+        authentication.create_join_token(host, address="http://x", hours=1, created_by="t")
     ).secret
 
 
@@ -203,7 +203,7 @@ def test_X1_an_agent_without_valid_key_token_and_fresh_challenge_is_refused(
     # A base64 decoder accepts several texts for the same bytes: a barred key must not be accepted in another spelling.
     renamed = agent.credential(agent.challenge(), public_key=agent.public_key[:-1] + "\n=")
     assert agent.connect_refused(renamed) == (401, "signature")
-    monkeypatch.setattr("agents.enrolment.CHALLENGE_LIFETIME_S", -1.0)
+    monkeypatch.setattr("agents.authentication.CHALLENGE_LIFETIME_S", -1.0)
     assert agent.connect_refused() == (401, "challenge"), "a challenge does not last"
     assert Host.objects.count() == 1
 

@@ -15,7 +15,7 @@ from django.test.utils import CaptureQueriesContext
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from accelerators.models import Event, Host
-from agents import enrolment, wire
+from agents import authentication, wire
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.rejections import MAX_TALLIES, RefusalCounter
 from agents.gateway.writer import CommandJob
@@ -110,7 +110,7 @@ def test_an_epoch_far_in_the_future_is_refused(agent: WireAgent, gateway: AgentG
     agent.epoch = 2**53
     assert agent.connect_refused() == (403, "epoch")
     # The host's clock is wrong, but by less than the leap that is allowed.
-    agent.epoch = int(time.time()) + enrolment.MAX_EPOCH_LEAP // 2
+    agent.epoch = int(time.time()) + authentication.MAX_EPOCH_LEAP // 2
     agent.connect().close()
     until(lambda: Lease.objects.filter(epoch=agent.epoch).exists())  # The lease row is created by the first flush.
     assert not Spooled.objects.exists()

@@ -11,7 +11,7 @@ from accelerators import conductor
 from accelerators.commands import command_queue, placement_delegation
 from accelerators.commands.command_queue import CommandOrder
 from accelerators.models import Command, Host
-from agents import credentials, enrolment, wire
+from agents import authentication, credentials, wire
 from agents.gateway import command_dispatch
 from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def agent(gateway_slot: GatewaySlot) -> Iterator[WireAgent]:
     gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     join = credentials.parse_join_string(
-        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+        authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
     yield WireAgent(gateway_slot.port, token=join.secret)
     gateway_slot.gateway.stop()

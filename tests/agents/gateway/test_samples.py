@@ -18,7 +18,7 @@ from msgspec import Raw
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Event, Host
-from agents import credentials, enrolment, telemetry, wire
+from agents import authentication, credentials, telemetry, wire
 from agents.gateway import metrics, sample_cache, sample_rpc
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.sample_rpc import HostSamples, SampleEndpoint, SampleRequest
@@ -53,7 +53,9 @@ def gateway(gateway_slot: GatewaySlot) -> Iterator[AgentGateway]:
 
 
 def make_agent(port: int, host: str = "cmp1") -> WireAgent:
-    made = credentials.parse_join_string(enrolment.create_join_token(host, address="http://x", hours=1, created_by="t"))
+    made = credentials.parse_join_string(
+        authentication.create_join_token(host, address="http://x", hours=1, created_by="t")
+    )
     return WireAgent(port, host=host, token=made.secret)
 
 

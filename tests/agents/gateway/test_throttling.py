@@ -146,7 +146,7 @@ def test_a_challenge_above_the_limit_gets_503_with_retry_after_and_no_database_w
     spare = agent.credential(agent.challenge())
     with monkeypatch.context() as nothing, gateway.throttle.count_handshake():
         nothing.setattr(gateway._writer, "put", None)  # The gateway reaches the database only through this queue.
-        nothing.setattr("agents.enrolment.verify_credential", None)
+        nothing.setattr("agents.authentication.verify_credential", None)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{gateway_slot.port}{wire.CHALLENGE_PATH}")
         body = json.loads(refused.value.read())

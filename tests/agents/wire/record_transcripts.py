@@ -161,7 +161,7 @@ def record_story(directory: Path, story: Callable[[Recorder], None]) -> list[Lin
         from django.db import connections
 
         call_command("migrate", verbosity=0)
-        from agents import enrolment
+        from agents import authentication
         from agents.gateway.asgi_app import AgentGateway
         from cyborgweb.settings.keys import get_keys
         from tests.support.webserver import serving
@@ -169,7 +169,7 @@ def record_story(directory: Path, story: Callable[[Recorder], None]) -> list[Lin
         gateway = AgentGateway(get_keys())
         recorder = Recorder(gateway)
         with serving(recorder) as port:
-            join = enrolment.create_join_token(
+            join = authentication.create_join_token(
                 "cmp1", address=f"http://127.0.0.1:{port}", hours=1, created_by="recorder"
             )
             control = directory / "control.json"
@@ -207,7 +207,7 @@ def operators_day(recorder: Recorder) -> None:
     from accelerators.images import download, store
     from accelerators.models import AcceleratorRequest, Command, Deployable, Device, DeviceProfile, Host
     from accelerators.requests import binding
-    from accelerators.workflows import command_results
+    from accelerators.workflows import command_endings
     from agents import jobs, key_revocation, telemetry
     from tests.support.webserver import until
 
@@ -217,7 +217,7 @@ def operators_day(recorder: Recorder) -> None:
         """Run the jobs; return whether all commands have ended."""
         jobs.merge()
         download.run()
-        while command_results.end_answered_commands():
+        while command_endings.end_answered_commands():
             pass
         return not Command.objects.filter(ended_at__isnull=True).exists()
 

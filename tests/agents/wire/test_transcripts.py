@@ -25,7 +25,7 @@ from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import CommandOrder
 from accelerators.models import Command, Device
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from agents import credentials, jobs, key_revocation, wire
 from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
@@ -123,7 +123,7 @@ def test_C2_our_gateway_works_with_the_agent_of_another_release(
             elif message["type"] == "Refuse":
                 jobs.merge()
                 if not takes_commands:
-                    webserver.until(lambda: command_results.end_answered_commands() or Command.objects.get().ended_at)
+                    webserver.until(lambda: command_endings.end_answered_commands() or Command.objects.get().ended_at)
                 key_revocation.revoke_agent(key_revocation.find_agent("cmp1"), "olga", "")
                 wait_for_message_like(socket, head, message, inbox)
     command.refresh_from_db()

@@ -26,7 +26,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Command
-from agents import credentials, enrolment, wire
+from agents import authentication, credentials, wire
 from agents.gateway.asgi_app import AgentGateway
 from agents.host import main as agent_main
 from agents.host.connection.identity import load_or_create_keys
@@ -122,7 +122,7 @@ def test_C2_the_agent_of_a_recorded_release_works_with_our_gateway(
 ) -> None:
     gateway_slot.gateway = recorder = Recorder(gateway)
     token = credentials.parse_join_string(
-        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+        authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
     agent = RecordedAgent(
         read_recording(path), WireAgent(gateway_slot.port, token=token.secret, epoch=PLACEHOLDERS["epoch"])

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from accelerators import conductor
 from accelerators.models import Device
 from cyborgweb.auth.keystone import service_session
-from cyborgweb.cli import connection, outcomes, output
+from cyborgweb.cli import connection, many_targets, output
+from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.main import VERB_COMMANDS
-from cyborgweb.cli.problems import ExitCode, to_printable_line
 from cyborgweb.models import ApiToken
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys, get_keys
@@ -334,7 +334,7 @@ def test_a_silent_server_is_given_up_after_the_timeout() -> None:
 
 
 def test_each_row_of_several_targets_has_an_outcome_and_a_text() -> None:
-    rows = outcomes.run_for_each(["a", "b"], lambda target: {"target": target})
+    rows = many_targets.run_for_each(["a", "b"], lambda target: {"target": target})
     assert rows == [{"outcome": "done", "text": "", "target": target} for target in "ab"]
 
 

@@ -19,7 +19,7 @@ from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.images import store
 from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host, Image
 from accelerators.models.attachments import AttachmentState
-from accelerators.workflows import attachments, command_results, driver_rollouts
+from accelerators.workflows import attachment_orders, command_endings, driver_rollouts
 from agents.models import Agent
 from cyborgweb.cli import following
 from cyborgweb.settings.keys import Keys
@@ -62,7 +62,7 @@ def run_agents(outcome: str = "succeeded", text: str = "done", **outcome_by_op: 
                 command_queue.store_answers(
                     [CommandAnswer(command.host_id, command.pk, outcome_by_op.get(command.op, outcome), text)]
                 )
-            command_results.end_answered_commands()
+            command_endings.end_answered_commands()
             driver_rollouts.run()
         connection.close()
 
@@ -243,7 +243,9 @@ def run_attachment_job(**states: str) -> Iterator[None]:
             for row in Attachment.objects.filter(state__in=states):
                 fault = "Placement has no room" if states[row.state] == "undoing" else row.fault
                 with conductor.writing():
-                    attachments.advance_attachment(row, AttachmentState(states[row.state]), "bound", "", fault=fault)
+                    attachment_orders.advance_attachment(
+                        row, AttachmentState(states[row.state]), "bound", "", fault=fault
+                    )
         connection.close()
 
     over = Event()
@@ -259,8 +261,8 @@ def run_attachment_job(**states: str) -> Iterator[None]:
 @pytest.fixture
 def nova_instance() -> Iterator[None]:
     """Nova has the instance INSTANCE of the project p1 on the host."""
-    known = attachments.NovaInstance(INSTANCE, "p1", "ACTIVE", frozenset({"cmp1"}))
-    with attachments.INSTANCE_LOOKUP.replaced("nova", lambda instance, project: known):
+    known = attachment_orders.NovaInstance(INSTANCE, "p1", "ACTIVE", frozenset({"cmp1"}))
+    with attachment_orders.INSTANCE_LOOKUP.replaced("nova", lambda instance, project: known):
         yield
 
 

@@ -20,9 +20,9 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.states import EventSource
 from accelerators.models import AttachHandle, Attachment, Command, Device, Event, Rollout
 from accelerators.models.commands import COMMAND_IS_OPEN
-from accelerators.workflows import command_results, driver_rollouts
+from accelerators.workflows import command_endings, driver_rollouts
 from cyborgweb.auth import policy, read_only
-from cyborgweb.cli import commands, devices, following
+from cyborgweb.cli import device_commands, devices, following
 from cyborgweb.management.operator_verbs import SPELLINGS, VERBS
 from drivers.inventory import DriverReport
 from tests.accelerators.api.own.conftest import Fill, fill
@@ -81,7 +81,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
                 command_queue.store_answers(
                     [command_queue.CommandAnswer(command.host_id, command.id, outcome, text, detail)]
                 )
-                command_results.end_answered_commands()
+                command_endings.end_answered_commands()
 
         monkeypatch.setattr(following.time, "sleep", step)
 
@@ -174,9 +174,11 @@ def test_help_lists_the_verbs_and_every_verb_has_an_example(noun: str) -> None:
 
 
 def test_every_command_that_can_be_ordered_has_a_verb() -> None:
-    assert {*commands.ORDER_VERBS} == {f"{command.target}-{command.op}" for command in ORDERABLE_COMMANDS.values()}
+    assert {*device_commands.ORDER_VERBS} == {
+        f"{command.target}-{command.op}" for command in ORDERABLE_COMMANDS.values()
+    }
     for command in ORDERABLE_COMMANDS.values():
-        names = {parameter.name for parameter in commands.ORDER_VERBS[f"{command.target}-{command.op}"].params}
+        names = {parameter.name for parameter in device_commands.ORDER_VERBS[f"{command.target}-{command.op}"].params}
         assert not command.takes or command.takes in names
 
 

@@ -13,7 +13,7 @@ from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.domain.caller import Caller
 from accelerators.models import Command, Device, Event, Host
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from tests.cyborgweb.console.conftest import Fill
 from tests.support.reports import apply_report, make_card, make_driver_report
 from tests.support.statements import count_statements
@@ -57,7 +57,7 @@ def start_command(device: Device, percent: int = 40, text: str = "unbinding it")
 
 def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "it is well", **detail: str) -> None:
     command_queue.store_answers([command_queue.CommandAnswer(command.host_id, command.id, outcome, text, detail)])
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
 
 
 def test_the_page_of_a_device_shows_its_installation_steps_before_it_is_enabled(

@@ -30,7 +30,7 @@ from accelerators.models import (
 )
 from accelerators.requests import binding
 from accelerators.ui import badges
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from agents.models import Agent
 from placement_sync.models import Discrepancy, DiscrepancyKind
 from tests.support.reports import apply_report, create_heard_host, get_or_create_host, make_card, make_driver_report
@@ -183,7 +183,7 @@ def test_the_page_of_a_device_shows_the_signals_of_the_latest_health_check(opera
         command = command_queue.order_device_command("health", device.uuid, NOVA)
         detail = {"signals": json.dumps([{"name": "temperature", "value": "71", "unit": "°C", "limit": limit}])}
         command_queue.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "ok", detail)])
-        command_results.end_answered_commands()
+        command_endings.end_answered_commands()
     page = get_page(operator, device)
     assert "<td>temperature</td><td>71 °C</td><td>90</td>" in page
     assert "<td>80</td>" not in page
@@ -196,7 +196,7 @@ def test_malformed_signals_of_a_driver_do_not_break_the_page_of_the_device(opera
     for said in ("[1, 2]", "{", '{"a": 1}'):
         command = command_queue.order_device_command("health", device.uuid, NOVA)
         command_queue.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "", {"signals": said})])
-        command_results.end_answered_commands()
+        command_endings.end_answered_commands()
         assert operator.get(row_page(device)).status_code == 200
 
 
@@ -229,7 +229,7 @@ def test_the_page_of_a_request_shows_the_steps_of_its_bind_with_durations(operat
     command_queue.store_answers([CommandAnswer(command.host_id, command.pk, "succeeded", "the mdev is there")])
     with conductor.writing():  # PostgreSQL's now() stands still within the test's transaction
         Command.objects.update(answered_at=datetime.now(UTC))
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     assert words() == ["requested", "bind started", "attach: taken", "attach: started", "attach: succeeded", "bound"]
     page = operator.get(row_page(request))
     assert re.fullmatch(r"bound after (\d+ ms|[\d.]+ s)", page.context["took"])

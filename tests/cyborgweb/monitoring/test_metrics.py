@@ -46,7 +46,7 @@ from accelerators.models import (
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import BindSpec
 from accelerators.runtime import metric_files
-from agents import credentials, enrolment, jobs, telemetry, wire
+from agents import authentication, credentials, jobs, telemetry, wire
 from agents.gateway import metrics
 from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.asgi import BoundedThreads, HttpApplication
@@ -135,7 +135,7 @@ def test_open_work_is_counted_by_state_and_ended_work_is_not() -> None:
 
 def test_agent_messages_merges_and_http_requests_are_counted_in_the_next_scrape(port: int) -> None:
     before = scrape(port)
-    made = enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+    made = authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     agent = WireAgent(port, token=credentials.parse_join_string(made).secret)
     drivers = (make_driver_report(make_card(1), make_card(2)),)
     with agent.connect() as socket:
@@ -277,7 +277,7 @@ def test_metrics_without_the_database_show_it_down_and_still_contain_counters(cl
 def test_device_load_series_appear_only_if_configured_and_their_number_is_bounded(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+    made = authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     agent = WireAgent(port, token=credentials.parse_join_string(made).secret)
     with agent.connect_and_say_hello() as socket:
         apply_report(Host.objects.get(), make_driver_report(make_card(1)))

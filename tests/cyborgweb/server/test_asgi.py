@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cyborgweb.asgi import BoundedThreads
-from cyborgweb.server.web import find_own_url
+from cyborgweb.server.web_server import find_own_url
 from tests.support.webserver import serving, until
 
 

@@ -21,7 +21,7 @@ from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Event
 from accelerators.requests import binding
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from cyborgweb.database.postgres import PostgresError, find_client_program
 from cyborgweb.models import Maintenance
 from cyborgweb.server import after_restore, backup
@@ -89,7 +89,7 @@ def test_L2_after_a_restore_a_started_bind_waits_for_its_agent_despite_passed_de
         AcceleratorRequest.objects.update(deadline=PAST_TIME)
         conductor.record_event("test.aged", "system", "a test")
     settle_restored_database()
-    command_results.end_late_commands()
+    command_endings.end_late_commands()
     binding.fail_overdue_binds()
     assert get_state_and_fault(request) == ("BindStarted", "")
     assert not Command.objects.filter(op="detach").exists(), "what the instance has by now would be taken away"

@@ -12,7 +12,7 @@ from accelerators import conductor
 from accelerators.api.own.commands import MAX_WAITERS, _waiter_slots
 from accelerators.commands import command_queue, programming
 from accelerators.models import Command, Device, Event, Host
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.api.own.test_pages import get_page, list_forms
 from tests.support.reports import apply_report, make_card, make_driver_report
@@ -73,7 +73,7 @@ def test_a_command_is_ordered_and_followed_to_its_end(ask: Ask, device: Device) 
     command_queue.store_answers(
         [command_queue.CommandAnswer(row.host_id, row.id, "failed", "no memory for them", {"left": "2"})]
     )
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     followed = get_json(ask, command["url"])
     assert (followed["state"], followed["text"], followed["detail"]) == ("failed", "no memory for them", {"left": "2"})
     assert followed["ended_at"] and get_json(ask, f"/api/devices/{device.uuid}/")["busy_with"] is None
@@ -184,7 +184,7 @@ def test_get_with_wait_returns_when_the_command_ends(ask: Ask, device: Device, m
 
         def wait(self, seconds: float) -> None:
             command_queue.store_answers([command_queue.CommandAnswer(row.host_id, row.id, "succeeded", "it is well")])
-            command_results.end_answered_commands()
+            command_endings.end_answered_commands()
 
         clear = set = lambda self: None
 

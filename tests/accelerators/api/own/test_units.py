@@ -18,7 +18,7 @@ from accelerators.devices import partitioning
 from accelerators.domain.caller import Caller
 from accelerators.domain.errors import RefusalReason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Device, DeviceProfile, Event, Host
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from drivers.inventory import Device as Card
 from tests.accelerators.api.own.conftest import INSTANCES, Ask, get_error_message, get_results
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -62,7 +62,7 @@ def patch_layout(ask: Ask, row: Device, status: int = 202, by: str = "admin", **
 def answer_and_settle(command: Command, outcome: str = "succeeded", text: str = "") -> None:
     """Store the agent's answer and end every command that can end."""
     command_queue.store_answers([CommandAnswer(command.host_id, command.id, outcome, text)])
-    while command_results.end_answered_commands():
+    while command_endings.end_answered_commands():
         pass
 
 

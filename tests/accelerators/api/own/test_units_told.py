@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from accelerators.models import Command
-from accelerators.workflows import command_results
-from agents import credentials, enrolment, jobs, wire
+from accelerators.workflows import command_endings
+from agents import authentication, credentials, jobs, wire
 from agents.gateway import command_dispatch
 from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.settings.keys import Keys
@@ -32,7 +32,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
     slot = GatewaySlot()
     slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
     join = credentials.parse_join_string(
-        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+        authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
     with serving(slot) as port:
         yield WireAgent(port, token=join.secret)
@@ -70,11 +70,11 @@ def test_a_command_is_shown_succeeded_only_together_with_its_new_units(ask: Ask,
             "0000:02:00.0 can have at most 1 virtual functions, not 3: change vfs",
         )
         until(lambda: Command.objects.filter(answered_at__isnull=False).count() == 2)
-        command_results.run()
+        command_endings.run()
         states, numbers = read_commands_and_units(ask)
         assert (states["4"], numbers) == ("taken", {"a": 2, "b": 1}), "its report is not applied"
         jobs.merge()
-        command_results.run()
+        command_endings.run()
         assert {receive_result_ack(socket), receive_result_ack(socket)} == {
             one.number for one in commands_by_size.values()
         }

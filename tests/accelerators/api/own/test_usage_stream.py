@@ -13,7 +13,7 @@ from django.contrib.auth.models import User
 from django.test import Client
 
 from accelerators.models import Device
-from agents import credentials, enrolment, telemetry, wire
+from agents import authentication, credentials, telemetry, wire
 from agents.gateway.asgi_app import AgentGateway
 from agents.wire import DeviceLoad, Samples, Watch
 from cyborgweb.asgi import BoundedThreads, HttpApplication
@@ -96,7 +96,7 @@ class EventStreamClient:
 @contextmanager
 def connect_agent(port: int) -> Iterator[Any]:
     secret = credentials.parse_join_string(
-        enrolment.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
+        authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
     )
     with WireAgent(port, token=secret.secret).connect_and_say_hello() as socket:
         yield socket

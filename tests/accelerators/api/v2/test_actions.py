@@ -13,7 +13,7 @@ import pytest
 from accelerators import conductor
 from accelerators.commands import command_queue
 from accelerators.models import Command, Deployable, Device, Event, Intent
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from drivers.inventory import Deployable as Part
 from tests.accelerators.api.v2.conftest import Call, get_fault_string
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -105,7 +105,7 @@ def test_a_device_that_needs_installation_is_shown_enabled_after_the_installatio
     command = Command.objects.get()
     assert (command.op, command.actor, command.reason) == ("install", "admin member reader of p1", "enabled")
     command_queue.store_answers([command_queue.CommandAnswer(command.host_id, command.id, "succeeded")])
-    command_results.end_answered_commands()
+    command_endings.end_answered_commands()
     assert get_status(call, device) == "enabled"
     call("POST", f"/v2/devices/{device.uuid}/disable")
     assert call("POST", f"/v2/devices/{device.uuid}/enable").status_code == 204

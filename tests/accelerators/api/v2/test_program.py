@@ -27,7 +27,7 @@ from accelerators.domain.states import EventSource
 from accelerators.images import download, store
 from accelerators.inventory import attributes
 from accelerators.models import Attribute, Command, Deployable, Event, Host, Image, Intent
-from accelerators.workflows import command_results
+from accelerators.workflows import command_endings
 from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
 from cyborgweb import asgi
@@ -75,7 +75,7 @@ def run_agents(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
             download.run()
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
                 command_queue.store_answers([CommandAnswer(command.host_id, command.pk, outcome, text)])
-            command_results.end_answered_commands()
+            command_endings.end_answered_commands()
         connection.close()
 
     over = threading.Event()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agents import enrolment, wire
-from agents.enrolment import ConnectionRejectedError
+from agents import authentication, wire
+from agents.authentication import ConnectionRejectedError
 
 
 def client_address(scope: Any) -> str:
@@ -34,6 +34,6 @@ async def deny_upgrade(scope: Any, send: Any, refused: ConnectionRejectedError) 
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1008, "reason": refused.code})
         return
-    headers, body = enrolment.build_denial(refused)
+    headers, body = authentication.build_denial(refused)
     await send({"type": "websocket.http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "websocket.http.response.body", "body": body})

@@ -10,10 +10,10 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli import names, options
+from cyborgweb.cli.exit_codes import ExitCode
 from cyborgweb.cli.following import wait_for_commands
 from cyborgweb.cli.options import CliContext, drop_empty, pass_cli_context, verb_command
 from cyborgweb.cli.output import print_row, print_rows
-from cyborgweb.cli.problems import ExitCode
 
 COMMAND_COLUMNS = ("uuid", "state", "percent", "op", "device=device_name", "host=host.name", "by", "text")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 from cyborgweb.cli.output import OutputOptions, print_rows
-from cyborgweb.cli.problems import CliError, ExitCode
 
 STOPPING_CODES = (ExitCode.AWAY, ExitCode.NOT_ALLOWED)
 """Exit codes after which no further target is tried, because it would fail in the same way."""

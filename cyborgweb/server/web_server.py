@@ -1,4 +1,4 @@
-"""`python -m cyborgweb.server.web`: uvicorn on sockets that the supervisor has bound.
+"""`python -m cyborgweb.server.web_server`: uvicorn on sockets that the supervisor has bound.
 
 Because the sockets stay open, no caller is refused while the web process is restarted.
 
@@ -31,7 +31,7 @@ RESERVED_FILES = 500
 
 def main() -> None:
     """Serve on the inherited, listening socket `--fd` until SIGTERM, and on `--agent-fd` with TLS if it is given."""
-    parser = argparse.ArgumentParser(prog="cyborgweb.server.web", description=__doc__)
+    parser = argparse.ArgumentParser(prog="cyborgweb.server.web_server", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of a listening socket")
     parser.add_argument(
         "--agent-fd", type=int, help="file descriptor of the listening socket on which agents connect with TLS"
