@@ -1,7 +1,8 @@
-"""`python -m tests.bench [--full]`: measures every row, prints the table, writes `$CYBORG_STATE_DIR/bench.json`.
+"""`python -m tests.bench [--full]`: measure every row, print the table and write `$CYBORG_STATE_DIR/bench.json`.
 
-Exits 0 whenever it could measure, whatever it found. With --check it measures nothing: it reads the `bench.json` of the
-last run, and exits 1 naming each row that does not hold or was not measured, 2 when there is no such file.
+The exit status is 0 if everything could be measured, even if a row misses its bound. With --check nothing is measured:
+the `bench.json` of the last run is read; the exit status is 1 if a row does not hold or was not measured (each is
+named), and 2 if the file is missing, unusable or older than the product.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tests.bench.whole import Whole
 GROUPS = {"samples", "wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands", "openstack", "console"}
 GROUPS |= {"fleet", "startup", "changes"}
 OUTSIDE = {"wire", "merge", "openstack", "console", "samples", "startup"}
-"""Groups that do not need the product which all the others share."""
+"""Groups that do not use the running product that all other groups share."""
 
 
 def main(words: list[str] | None = None) -> int:
-    """0 measured, 2 could not; with --check 0 all rows hold, 1 some do not, 2 there are none."""
+    """Run the bench and return its exit status, as the docstring of this module describes it."""
     parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
     parser.add_argument("--full", action="store_true", help="published sizes instead of smoke sizes")
     parser.add_argument("--only", default="", help=f"groups to measure, comma separated: {', '.join(sorted(GROUPS))}")
@@ -54,7 +55,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def check(file: Path) -> int:
-    """Say which rows of `file` do not hold: 0 none, 1 some, 2 there is nothing to judge."""
+    """Print which rows of `file` do not hold; return 0 if all hold, 1 if not, 2 without a usable result."""
     try:
         rows = read_result(file)
     except NoResultError as error:
@@ -132,7 +133,7 @@ def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[st
         if "silence" in wanted:
             rows += rows_silence.rows(lab, whole, generator, size.agents, progress, rest)
         else:
-            time.sleep(5)  # the agent's first look and report are over
+            time.sleep(5)  # the agent has finished its first discovery and report
             rest()
         if "uevent" in wanted:
             rows += rows_uevent.rows(lab, whole, 200 if full else 30, progress)
@@ -156,7 +157,7 @@ def _measure_fleet(lab: Lab, whole: Whole, generator: Generator, *, full: bool, 
 
 
 def progress(text: str) -> None:
-    """One line while it runs."""
+    """Print one line of progress with the time of day."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 

@@ -1,6 +1,7 @@
-"""Clients of the API in the load generator (`tests.bench.load`): who lists, and who makes, binds and deletes requests.
+"""Clients of the API in the load generator (`tests.bench.load`): they list, or create, bind and delete requests.
 
-Each client has one kept connection and asks again when it is answered. Any status but the expected one ends the run.
+Each client keeps one connection open and sends its next request when the last one is answered. A status other than the
+expected one ends the run.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ LARGEST = 64 * 1024 * 1024
 SLOWEST = 50
 
 Job = Callable[["Client", int], Awaitable[None]]
-"""What a client does again and again; told which of the clients it is."""
+"""What a client repeats; it is called with the client and the client's number."""
 
 
 class Client:
-    """One kept HTTP/1.1 connection with a caller's tokens."""
+    """One persistent HTTP/1.1 connection that sends a caller's tokens."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokens: dict[str, str]) -> None:
         self._reader, self._writer = reader, writer
@@ -34,7 +35,7 @@ class Client:
         self._headers = f"Host: 127.0.0.1\r\nAccept: application/json\r\n{named}"
 
     async def ask(self, method: str, path: str, expected: int, body: object = None) -> bytes:
-        """The answer's body; raises RuntimeError for another status than `expected`."""
+        """Send a request and return the body of the response; raise RuntimeError if the status is not `expected`."""
         content = b"" if body is None else json.dumps(body).encode()
         kind = "Content-Type: application/json\r\n" if content else ""
         head = f"{method} {path} HTTP/1.1\r\n{self._headers}{kind}Content-Length: {len(content)}\r\n\r\n"
@@ -54,7 +55,7 @@ class Client:
 async def fetch(
     port: int, tokens: dict[str, str], paths: list[str], clients: int, seconds: float, pause: float = 0.0
 ) -> dict[str, Any]:
-    """Everybody GETs `paths` in turn, `pause` after each answer."""
+    """Let all clients GET `paths` in turn, with `pause` seconds after each response; return counts and times."""
     size = 0
     turn = count()
 
@@ -68,7 +69,7 @@ async def fetch(
 async def cycle(
     port: int, tokens: dict[str, str], offers: list[tuple[str, str]], clients: int, seconds: float
 ) -> dict[str, Any]:
-    """Everybody creates a request, binds it to one of `offers` (host, provider), reads, unbinds and deletes it."""
+    """Let each client create a request, bind it to one of `offers` (host, provider), read, unbind and delete it."""
 
     async def one(client: Client, number: int) -> None:
         host, provider = offers[number % len(offers)]
@@ -90,7 +91,7 @@ async def cycle(
 async def _run(
     port: int, tokens: dict[str, str], job: Job, clients: int, seconds: float, pause: float = 0.0
 ) -> dict[str, Any]:
-    """How often the job was done, in how many seconds, and how long one took."""
+    """Repeat `job` in all clients for `seconds`; return how often it ran, in how many seconds, and its durations."""
     streams = [await asyncio.open_connection("127.0.0.1", port, limit=LARGEST) for _ in range(clients)]
     everyone = [Client(*both, tokens) for both in streams]
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""What the API's rows find in the tables: devices on offer, a profile, requests of others, tokens to call with."""
+"""Fill the tables for the rows of the API: ready devices, a device profile, requests of other projects, tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.bench.callers import PROFILE
 PER_HOST = 10
 AT_ONCE = 100
 MINE = 2
-"""As many devices are for our own requests, the others for those of others."""
+"""Number of deployables for the requests of the measuring clients; the rest is for requests of other projects."""
 HANDLES = 8
 
 OFFER = """
@@ -55,7 +55,7 @@ TABLES = ("acceleratorrequest", "attachhandle", "device", "deployable", "host")
 
 
 def offer(count: int) -> list[tuple[str, str]]:
-    """`count` devices, all of them ready; host and provider of those that have handles for our own requests."""
+    """Create `count` ready devices; return (host, provider) of those with handles for the clients' own requests."""
     fixtures.empty_inventory()
     hosts = fixtures.enrol(max(1, count // PER_HOST))
     for first in range(0, len(hosts), AT_ONCE):
@@ -78,7 +78,7 @@ def _report(number: int) -> HostReport:
 
 
 def fill(count: int) -> list[str]:
-    """So many Bound requests of other projects, each of an instance of its own; a hundred of the instances."""
+    """Create `count` Bound requests of other projects, each of its own instance; return a hundred instance ids."""
     with conductor.writing(), connection.cursor() as cursor:
         cursor.execute(OTHERS, {"count": count, "profile": PROFILE})
         cursor.execute("SELECT instance_uuid::text FROM accelerators_acceleratorrequest ORDER BY uuid LIMIT 100")
@@ -88,7 +88,7 @@ def fill(count: int) -> list[str]:
 
 
 def clear() -> None:
-    """No requests at all, and no handles but those on offer to us."""
+    """Delete all requests, and all handles except those for the clients' own requests."""
     with conductor.writing(), connection.cursor() as cursor:
         cursor.execute(NO_OTHERS)
     _analyze()
@@ -101,7 +101,7 @@ def _analyze() -> None:
 
 
 def tokens() -> dict[str, str]:
-    """The headers of an administrator who comes with Nova's service token."""
+    """Create tokens; return the headers of an administrator whose request also has Nova's service token."""
     user, _ = User.objects.get_or_create(username="bench-caller")
     ApiToken.objects.filter(user=user).delete()
     return {

@@ -1,7 +1,8 @@
-"""Where the bench works: a throw-away state directory with one durable database, servers and a load generator in it.
+"""The place where the bench works: a temporary state directory with one durable database, servers and a load generator.
 
-Every process started here dies with this one, also when it is killed. The generator has the last core, servers the
-first; PostgreSQL goes where the kernel puts it, so on two cores it shares them with both: hence ratios, not rates.
+Every process started here ends when this one ends, even if this one is killed. The generator runs on the last core,
+servers run on the first. PostgreSQL is not pinned, so on two cores it shares them with both; for this reason most rows
+are ratios and not rates.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ READY_S = 30
 
 
 class Lab:
-    """The folder `bench` in the state directory, made anew; `with` it, and it is gone afterwards."""
+    """The folder `bench` in the state directory. Entering the context creates it; leaving removes it."""
 
     def __init__(self, state: Path) -> None:
         self.home = state.absolute() / "bench"
@@ -60,7 +61,7 @@ class Lab:
             shutil.rmtree(folder, ignore_errors=True)
 
     def start_database(self) -> None:
-        """Durable, migrated, Django ready in this process."""
+        """Start PostgreSQL with durable settings, set up Django in this process and migrate the database."""
         self.postgres.start()
         self.postgres.ensure_database("cyborg")
         import django
@@ -73,20 +74,20 @@ class Lab:
         call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
 
     def stop_database(self) -> None:
-        """For who starts it again on the same data."""
+        """Stop PostgreSQL and keep its data, so that another process can start it on the same data."""
         from django.db import connection
 
         connection.close()
         self.postgres.stop()
 
     def log(self, name: str) -> IO[bytes]:
-        """Where a child writes what it has to say."""
+        """Open the log file of a child process for appending."""
         return (self.home / f"{name}.log").open("ab")
 
 
 @contextmanager
 def on_cores(cores: set[int]) -> Iterator[None]:
-    """This thread on `cores` only."""
+    """Pin this thread to `cores` inside the context."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -97,7 +98,7 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 @dataclass
 class Server:
-    """A child that serves on `port`."""
+    """A child process that serves on `port`."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -110,7 +111,7 @@ class Server:
 
 @contextmanager
 def serving(lab: Lab, application: str, **environment: str) -> Iterator[Server]:
-    """`tests.bench.server APPLICATION` on the server's core."""
+    """Run `tests.bench.server APPLICATION` on the server's core inside the context."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))
@@ -142,7 +143,7 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, name: st
 
 
 class Generator(Ordered):
-    """The other end of `tests.bench.load`: `generator.ask("run", group=…)` is its command `run`."""
+    """The process `tests.bench.load`, seen from the bench: `generator.ask("run", group=…)` calls its method `run`."""
 
     def __init__(self, lab: Lab) -> None:
         with lab.log("load") as log:
@@ -150,6 +151,6 @@ class Generator(Ordered):
         os.sched_setaffinity(self.pid, LOAD_CORE)
 
     def connect(self, group: str, port: int, count: int) -> None:
-        """`count` agents; raises CannotMeasure when one is refused."""
+        """Connect `count` agents; raise CannotMeasure if one is refused."""
         if refused := self.ask("connect", group=group, port=port, count=count)["refused"]:
             raise CannotMeasure(f"{group}: {sum(refused.values())} agents were refused: {refused}")

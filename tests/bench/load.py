@@ -1,6 +1,6 @@
-"""The load generator: a process of its own, told what to do in JSON lines on its standard input.
+"""The load generator: a separate process that reads commands as JSON lines from its standard input.
 
-Each line is a command with its arguments, each answer one line. `tests.bench.lab.Generator` is the other end.
+Each line is one command with its arguments, and each answer is one line. `tests.bench.lab.Generator` sends them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.bench.peer import Address, Key, Peer, Refused, address, connect, key_
 from tests.bench.sampling import Sampling
 
 AT_ONCE = 128
-"""Handshakes under way at a time where connecting is not what is measured; in a storm all are."""
+"""Handshakes at the same time when connecting is not what is measured; in a storm all agents connect at once."""
 OPS = ("rescan", "logs")
 RETURN_S = 180.0
 BEAT_S = 8.0
@@ -28,7 +28,7 @@ Say = Callable[[Peer], str]
 
 
 class Load:
-    """Groups of connected agents by name."""
+    """The commands of the load generator; it keeps groups of connected agents by name."""
 
     def __init__(self) -> None:
         self.groups: dict[str, list[Peer]] = {}
@@ -38,7 +38,7 @@ class Load:
         self.sequence = int(time.time())  # never lower than a seq that an earlier run has stored
 
     async def connect(self, group: str, port: int, count: int) -> dict[str, Any]:
-        """Agents 0 … count-1, connected and welcomed, AT_ONCE handshakes at a time."""
+        """Connect agents 0 … count-1 as `group`, AT_ONCE handshakes at a time, until each has its Welcome."""
         self._prepare_keys(count)
         began = time.perf_counter()
         peers, refused = await self._connect(address(port), count, AT_ONCE, lambda peer: None)
@@ -75,9 +75,10 @@ class Load:
         return peers, refused
 
     async def run(self, group: str, message: str, devices: int, seconds: float, pause: float = 0.0) -> dict[str, Any]:
-        """Every agent sends, waits for its Ack, sends again; `message` is beat, report or the hash of the unchanged.
+        """Let every agent of `group` send, wait for its Ack and send again; return the count and the latencies.
 
-        With a `pause` each waits so many seconds before it sends again, and they begin one after the other in it.
+        `message` is "beat", "report" or the hash of an unchanged report. With a `pause` each agent waits `pause`
+        seconds before it sends again, and the agents start one after the other, spread over the first pause.
         """
         peers, times = self.groups[group], list[float]()
         later = asyncio.get_running_loop().call_later
@@ -131,9 +132,9 @@ class Load:
         return self.sequence
 
     async def storm(self, group: str, port: int, count: int, devices: int) -> dict[str, Any]:
-        """All agents connect, and report the moment they are welcomed. `devices` 0: they connect only.
+        """Connect all agents at once; each reports as soon as it has its Welcome. With `devices` 0 they only connect.
 
-        Who is told to come back does, as the agent.
+        An agent that is refused tries again with the real agent's back-off.
         """
         self._prepare_keys(count)
         parts = [messages.report_parts(messages.devices(devices, messages.host_name(n))) for n in range(count)]
@@ -162,9 +163,9 @@ class Load:
         return {"connected_s": last - began, "acked_s": now() - began, "acked": acked, "refused": refused}
 
     async def back(self, group: str, port: int, count: int, fingerprint: str) -> dict[str, Any]:
-        """All agents connect at once, and beat from then on; who is refused tries again as the agent does.
+        """Connect all agents at once; from then on each sends heartbeats. A refused agent retries with the back-off.
 
-        With a `fingerprint` over TLS.
+        With a `fingerprint` they connect over TLS.
         """
         later, began = asyncio.get_running_loop().call_later, time.perf_counter()
 
@@ -182,7 +183,7 @@ class Load:
         return {"connected_s": time.perf_counter() - began, "refused": refused}
 
     async def obey(self, group: str, port: int, count: int) -> dict[str, Any]:
-        """Agents that take commands connect; when each command came in is kept for `came`."""
+        """Connect agents that accept commands; remember when each command arrived, for `came`."""
         self._prepare_keys(count)
         hello = wire.encode_message(wire.Hello("bench", "bench", ("bench_driver",), OPS))
 
@@ -201,36 +202,36 @@ class Load:
         return {"refused": refused}
 
     async def sample(self, group: str, devices: int, pause: float) -> dict[str, Any]:
-        """A group beats every `pause` seconds from now on, and sends samples as it is asked to."""
+        """Let a group send heartbeats every `pause` seconds from now on, and samples when the gateway asks."""
         self._sampling[group] = Sampling(self.groups[group], devices, pause)
         self._sampling[group].begin()
         return {}
 
     async def sampled(self, group: str, seconds: float) -> dict[str, Any]:
-        """What it sent in the next `seconds`, and how long the acknowledgements of its Beats took."""
+        """Return how many samples the group sends in the next `seconds`, and the latencies of its heartbeats."""
         found = await self._sampling[group].look(seconds)
         return {"samples": found["samples"]} | _percentiles(found["times"])
 
     async def came(self) -> dict[str, Any]:
-        """The number of each command that came in since this was asked last, and the monotonic clock then."""
+        """Return (number, monotonic time) of each command that arrived since the last call."""
         found, self._came = self._came, []
         return {"came": found}
 
     async def visible(self, **arguments: Any) -> dict[str, Any]:
-        """See `tests.bench.visible`."""
+        """Run `tests.bench.visible.probe` as agent 0."""
         self._prepare_keys(1)
         return await visible.probe(self.keys[0], **arguments)
 
     async def fetch(self, **arguments: Any) -> dict[str, Any]:
-        """See `tests.bench.callers`."""
+        """Run `tests.bench.callers.fetch`."""
         return await callers.fetch(**arguments)
 
     async def cycle(self, **arguments: Any) -> dict[str, Any]:
-        """See `tests.bench.callers`."""
+        """Run `tests.bench.callers.cycle`."""
         return await callers.cycle(**arguments)
 
     async def close(self, group: str) -> dict[str, Any]:
-        """Drop the connections of a group."""
+        """Abort the connections of a group; return how many were already lost."""
         peers = self.groups.pop(group, [])
         lost = sum(peer.lost for peer in peers)
         for peer in peers:

@@ -1,6 +1,6 @@
-"""A process of its own that does as it is told: orders and answers are JSON lines on its standard input and output.
+"""Remote calls to a child process: calls and answers are JSON lines on its standard input and output.
 
-Both ends: `Ordered` for who tells (`tests.bench.lab`, `tests.fleet.installation`), `obey` for who is told.
+The parent (`tests.bench.lab`, `tests.fleet.installation`) uses `Ordered`; the child runs `obey`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class CannotMeasure(RuntimeError):
-    """Something that a measurement needs did not come up; the text says what."""
+    """Something that a measurement needs did not start or did not work; the text says what."""
 
 
 class Ordered:
-    """The module `module`, running; it dies with this process, and writes what it has to say to `log`."""
+    """A child process that runs `module`. It ends when this process ends, and its standard error goes to `log`."""
 
     def __init__(self, module: str, log: IO[bytes]) -> None:
         self._module = module
@@ -47,7 +47,7 @@ class Ordered:
         return self._process.pid
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Have it done; raises CannotMeasure with what went wrong."""
+        """Call method `do` in the child and return its answer; raise CannotMeasure if it fails or the child ended."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
         self._process.stdin.flush()
@@ -60,13 +60,13 @@ class Ordered:
         return answer
 
     def stop(self) -> None:
-        """End it."""
+        """Kill the child and wait for its end."""
         self._process.kill()
         self._process.wait()
 
 
 def obey(begin: Callable[[], object]) -> None:
-    """Do orders until standard input ends: each names an async method of what `begin` makes, and its arguments."""
+    """Serve calls until standard input ends; each names an async method of the object that `begin` returns."""
     die_with_parent()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(begin))

@@ -1,7 +1,7 @@
 """A compute host on a simulated bus: `umockdev-wrapper python -m tests.bench.plugging`, started by `rows_uevent`.
 
-The real agent runs below it. Each line of standard input is the address and the product of a card to plug in; the
-answer is the monotonic clock just before its uevent.
+The real agent is its child. Each line of standard input has the address and the product id of a card to plug in; the
+answer is the monotonic time just before its uevent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.drivers.pci.hotplug import LIBRARY, SimulatedBus
 
 
 def card(address: str, product: str) -> bytes:
-    """In umockdev's notation."""
+    """Return the description of a PCI card in umockdev's format."""
     return (
         f"P: /devices/pci0000:00/{address}\nE: SUBSYSTEM=pci\nE: PCI_SLOT_NAME={address}\n"
         f"A: vendor=0x10de\\n\nA: device=0x{product}\\n\nA: class=0x030200\\n\n"
@@ -24,7 +24,7 @@ def card(address: str, product: str) -> bytes:
 
 
 def plug(bus: SimulatedBus, address: str, product: str) -> float:
-    """Appear, with the uevent."""
+    """Add a card to the bus, which sends the uevent; return the monotonic time just before."""
     error, found = ctypes.c_void_p(), card(address, product)
     began = time.monotonic()
     if not LIBRARY.umockdev_testbed_add_from_string(bus.testbed, found, ctypes.byref(error)):
@@ -33,7 +33,7 @@ def plug(bus: SimulatedBus, address: str, product: str) -> float:
 
 
 def main() -> None:
-    """The agent starts after the first card; until standard input ends."""
+    """Plug in cards until standard input ends; start the agent after the first card."""
     die_with_parent()
     bus, agent = SimulatedBus(), None
     try:
@@ -41,7 +41,7 @@ def main() -> None:
             print(plug(bus, *line.split()), flush=True)
             agent = agent or subprocess.Popen([sys.executable, "-m", "agents.host.main", "--die-with-parent"])
     finally:
-        ctypes.CDLL("libgobject-2.0.so.0").g_object_unref(bus.testbed)  # takes its folder away
+        ctypes.CDLL("libgobject-2.0.so.0").g_object_unref(bus.testbed)  # removes the test bed's folder
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rows of a compute host: what the agent and its drivers cost while nothing happens. The real ones, connected."""
+"""Rows of a compute host: memory and CPU of the real, connected agent and its drivers while nothing happens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.bench.whole import Whole, children, command
 
 
 def rows(whole: Whole, seconds: float, progress: Callable[[str], None]) -> list[Row]:
-    """Three figures: memory of the agent, of its largest driver, and what all together burn."""
+    """Return three rows: memory of the agent, memory of its largest driver, and CPU of all of them together."""
     progress(f"the agent and its drivers at rest, for {seconds:.0f} s")
     agent = whole.child("agents.host.main")
     drivers = [pid for pid in children(agent) if "drivers.isolation.driver_main" in command(pid)]

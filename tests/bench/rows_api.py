@@ -1,7 +1,7 @@
-"""Rows of the API's reads: lists, an instance's requests, a caller's admission, and what lists do to Beats.
+"""Rows of the API's reads: lists, an instance's requests, authentication of a caller, and heartbeats during lists.
 
-The ceilings are views in the same server (`tests.bench.views`), asked by the same clients with the same tokens, turn
-by turn; the ratio is the median of the rounds'.
+The ceilings are views in the same server (`tests.bench.views`). The same clients call them with the same tokens, and
+product and ceiling take turns; the ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.support.keystone import vouching
 DEVICES = "/v2/devices"
 LISTERS = 16
 AGENTS, PAUSE_S = 250, 0.5
-"""Five hundred Beats a second, as four thousand agents send them: few enough not to wait for each other."""
+"""Together 500 heartbeats a second, the rate of 4 000 real agents: few enough not to queue."""
 CALLS = 2_000
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it: devices in the lists, requests of others, rounds of how many seconds, cycles for how many."""
+    """Devices per list, requests of other projects, rounds and their seconds, heartbeat rounds, seconds of cycles."""
 
     devices: tuple[int, ...]
     others: int
@@ -46,7 +46,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one contestant did in its turn."""
+    """The results of one turn of one contestant."""
 
     rate: float
     cpu_us: float
@@ -55,7 +55,7 @@ class Turn:
 
 
 def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """All but what needs the whole product."""
+    """Return all rows of the API except the one that needs the whole product."""
     progress("a cached token and the policy check")
     found = [_admission()]
     tokens = inventory.tokens()
@@ -80,7 +80,7 @@ def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], N
 def contest(
     callers: Generator, server: Server, tokens: dict[str, str], contestants: list[list[str]], clients: int, size: Size
 ) -> list[list[Turn]]:
-    """The turns of each contestant, a list of paths. The first turns warm up and are not counted."""
+    """Let contestants (lists of paths) take turns; return the turns of each without the first, which warms up."""
     turns: list[list[Turn]] = [[] for _ in contestants]
     for number in range(size.rounds + 1):
         for paths, of in zip(contestants, turns, strict=True):
@@ -155,7 +155,7 @@ def _beats(generator: Generator, callers: Generator, server: Server, tokens: dic
 
 
 def _admission() -> Row:
-    """What every request costs before its handler: the caller from a remembered token, the rule from the memo."""
+    """Measure the cost of a request before its handler: the caller from a cached token, the cached policy check."""
     times: list[float] = []
     with vouching() as keystone:
         made = RequestFactory().get(REQUESTS, headers={"X-Auth-Token": keystone.token("member", "reader")})

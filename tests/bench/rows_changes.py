@@ -1,4 +1,4 @@
-"""Rows of what a process remembers: how soon it answers by an edited policy file, and by another process's change."""
+"""Rows of cached data: how soon a process uses an edited policy file, and a profile that another process deleted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.bench.promises import POLICY, PROFILE
 from tests.bench.whole import Whole, api_token, delete, get, post, wait_for
 
 WITHIN_MS = 1000.0
-"""What README.md says of the policy file, and docs/architecture.md of profiles."""
+"""The bound in README.md for the policy file, and in docs/architecture.md for profiles."""
 PATH = "/v2/device_profiles"
 RULE = '"cyborg:device_profile:get_all": "{}"\n'
 NO_RULES = "{}\n"
@@ -24,7 +24,7 @@ GROUPS = [{"resources:FPGA": "1"}]
 
 
 def rows(lab: Lab, whole: Whole, samples: int, progress: Callable[[str], None]) -> list[Row]:
-    """Measure both promises `samples` times; the worst time of each is a row."""
+    """Measure both times `samples` times; return a row with the worst time of each."""
     progress(f"an edited policy file and a deleted profile, {samples} times each")
     token, chance = api_token(), random.Random(1)
     return [
@@ -39,7 +39,7 @@ def _make_row(name: str, times: list[float]) -> Row:
 
 
 def _time_policy_edit(file: Path, whole: Whole, token: str, chance: random.Random) -> float:
-    """Milliseconds from a rule's edit until it is refused; the rule is put back afterwards."""
+    """Return the milliseconds from the edit of a rule until the API refuses the call; restore the rule afterwards."""
 
     def asked() -> int:
         status, body = get(whole.port, PATH, token)
@@ -48,7 +48,7 @@ def _time_policy_edit(file: Path, whole: Whole, token: str, chance: random.Rando
         return status
 
     wait_for(lambda: asked() == 200, "profiles are listed again after the rule was put back")
-    sleep(chance.uniform(0.0, 1.0))  # an edit may come at any time between two looks at the file
+    sleep(chance.uniform(0.0, 1.0))  # an edit may happen at any time between two checks of the file
     asked()
     began = monotonic()
     file.write_text(RULE.format("!"))
@@ -56,11 +56,11 @@ def _time_policy_edit(file: Path, whole: Whole, token: str, chance: random.Rando
         wait_for(lambda: asked() == 403, "profiles are refused")
         return (monotonic() - began) * 1000
     finally:
-        file.write_text(NO_RULES)  # removing the file would leave its rules in force
+        file.write_text(NO_RULES)  # if the file were removed, its rules would stay in force
 
 
 def _time_profile(whole: Whole, token: str, number: int) -> float:
-    """Milliseconds from the answer to DELETE until this process does not remember the profile any more."""
+    """Return the milliseconds from the response to DELETE until the profile is gone from this process's cache."""
     name = f"bench-{number}"
     status, body = post(whole.port, PATH, token, [{"name": name, "groups": GROUPS}])
     if status != 201:

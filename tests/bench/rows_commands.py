@@ -1,7 +1,7 @@
-"""Rows of the commands: from a row's commit until its agent has it, and whether any is lost where rings are.
+"""Rows of commands: the time from a command's commit until its agent has it, and whether one is lost when NOTIFYs are.
 
-The rows are made here as everybody makes them, by `accelerators.commands.placing`; the product's web process
-delivers them. A ring that is to be lost goes to a channel on which nobody listens.
+The commands are placed here by `accelerators.commands.placing`, as the product does; the product's web process
+delivers them. A NOTIFY is lost by sending it to a channel on which no process listens.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ NOWHERE = "bench_nowhere"
 
 @dataclass
 class Arrivals:
-    """When each command came to its agent first."""
+    """When each command first arrived at its agent."""
 
     generator: Generator
     first: dict[int, float] = field(default_factory=dict)
     again: int = 0
-    """Came although they had come."""
+    """Number of commands that arrived more than once."""
 
     def until(self, placed: Collection[int]) -> float:
-        """Until each of these has come, or for LONGEST_S; the seconds it took."""
+        """Wait until all `placed` commands have arrived, or for LONGEST_S; return the seconds this took."""
         began = monotonic()
         while not self.first.keys() >= set(placed) and monotonic() < began + LONGEST_S:
             sleep(0.02)
@@ -50,7 +50,7 @@ class Arrivals:
 
 
 def rows(whole: Whole, generator: Generator, samples: int, many: int, progress: Callable[[str], None]) -> list[Row]:
-    """Three figures: the middle, the worst but one in a hundred, and how many were lost."""
+    """Return three rows: p50 and p99 of the time to the agent, and the number of lost commands."""
     progress(f"{samples} commands to {AGENTS} agents one by one, then {many} of which every second ring is lost")
     hosts = fixtures.enrol(AGENTS)
     if refused := generator.ask("obey", group="commands", port=whole.port, count=AGENTS)["refused"]:
@@ -71,7 +71,7 @@ def rows(whole: Whole, generator: Generator, samples: int, many: int, progress: 
 
 
 def _place(host: int) -> tuple[int, float]:
-    """A command for this host: its number, and the monotonic clock right after its commit, before the ring."""
+    """Place a command; return its number and the monotonic time right after its commit, before the NOTIFY."""
     committed: list[float] = []
     with conductor.writing():
         transaction.on_commit(lambda: committed.append(monotonic()))

@@ -1,4 +1,4 @@
-"""The row of the console's lists: a page of the list of devices, whole, through granian, as a browser asks for it."""
+"""The row of the console's lists: complete pages of the list of devices, served by granian."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.bench.whole import children
 
 LIST = "/admin/accelerators/device/"
 PAGES = (LIST, f"{LIST}?state__exact=ready", f"{LIST}?p=100", f"{LIST}?o=6", f"{LIST}?stale=yes")
-"""As it opens, filtered, deep, in another order, and by what stands with the hosts."""
+"""The default page, a filtered one, page 100, another order, and a filter on a column of the hosts."""
 HOSTS = 500
 MOST_MS, MOST_STATEMENTS = 200, 12
 
@@ -35,7 +35,7 @@ FROM accelerators_host h, generate_series(1, %(each)s) AS n,
 
 
 def rows(lab: Lab, generator: Generator, devices: int, seconds: float, progress: Callable[[str], None]) -> list[Row]:
-    """One browser, page after page; the statements are those of PostgreSQL's log."""
+    """Return the row: one client gets page after page; statements are counted in PostgreSQL's log."""
     progress(f"the console's list of {devices} devices, through granian")
     fill(devices)
     asked = {"tokens": {"Cookie": f"sessionid={_session()}"}, "paths": list(PAGES), "clients": 1}
@@ -61,7 +61,7 @@ def rows(lab: Lab, generator: Generator, devices: int, seconds: float, progress:
 
 
 def fill(devices: int) -> None:
-    """So many devices on `HOSTS` hosts, as statistics know them."""
+    """Create about `devices` devices on `HOSTS` hosts and update PostgreSQL's statistics."""
     fixtures.empty_inventory()
     fixtures.enrol(HOSTS)
     with conductor.writing(), connection.cursor() as cursor:

@@ -1,7 +1,7 @@
-"""Rows of a fleet against the whole product: a storm with reports, a census, thousands at rest, and a soak of kills.
+"""Rows of a fleet against the whole product: a storm with reports, a census, agents at rest, and a soak with kills.
 
-The agents are those of `tests.fleet`: they back off, honour Retry-After and the jitter they are told, and remember what
-was acknowledged, which is compared with the tables at the end.
+The agents are those of `tests.fleet`: they back off, honour Retry-After and the jitter that the gateway sends, and
+remember what was acknowledged; at the end this is compared with the tables.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tests.fleet.scenarios import ScenarioRun, run_and_judge
 DEVICES = 8
 REPORTERS = 200
 COUNTED, CENSUSES = 1000, 5
-"""So many hosts are named in a census, so often."""
+"""The number of hosts in one census, and the number of censuses."""
 BEAT_S, FLUSH_S = 8.0, 5.0
-"""Of a product with its defaults."""
+"""The product's default intervals of heartbeats and of lease flushes."""
 PATIENCE_S = 600.0
 LEASES = "INSERT INTO agents_lease"
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it; `soak_s` 0 leaves the soak out."""
+    """Numbers of agents and seconds of each part; with `soak_s` 0 there is no soak."""
 
     storm: int
     rest: int
@@ -46,7 +46,7 @@ class Size:
 
 
 def rows(lab: Lab, whole: Whole, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Up to six figures, on one running product."""
+    """Return up to six rows, all measured on one running product."""
     found = _storm(lab, whole, generator, size.storm, progress)
     found += _rest(lab, whole, size, progress)
     if size.soak_s:
@@ -97,7 +97,7 @@ def _storm(lab: Lab, whole: Whole, generator: Generator, count: int, progress: C
 
 
 def _census(whole: Whole, there: int, progress: Callable[[str], None]) -> Row:
-    """Hosts of a fleet that is up are asked how busy they are, and their places are counted."""
+    """Measure POST /api/census/: ask hosts of a connected fleet for their load; count the hosts that answered."""
     names = [messages.host_name(number) for number in range(min(COUNTED, there))]
     progress(f"a census of {len(names)} hosts")
     token, took, came = api_token(), list[float](), list[int]()
@@ -113,7 +113,7 @@ def _census(whole: Whole, there: int, progress: Callable[[str], None]) -> Row:
 
 
 def _durable_rate(whole: Whole, generator: Generator) -> float:
-    """Reports a second that the same product makes durable when nobody connects."""
+    """Return how many reports a second the product makes durable when no agent connects meanwhile."""
     generator.connect("reporters", whole.port, REPORTERS)
     done = generator.ask("run", group="reporters", message="report", devices=DEVICES, seconds=1.0)
     generator.ask("close", group="reporters")
@@ -166,7 +166,7 @@ def _rest(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -
 
 
 def _soak(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Kill agents and all parts of the product at random; the slope of web's memory, and whether anything was lost."""
+    """Kill agents and all parts of the product at random; return a row: slope of web's memory, broken promises."""
     seed = random.randrange(1_000_000)
     progress(f"{size.soak} agents for {size.soak_s:.0f} s, they and the parts of the product are killed (seed {seed})")
     fixtures.enrol(size.soak)
