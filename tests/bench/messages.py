@@ -1,4 +1,4 @@
-"""Names, keys and reports of the bench's agents. Keys are computed from the host's number; reports have a usual size."""
+"""Names, keys and reports of the bench's agents. Keys are computed from the host's number."""
 
 from __future__ import annotations
 

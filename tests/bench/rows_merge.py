@@ -1,7 +1,8 @@
-"""Row of the merge: acknowledged reports become rows of all tables, against PostgreSQL alone writing the same rows.
+"""Row of the merge: acknowledged reports become rows of all tables. The ceiling is PostgreSQL alone writing these rows.
 
 The ceiling starts from staging tables that are loaded and analysed: no JSON, no comparison, no Python, one
-`INSERT … SELECT … ON CONFLICT` per table in one commit. Both begin with empty tables after a checkpoint, turn by turn.
+`INSERT … SELECT … ON CONFLICT` per table in one commit. Merge and ceiling take turns, and each starts with empty tables
+after a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ KEYS = {
     "event": "",
     "intent": "kind, key",
 }
-"""Tables in the order of their references, with what is unique in them; events have nothing to conflict with."""
+"""Tables in the order of their foreign keys, with their unique columns; events have none."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Number of hosts, and of turns that are counted."""
 
     hosts: int
     rounds: int
 
 
 def rows(size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """One figure."""
+    """Merge all reports and upsert the same rows, turn by turn; return the row."""
     progress(f"merging {size.hosts} new hosts of {DEVICES} devices against one upsert per table")
     ids = fixtures.enrol(size.hosts)
     merged, spent, staged, count = list[float](), list[float](), list[float](), 0
@@ -88,7 +89,7 @@ def _spool(ids: list[int]) -> None:
 
 
 def _stage() -> int:
-    """Keep what the merge wrote; the number of rows."""
+    """Copy what the merge wrote into staging tables; return the number of rows."""
     count = 0
     with connection.cursor() as cursor:
         for name in ("host", *KEYS):

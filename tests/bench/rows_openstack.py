@@ -1,7 +1,7 @@
-"""Rows of the whole product in a cloud: how soon Placement shows what changed, and Nova hears of what is bound.
+"""Rows of the product in a cloud: the time until Placement shows a change, and until Nova is notified of a bind.
 
-Real Keystone and real Placement, in environments of their own; Nova is the recording one of the tests. All on loopback
-and on the same cores as the product.
+Keystone and Placement are real and run in their own environments; Nova is the fake of the tests. All of them use
+loopback and the same cores as the product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ JOIN accelerators_deployable p ON p.device_id = d.id WHERE h.name = %s
 
 
 def rows(lab: Lab, *, full: bool, progress: Callable[[str], None]) -> list[Row]:
-    """Six figures; none, and a loud line, where Placement is not installed beside us."""
+    """Return the rows; print a warning and return [] if Keystone and Placement are not installed."""
     if not environments.installed("keystone", "placement"):
         progress("NOT MEASURED: Placement and Nova (make environments installs what these rows need)")
         return []
@@ -45,7 +45,7 @@ def rows(lab: Lab, *, full: bool, progress: Callable[[str], None]) -> list[Row]:
         lab.stop_database()
         cloud = identity.environment("service") | {"CYBORG_NOVA_ENDPOINT": nova.url, "CYBORG_HOST_NAME": HOST}
         cloud |= {"CYBORG_HOST_NODE": HOST, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
-        cloud |= {"CYBORG_AGENT_STATE_DIR": str(lab.home / "agent-in-a-cloud")}  # an agent's key is one host's
+        cloud |= {"CYBORG_AGENT_STATE_DIR": str(lab.home / "agent-in-a-cloud")}  # an agent's key belongs to one host
         with running(lab, **cloud) as whole:
             samples = 300 if full else 40
             progress(f"a device leaves and enters offer, {samples} times; then as many requests are bound")
@@ -77,7 +77,7 @@ def _latency(name: str, times: list[float], against: str, bounds: dict[int, floa
 
 
 def _offered(api: _Caller, looker: _Caller, there: Placement) -> tuple[str, str]:
-    """The fake card on offer and in Placement, a profile for it: its device, its provider."""
+    """Enable the fake device, wait for it in Placement and create a profile; return its device and its provider."""
     from django.db import connection
 
     from accelerators import conductor
@@ -100,7 +100,7 @@ def _offered(api: _Caller, looker: _Caller, there: Placement) -> tuple[str, str]
 
 
 def _reserved(looker: _Caller, provider: str) -> int:
-    """As Placement shows it; -1 while there is no such inventory."""
+    """Return the `reserved` of a provider's inventory in Placement; -1 while there is no such inventory."""
     found = looker.ask("GET", f"/resource_providers?uuid={provider}", 200)["resource_providers"]
     if not found:
         return -1
@@ -109,7 +109,7 @@ def _reserved(looker: _Caller, provider: str) -> int:
 
 
 def _shown(api: _Caller, looker: _Caller, device: str, provider: str, offer: bool) -> float:
-    """Milliseconds from before the request until Placement shows it."""
+    """Enable or disable a device; return the milliseconds until Placement shows it, from before the request."""
     sleep(0.05)
     began = monotonic()
     api.ask("POST", f"/v2/devices/{device}/{'enable' if offer else 'disable'}", 204)
@@ -123,7 +123,7 @@ def _shown(api: _Caller, looker: _Caller, device: str, provider: str, offer: boo
 
 
 def _told(api: _Caller, nova: FakeNova, provider: str) -> float:
-    """Milliseconds from before the PATCH that binds until Nova has the notice; the request is deleted afterwards."""
+    """Bind a request; return the milliseconds from before the PATCH until Nova has the event; delete the request."""
     instance = str(uuid4())
     nova.known[instance] = 200
     made = api.ask("POST", "/v2/accelerator_requests", 201, {"device_profile_name": PROFILE})
@@ -139,14 +139,14 @@ def _told(api: _Caller, nova: FakeNova, provider: str) -> float:
 
 
 class _Caller:
-    """JSON, a connection for each request: a server closes those that rest."""
+    """A JSON client that opens a connection for each request, because servers close idle connections."""
 
     def __init__(self, port: int, headers: dict[str, str]) -> None:
         self._port = port
         self._headers = headers | {"Content-Type": "application/json", "Accept": "application/json"}
 
     def ask(self, method: str, path: str, status: int, body: Any = None) -> Any:
-        """The decoded answer; raises CannotMeasure unless it has this status."""
+        """Return the decoded response; raise CannotMeasure if its status is not `status`."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         try:
             connection.request(method, path, json.dumps(body) if body is not None else None, self._headers)

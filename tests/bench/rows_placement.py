@@ -1,7 +1,8 @@
-"""Rows of Placement: many new providers against the same calls by a bare client, and a look at what has not changed.
+"""Rows of Placement: many new providers against the same calls by a bare client, and a reconcile without changes.
 
-The job `placement` runs in this process on the bench's database, against a real Placement. What it calls is kept, and
-sent again by as many threads through the same library, bodies ready made, after the providers were taken away.
+The job `placement` runs in this process on the bench's database, against a real Placement. Its calls are recorded. Then
+the providers are deleted, and the same number of threads sends the calls again through the same library, with bodies
+that were encoded before.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.system.placement import Placement
 
 DEVICES = 8
 AT_ONCE = 50
-"""Hosts merged in one go."""
+"""Number of hosts that are merged in one batch."""
 MOST_CALLS = 4.0
 OFFER = """
 UPDATE accelerators_device SET state = 'ready';
@@ -51,7 +52,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Recorder:
-    """The session the job talks through: counts, and while `kept` is a dictionary, keeps each thread's calls."""
+    """The keystoneauth1 session of the job: counts its calls by method; keeps the calls of each thread in `kept`."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -60,7 +61,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     def request(self, url: str, method: str, **more: Any) -> Any:
-        """One call."""
+        """Record one call and make it."""
         with self._lock:
             self.methods[method] += 1
             self.kept.setdefault(threading.get_ident(), []).append(((url, method), more))
@@ -71,12 +72,12 @@ _recorder: list[Recorder] = []
 
 
 def cloud() -> Recorder:
-    """What `settings.SERVICE_SESSION` names meanwhile."""
+    """Return the recorder; `settings.SERVICE_SESSION` names this function while the rows are measured."""
     return _recorder[0]
 
 
 def rows(placement: Placement, hosts: int, turns: int, progress: Callable[[str], None]) -> list[Row]:
-    """Two figures: the rate of our calls against the bare client's, and calls per host when nothing has changed."""
+    """Return two rows: the job's call rate against the bare client's, and calls per host if nothing has changed."""
     progress(f"{hosts} hosts of {DEVICES} new devices each become providers, and again by a bare client, {turns} times")
     recorder = Recorder(_session(placement))
     _recorder[:] = [recorder]
@@ -105,7 +106,7 @@ def _session(placement: Placement) -> Session:
 
 
 def _compute(session: Session, hosts: int) -> None:
-    """A compute provider for each, as Nova makes it."""
+    """Create a compute provider for each host, as Nova does."""
     where = {"endpoint_filter": {"service_type": "placement"}, "headers": {"OpenStack-API-Version": "placement 1.39"}}
     for number in range(hosts):
         body = {"uuid": str(uuid4()), "name": messages.host_name(number)}
@@ -113,7 +114,7 @@ def _compute(session: Session, hosts: int) -> None:
 
 
 def _offer(hosts: int) -> None:
-    """Devices on that many hosts, all ready and none in Placement yet."""
+    """Create devices on that many hosts, all ready and none in Placement yet."""
     fixtures.empty_inventory()
     ids = fixtures.enrol(hosts)
     for first in range(0, hosts, AT_ONCE):
@@ -129,7 +130,7 @@ def _report(number: int) -> HostReport:
 
 
 def _run(hosts: int) -> float:
-    """The job, as often as it says that there is more; seconds."""
+    """Run the job until it has nothing left to do; return the seconds. Raise CannotMeasure if a host has problems."""
     names = [messages.host_name(n) for n in range(hosts)]
     conductor.raise_provider_intents(Host.objects.filter(name__in=names))
     began = perf_counter()
@@ -159,7 +160,7 @@ def _unchanged(recorder: Recorder, hosts: int) -> Row:
 
 
 def _bare(session: Session, told: list[list[Call]]) -> float:
-    """The same calls, thread by thread; seconds. Raises CannotMeasure when one is refused."""
+    """Make the recorded calls, one thread for each list; return the seconds. Raise CannotMeasure if one is refused."""
     ready = [[(words, more | _prepared(more)) for words, more in calls] for calls in told]
 
     def one(calls: list[Call]) -> None:
@@ -176,7 +177,7 @@ def _bare(session: Session, told: list[list[Call]]) -> float:
 
 
 def _prepared(more: dict[str, Any]) -> dict[str, Any]:
-    """The body as bytes."""
+    """Return the arguments of a call with its JSON body encoded as bytes; {} if it has no body."""
     if "json" not in more:
         return {}
     headers = more["headers"] | {"Content-Type": "application/json"}
@@ -184,14 +185,14 @@ def _prepared(more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _taken_away(placement: Placement) -> None:
-    """Every child, in Placement's own database: this is not measured, and by its API it takes long."""
+    """Delete every child provider in Placement's database. This is not measured, and through the API it takes long."""
     with psycopg.connect(host=str(placement.postgres.socket), user="postgres", dbname="placement") as database:
         for statement in GONE:
             database.execute(statement)
 
 
 def forget() -> None:
-    """Nothing was ever written."""
+    """Delete the product's records of what it has written to Placement."""
     Tree.objects.all().delete()
     WrittenProvider.objects.all().delete()
 

@@ -1,7 +1,7 @@
-"""Rows of the requests' life: create, bind, read, unbind, delete by eight clients, at three depths.
+"""Rows of the life cycle of requests: eight clients create, bind, read, unbind and delete, at three levels.
 
-Through the one-command server, through granian's two WSGI workers, and `accelerators.requests.binding` alone; the
-last also with many requests of others in the tables, to see that it stays as fast.
+The levels are the one-command server, granian with two WSGI workers, and `accelerators.requests.binding` without HTTP.
+The last is also measured with many requests of other projects in the tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Offers = list[tuple[str, str]]
 
 
 def whole(product: Whole, generator: Generator, seconds: float, progress: Callable[[str], None]) -> list[Row]:
-    """One figure: through the product as its one command starts it."""
+    """Return the row measured through the product as its one command starts it."""
     progress(f"{CYCLE}, through the one-command server")
     offers, tokens = inventory.offer(10), inventory.tokens()
     web = [product.child("cyborgweb.server.web")]
@@ -49,7 +49,7 @@ def scaled(
     seconds: float,
     progress: Callable[[str], None],
 ) -> Row:
-    """The figure through granian."""
+    """Return the row measured through granian."""
     progress(f"{CYCLE}, through granian")
     with granian(lab, 2) as server:
         everyone = [server.pid, *children(server.pid)]
@@ -76,7 +76,7 @@ def _through(
 
 
 def in_process(offers: Offers, others: int, seconds: float, progress: Callable[[str], None]) -> list[Row]:
-    """Two figures: `accelerators.requests.binding` by itself, and the same among `others`."""
+    """Return two rows: `accelerators.requests.binding` without and with `others` requests of other projects."""
     progress(f"{CYCLE}, in process, with no others and with {others}")
     inventory.clear()
     _turn(offers, 1.0)
@@ -98,7 +98,7 @@ def in_process(offers: Offers, others: int, seconds: float, progress: Callable[[
 
 
 def _turn(offers: Offers, seconds: float) -> tuple[float, float]:
-    """Cycles per second of all threads together, and this process's CPU-µs per cycle."""
+    """Run cycles in all threads for `seconds`; return cycles per second and this process's CPU time per cycle in µs."""
     start, counts, faults = threading.Barrier(CLIENTS + 1), list[int](), list[Exception]()
 
     def one(host: str, provider: str) -> None:
@@ -110,7 +110,7 @@ def _turn(offers: Offers, seconds: float) -> tuple[float, float]:
             while perf_counter() < end:
                 _cycle(host, provider)
                 count += 1
-        except Exception as error:  # noqa: BLE001  (whatever it is ends the bench, with its reason)
+        except Exception as error:  # noqa: BLE001  (any error ends the bench, and its text is the reason)
             faults.append(error)
             start.abort()
         finally:

@@ -1,7 +1,7 @@
-"""Rows of samples: what a thousand watched hosts cost the web process, and what their beats notice of it.
+"""Rows of samples: the CPU that watched hosts cost the web process, and the effect on the latency of heartbeats.
 
-Somebody in another process (this one) looks at all of them, once a second, as a page does; agents send as they are
-asked to by the gateway. Rounds with and without a watcher take turns.
+This process is the watcher: it reads the samples of all hosts once a second, as a page of the console does. The agents
+send as the gateway asks them to. Rounds with and without a watcher alternate.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tests.bench.orders import CannotMeasure
 
 DEVICES, METRICS = 8, 6
 EVERY_S, FOR_S = 1.0, 10.0
-"""As a host's page asks for it."""
+"""The interval and duration that the page of a host asks for."""
 PAUSE_S = 2.0
 PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Number of hosts, of rounds, and seconds of each round."""
 
     hosts: int
     rounds: int
@@ -35,7 +35,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Turn:
-    """One round: cores of the web process, samples a second, of how many hosts they are known, p99 of Beats in ms."""
+    """One round: cores used by the web process, samples per second, hosts with known samples, heartbeat p99 in ms."""
 
     cores: float
     rate: float
@@ -44,7 +44,7 @@ class Turn:
 
 
 def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """CPU of the web process, and acknowledgements beside it."""
+    """Return two rows: the CPU of the web process, and the latency of heartbeats while samples arrive."""
     progress(f"samples of {size.hosts} watched hosts")
     hosts = fixtures.enrol(size.hosts)
     quiet: list[Turn] = []
@@ -89,7 +89,7 @@ def _figures(size: Size, quiet: list[Turn], watched: list[Turn]) -> list[Row]:
 
 
 def _turn(generator: Generator, server: Server, hosts: list[int], seconds: float) -> Turn:
-    """`hosts` are watched meanwhile."""
+    """Measure one round in which `hosts` are watched."""
     known: list[int] = []
     over = Event()
 

@@ -1,6 +1,6 @@
-"""Rows of a lost network: agents are silent all at once, then come back all at once, while clients use the API.
+"""Rows of a lost network: all agents become silent at once and return at once, while clients use the API.
 
-Their sockets stay open meanwhile, as when packets are lost. What counts is how each stands in `GET /api/agents`.
+Their sockets stay open meanwhile, as they do when packets are lost. The state of each in `GET /api/agents` is judged.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ WHERE seen_at > now() - interval '1 minute' AND host_id IN (SELECT id FROM accel
 
 @dataclass
 class Watch:
-    """What the API says of the bench's hosts, asked ten times a second."""
+    """Polls the API for the states of the bench's hosts, ten times a second."""
 
     port: int
     token: str
 
     def until_up(self) -> None:
-        """Each agent was heard lately."""
+        """Wait until every agent is up."""
         wait_for(
             lambda: self._none("agents?state=late") and self._none("agents?state=down"),
             "every agent up",
@@ -50,20 +50,22 @@ class Watch:
         )
 
     def until_late(self) -> None:
-        """None was."""
+        """Wait until no agent is up."""
         wait_for(lambda: self._none("agents?state=up"), "every agent late or down")
 
     def until_stale(self) -> None:
-        """The conductor has taken note of it, with an event each."""
+        """Wait until every host is stale, which means that the conductor has recorded the silence."""
         wait_for(self.all_stale, "every host stale", patience_s=LONG_S)
 
     def all_stale(self) -> bool:
-        """Whether it has."""
+        """Return whether every host is stale."""
         return self._none("hosts?stale=false")
 
     def _none(self, what: str) -> bool:
         sleep(LOOK_S)
-        status, body = get(self.port, f"/api/{what}&limit=2", self.token)  # one of the two may be the product's own
+        status, body = get(
+            self.port, f"/api/{what}&limit=2", self.token
+        )  # one of the two may be the product's own agent
         if status != 200:
             raise CannotMeasure(f"GET /api/{what}: {status} {body[:200]!r}")
         return not any(self._name(one).startswith("bench-") for one in json.loads(body)["results"])
@@ -74,7 +76,7 @@ class Watch:
 
 @dataclass
 class Clients:
-    """Who uses the API meanwhile."""
+    """The clients that use the API meanwhile."""
 
     generator: Generator
     port: int
@@ -82,11 +84,11 @@ class Clients:
     phase: str = "silent"
     asked: Counter[str] = field(default_factory=Counter)
     slowest_ms: dict[str, list[float]] = field(default_factory=dict)
-    """The longest of all GETs in this phase."""
+    """The durations of the slowest GETs, by phase."""
     ended: Event = field(default_factory=Event)
 
     def run(self) -> None:
-        """Until told to end."""
+        """Send GETs until `ended` is set."""
         one = f"/v2/devices?hostname={messages.host_name(0)}"
         paths = [one, f"{REQUESTS}?instance={uuid4()}", "/v2/device_profiles", "/api/agents?limit=50"]
         fixed: dict[str, Any] = {"port": self.port, "tokens": self.tokens, "paths": paths, "clients": CLIENTS}
@@ -96,18 +98,18 @@ class Clients:
             self.slowest_ms.setdefault(self.phase, []).extend(done["slowest_ms"])
 
     def p99_ms(self, phase: str) -> float:
-        """Of all GETs in this phase."""
+        """Return p99 of all GETs in a phase."""
         return sorted(self.slowest_ms[phase], reverse=True)[self.asked[phase] // 100]
 
 
 @dataclass(frozen=True)
 class Back:
-    """A return: seconds until all were connected, and until all were up."""
+    """The return of all agents: seconds until all were connected, and until all were up."""
 
     connected_s: float
     up_s: float
     refused: int
-    """Attempts that failed; each was made again."""
+    """Number of failed attempts; each was repeated."""
 
     def __str__(self) -> str:
         return f"connected after {self.connected_s:.1f} s, {self.refused} attempts refused"
@@ -121,7 +123,7 @@ def rows(
     progress: Callable[[str], None],
     meanwhile: Callable[[], None],
 ) -> list[Row]:
-    """Three figures; `meanwhile` is called while nobody speaks, and may take some seconds."""
+    """Return three rows; `meanwhile` is called while all agents are silent, and may take some seconds."""
     progress(f"{agents} agents fall silent at once, and come back at once")
     fixtures.enrol(agents)
     tokens = inventory.tokens()
@@ -161,12 +163,12 @@ def _back(generator: Generator, watch: Watch, port: int, fingerprint: str, agent
 
 
 def _silent_long(generator: Generator, watch: Watch) -> None:
-    """As they are after a long silence, without waiting for it a second time."""
+    """Disconnect the agents and set the leases back, as after a long silence, instead of waiting for one again."""
     generator.ask("close", group="silent")
 
     def stale() -> bool:
         with connection.cursor() as cursor:
-            cursor.execute(SILENT_LONG)  # again and again: the gateway may still have leases to write
+            cursor.execute(SILENT_LONG)  # repeated, because the gateway may still have leases to flush
         return watch.all_stale()
 
     wait_for(stale, "every host stale", patience_s=LONG_S)

@@ -1,4 +1,4 @@
-"""Rows of the start-up: from `make up`'s command to /healthz, on an empty state directory and once more on the same."""
+"""Rows of the start-up: from the command of `make up` to /healthz, with an empty and with a used state directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_S, STOP_S = 180.0, 15.0
 
 
 def rows(starts: int, progress: Callable[[str], None]) -> list[Row]:
-    """Measure `starts` first starts and as many second ones; the median of each is a row."""
+    """Measure `starts` first starts and as many second ones; return a row with the median of each."""
     progress(f"{starts} first starts and {starts} second ones, each to /healthz")
     first, second = list[float](), list[float]()
     for _ in range(starts):
@@ -48,7 +48,7 @@ def _make_row(name: str, against: str, times: list[float], bound: float) -> Row:
 
 
 def _time_start(state: Path) -> float:
-    """Seconds from the command until /healthz answers with 200; the product is stopped again."""
+    """Start the product, wait until /healthz answers with 200, and stop it; return the seconds until then."""
     said = state / "serve.log"
     environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1", "CYBORG_STATE_DIR": str(state)}
     with said.open("wb") as log:

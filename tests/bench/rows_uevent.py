@@ -1,6 +1,6 @@
-"""Row of hot-plug: from a card's uevent, on a simulated bus, until the API shows it. Real agent, real conductor.
+"""Rows of hot-plug: the time from a card's uevent until the API shows it. Only the bus is simulated.
 
-The clock starts before the uevent is sent; what collects a burst into one look (CYBORG_UEVENT_DEBOUNCE_MS) counts.
+The clock starts before the uevent is sent, so the debounce (CYBORG_UEVENT_DEBOUNCE_MS) is included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Plug = Callable[[int], float]
 
 
 def rows(lab: Lab, whole: Whole, samples: int, progress: Callable[[str], None]) -> list[Row]:
-    """Two figures: the middle and the worst but one in a hundred; none where umockdev is not installed."""
+    """Return two rows, p50 and p99; print a warning and return [] if umockdev is not installed."""
     if not _simulated():
         progress("NOT MEASURED: uevent to API (the package umockdev is not installed)")
         return []
@@ -38,7 +38,7 @@ def rows(lab: Lab, whole: Whole, samples: int, progress: Callable[[str], None]) 
     api, times = Api(whole.port, api_token(), HOST), list[float]()
     with _host(lab, whole.port) as plug:
         plug(0)
-        api.wait_for(_shown(0))  # the agent has joined and looked
+        api.wait_for(_shown(0))  # the agent has joined and reported
         for number in range(1, samples + 1):
             sleep(0.05 + 0.037 * (number % 3))
             began = plug(number)
@@ -67,7 +67,10 @@ def _shown(number: int) -> bytes:
 
 @contextmanager
 def _host(lab: Lab, port: int) -> Iterator[Plug]:
-    """A host whose agent starts with the first card; what plugs card `number` in, and tells when."""
+    """Run a simulated host, whose agent starts with the first card; yield a function that plugs in card `number`.
+
+    The function returns the monotonic time just before the uevent.
+    """
     home = lab.home / "uevent"
     home.mkdir()
     (home / "drivers.toml").write_text(RULES)

@@ -1,8 +1,8 @@
-"""Rows of the whole product, started by its one command: how soon a report is seen, and a storm of agents.
+"""Rows of the whole product, started by its one command: the time until a report is visible, and a storm of agents.
 
-A storm's ceiling is the bare server: the same client asks it for a challenge, signs, upgrades and waits for the
-Welcome, agent by agent as against the product; what the product adds is the signature, the look-up, and the reports
-that come in meanwhile. Every agent starts at once, none waits for another.
+The ceiling of the storm is the bare server: the same client gets a challenge, signs, upgrades and waits for the
+Welcome, as it does with the product. The product also checks the signature, looks the agent up, and takes the reports
+that arrive meanwhile. All agents start at once; none waits for another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SELECT count(*) FROM accelerators_device d JOIN accelerators_host h ON h.id = d.
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Number of samples of the first rows, of agents in the storm, and of storms."""
 
     samples: int
     agents: int
@@ -39,7 +39,7 @@ class Size:
 
 
 def visible(whole: Whole, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Two figures: the middle and the worst but one in a hundred."""
+    """Return two rows, p50 and p99 of the time from a report's Ack until GET /v2/devices shows it."""
     progress(f"from a report's Ack to GET /v2/devices, {size.samples} times")
     fixtures.enrol(1)
     token = api_token()
@@ -55,7 +55,7 @@ def visible(whole: Whole, generator: Generator, size: Size, progress: Callable[[
 
 
 def storm(lab: Lab, whole: Whole, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Two figures: how fast all are connected, and what one costs in memory."""
+    """Return two rows: the rate at which agents connect, and the memory of one connection."""
     progress(f"{size.agents} agents connect and report at once, {size.rounds} times")
     fixtures.enrol(size.agents)
     web = whole.child("cyborgweb.server.web")
@@ -94,7 +94,7 @@ def _turn(whole: Whole, web: int, token: str, generator: Generator, agents: int)
 
 
 def _settled_storm(whole: Whole, generator: Generator, agents: int) -> dict[str, Any]:
-    """From the first connection until every device is in the tables."""
+    """Run a storm and wait until every device is in the tables; return the results of the storm."""
     done = generator.ask("storm", group="storm", port=whole.port, count=agents, devices=DEVICES)
     done["refused"] = sum(done["refused"].values())
     wait_for(lambda: _count() >= agents * DEVICES, "every device in the tables")

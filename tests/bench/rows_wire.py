@@ -1,7 +1,7 @@
-"""Rows of the wire: Beats, durable reports, unchanged reports, each against a server that only acknowledges.
+"""Rows of the wire: heartbeats, durable reports and unchanged reports, each against a server that only acknowledges.
 
-Contestants take turns, second by second, so that whatever else the machine does meets all of them alike; the ratio is
-the median of the rounds'. Nobody merges meanwhile: what is measured is the gateway and its commit.
+Contestants take turns every second, so that other load of the machine affects all of them alike; the ratio is the
+median over the rounds. No merge runs meanwhile: only the gateway and its commits are measured.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ UNCHANGED = "ab" * 20
 UNREAD = "a socket that reads nothing"
 PLAIN_COPY = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN"
 TIMERS = re.compile(r"SELECT 1(?: FROM spool LIMIT 1)?$|SELECT host_id, public_key, barred,")
-"""The writer's looks, every 10 s whether the spool was forgotten, every 2.5 s who may not go on; the health check."""
+"""Periodic statements: the writer's checks of the spool (10 s) and of barred agents (2.5 s), and the health check."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Number of agents, of rounds, and seconds of each turn."""
 
     agents: int
     rounds: int
@@ -44,7 +44,7 @@ Write = Callable[[psycopg.Cursor[Any], list[tuple[Any, ...]]], None]
 
 @dataclass(frozen=True)
 class Turn:
-    """One contestant's second."""
+    """The results of one turn of one contestant."""
 
     rate: float
     cpu_us: float
@@ -52,7 +52,7 @@ class Turn:
 
 
 def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Three figures, four ratios."""
+    """Return the rows: heartbeats, durable reports (two ceilings), unchanged reports."""
     fixtures.enrol(size.agents)
     found: list[Row] = []
     with serving(lab, "bare") as bare, serving(lab, "acknowledging") as acknowledging:
@@ -69,7 +69,7 @@ def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], N
 def contest(
     generator: Generator, size: Size, contestants: list[tuple[Server, str]], between: Callable[[], None]
 ) -> list[list[Turn]]:
-    """Each contestant's turns; `between` is called after each round. The first turn warms up and is not counted."""
+    """Let contestants take turns, and call `between` after each round; return the turns of each, without a warm-up."""
     for number, (server, _) in enumerate(contestants):
         generator.connect(f"group{number}", server.port, size.agents)
     turns: list[list[Turn]] = [[] for _ in contestants]
@@ -113,7 +113,7 @@ def _rate(turns: list[Turn]) -> float:
 
 
 def _ratio(ours: list[Turn], theirs: list[Turn]) -> float:
-    """The middle one of the rounds': what disturbs a round disturbs both."""
+    """Return the median of the ratios of all rounds, because a disturbance affects both turns of one round."""
     return median([a.rate / b.rate for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -172,7 +172,7 @@ def _binary(cursor: psycopg.Cursor[Any], rows: list[tuple[Any, ...]]) -> None:
 
 
 def _copy(write: Write, batch: int, seconds: float) -> Turn:
-    """What one thread brings into the spool when it does nothing else, on the core the server had."""
+    """Measure how many reports one thread copies into the spool, doing nothing else, on the server's core."""
     parts = messages.report_parts(messages.devices(DEVICES))
     count = seq = 0
     parameters = connection.get_connection_params()
@@ -210,7 +210,7 @@ def _unchanged(lab: Lab, generator: Generator, size: Size, bare: Server, acknowl
 
 
 def _count_statements(lab: Lab, generator: Generator) -> tuple[int, int]:
-    """What other connections than ours run while unchanged reports stream in."""
+    """Send unchanged reports for a second; return the number of the product's statements and of reports."""
     with statements(lab) as found:
         done = generator.ask("run", group="counted", message=UNCHANGED, devices=DEVICES, seconds=1.0)
     return sum(not TIMERS.match(text) for text in found), done["count"]

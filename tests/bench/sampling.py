@@ -1,4 +1,4 @@
-"""Agents that are watched: they send samples as they are asked to, and beat meanwhile. Part of `tests.bench.load`."""
+"""Watched agents for `tests.bench.load`: they send samples as the gateway asks them to, and heartbeats."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ METRICS = (
 
 
 def samples(devices: int) -> str:
-    """One message, of a usual size."""
+    """Return one message with samples of `devices` devices, of a usual size."""
     loads = (wire.DeviceLoad(f"pci:0000:{n:02x}:00.0", dict.fromkeys(METRICS, 1234567.25)) for n in range(devices))
     return wire.encode_message(wire.Samples(tuple(loads)))
 
 
 class Sampling:
-    """What all agents of a group do; `sent` counts samples, `times` are how long acknowledgements took."""
+    """The behaviour of a group of agents; `sent` counts samples, `times` are the latencies of acknowledgements."""
 
     def __init__(self, peers: Sequence[Peer], devices: int, pause: float) -> None:
         self._peers, self._text, self._pause = peers, samples(devices), pause
@@ -41,7 +41,7 @@ class Sampling:
         self.times: list[float] = []
 
     def begin(self) -> None:
-        """Say Hello, and beat from now on, one after the other."""
+        """Let each agent send Hello and then heartbeats, spread over one pause."""
         for number, peer in enumerate(self._peers):
             peer.on_message = self._hear
             peer.send(HELLO)
@@ -63,7 +63,7 @@ class Sampling:
         now = time.perf_counter()
         every, until = self._wishes.get(peer, (0.0, 0.0))
         self._wishes[peer] = asked.every_s, now + asked.for_s
-        if every != asked.every_s or until < now:  # else it only goes on
+        if every != asked.every_s or until < now:  # otherwise the present timer goes on
             if peer in self._next:
                 self._next[peer].cancel()
             self._say(peer)
@@ -76,7 +76,7 @@ class Sampling:
             self._next[peer] = self._later(every, self._say, peer)
 
     async def look(self, seconds: float) -> dict[str, Any]:
-        """What was sent and acknowledged in the next `seconds`."""
+        """Return the number of samples sent in the next `seconds` and the latencies of acknowledgements."""
         self.times.clear()
         began = self.sent
         await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""The product's HTTP side as it runs at scale: granian, several WSGI workers, on all cores."""
+"""The product's HTTP server as it runs at scale: granian with several WSGI workers, on all cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.bench.whole import wait_for
 
 @contextmanager
 def granian(lab: Lab, workers: int) -> Iterator[Server]:
-    """Until the block is left; its processes die with us."""
+    """Run granian inside the context; its processes die with this one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,7 +43,9 @@ def granian(lab: Lab, workers: int) -> Iterator[Server]:
 
 
 def _ready(port: int) -> bool:
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=2)  # what comes before the workers is never answered
+    client = http.client.HTTPConnection(
+        "127.0.0.1", port, timeout=2
+    )  # a request before the workers run is never answered
     try:
         client.request("GET", "/readyz")
         return client.getresponse().status == 200

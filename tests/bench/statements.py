@@ -1,4 +1,4 @@
-"""Every statement the servers run, as PostgreSQL itself logs them."""
+"""Collect the statements that the servers run, from PostgreSQL's log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATEMENT = re.compile(r"\[(?P<pid>\d+)\] LOG:  (?:statement|execute [^:]*): \s*
 
 @contextmanager
 def statements(lab: Lab) -> Iterator[list[str]]:
-    """A list that holds, once the block is left, what other connections than ours ran in it."""
+    """Yield a list; when the context is left, it is filled with the statements of all other connections."""
     found: list[str] = []
     with logged(lab) as all_of_them:
         yield found
@@ -24,7 +24,7 @@ def statements(lab: Lab) -> Iterator[list[str]]:
 
 @contextmanager
 def logged(lab: Lab) -> Iterator[list[tuple[str, str]]]:
-    """The same, each with the process id of the connection that ran it."""
+    """Do the same as `statements`, with pairs of the backend's process id and the statement."""
     log = lab.home / "postgres" / "log"
     found: list[tuple[str, str]] = []
     _log("all")

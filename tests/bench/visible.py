@@ -1,4 +1,4 @@
-"""How long after its Ack a report is seen by a client: the clock starts at the Ack, and stops with the answer."""
+"""Measure how long after its Ack a report is visible to a client: from the Ack until a response contains it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAUSE_S = 0.002
 
 
 class Api:
-    """`GET /v2/devices?hostname=…` on one kept connection."""
+    """A client of `GET /v2/devices?hostname=…` with one persistent connection."""
 
     def __init__(self, port: int, token: str, host: str) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
@@ -23,7 +23,7 @@ class Api:
         self._path = f"/v2/devices?hostname={host}"
 
     def look(self) -> bytes:
-        """The body; raises RuntimeError on any status but 200."""
+        """Return the body of the response; raise RuntimeError if its status is not 200."""
         self._connection.request("GET", self._path, headers=self._headers)
         answer = self._connection.getresponse()
         body = answer.read()
@@ -32,7 +32,7 @@ class Api:
         return body
 
     def wait_for(self, text: bytes) -> int:
-        """Ask until the answer holds `text`; how often it took."""
+        """Repeat the GET until a response contains `text`; return the number of GETs, or raise TimeoutError."""
         end, asked = time.perf_counter() + DEADLINE_S, 0
         while time.perf_counter() < end:
             asked += 1
@@ -43,7 +43,7 @@ class Api:
 
 
 async def probe(key: Key, port: int, token: str, samples: int) -> dict[str, Any]:
-    """One agent changes one device of eight, `samples` times with pauses; milliseconds from Ack to answer, sorted."""
+    """Let one agent change one of its eight devices `samples` times; return the sorted times in milliseconds."""
     peer = await connect(address(port), 0, key)
     api, loop, times = Api(port, token, messages.host_name(0)), asyncio.get_running_loop(), list[float]()
     looks: list[float] = []

@@ -1,4 +1,4 @@
-"""The whole product as `make up` starts it, on the bench's state directory: one command, all its children."""
+"""The whole product as `make up` starts it, on the bench's state directory: one command with all its children."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Whole:
     port: int
     tls_port: int
     fingerprint: str
-    """Of the certificate at `tls_port`, which is for agents alone."""
+    """The fingerprint of the certificate at `tls_port`, which only agents use."""
 
     def child(self, word: str, of: int = 0) -> int:
-        """The process id of the child whose command line holds `word`."""
+        """Return the process id of the child whose command line has `word`; raise CannotMeasure without one."""
         found = [pid for pid in children(of or self.supervisor) if word in command(pid)]
         if not found:
             raise CannotMeasure(f"{word} does not run")
@@ -45,7 +45,7 @@ class Whole:
 
 @contextmanager
 def running(lab: Lab, **settings: str) -> Iterator[Whole]:
-    """From `python -m cyborgweb.server.supervisor` to its end; it dies with us."""
+    """Run `python -m cyborgweb.server.supervisor` inside the context; it dies with this process."""
     said = lab.home / "serve.log"
     environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1"} | settings
     with said.open("wb") as log:
@@ -61,7 +61,7 @@ def running(lab: Lab, **settings: str) -> Iterator[Whole]:
         port = int(found[1])
         wait_for(lambda: _ready(port), "/readyz", process)
         agents = AGENTS.search(said.read_text())
-        assert agents  # said before the console's
+        assert agents  # printed before the line of the console
         yield Whole(process.pid, port, int(agents[1]), agents[2])
     finally:
         process.send_signal(signal.SIGTERM)
@@ -78,7 +78,7 @@ def wait_for(
     process: subprocess.Popen[bytes] | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Any:
-    """What `condition` gives when it is true; raises CannotMeasure when it takes too long, or `process` has ended."""
+    """Return the first true result of `condition`; raise CannotMeasure after `patience_s` or if `process` has ended."""
     end = time.monotonic() + patience_s
     while time.monotonic() < end and (process is None or process.poll() is None):
         if found := condition():
@@ -95,17 +95,17 @@ def _ready(port: int) -> bool:
 
 
 def get(port: int, path: str, token: str = "") -> tuple[int, bytes]:
-    """Status and body."""
+    """Send a GET; return status and body."""
     return _call("GET", port, path, token)
 
 
 def post(port: int, path: str, token: str, body: object) -> tuple[int, bytes]:
-    """The same, of what is sent as JSON."""
+    """Send a POST with a JSON body; return status and body."""
     return _call("POST", port, path, token, json.dumps(body), {"Content-Type": "application/json"})
 
 
 def delete(port: int, path: str, token: str) -> tuple[int, bytes]:
-    """The same, of a DELETE."""
+    """Send a DELETE; return status and body."""
     return _call("DELETE", port, path, token)
 
 
@@ -122,7 +122,7 @@ def _call(
 
 
 def api_token() -> str:
-    """A new admin token, as an operator makes it."""
+    """Create an admin token with `manage.py api_token`, as an operator does, and return it."""
     done = subprocess.run(
         [sys.executable, "manage.py", "api_token", "bench"], capture_output=True, text=True, check=False, cwd=ROOT
     )
@@ -132,7 +132,7 @@ def api_token() -> str:
 
 
 def children(pid: int) -> list[int]:
-    """Of all its threads, by process id."""
+    """Return the process ids of the children of all threads of a process, sorted."""
     found: list[int] = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
         found += [int(word) for word in (thread / "children").read_text().split()]
@@ -140,7 +140,7 @@ def children(pid: int) -> list[int]:
 
 
 def command(pid: int) -> str:
-    """Its command line; '' when it is gone."""
+    """Return the command line of a process; '' if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -148,6 +148,6 @@ def command(pid: int) -> str:
 
 
 def pin(pid: int, cores: set[int]) -> None:
-    """All threads of a process to `cores`."""
+    """Pin all threads of a process to `cores`."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(thread), cores)
