@@ -43,9 +43,8 @@ def granian(lab: Lab, workers: int) -> Iterator[Server]:
 
 
 def _ready(port: int) -> bool:
-    client = http.client.HTTPConnection(
-        "127.0.0.1", port, timeout=2
-    )  # a request before the workers run is never answered
+    # With a timeout, because a request that arrives before the workers run is never answered.
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
         client.request("GET", "/readyz")
         return client.getresponse().status == 200

@@ -1,6 +1,6 @@
-"""`python -m tests.fleet N`: run a scenario with N agents, watch it, and see at the end whether anything was lost.
+"""`python -m tests.fleet N`: run a scenario with N agents, show it, and judge at the end whether anything was lost.
 
-Exits 0 when every promise held, 1 when one did not, 2 when it could not be run.
+The exit status is 0 if every promise held, 1 if one did not, 2 if the scenario could not be run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ examples:
 
 
 def main() -> int:
-    """See the module."""
+    """Run the scenario that the arguments name, or all of them; return the exit status."""
     known = SCENARIOS | LONG_SCENARIOS
     told = "\n".join(f"  {name:<17} {(one.__doc__ or '').splitlines()[0]}" for name, one in known.items())
     parser = argparse.ArgumentParser(

@@ -1,7 +1,7 @@
-"""The fleet's agents: real keys, real wire, back-off and journal as the agent's, without its hardware. One process.
+"""The fleet's agents, all in one process: real keys, the real wire, the agent's back-off and journal, no hardware.
 
-Run by `installation.Fleet`; commands and answers are JSON lines. A host's content is a generation: its devices have the
-model `g<number>`, so the tables tell which report they are of.
+`installation.Fleet` starts the process; commands and answers are JSON lines. The content of a host is a generation: its
+devices have the model `g<number>`, so the tables show which report they come from.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from tests.bench.peer import Address, Peer, Refused, address, connect, key_of
 DRIVER = "bench_driver"
 LOAD = {"utilization_percent": 50.0, "memory_used_bytes": 1e9, "temperature_celsius": 61.0, "power_watts": 75.0}
 OVERSIZED = 1_200_000
-"""Characters of what a bad driver now and then makes its agent send: more than a gateway takes."""
+"""Characters of an oversized report, which a bad driver sometimes causes: more than the gateway accepts."""
 TICK_S = 1.0
 
 
 @dataclass
 class FleetCounters:
-    """What all hosts together have done so far."""
+    """Counters of all hosts together."""
 
     counts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    """Attempts that failed, by what was answered: a status, or `closed`."""
+    """Failed attempts and refusals, by HTTP status, error class, code of the refusal, `closed` or `silence`."""
 
 
 @dataclass(frozen=True)
 class SentReport:
-    """One report as it was sent; `model` is that of its devices, '' where its driver failed."""
+    """One report that was sent; `model` is the model of its devices, '' if its driver failed."""
 
     epoch: int
     seq: int
@@ -51,7 +51,7 @@ class SentReport:
 
 @dataclass
 class SimulatedAgent:
-    """One agent: what its journal would hold (epoch, seq, content, what was acknowledged), and its socket."""
+    """One agent: the content of its journal (epoch, seq, generation, acknowledged report) and its socket."""
 
     number: int
     devices: int
@@ -60,11 +60,11 @@ class SimulatedAgent:
     where: Address = field(default_factory=lambda: Address(0))
     pace: ConnectionTiming = field(default_factory=ConnectionTiming)
     epoch: int = field(default_factory=lambda: int(time.time()))
-    """From the clock, as of an agent that has lost its journal: above what an earlier fleet has told."""
+    """From the clock, as for an agent that has lost its journal: higher than the epochs of earlier fleets."""
     seq: int = 0
     generation: int = 0
     acknowledged: int = -1
-    """The highest generation that the conductor says to have."""
+    """The highest generation whose report was acknowledged."""
     failing: bool = False
     oversized: bool = False
     peer: Peer | None = None
@@ -73,7 +73,7 @@ class SimulatedAgent:
     _owed: PendingAcks = field(default_factory=lambda: PendingAcks(8.0, ConnectionTiming()))
     _acknowledged: SentReport | None = None
     _since: list[SentReport] = field(default_factory=list)
-    """Reports sent later, which the conductor may have or not."""
+    """Reports sent after the last acknowledged one; each of them may have been stored."""
     _samples: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -82,28 +82,28 @@ class SimulatedAgent:
 
     @property
     def connected(self) -> bool:
-        """Welcomed, and not lost since."""
+        """Return whether the agent has its Welcome and its connection is open."""
         return self.peer is not None and not self.peer.lost
 
     @property
     def owes(self) -> bool:
-        """Whether the conductor has not said that it has the present content."""
+        """Return whether the present content was not acknowledged yet."""
         return self.acknowledged < self.generation
 
     def told(self) -> tuple[DriverReport, ...]:
-        """What its driver answers now."""
+        """Return what the host's driver discovers now: devices of the present generation, or an error."""
         if self.failing:
             return (DriverReport(DRIVER, "its hardware does not answer (simulated)"),)
         name = messages.host_name(self.number)
         return (DriverReport(DRIVER, "", messages.devices(self.devices, name, f"g{self.generation}")),)
 
     def change(self) -> None:
-        """Another content, to be reported."""
+        """Start a new generation, which has to be reported."""
         self.generation += 1
         self._changed.set()
 
     async def run(self) -> None:
-        """Connect, talk, connect again, as `agents.host.connection.link` does."""
+        """Connect, send and receive, and reconnect for ever, as `agents.host.connection.link` does."""
         backoff, clock = Backoff(self.pace), asyncio.get_running_loop().time
         while True:
             began, after = clock(), 0.0
@@ -209,8 +209,8 @@ class SimulatedAgent:
         self._samples = loop.call_later(every_s, self._send_samples, peer, every_s, end) if loop.time() < end else None
 
     def state(self) -> tuple[str, int, int, str, str, int, list[tuple[str, str]]]:
-        """For the verdict: name, epoch, seq, hash and model of what was acknowledged last, devices; '' none. Then hash
-        and model of each report that was sent since."""
+        """Return the state for the verdict: name, then epoch, seq, hash and model of the last acknowledged report, the
+        number of devices, and (hash, model) of each report that was sent after it."""
         last = self._acknowledged or SentReport(0, 0, -1, "", "")
         since = [(sent.content, sent.model) for sent in self._since]
         name = messages.host_name(self.number)
@@ -218,12 +218,12 @@ class SimulatedAgent:
 
 
 def open_files(count: int) -> int:
-    """So many `count` agents need: a challenge's socket may be there for a moment after it was closed."""
+    """Return how many open files `count` agents need; a challenge's socket may exist shortly after its close."""
     return count + count // 2 + 200
 
 
 class SimulatedFleet:
-    """All of them, and the commands that `installation.Fleet` gives."""
+    """All agents, and the commands that `installation.Fleet` can give."""
 
     def __init__(self) -> None:
         self.hosts: list[SimulatedAgent] = []
@@ -231,7 +231,7 @@ class SimulatedFleet:
         self._unrest: asyncio.Task[None] | None = None
 
     async def start(self, ports: list[int], count: int, devices: int, bad: float) -> dict[str, Any]:
-        """Make `count` hosts where there are none, give the share `bad` a bad driver, and let all connect at once."""
+        """Create missing hosts up to `count`, give the share `bad` a bad driver, and let all connect at once."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = open_files(count)
         if hard != resource.RLIM_INFINITY and hard < needed:
@@ -245,14 +245,14 @@ class SimulatedFleet:
         return await self.on()
 
     async def on(self) -> dict[str, Any]:
-        """Power: who is off connects, at once; a new life of the agent, with an epoch of its own."""
+        """Start every agent that is off; all connect at once."""
         for host in self.hosts:
             if host.task is None:
                 host.task = asyncio.get_running_loop().create_task(host.run())
         return {}
 
     async def off(self, share: float = 1.0) -> dict[str, Any]:
-        """No power: the sockets are gone without a word. `share` of the hosts, by chance."""
+        """Switch off a random `share` of the hosts: abort their sockets, and give each agent a new epoch."""
         tasks = []
         for host in self.hosts:
             if host.task and random.random() < share:
@@ -265,7 +265,7 @@ class SimulatedFleet:
         return {"gone": len(tasks)}
 
     async def change(self, share: float = 1.0, good: bool = False) -> dict[str, Any]:
-        """Other content on `share` of the hosts, now; with `good` of those whose driver is not bad."""
+        """Change the content of a random `share` of the hosts; with `good` only of hosts without a bad driver."""
         chosen = [host for host in self.hosts if random.random() < share and not (good and host.bad)]
         for host in chosen:
             host.change()
@@ -274,8 +274,8 @@ class SimulatedFleet:
     async def unrest(
         self, changes_per_s: float = 0.0, kills_per_s: float = 0.0, bad_per_s: float = 0.0
     ) -> dict[str, Any]:
-        """From now on: so many changes, agents killed and misdeeds of bad drivers a second; all 0: rest, every driver
-        well."""
+        """Cause changes, kills of agents and faults of bad drivers at these rates per second from now on. If all are 0,
+        stop that and repair every driver."""
         if self._unrest:
             self._unrest.cancel()
             self._unrest = None
@@ -306,7 +306,7 @@ class SimulatedFleet:
                 owed[do] %= 1.0
 
     async def look(self) -> dict[str, Any]:
-        """What there is to see."""
+        """Return the number of connected agents, of agents that owe a report, and the counters."""
         return {
             "connected": sum(host.connected for host in self.hosts),
             "owing": sum(host.owes for host in self.hosts),
@@ -316,18 +316,18 @@ class SimulatedFleet:
         }
 
     async def forget(self) -> dict[str, Any]:
-        """What was counted; another scenario begins."""
+        """Reset the counters, because another scenario begins."""
         self.doings.counts.clear()
         self.doings.refused.clear()
         return {}
 
     async def states(self) -> dict[str, Any]:
-        """Of every host what was acknowledged last."""
+        """Return the state of every host for the verdict."""
         return {"states": [host.state() for host in self.hosts]}
 
 
 def _kill(host: SimulatedAgent) -> None:
-    """kill -9 of one agent, and it is started again at once."""
+    """Simulate kill -9 of one agent and its immediate restart with a new epoch."""
     if host.task:
         host.task.cancel()
         host.epoch, host.seq = host.epoch + 1, 0
@@ -336,7 +336,7 @@ def _kill(host: SimulatedAgent) -> None:
 
 
 def _misbehave(host: SimulatedAgent) -> None:
-    """Its driver fails, comes back, flaps, or makes its agent send what no gateway takes."""
+    """Let a bad driver at random fail or recover, change its devices, or cause an oversized report."""
     kind = random.choice(("error", "flapping", "oversized"))
     host.failing = kind == "error" and not host.failing
     host.oversized = kind == "oversized"

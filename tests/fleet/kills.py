@@ -1,4 +1,4 @@
-"""Kill parts of a running product in turn, in an order that a recorded seed decides."""
+"""Kill parts of a running product in turn, in an order that follows from a recorded seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _find_child(there: Installation, word: str) -> list[int]:
 
 
 def _find_workers(there: Installation) -> list[int]:
-    """All processes that django-q2's two sentinels have forked."""
+    """Return all processes that the sentinels of the two django-q2 clusters have forked."""
     clusters = _find_child(there, "manage.py cluster")
     sentinels = [pid for cluster in clusters for pid in children(cluster)]
     return [pid for sentinel in sentinels for pid in children(sentinel)]
@@ -44,24 +44,24 @@ FIND: dict[str, Callable[[Installation], list[int]]] = {
     "worker": _find_workers,
     "PostgreSQL backend": _find_backends,
 }
-"""How the processes of each part are found: the supervisor's five children, then what runs below two of them."""
+"""Functions that find the processes of each part: five children of the supervisor, django-q2 workers, backends."""
 PARTS = tuple(FIND)
 
 
 def draw_order(parts: Sequence[str], chance: random.Random) -> Iterator[str]:
-    """Yield the parts for ever: each once in every round, each round in a new order."""
+    """Yield the parts for ever; each round has every part once, in a new order."""
     while True:
         yield from chance.sample(parts, len(parts))
 
 
 @dataclass
 class Killer:
-    """Kills parts with SIGKILL, and counts them in `killed`; `missing` are those that did not come back in time."""
+    """Kills parts with SIGKILL and counts them in `killed`; `missing` lists parts that did not come back in time."""
 
     there: Installation
     seed: int
     patience_s: float
-    """How long a part may be away before it counts as not having come back."""
+    """How long a part may be absent before it is added to `missing`."""
     killed: Counter[str] = field(default_factory=Counter)
     missing: list[str] = field(default_factory=list)
 
@@ -69,9 +69,9 @@ class Killer:
         self.chance = random.Random(self.seed)
 
     def kill(self, part: str, meanwhile: Callable[[], None]) -> None:
-        """Kill one process of `part` once there is one; `meanwhile` is called again and again until then.
+        """Wait until `part` has a process, calling `meanwhile` repeatedly, and kill one.
 
-        A process that ends between the look and the kill is not counted: the next one is looked for.
+        A process that ends after it was found and before the kill is not counted; then the next one is killed.
         """
         while pids := self.wait_for(part, meanwhile):
             with suppress(ProcessLookupError):
@@ -80,7 +80,7 @@ class Killer:
                 return
 
     def wait_for(self, part: str, meanwhile: Callable[[], None]) -> list[int]:
-        """Wait until `part` runs, and return its processes; [] and a note in `missing` after `patience_s`."""
+        """Wait until `part` runs and return its processes; after `patience_s` add it to `missing` and return []."""
         end = time.monotonic() + self.patience_s
         while time.monotonic() < end:
             try:
@@ -93,9 +93,9 @@ class Killer:
         return []
 
     def kill_in_turn(self, parts: Sequence[str], seconds: float, pause_s: float, look: Callable[[], None]) -> None:
-        """Kill one part after another for `seconds`, and until each was killed once or is in `missing`.
+        """Kill one part after another for at least `seconds`, and until each was killed once or is in `missing`.
 
-        `look` is called between the kills.
+        Between the kills `look` is called repeatedly; `pause_s` is the mean pause.
         """
         killed_before, end = self.killed.copy(), time.monotonic() + seconds
         for part in draw_order(parts, self.chance):

@@ -1,4 +1,4 @@
-"""What can happen to a fleet. Each scenario leaves everybody at rest and returns the lines of its own verdict."""
+"""The scenarios of a fleet. Each leaves fleet and product without faults and returns the lines of its own verdict."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.long import scaled
 
 SLOW_S = scaled(10.0, 600.0)
 LOCKED_S = 10.0
-"""Longer than a handshake may wait for the database."""
+"""How long the locks are held, at least: longer than a handshake may wait for the database."""
 GOOD_S = 30.0
-"""How long hosts without a fault may wait for their acknowledgement beside those with one."""
+"""How long hosts without a fault may wait for their acknowledgement while other hosts have faults."""
 WRITE_S = 0.2
-"""How much longer each statement takes that admits an agent, stores a report or merges one, in a slow database."""
+"""Delay of each statement that admits an agent, stores a report or merges one, while the database is slow."""
 WRITTEN = ("spool", "agents_lease", "agents_agent", "accelerators_device", "accelerators_event")
 SLOW_DOWN = f"""
 CREATE FUNCTION slow_down() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep({WRITE_S}); RETURN NULL; END';
@@ -29,47 +29,47 @@ CREATE FUNCTION slow_down() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM p
 )
 SPEED_UP = "DROP FUNCTION slow_down CASCADE"
 LOCK = "LOCK TABLE spool, agents_lease IN ACCESS EXCLUSIVE MODE"
-"""What every admission and every report needs."""
+"""Locks the tables that every admission of an agent and every report needs."""
 
 
 @dataclass
 class ScenarioRun:
-    """A scenario under way: the installation, who watches, how long it may take until all is settled."""
+    """A run of a scenario: the installation, the view, and how long it may take until everything is settled."""
 
     there: Installation
     shown: Callable[[FleetSnapshot], None]
     patience_s: float
     hold_s: float
-    """How long what lasts is to last: unrest, an outage."""
+    """How long unrest or an outage lasts."""
     soak_s: float = 180.0
     """How long the soak lasts."""
     seed: int = 0
-    """Decides in which order the soak kills the parts of the product, and when."""
+    """Determines when and in which order the soak kills the parts of the product."""
 
     def watch(self, seconds: float, database: bool = True) -> None:
-        """Look twice a second for so long."""
+        """Take and show a snapshot twice a second for `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.shown(self.there.look(database))
             time.sleep(0.5)
 
     def wait_until_settled(self) -> bool:
-        """All at rest within the time."""
+        """Wait until everything is settled; return False after `patience_s`."""
         return verdict.wait_until_settled(self.there, self.patience_s, self.shown)[0]
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Of the fleet."""
+        """Run a command of the fleet."""
         return self.there.fleet.ask(do, **arguments)
 
 
 def cold_start(run: ScenarioRun) -> list[PromiseLine]:
-    """A new cloud: no host has ever connected, all do at once, and report."""
+    """A new cloud: no host has ever connected, then all connect at once and report."""
     run.there.power_on()
     return []
 
 
 def power_return(run: ScenarioRun) -> list[PromiseLine]:
-    """The power is gone everywhere at once, and comes back everywhere at once; half of what reports has changed."""
+    """The power fails on all hosts at once and returns on all at once; half of the hosts have changed meanwhile."""
     run.there.power_on()
     run.wait_until_settled()
     gone = run.ask("off")["gone"]
@@ -83,7 +83,7 @@ def power_return(run: ScenarioRun) -> list[PromiseLine]:
 
 
 def web_restart(run: ScenarioRun) -> list[PromiseLine]:
-    """kill -9 of the web process while reports come in."""
+    """The web process is killed with kill -9 while reports arrive."""
     run.there.power_on()
     run.wait_until_settled()
     before = run.there.whole.child("cyborgweb.server.web")
@@ -98,7 +98,7 @@ def web_restart(run: ScenarioRun) -> list[PromiseLine]:
 
 
 def postgres_restart(run: ScenarioRun) -> list[PromiseLine]:
-    """kill -9 of PostgreSQL while reports come in and are merged; it recovers from its log."""
+    """PostgreSQL is killed with kill -9 while reports arrive and are merged; it recovers from its log."""
     run.there.power_on()
     run.wait_until_settled()
     run.ask("unrest", changes_per_s=run.there.count / 5)
@@ -112,7 +112,7 @@ def postgres_restart(run: ScenarioRun) -> list[PromiseLine]:
 
 
 def slow_database(run: ScenarioRun) -> list[PromiseLine]:
-    """All agents come back to a database whose every write takes a fifth of a second longer; it is never locked."""
+    """All agents come back while every write to the database takes 0.2 s longer; the database is never locked."""
     run.there.power_on()
     run.wait_until_settled()
     run.ask("off")
@@ -133,7 +133,7 @@ def slow_database(run: ScenarioRun) -> list[PromiseLine]:
 
 
 def locked_database(run: ScenarioRun) -> list[PromiseLine]:
-    """All agents come back to a database that answers no admission and stores no report for a while: locks are held."""
+    """All agents come back while locks prevent that an agent is admitted or a report is stored."""
     run.there.power_on()
     run.wait_until_settled()
     run.ask("off")
@@ -149,7 +149,7 @@ def locked_database(run: ScenarioRun) -> list[PromiseLine]:
 
 
 def half_bad(run: ScenarioRun) -> list[PromiseLine]:
-    """Half of the hosts have a bad driver: it fails, flaps, and makes its agent send more than is taken."""
+    """Half of the hosts have a bad driver: it fails, flaps, and causes reports that are too large."""
     run.there.power_on(bad=0.5)
     run.wait_until_settled()
     run.ask("unrest", bad_per_s=run.there.count / 10)
@@ -178,11 +178,11 @@ SCENARIOS: dict[str, Callable[[ScenarioRun], list[PromiseLine]]] = {
 }
 
 LONG_SCENARIOS: dict[str, Callable[[ScenarioRun], list[PromiseLine]]] = {"soak": soak}
-"""Those that take minutes: run by their name only, not as part of `all`."""
+"""Scenarios that take minutes; they run only by name, not as part of `all`."""
 
 
 def run_and_judge(name: str, run: ScenarioRun) -> list[PromiseLine]:
-    """Run it to its end, and compare. The next one may follow on the same installation."""
+    """Run a scenario to its end and return its verdict. Another one can follow on the same installation."""
     run.ask("forget")
     run.there.seen.clear()
     before, began = run.there.look(), time.monotonic()

@@ -1,4 +1,4 @@
-"""The soak: agents and all parts of the product are killed for a long time; nothing is lost, and memory stays flat."""
+"""The soak: agents and parts of the product are killed for a long time; nothing may be lost, memory must stay flat."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LOOK_S = 0.5
 CHANGE_EVERY_S = 60.0
 """How often the content of each host changes, on average."""
 MIN_KILLS_PER_S = 30.0
-"""Agents that are killed each second, at least. Each life of an agent is one connection of the web process, and a
-thousand of them pass before its memory is flat (measured)."""
+"""The smallest number of agents killed each second. Each life of an agent is one connection of the web process, whose
+memory is flat only after a thousand connections (measured)."""
 AGENT_LIFETIME_S = 50.0
 """How long each agent of a large fleet lives, on average."""
 PAUSE_S = 8.0
-"""Between two kills of parts of the product, on average."""
+"""Mean pause between two kills of parts of the product."""
 EVERYTHING_SHARE = 1 / 4
-"""Fraction of the time in which the web process is killed, too. In the rest it lives on, and its memory is judged."""
+"""Fraction of the time in which the web process is killed too. In the rest it is not, and its memory is judged."""
 MEMORY, LOST_PARTS = "memory does not grow", "killed in turn"
 
 
@@ -67,7 +67,7 @@ def _begin_unrest(run: ScenarioRun) -> None:
 
 
 def _sample_web(run: ScenarioRun) -> Sample | None:
-    """Memory of the web process now; None while there is none."""
+    """Measure the memory of the web process; return None while there is no such process."""
     for pid in FIND["web"](run.there):
         try:
             return Sample(time.monotonic(), anonymous_kb(pid), pid)
@@ -77,7 +77,7 @@ def _sample_web(run: ScenarioRun) -> Sample | None:
 
 
 def _wait_until_nothing_is_stuck(run: ScenarioRun) -> None:
-    """Wait for the jobs of a killed worker: the supervisor replaces its cluster after CYBORG_TICK_STALL_S."""
+    """Wait until no job waits; after a kill of a worker the supervisor replaces its cluster (CYBORG_TICK_STALL_S)."""
     end = time.monotonic() + run.patience_s
     run.wait_until_settled()
     while time.monotonic() < end:
@@ -89,7 +89,7 @@ def _wait_until_nothing_is_stuck(run: ScenarioRun) -> None:
 
 
 def judge_kills(killer: Killer) -> PromiseLine:
-    """Whether every part was killed at least once, and came back each time."""
+    """Check that every part was killed at least once and came back each time."""
     counts = ", ".join(f"{killer.killed[part]} {part}" for part in PARTS)
     away = f"; did not come back: {', '.join(killer.missing)}" if killer.missing else ""
     holds = not killer.missing and all(killer.killed[part] for part in PARTS)

@@ -1,5 +1,5 @@
-"""The verdict on a fleet: what was acknowledged is what counts, nobody is told anything but to come back, and memory is
-judged by its slope."""
+"""Tests of the verdict on a fleet: a lost report, a refusal other than "busy", growing memory or a part that was not
+killed breaks a promise."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.fleet.soak import judge_kills
 
 
 class SilentPeer:
-    """A peer to whom reports are sent."""
+    """A stub of a peer."""
 
     def send(self, text: str) -> None:
-        """Into the void."""
+        """Drop the message."""
 
 
 class FakeInstallation:
-    """An installation whose tables and hosts are as said."""
+    """A fake installation with the given tables and one host."""
 
     count = 1
 
@@ -42,23 +42,23 @@ class FakeInstallation:
         self.fleet, self.seen = self, [FleetSnapshot(0.0, connected=1, counts={}, refused={})]
 
     def ask(self, do: str) -> dict[str, Any]:
-        """As the fleet answers."""
+        """Return the states, as the fleet does."""
         return {do: self.states}
 
     def rows(self, statement: str) -> list[Any]:
-        """As the database does."""
+        """Return the stored hosts, or that nothing is stuck."""
         return self.stored if statement is verdict.STORED else [(0, 0, 0)]
 
 
 def send_report(host: SimulatedAgent) -> tuple[str, str]:
-    """Sends what is there now; its hash and model."""
+    """Let the host send a report; return the report's hash and model."""
     host._owed = PendingAcks(8.0, ConnectionTiming())
     host._send_report(SilentPeer(), time.monotonic())  # type: ignore[arg-type]
     return host._since[-1].content, host._since[-1].model
 
 
 def acknowledge(host: SimulatedAgent, seq: int) -> None:
-    """As the gateway does."""
+    """Let the host receive an Ack of the report `seq`."""
 
     async def hear() -> None:
         host._handle_message(SilentPeer(), wire.encode_message(wire.Ack(seq, "Report")).encode())  # type: ignore[arg-type]
@@ -68,12 +68,12 @@ def acknowledge(host: SimulatedAgent, seq: int) -> None:
 
 @pytest.fixture
 def host() -> SimulatedAgent:
-    """One with two devices that has said nothing yet."""
+    """Return an agent with two devices that has not sent a report yet."""
     return SimulatedAgent(7, 2, FleetCounters())
 
 
 def is_lost(host: SimulatedAgent, content: str, model: str, devices: int = 2) -> bool:
-    """With this in the tables."""
+    """Return whether the verdict is that the host is lost if this is in the tables."""
     return bool(verdict.find_lost_hosts(FakeInstallation(host, (host.state()[0], content, devices, model))))  # type: ignore[arg-type]
 
 
@@ -115,7 +115,7 @@ def test_the_help_text_names_the_number_of_open_files_that_are_needed() -> None:
 
 
 def make_samples(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0, seed: int = 3) -> list[Sample]:
-    """A sample each second of a process that grows so fast after it has filled its caches in three minutes."""
+    """Return one sample per second of a process that fills its caches in three minutes and also grows steadily."""
     chance = random.Random(seed)
     return [
         Sample(at, 80_000 + 20_000 * min(1.0, at / 180) + mb_per_hour * 1024 * at / 3600 + chance.gauss(0, noise_kb))
@@ -124,7 +124,7 @@ def make_samples(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0
 
 
 def test_a_steady_growth_of_a_few_kb_per_connection_is_found() -> None:
-    """4 KB for each of 5 connections a second: 7 % in ten minutes at 100 MB, which a comparison of thirds let pass."""
+    """The growth is 4 KB for each of 5 connections a second: only 12 % of 100 MB in ten minutes."""
     growth = 4 * 5 * 3600 / 1024
     found = judge_memory(make_samples(growth))
     assert not found.holds and "grows by" in found.text, found.text

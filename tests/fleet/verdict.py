@@ -1,4 +1,4 @@
-"""The end of a run: what is acknowledged and what is in the tables, compared; a line a promise."""
+"""Judge the end of a scenario: compare acknowledged reports with the tables; each promise gives one line."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ SELECT (SELECT count(*) FROM spool), (SELECT count(*) FROM accelerators_intent W
        (SELECT count(*) FROM tick WHERE at < now() - interval '30 s')
 """
 MEMORY_KB = 96
-"""Of the web process for each agent, at most, in the worst second: a connection, its handshake and its report."""
+"""Largest memory of the web process for each agent: its connection, handshake and report."""
 MEMORY_FREE_KB = 60_000
 COME_BACK = frozenset({"503", "busy"})
-"""What an agent may be told while much goes on. Everything else is said to agents with something wrong about them."""
+"""Refusals that a correct agent may get under load. Every other refusal means that the agent did something wrong."""
 
 
 @dataclass(frozen=True)
 class PromiseLine:
-    """One promise: what was found, and whether it holds."""
+    """One promise: what was measured, and whether the promise holds."""
 
     promise: str
     found: str
     holds: bool
     value: float | None = None
-    """The figure that was judged, where there is one."""
+    """The number that was judged, if there is one."""
 
 
 def wait_until_settled(
     there: Installation, patience_s: float, shown: Callable[[FleetSnapshot], None] = lambda sight: None
 ) -> tuple[bool, FleetSnapshot]:
-    """Look until every agent is connected, has its acknowledgement, the spool is empty and every host up."""
+    """Wait until all agents are connected and acknowledged, the spool is empty and all hosts are up.
+
+    Return whether this happened within `patience_s`, and the last snapshot.
+    """
     end = time.monotonic() + patience_s
     while True:
         sight = there.look()
@@ -52,7 +55,7 @@ def wait_until_settled(
 
 
 def find_lost_hosts(there: Installation) -> list[str]:
-    """Hosts whose tables are not what was acknowledged, nor what they sent after it; [] none is."""
+    """Describe hosts whose tables match neither the last acknowledged report nor one sent after it; [] if none."""
     states = there.fleet.ask("states")["states"]
     stored = {name: rest for name, *rest in there.rows(STORED) or []}
     wrong = []
@@ -67,7 +70,7 @@ def find_lost_hosts(there: Installation) -> list[str]:
 
 
 def is_connection_failure(what: str) -> bool:
-    """Whether nobody refused anything: the connection failed, by an error of the system, or nobody spoke."""
+    """Return whether an attempt failed without a refusal: by an operating system error, a close or silence."""
     error = getattr(builtins, what, None)
     return what in ("closed", "silence") or (isinstance(error, type) and issubclass(error, OSError))
 
@@ -75,7 +78,7 @@ def is_connection_failure(what: str) -> bool:
 def judge(
     there: Installation, done: bool, began: float, before: FleetSnapshot, more: list[PromiseLine]
 ) -> list[PromiseLine]:
-    """The lines of every scenario, with its own (`more`) at the end."""
+    """Return the promises of every scenario, followed by those of this scenario (`more`)."""
     last = there.seen[-1]
     wrong = find_lost_hosts(there)
     stuck = there.rows(STUCK)
@@ -100,6 +103,6 @@ def judge(
 
 
 def table(lines: list[PromiseLine]) -> str:
-    """Aligned, `ok` or `BROKEN` in front."""
+    """Return the lines as an aligned table; each begins with `ok` or `BROKEN`."""
     width = max(len(line.promise) for line in lines)
     return "\n".join(f"{'ok    ' if line.holds else 'BROKEN'}  {line.promise:<{width}}  {line.found}" for line in lines)

@@ -1,4 +1,4 @@
-"""What a person sees while a fleet runs: one block that is written over on a terminal, else a line now and then."""
+"""Progress of a scenario: on a terminal one block that is overwritten, otherwise one line every few seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVERY_S = 5.0
 
 
 class FleetView:
-    """`view(sight)` shows it."""
+    """Shows snapshots: `view(snapshot)` prints one."""
 
     def __init__(self, title: str, count: int, devices: int, out: TextIO = sys.stdout) -> None:
         self._title, self._count, self._devices, self._out = title, count, devices, out
@@ -23,7 +23,7 @@ class FleetView:
         self._lines = 0
 
     def __call__(self, sight: FleetSnapshot) -> None:
-        """Show one look: on a terminal in place of the last."""
+        """Print one snapshot; on a terminal it replaces the last one."""
         rate = self._rates(sight)
         if self._out.isatty():
             lines = self._block(sight, rate)

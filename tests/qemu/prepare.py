@@ -1,7 +1,7 @@
-"""`make deps-sim`: Debian's packages for simulated hardware, a Debian kernel, and the initramfs that boots it.
+"""`make deps-sim`: install Debian's packages for simulated hardware, get a Debian kernel, and build its initramfs.
 
-The kernel's package is unpacked into `.sim/` of the checkout, never installed. Run with any Python, before there is
-a virtual environment; `boot` takes from here where things are, the tests whether they are there.
+The kernel's package is unpacked into `.sim/` of the checkout and never installed. This runs with any Python, before
+there is a virtual environment. `boot` gets the paths from here, and tests ask here whether everything is present.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = ("umockdev", "qemu-system-x86", "busybox-static")
 EMULATOR = "qemu-system-x86_64"
 KERNEL = "linux-image-amd64"
 MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "nvme", "vfio-pci", "vfio_iommu_type1")
-"""What the guest loads. What one of them needs comes before it; what is not there is built in."""
+"""The modules that the guest loads, after those they depend on. A module without a file is built into the kernel."""
 
 INIT = r"""#!/bin/busybox sh
 /bin/busybox --install -s /bin
@@ -41,23 +41,23 @@ echo "guest: $(uname -r) after $(cut -d' ' -f1 /proc/uptime) s"
 cd /; nc 10.0.2.2 $GUEST_PORT -e /bin/chroot /host /bin/sh
 poweroff -f
 """
-"""The kernel's first process: the tester's files as root (read-only), one shared folder, one shell.
+"""The guest's first process: mounts this machine's files as root (read-only) and the shared folder, and starts a shell.
 
-Unknown words NAME=VALUE of the kernel's command line are its environment. The shell is the tester's, over TCP.
+The kernel passes unknown words NAME=VALUE of its command line as environment. The tests use the shell over TCP.
 """
 
 
 class Unavailable(Exception):
-    """Something that cannot be had, in one sentence."""
+    """Something needed cannot be installed or downloaded; the text says what in one sentence."""
 
 
 def stamp() -> str:
-    """Names the recipe: what was built by another one is built anew."""
+    """Return a hash of this file; a kernel and initramfs with another stamp are built again."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def missing() -> str:
-    """Why level 3 cannot be simulated here, '' when it can."""
+    """Return why level 3 (a virtual machine) cannot be simulated here; '' if it can."""
     if not shutil.which(EMULATOR):
         return "there is no QEMU here (make deps-sim)"
     if not (CACHE / "stamp").exists() or (CACHE / "stamp").read_text() != stamp():
@@ -76,7 +76,7 @@ def _absent() -> list[str]:
 
 
 def _run(*command: str | Path, refused: str, cwd: Path | None = None) -> str:
-    """What the command prints; `refused` is the sentence for its failure, the command's last line the reason."""
+    """Run a command and return its output; on failure raise Unavailable with `refused` and the command's last line."""
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
@@ -88,7 +88,7 @@ def _run(*command: str | Path, refused: str, cwd: Path | None = None) -> str:
 
 
 def install(absent: list[str]) -> None:
-    """The packages, where we may install them."""
+    """Install Debian packages; raise Unavailable without root rights or apt."""
     if os.geteuid() or not shutil.which("apt-get"):
         raise Unavailable(f"missing, and only root can install them: apt-get install {' '.join(absent)}")
     _run(
@@ -98,7 +98,7 @@ def install(absent: list[str]) -> None:
 
 
 def fetch(into: Path) -> None:
-    """Debian's kernel, downloaded and unpacked."""
+    """Download Debian's kernel package and unpack it."""
     depends = _run("apt-cache", "depends", KERNEL, refused=f"apt does not know {KERNEL}")
     package = re.search(r"Depends: (linux-image-\d\S+)", depends)
     if not package:
@@ -109,7 +109,7 @@ def fetch(into: Path) -> None:
 
 
 def _in_order(modules: dict[str, Path]) -> dict[str, bytes]:
-    """The modules to load, each after those it needs."""
+    """Return the modules to load by file name, each after those it depends on."""
     order: dict[str, bytes] = {}
 
     def take(name: str) -> None:
@@ -128,7 +128,7 @@ def _in_order(modules: dict[str, Path]) -> dict[str, bytes]:
 
 
 def build(unpacked: Path, tree: Path) -> None:
-    """The kernel and the initramfs, into the cache."""
+    """Build the initramfs and put it and the kernel into the cache."""
     found: Iterator[Path] = (unpacked / "lib" / "modules").rglob("*.ko*")
     modules = _in_order({path.name.split(".")[0].replace("-", "_"): path for path in found})
     for name in ("bin", "modules", "proc", "sys", "dev", "host"):
@@ -147,7 +147,7 @@ def build(unpacked: Path, tree: Path) -> None:
 
 
 def main() -> int:
-    """Exit status 0 when every level can be simulated."""
+    """Install and build what is missing; return 0 if a virtual machine can be booted, 1 if not."""
     absent = _absent()
     if not absent and not missing():
         return 0

@@ -1,4 +1,4 @@
-"""A disk is there, another is plugged in and pulled out, the agent is killed: what an operator's programs see of it."""
+"""Tests of hot-plug on a real kernel: what the API shows if a disk is plugged in or removed, or the agent is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.system.product import ROOT
 pytestmark = pytest.mark.qemu
 
 PLUGGED_ADDRESS = "0000:02:00.0"
-"""Where a device in the slot `free1` is."""
+"""The PCI address of a device in the slot `free1`."""
 
 
 def test_the_disk_of_the_guest_is_reported_as_a_device(lab: GuestLab) -> None:
