@@ -1,7 +1,7 @@
-"""A small cloud to look at: six hosts of two NUMA nodes, cards of every kind, one with switches between its GPUs, some
-trouble, some demand; and a person of each role.
+"""Fill a product with a small cloud: seven hosts with two NUMA nodes and cards of every kind (one host has PCI switches
+between its GPUs), some faults and some requests; and a user of each role.
 
-Run in a process of its own (`python -m tests.browser.sample`) over the state directory of a product that is up.
+Run it in a separate process (`python -m tests.browser.sample`) with the state directory of a running product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
 django.setup()
 
-from django.contrib.auth.models import User  # noqa: E402  (needs Django's registry, as all that follows)
+from django.contrib.auth.models import User  # noqa: E402  (needs Django's registry, like all imports below)
 
 from accelerators import conductor  # noqa: E402
 from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Device, DeviceProfile, Host  # noqa: E402
@@ -42,7 +42,7 @@ KINDS = (
     (0xCA, "QAT", "8086", "QAT 4xxx", 8),
     (0xE3, "AICHIP", "1ed5", "Ascend 910B", 1),
 )
-"""Bus, type, vendor, model, handles; the first four at NUMA node 0."""
+"""Bus, type, vendor, model, number of handles; the first four are at NUMA node 0, the others at node 1."""
 CLASSES = {"GPU": "PGPU", "FPGA": "FPGA"}
 STATES = ("ready", "ready", "ready", "inactive", "ready", "maintenance", "ready", "failed", "quarantined")
 WHY = {
@@ -60,7 +60,7 @@ TROUBLE = {
 
 
 def cards(host: int) -> list[Found]:
-    """What is in one box."""
+    """Return the devices of host number `host`."""
     found = []
     for place, (bus, kind, vendor, model, handles) in enumerate(KINDS):
         status, reason = TROUBLE.get(host * len(KINDS) + place, ("ok", ""))
@@ -72,7 +72,7 @@ def cards(host: int) -> list[Found]:
 
 
 def switched() -> list[Found]:
-    """Two NUMA nodes, each with two switches of two GPUs; behind one of them a NIC with 8 functions, too."""
+    """Return devices behind PCI switches: per NUMA node two switches of two GPUs; one of the two has a NIC too."""
     found = []
     for switch, bus in enumerate((0x17, 0x37, 0x97, 0xB7)):
         above = f"0000:{bus - 1:02x}:01.0 0000:{bus:02x}:00.0 0000:{bus + 1:02x}"
@@ -88,7 +88,7 @@ def switched() -> list[Found]:
 
 
 def fill() -> None:
-    """Everything, once."""
+    """Create the whole sample; this works once for each product."""
     now = datetime.now(UTC)
     for number in range(6):
         host = get_or_create_host(f"cmp{number:02}.rack{number % 3 + 1}.example.net")
@@ -134,14 +134,14 @@ def fill() -> None:
 
 
 def employ() -> None:
-    """A person in each group of `PEOPLE`, who logs in with her name and `PASSWORD`."""
+    """Create the users of `PEOPLE` in their groups, with `PASSWORD`."""
     for name, group in PEOPLE.items():
         person = User.objects.create_user(name, password=PASSWORD, is_staff=True)
         person.groups.add(roles.get_group(group))
 
 
 def decide(now: datetime) -> None:
-    """What people and rules said of the devices."""
+    """Create an admission rule and set states and reasons of the devices."""
     with conductor.writing():
         AdmissionRule.objects.create(name="all of rack 2", driver="pci_driver", action="ready")
         sampled = Device.objects.exclude(state="missing").filter(host__name__regex="^(cmp|hgx)")
@@ -153,7 +153,7 @@ def decide(now: datetime) -> None:
 
 
 def demand(box: Host) -> None:
-    """Requests: some bound, one failed, one that waits."""
+    """Create requests: some Bound, one BindFailed, one Initial."""
     with conductor.writing():
         profile = DeviceProfile.objects.create(
             name="fpga-small", groups=[{"resources:FPGA": "1"}], description="One FPGA"

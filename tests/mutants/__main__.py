@@ -1,7 +1,7 @@
-"""`python -m tests.mutants --sample 400 --seed 1 [--resume]`: plants faults in copies of the core and runs its tests.
+"""`python -m tests.mutants --sample 400 --seed 1 [--resume]`: plant faults in copies of the core and run its tests.
 
-Everything it finds out stands in `var/mutants`; the checkout stays as it is. Prints the table and writes it with the
-survivors to `var/mutants/figures.md`. Exits 0 if enough were noticed, 1 if not, 2 if it could not run.
+Results are stored in `var/mutants`; the checkout is not changed. Print the table, and write it with the survivors to
+`var/mutants/figures.md`. The exit status is 0 if enough mutants were detected, 1 if not, 2 if this could not run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RECORD_S, FLOOR_S, FACTOR, COLD_S = 1800.0, 20.0, 5.0, 60.0
 
 
 def main() -> int:
-    """0 enough of the sample was noticed, 1 it was not, 2 could not run."""
+    """Run the mutants and return the exit status, as the docstring of this module describes it."""
     parser = argparse.ArgumentParser(prog="tests.mutants", description=__doc__)
     parser.add_argument("--sample", type=int, default=400, help="how many mutants are drawn (400)")
     parser.add_argument("--seed", type=int, default=1, help="of the drawing (1)")
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _drawn(product: str, size: int, seed: int) -> tuple[dict[str, int], list[Mutant]]:
-    """The number of mutants of each area, and the sample; to parse the core takes half a minute, so it is kept."""
+    """Return the number of mutants by area, and the sample; both are stored, as parsing takes half a minute."""
     sources = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("areas", "mutating", "operators")]
     operators = hashlib.sha256(b"".join(sources)).hexdigest()
     kept = state.FOLDER / f"sample-{product}-{seed}-{size}-{operators[:8]}.json"
@@ -88,7 +88,7 @@ def _report(run: Run, results: list[dict[str, Any]]) -> int:
 
 
 class _Session:
-    """One run: start the workers, record who executes what, try the mutants."""
+    """One run: start the workers, record which test executes which line, try the mutants."""
 
     def __init__(
         self, workers: list[Worker], product: str, results: state.Lines, arguments: argparse.Namespace
@@ -100,7 +100,7 @@ class _Session:
         self.lock = threading.Lock()
 
     def run(self, sample: list[Mutant]) -> None:
-        """Try what has no result yet."""
+        """Try the mutants that have no result yet, or (`--again`) the survivors."""
         known = {entry["import"]: entry["lines"] for entry in self.recordings if "import" in entry}
         print(f"mutants: starting {len(self.workers)} workers", file=sys.stderr)
         self._side_by_side("starting", list(self.workers), lambda _, w: w.start(trace_import=not known), by_worker=True)
@@ -115,12 +115,12 @@ class _Session:
         self._side_by_side("mutants", left, lambda worker, mutant: self._try(worker, mutant, recorded))
 
     def _record(self) -> None:
-        """Run each test file under coverage, unless that was done with this content."""
+        """Run each test file under coverage, unless this was done for the same content of the file."""
         files: dict[str, list[str]] = {}
         for test in self.workers[0].tests:
             files.setdefault(test.partition("::")[0], []).append(test)
         done = {(entry["file"], entry["hash"]) for entry in self.recordings if "file" in entry}
-        # Of the copies: somebody may be writing in the checkout.
+        # Hash the copies, because files in the checkout may change meanwhile.
         hashes = {file: state.file_hash(self.workers[0].folder / "tree" / file) for file in files}
         left = [file for file in files if (file, hashes[file]) not in done]
 
@@ -177,7 +177,7 @@ class _Session:
     def _side_by_side(
         self, name: str, jobs: list[Any], do: Callable[[Any, Any], None], *, by_worker: bool = False
     ) -> None:
-        """Give the jobs to the workers; a worker that ended over one is started anew, twice for a job at most."""
+        """Distribute jobs among the workers. A worker that ends during a job is restarted, at most twice for a job."""
         waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for job in jobs:
             waiting.put(job)
@@ -217,7 +217,7 @@ def _attempt(worker: Worker, do: Callable[[], None], *, restart: bool) -> None:
 
 
 class Bar:
-    """Progress on standard error: a bar on a terminal, else a line now and then."""
+    """Progress on standard error: a bar on a terminal, otherwise a line every 30 s."""
 
     def __init__(self, name: str, total: int) -> None:
         self.name, self.total, self.done = name, total, 0
@@ -225,7 +225,7 @@ class Bar:
         self.lock = threading.Lock()
 
     def step(self) -> None:
-        """One more is done."""
+        """Count one finished job and show the progress."""
         with self.lock:
             self.done += 1
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Which tests are run against a mutant: those that were seen to execute it, a bounded number of them, fastest first."""
+"""Choose the tests for a mutant: a limited number of those that execute its line, the fastest first."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.mutants.areas import AREAS, PRODUCT, ROOT
 from tests.mutants.mutant import Mutant
 
 MOST_TESTS, MOST_S = 150, 40.0
-"""For one mutant. Where more tests execute it, those left out are counted in the report (`capped`)."""
+"""Limits for one mutant: number of tests, and their total seconds. The report counts mutants with omitted tests."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The tests of a mutant, fastest first; whether it needs a new process; how many tests were left out."""
+    """The tests for a mutant, fastest first; `cold` if it needs a new process; the number of omitted tests."""
 
     tests: tuple[str, ...]
     cold: bool
@@ -26,7 +26,7 @@ class Choice:
 
 
 class Recorded:
-    """What one run of all tests under coverage showed: who executes which line, and how long it takes."""
+    """The result of one run of all tests under coverage: which test executes which line, and how long each takes."""
 
     def __init__(self, import_lines: dict[str, list[int]]) -> None:
         self.seconds: dict[str, float] = {}
@@ -34,7 +34,7 @@ class Recorded:
         self._tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
 
     def add(self, entry: dict[str, dict[str, dict[str, list[int]]]]) -> None:
-        """Take in one test file's entry. Tests that failed or were skipped there say nothing about mutants."""
+        """Add the recording of one test file, without tests that failed or were skipped: they cannot detect mutants."""
         useless = {*entry["failed"], *entry["skipped"]}
         self.seconds |= {test: float(s) for test, s in entry["seconds"].items() if test not in useless}  # type: ignore[arg-type]
         for test, files in entry["lines"].items():
@@ -44,12 +44,12 @@ class Recorded:
                         self._tests[path][line].add(test)
 
     def take_times(self, seconds: dict[str, float]) -> None:
-        """Keep the shortest time each test took: the recording may have run on a busy machine, and under coverage."""
+        """Keep the shortest time of each test, because the recording ran under coverage and maybe on a busy machine."""
         for test, took in seconds.items():
             self.seconds[test] = min(took, self.seconds.get(test, took))
 
     def choose(self, mutant: Mutant) -> Choice:
-        """The tests that execute the mutant's line; for code that runs at import, those that execute what uses it."""
+        """Choose tests that execute the mutant's line; for code that runs at import, tests that execute its uses."""
         in_function, found = self._executing(mutant)
         own = {area.name: area.tests for area in AREAS}[mutant.area]
         cold = not in_function or mutant.line in self._import_lines.get(mutant.path, ())
@@ -79,7 +79,7 @@ class Recorded:
         return False, found or of(by_line)
 
     def _using(self, names: tuple[str, ...]) -> set[str]:
-        """The tests that execute a line of the product in which one of these names stands."""
+        """Return the tests that execute a line of the product that contains one of these names."""
         word = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
         found: set[str] = set()
         for path, by_line in self._tests.items():
@@ -91,7 +91,7 @@ class Recorded:
 
 
 def _by_turns(found: set[str], own: tuple[str, ...], seconds: dict[str, float]) -> list[str]:
-    """One test of each file in turn, the fastest of each first: tests of one file tend to see the same faults."""
+    """Order tests: one of each file in turn, fastest first, because tests of one file tend to find the same faults."""
     files: dict[str, list[str]] = defaultdict(list)
     for test in sorted(found & seconds.keys(), key=lambda t: (seconds[t], t)):
         files[_file(test)].append(test)
@@ -106,7 +106,8 @@ def _file(test: str) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a line is: its innermost statement, the function around it, or what it defines outside functions."""
+    """The place of a line: the lines of its innermost statement, of the function around it (None outside functions) and
+    of a definition's body, and the names that an assignment defines."""
 
     statement: range
     function: range | None

@@ -1,7 +1,7 @@
-"""A mutant put into a process that has imported the module already: the code of the changed functions is exchanged.
+"""Put a mutant into a process that has already imported its module, by replacing the code of the changed functions.
 
-So one import of Django and one collection of the tests serve many mutants; each runs in a fork. It works for changes
-inside functions. What runs at import (tables, classes, defaults, decorators) needs a new process.
+So Django is imported and the tests are collected once for many mutants; each mutant runs in a fork. This works for
+changes inside functions. Code that runs at import (tables, classes, defaults, decorators) needs a new process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INLINE = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 
 
 def live_functions(root: Path) -> dict[str, list[FunctionType]]:
-    """Every function object of the product by file; also those that decorators have wrapped."""
+    """Return every function object below `root` by file, including those that decorators have wrapped."""
     found: dict[str, list[FunctionType]] = defaultdict(list)
     for each in gc.get_objects():
         if isinstance(each, FunctionType) and each.__code__.co_filename.startswith(str(root)):
@@ -25,12 +25,12 @@ def live_functions(root: Path) -> dict[str, list[FunctionType]]:
 
 
 def can_swap(path: Path, old: str, new: str) -> bool:
-    """Whether the change is inside functions only."""
+    """Return whether the two texts differ only inside functions."""
     return _pairs(_compiled(path, old), _compiled(path, new), in_function=False) is not None
 
 
 def swap(path: Path, old: str, new: str, functions: list[FunctionType]) -> int:
-    """Exchange the code; return how many functions have it now. A module not yet imported is read from its file."""
+    """Replace the code of the changed functions; return how many were changed (0 if the module is not imported yet)."""
     pairs = _pairs(_compiled(path, old), _compiled(path, new), in_function=False) or []
     done = 0
     for function in functions:
@@ -43,7 +43,7 @@ def swap(path: Path, old: str, new: str, functions: list[FunctionType]) -> int:
 
 
 def is_imported(path: Path) -> bool:
-    """Whether a module of this file is in memory."""
+    """Return whether a module of this file is imported."""
     return any(getattr(module, "__file__", None) == str(path) for module in list(sys.modules.values()))
 
 
@@ -52,7 +52,7 @@ def _compiled(path: Path, text: str) -> CodeType:
 
 
 def _pairs(old: CodeType, new: CodeType, *, in_function: bool) -> list[tuple[CodeType, CodeType]] | None:
-    """The function code objects that differ, outermost first; None if something outside functions differs."""
+    """Return the pairs of function code objects that differ, outermost first; None if other code differs."""
     pairs = []
     nested_old, nested_new = _nested(old), _nested(new)
     alike = _own(old) == _own(new) and [c.co_name for c in nested_old] == [c.co_name for c in nested_new]
@@ -75,6 +75,6 @@ def _nested(code: CodeType) -> list[CodeType]:
 
 
 def _own(code: CodeType) -> tuple[object, ...]:
-    """What a code object does itself, without the functions in it and without line numbers."""
+    """Return the content of a code object to compare, without nested functions and line numbers."""
     constants = tuple("code" if isinstance(c, CodeType) else (type(c), repr(c)) for c in code.co_consts)
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars

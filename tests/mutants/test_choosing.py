@@ -1,4 +1,4 @@
-"""Which tests the mutation runner chooses for a mutant."""
+"""Tests that the mutation runner chooses the right tests for a mutant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAST, SLOW, FAILED = (f"tests/x/test_{name}.py::test_{name}" for name in ("fast"
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    """A recording: FAST takes the last line of `within`, SLOW the branch, FAILED both; OWN executes no line of it."""
+    """Return a recording: FAST executes the last line of `within`, SLOW the branch, FAILED both, OWN none of them."""
     (tmp_path / "drivers").mkdir()
     (tmp_path / PATH).write_text(SOURCE)
     monkeypatch.setattr(choosing, "ROOT", tmp_path)
@@ -44,7 +44,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 
 def choose(recorded: Recorded, line: int) -> Choice:
-    """Choose for a mutant of the area `binding` in this line."""
+    """Choose tests for a mutant of the area `binding` in this line."""
     return recorded.choose(Mutant("binding", PATH, line, line, "compare", 0, 0))
 
 

@@ -1,4 +1,4 @@
-"""The parts of `make mutants` that need no mutant: exchanged code, results that outlive a kill, the figures."""
+"""Tests of parts of `make mutants`: replacing code, results that survive a kill, and the table of results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Door:
 
 @pytest.fixture
 def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module that is imported from a file."""
+    """Write SOURCE to a file and import it as a module."""
     (tmp_path / "swapped_sample.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     yield import_module("swapped_sample")
@@ -43,7 +43,7 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
 
 
 def exchange(module: ModuleType, old: str, new: str) -> int:
-    """Mutate the living module."""
+    """Replace the code of the imported module; return the number of changed functions."""
     path = Path(str(module.__file__))
     gc.collect()
     functions = swapping.live_functions(path.parent)[str(path)]

@@ -1,6 +1,6 @@
-"""The pytest plugin that runs mutants: everything is imported and collected once, then each job runs in a fork.
+"""The pytest plugin that runs mutants: tests are imported and collected once, then each job runs in a fork.
 
-Started by `tests.mutants.workers` with a pipe for jobs and one for answers, as lines of JSON. Jobs:
+`tests.mutants.workers` starts it with a pipe for jobs and one for answers, both with JSON lines. Jobs:
 `{"record": [ids]}` runs tests under coverage; `{"mutant": {...}, "tests": [ids], …}` runs tests until one fails.
 """
 
@@ -26,7 +26,7 @@ from tests.mutants.template import Template
 
 TREE = Path.cwd()
 SUSPENDED_S = 5.0
-"""This process looks every second; after a longer gap it did not run."""
+"""This process wakes up every second; after a gap that is longer than this it was suspended."""
 
 
 def _coverage() -> Any:
@@ -42,7 +42,7 @@ if _at_import:
 
 
 class Watcher:
-    """Notes what each test took, which failed, and (while recording) which lines it executed."""
+    """Records the time of each test, failures and skips, and (with `cover`) the lines that each executed."""
 
     def __init__(self, cover: Any = None, limits: dict[str, float] | None = None) -> None:
         self.cover = cover
@@ -52,7 +52,7 @@ class Watcher:
         self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Sum the three phases."""
+        """Add up the time of the three phases of a test, and record failures and skips."""
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         if report.failed and report.nodeid not in self.failed:
             self.failed.append(report.nodeid)
@@ -61,7 +61,7 @@ class Watcher:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """One context of coverage for each test; one that takes too long ends the process by SIGALRM."""
+        """Switch coverage to the test's context; set an alarm that ends the process if the test takes too long."""
         signal.setitimer(signal.ITIMER_REAL, self.limits.get(item.nodeid, 0))
         if self.cover:
             self.cover.switch_context(item.nodeid)
@@ -69,7 +69,7 @@ class Watcher:
 
 
 def run_items(session: pytest.Session, ids: list[str], watcher: Watcher, *, until_failure: bool) -> None:
-    """As pytest's own loop does; fixtures of the session are left alone, the process ends anyway."""
+    """Run tests as pytest's loop does, but without teardown of session fixtures, because the process ends anyway."""
     items = {item.nodeid: item for item in session.items}
     session.config.pluginmanager.register(watcher)
     wanted = [items[each] for each in ids if each in items]
@@ -81,7 +81,7 @@ def run_items(session: pytest.Session, ids: list[str], watcher: Watcher, *, unti
 
 
 def _elsewhere(session: pytest.Session, item: pytest.Item) -> pytest.Item | None:
-    """A test of another folder, so that everything below the session is taken down after `item`."""
+    """Return a test of another folder; with it as the next item pytest tears down all fixtures below the session."""
     return next((each for each in session.items if each.path.parent != item.path.parent), None)
 
 
@@ -107,7 +107,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 
 
 def _warm_up(session: pytest.Session) -> None:
-    """Run one test with a database, so that the session's fixtures are there; then leave no connection open."""
+    """Run one test with a database, so that the session's fixtures exist; then close all connections."""
     first = next(item for item in session.items if item.get_closest_marker("django_db"))
     watcher = Watcher()
     session.config.pluginmanager.register(watcher)
@@ -120,7 +120,7 @@ def _warm_up(session: pytest.Session) -> None:
 
 
 def _lines(cover: Any) -> dict[str, dict[str, list[int]]]:
-    """The executed lines of each file, of each context."""
+    """Return the executed lines: context → file → lines."""
     cover.stop()
     data, lines = cover.get_data(), dict[str, dict[str, list[int]]]()
     for path in data.measured_files():
@@ -144,7 +144,7 @@ def _record(session: pytest.Session, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list[Any]]) -> dict[str, Any]:
-    """Plant the mutant, run its tests; a test that failed must pass without the mutant, else it says nothing."""
+    """Plant the mutant and run its tests. A failure counts only if the test passes without the mutant."""
     mutant = job["mutant"]
     path = TREE / mutant["path"]
     old, tests, unsteady = path.read_text(), list(job["tests"]), []
@@ -165,7 +165,7 @@ def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list
         if not killer:
             return answer
         if "::" not in killer or answer.get("timeout"):
-            # What breaks this runner must not count as a kill.
+            # A fault of this runner must not count as a kill.
             if not _passes_without_mutant(session, tests, job["limits"], job["limit_s"], cold=cold):
                 raise RuntimeError(f"{killer}, without the mutant too: {mutant['path']}")
             return answer
@@ -188,7 +188,7 @@ def _planted(
         _start_anew(tests, job["limits"])
     try:
         swapped = swapping.swap(path, old, job["mutant"]["source"], functions.get(str(path), []))
-    except ValueError:  # another number of variables that nested functions share
+    except ValueError:  # the mutant has another number of closure variables
         return {"again": True}
     if not swapped and swapping.is_imported(path):
         return {"again": True}
@@ -202,7 +202,7 @@ def _planted(
 def _passes_without_mutant(
     session: pytest.Session, tests: list[str], limits: dict[str, float], limit_s: float, *, cold: bool = False
 ) -> bool:
-    """Run the tests with the product as it is; return whether they pass within their limits."""
+    """Run the tests without a mutant; return whether they pass within their limits."""
 
     def child() -> dict[str, Any]:
         if cold:
@@ -216,7 +216,7 @@ def _passes_without_mutant(
 
 
 def _start_anew(tests: list[str], limits: dict[str, float]) -> None:
-    """Become a new process that runs these tests on the same database server; it answers through `MUTANTS_COLD`."""
+    """Replace this process by a new pytest that runs these tests on the same database server (see `cold`)."""
     from django.conf import settings
 
     listed = Path(os.environ["TMPDIR"]) / "tests.txt"
@@ -234,7 +234,7 @@ _parent = os.getppid()
 
 
 def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
-    """Run it in a fork with a process group of its own; whatever it started ends with it."""
+    """Run `child` in a fork and return its answer; then kill its process group and, if needed, restore the database."""
     global _answer_fd
     readable, _answer_fd = os.pipe()
     pid = os.fork()
@@ -253,7 +253,7 @@ def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
             break
     os.close(readable)
     late, suspended = left <= 0, suspended or time.monotonic() - last > SUSPENDED_S
-    for _ in range(2):  # the second time for what the first saw being started
+    for _ in range(2):  # a second time for processes that were being started during the first
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -264,7 +264,7 @@ def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
     answer = _answer_of(text, status, late=late)
     if suspended or not answer.get("clean"):
         _template.restore()
-    if suspended:  # by SIGSTOP or with the machine: time limits and deadlines in tests mean nothing then
+    if suspended:  # by SIGSTOP or with the machine; then time limits and deadlines in tests are meaningless
         return in_fork(child, limit_s)
     return answer
 
