@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from cyborgweb.database.postgres import Postgres
-from tests.bench.orders import ROOT, CannotMeasure, Ordered
+from tests.bench.remote_calls import ROOT, ChildProcess, MeasurementError
 
 CORES = sorted(os.sched_getaffinity(0))
 SERVER_CORE, LOAD_CORE = {CORES[0]}, {CORES[-1]}
@@ -42,7 +42,7 @@ class Lab:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CannotMeasure(f"another bench runs in {self.home}") from None
+            raise MeasurementError(f"another bench runs in {self.home}") from None
         self._remove()
         self.home.mkdir(mode=0o700)
         for name in [n for n in os.environ if n.startswith("CYBORG_") and n != "CYBORG_PG_BIN"]:
@@ -68,9 +68,8 @@ class Lab:
         from django.core.management import call_command
 
         django.setup()
-        logging.getLogger("accelerators.runtime.pubsub").setLevel(
-            logging.WARNING
-        )  # we stop the database while it listens
+        # The listener of this process would log each stop of the database.
+        logging.getLogger("accelerators.runtime.pubsub").setLevel(logging.WARNING)
         call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
 
     def stop_database(self) -> None:
@@ -80,13 +79,13 @@ class Lab:
         connection.close()
         self.postgres.stop()
 
-    def log(self, name: str) -> IO[bytes]:
+    def open_log(self, name: str) -> IO[bytes]:
         """Open the log file of a child process for appending."""
         return (self.home / f"{name}.log").open("ab")
 
 
 @contextmanager
-def on_cores(cores: set[int]) -> Iterator[None]:
+def pin_to_cores(cores: set[int]) -> Iterator[None]:
     """Pin this thread to `cores` inside the context."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -110,7 +109,7 @@ class Server:
 
 
 @contextmanager
-def serving(lab: Lab, application: str, **environment: str) -> Iterator[Server]:
+def run_server(lab: Lab, application: str, **environment: str) -> Iterator[Server]:
     """Run `tests.bench.server APPLICATION` on the server's core inside the context."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -118,13 +117,13 @@ def serving(lab: Lab, application: str, **environment: str) -> Iterator[Server]:
         listener.listen(4096)
         port, fd = listener.getsockname()[1], listener.fileno()
         command = [sys.executable, "-m", "tests.bench.server", application, "--fd", str(fd)]
-        with lab.log(application) as log:
+        with lab.open_log(application) as log:
             process = subprocess.Popen(
                 command, stderr=log, stdout=log, cwd=ROOT, pass_fds=(fd,), env=_environment(**environment)
             )
     os.sched_setaffinity(process.pid, SERVER_CORE)
     try:
-        _wait_until_it_answers(process, port, application)
+        _wait_until_ready(process, port, application)
         yield Server(process, port)
     finally:
         process.kill()
@@ -135,22 +134,22 @@ def _environment(**more: str) -> dict[str, str]:
     return os.environ | {"CYBORG_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"} | more
 
 
-def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, name: str) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, name: str) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=READY_S) as client:
         client.sendall(b"GET /ws/agent/challenge HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
         if not client.recv(64).startswith(b"HTTP/1.1 200"):
-            raise CannotMeasure(f"the server {name} does not answer (exit status {process.poll()})")
+            raise MeasurementError(f"the server {name} does not answer (exit status {process.poll()})")
 
 
-class Generator(Ordered):
-    """The process `tests.bench.load`, seen from the bench: `generator.ask("run", group=…)` calls its method `run`."""
+class Generator(ChildProcess):
+    """The process `tests.bench.load_generator`: `generator.ask("run", group=…)` calls its method `run`."""
 
     def __init__(self, lab: Lab) -> None:
-        with lab.log("load") as log:
-            super().__init__("tests.bench.load", log)
+        with lab.open_log("load") as log:
+            super().__init__("tests.bench.load_generator", log)
         os.sched_setaffinity(self.pid, LOAD_CORE)
 
     def connect(self, group: str, port: int, count: int) -> None:
-        """Connect `count` agents; raise CannotMeasure if one is refused."""
+        """Connect `count` agents; raise MeasurementError if one is refused."""
         if refused := self.ask("connect", group=group, port=port, count=count)["refused"]:
-            raise CannotMeasure(f"{group}: {sum(refused.values())} agents were refused: {refused}")
+            raise MeasurementError(f"{group}: {sum(refused.values())} agents were refused: {refused}")

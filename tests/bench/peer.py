@@ -26,10 +26,10 @@ UPGRADE = (
     "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
     "Sec-WebSocket-Protocol: {version}\r\nAuthorization: {authorization}\r\n\r\n"
 )
-ASK = f"GET {wire.CHALLENGE_PATH} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n".encode()
+CHALLENGE_REQUEST = f"GET {wire.CHALLENGE_PATH} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n".encode()
 
 
-class Refused(ConnectionError):
+class RefusedError(ConnectionError):
     """The server refused an agent; the text is its response. `status` is 0 if it closed without a response."""
 
     def __init__(self, reason: str) -> None:
@@ -57,7 +57,7 @@ class Address:
     tls: ssl.SSLContext | None = None
 
 
-def address(port: int, fingerprint: str = "") -> Address:
+def local_address(port: int, fingerprint: str = "") -> Address:
     """Return the address of a local gateway; its certificate is checked as the real agent checks it."""
     scheme = "https" if fingerprint else "http"
     return Address(
@@ -65,19 +65,19 @@ def address(port: int, fingerprint: str = "") -> Address:
     )
 
 
-def key_of(number: int) -> Key:
+def create_key(number: int) -> Key:
     """Return the key pair of bench host `number`."""
     return Key(messages.private_key(number), messages.public_key(number))
 
 
-class _Question(asyncio.Protocol):
+class _ChallengeRequest(asyncio.Protocol):
     """GET a challenge on a separate connection, as the real agent does, and set the nonce as the future's result."""
 
     def __init__(self, answered: asyncio.Future[str]) -> None:
         self._answered, self._unread = answered, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(ASK)
+        cast(asyncio.Transport, transport).write(CHALLENGE_REQUEST)
 
     def data_received(self, data: bytes) -> None:
         self._unread += data
@@ -89,7 +89,9 @@ class _Question(asyncio.Protocol):
         if b" 200 " in status[:16] and body:
             self._answered.set_result(msgspec.json.decode(body, type=credentials.Challenge).nonce)
         else:
-            self._answered.set_exception(Refused(f"challenge: {self._unread[:400].decode(errors='replace')} {exc}"))
+            self._answered.set_exception(
+                RefusedError(f"challenge: {self._unread[:400].decode(errors='replace')} {exc}")
+            )
 
 
 class Peer(asyncio.Protocol):
@@ -138,9 +140,9 @@ class Peer(asyncio.Protocol):
                 self._fail(data[:400].decode(errors="replace"))
                 return
             self._upgraded, data = True, rest
-        self._unread = self._frames(data)
+        self._unread = self._handle_frames(data)
 
-    def _frames(self, data: bytes) -> bytes:
+    def _handle_frames(self, data: bytes) -> bytes:
         """Handle all complete frames; return the bytes that are left."""
         at, end = 0, len(data)
         while end - at >= 2:
@@ -152,10 +154,10 @@ class Peer(asyncio.Protocol):
             if end - start < size:
                 break
             at = start + size
-            self._take(kind, data[start:at])
+            self._handle_frame(kind, data[start:at])
         return data[at:]
 
-    def _take(self, kind: int, payload: bytes) -> None:
+    def _handle_frame(self, kind: int, payload: bytes) -> None:
         if kind == 9 and self.transport:
             self.transport.write(bytes((0x8A, 0x80 | len(payload))) + b"\0\0\0\0" + payload)
         elif kind == 1 and not self._welcomed.done():
@@ -184,22 +186,24 @@ class Peer(asyncio.Protocol):
 
     def _fail(self, reason: str) -> None:
         if not self._welcomed.done():
-            self._welcomed.set_exception(Refused(reason))
+            self._welcomed.set_exception(RefusedError(reason))
 
 
-async def connect(where: Address, number: int, key: Key, epoch: int = 1) -> Peer:
-    """Connect an agent: challenge, signature, upgrade, Welcome. Raise Refused or OSError if one of them fails."""
+async def connect(gateway: Address, number: int, key: Key, epoch: int = 1) -> Peer:
+    """Connect an agent: challenge, signature, upgrade, Welcome. Raise RefusedError or OSError if one of them fails."""
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[str] = loop.create_future()
-    question, _ = await loop.create_connection(lambda: _Question(answered), "127.0.0.1", where.port, ssl=where.tls)
+    request, _ = await loop.create_connection(
+        lambda: _ChallengeRequest(answered), "127.0.0.1", gateway.port, ssl=gateway.tls
+    )
     try:
         nonce = await answered
     finally:
-        question.abort()
+        request.abort()
     welcomed: asyncio.Future[Peer] = loop.create_future()
     peer = Peer(number, key, welcomed, epoch)
-    peer.prepare(nonce, where.fingerprint)
-    socket, _ = await loop.create_connection(lambda: peer, "127.0.0.1", where.port, ssl=where.tls)
+    peer.prepare(nonce, gateway.fingerprint)
+    socket, _ = await loop.create_connection(lambda: peer, "127.0.0.1", gateway.port, ssl=gateway.tls)
     try:
         return await welcomed
     except BaseException:

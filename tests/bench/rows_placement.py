@@ -31,19 +31,19 @@ from placement_sync.jobs import providers as tasks
 from placement_sync.models import Tree, WrittenProvider
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row
-from tests.bench.orders import CannotMeasure
+from tests.bench.remote_calls import MeasurementError
 from tests.system.placement import Placement
 
 DEVICES = 8
-AT_ONCE = 50
+BATCH_SIZE = 50
 """Number of hosts that are merged in one batch."""
-MOST_CALLS = 4.0
-OFFER = """
+MAX_CALLS = 4.0
+MAKE_READY = """
 UPDATE accelerators_device SET state = 'ready';
 UPDATE accelerators_deployable SET rp_uuid = gen_random_uuid();
 """
 CHILDREN = "(SELECT id FROM resource_providers WHERE parent_provider_id IS NOT NULL)"
-GONE = (
+DELETE_CHILDREN = (
     f"DELETE FROM inventories WHERE resource_provider_id IN {CHILDREN}",
     f"DELETE FROM resource_provider_traits WHERE resource_provider_id IN {CHILDREN}",
     "DELETE FROM resource_providers WHERE parent_provider_id IS NOT NULL",
@@ -71,7 +71,7 @@ class Recorder:
 _recorder: list[Recorder] = []
 
 
-def cloud() -> Recorder:
+def get_recorder() -> Recorder:
     """Return the recorder; `settings.SERVICE_SESSION` names this function while the rows are measured."""
     return _recorder[0]
 
@@ -81,31 +81,31 @@ def rows(placement: Placement, hosts: int, turns: int, progress: Callable[[str],
     progress(f"{hosts} hosts of {DEVICES} new devices each become providers, and again by a bare client, {turns} times")
     recorder = Recorder(_session(placement))
     _recorder[:] = [recorder]
-    before, settings.SERVICE_SESSION = settings.SERVICE_SESSION, "tests.bench.rows_placement.cloud"
+    before, settings.SERVICE_SESSION = settings.SERVICE_SESSION, "tests.bench.rows_placement.get_recorder"
     try:
-        _offer(hosts)
-        _compute(recorder.session, hosts)
+        _create_ready_devices(hosts)
+        _create_compute_providers(recorder.session, hosts)
         ours, bare = list[float](), list[float]()
         for turn in range(turns):
-            ours.append(_ours(recorder, hosts))
+            ours.append(_time_job(recorder, hosts))
             if turn == 0:
                 calls = recorder.methods.total()
-                unchanged = _unchanged(recorder, hosts)
-            _taken_away(placement)
-            bare.append(_bare(_session(placement), list(recorder.kept.values())))
-            _taken_away(placement)
-            forget()
+                unchanged = _measure_unchanged(recorder, hosts)
+            _delete_children(placement)
+            bare.append(_time_bare_client(_session(placement), list(recorder.kept.values())))
+            _delete_children(placement)
+            delete_written_records()
     finally:
         settings.SERVICE_SESSION = before
         fixtures.empty_inventory()
-    return [_rate(ours, bare, hosts * DEVICES, calls), unchanged]
+    return [_make_rate_row(ours, bare, hosts * DEVICES, calls), unchanged]
 
 
 def _session(placement: Placement) -> Session:
     return Session(V3Password(**placement.keystone.credentials("service")))
 
 
-def _compute(session: Session, hosts: int) -> None:
+def _create_compute_providers(session: Session, hosts: int) -> None:
     """Create a compute provider for each host, as Nova does."""
     where = {"endpoint_filter": {"service_type": "placement"}, "headers": {"OpenStack-API-Version": "placement 1.39"}}
     for number in range(hosts):
@@ -113,15 +113,15 @@ def _compute(session: Session, hosts: int) -> None:
         session.post("/resource_providers", json=body, **where)
 
 
-def _offer(hosts: int) -> None:
+def _create_ready_devices(hosts: int) -> None:
     """Create devices on that many hosts, all ready and none in Placement yet."""
     fixtures.empty_inventory()
     ids = fixtures.enrol(hosts)
-    for first in range(0, hosts, AT_ONCE):
-        batch = enumerate(ids[first : first + AT_ONCE], first)
+    for first in range(0, hosts, BATCH_SIZE):
+        batch = enumerate(ids[first : first + BATCH_SIZE], first)
         merge.merge_reports({host: [_report(number)] for number, host in batch})
     with conductor.writing(), connection.cursor() as cursor:
-        cursor.execute(OFFER)
+        cursor.execute(MAKE_READY)
 
 
 def _report(number: int) -> HostReport:
@@ -129,8 +129,8 @@ def _report(number: int) -> HostReport:
     return HostReport(1, number + 1, format(number, "040x"), (DriverReport("bench_driver", "", found),))
 
 
-def _run(hosts: int) -> float:
-    """Run the job until it has nothing left to do; return the seconds. Raise CannotMeasure if a host has problems."""
+def _run_job(hosts: int) -> float:
+    """Run the job until nothing is left to do; return the seconds. Raise MeasurementError if a host has problems."""
     names = [messages.host_name(n) for n in range(hosts)]
     conductor.raise_provider_intents(Host.objects.filter(name__in=names))
     began = perf_counter()
@@ -138,20 +138,20 @@ def _run(hosts: int) -> float:
         pass
     took = perf_counter() - began
     if (left := Tree.objects.exclude(problems=[]).count()) or Tree.objects.filter(root=None).exists():
-        raise CannotMeasure(f"{left} hosts have problems in Placement")
+        raise MeasurementError(f"{left} hosts have problems in Placement")
     return took
 
 
-def _ours(recorder: Recorder, hosts: int) -> float:
+def _time_job(recorder: Recorder, hosts: int) -> float:
     recorder.kept.clear()
     recorder.methods.clear()
-    return _run(hosts)
+    return _run_job(hosts)
 
 
-def _unchanged(recorder: Recorder, hosts: int) -> Row:
+def _measure_unchanged(recorder: Recorder, hosts: int) -> Row:
     kept, before = recorder.kept, recorder.methods
     recorder.kept, recorder.methods = {}, Counter()
-    took = _run(hosts)
+    took = _run_job(hosts)
     made, recorder.kept, recorder.methods = recorder.methods, kept, before
     writes = made.total() - made["GET"]
     note = f"{writes} writes; {hosts / took:.0f} hosts a second"
@@ -159,15 +159,15 @@ def _unchanged(recorder: Recorder, hosts: int) -> Row:
                1.0, note=note, holds=writes == 0)  # fmt: skip
 
 
-def _bare(session: Session, told: list[list[Call]]) -> float:
-    """Make the recorded calls, one thread for each list; return the seconds. Raise CannotMeasure if one is refused."""
-    ready = [[(words, more | _prepared(more)) for words, more in calls] for calls in told]
+def _time_bare_client(session: Session, recorded: list[list[Call]]) -> float:
+    """Make the recorded calls, one thread for each list; return the seconds, or raise MeasurementError."""
+    ready = [[(words, more | _encode_body(more)) for words, more in calls] for calls in recorded]
 
     def one(calls: list[Call]) -> None:
         for words, more in calls:
             answer = session.request(*words, **more)
             if answer.status_code >= 300:
-                raise CannotMeasure(f"the bare client's {words}: {answer.status_code} {answer.text[:200]}")
+                raise MeasurementError(f"the bare client's {words}: {answer.status_code} {answer.text[:200]}")
 
     session.get_token()
     began = perf_counter()
@@ -176,7 +176,7 @@ def _bare(session: Session, told: list[list[Call]]) -> float:
     return perf_counter() - began
 
 
-def _prepared(more: dict[str, Any]) -> dict[str, Any]:
+def _encode_body(more: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call with its JSON body encoded as bytes; {} if it has no body."""
     if "json" not in more:
         return {}
@@ -184,24 +184,24 @@ def _prepared(more: dict[str, Any]) -> dict[str, Any]:
     return {"data": json.dumps(more["json"]).encode(), "json": None, "headers": headers}
 
 
-def _taken_away(placement: Placement) -> None:
+def _delete_children(placement: Placement) -> None:
     """Delete every child provider in Placement's database. This is not measured, and through the API it takes long."""
     with psycopg.connect(host=str(placement.postgres.socket), user="postgres", dbname="placement") as database:
-        for statement in GONE:
+        for statement in DELETE_CHILDREN:
             database.execute(statement)
 
 
-def forget() -> None:
+def delete_written_records() -> None:
     """Delete the product's records of what it has written to Placement."""
     Tree.objects.all().delete()
     WrittenProvider.objects.all().delete()
 
 
-def _rate(ours: list[float], bare: list[float], providers: int, calls: int) -> Row:
+def _make_rate_row(ours: list[float], bare: list[float], providers: int, calls: int) -> Row:
     mine, theirs = (calls * len(times) / sum(times) for times in (ours, bare))
     each = calls / providers
     note = (
-        f"{each:.2f} calls a provider, at most {MOST_CALLS:g}; {providers / min(ours):.0f} providers a second;"
+        f"{each:.2f} calls a provider, at most {MAX_CALLS:g}; {providers / min(ours):.0f} providers a second;"
         f" ours {', '.join(f'{one:.2f}' for one in ours)} s, bare {', '.join(f'{one:.2f}' for one in bare)} s"
     )
     return Row(
@@ -213,5 +213,5 @@ def _rate(ours: list[float], bare: list[float], providers: int, calls: int) -> R
         theirs,
         mine / theirs,
         note=note,
-        holds=each <= MOST_CALLS,
+        holds=each <= MAX_CALLS,
     )

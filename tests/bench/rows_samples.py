@@ -14,8 +14,8 @@ from typing import Any
 
 from tests.bench import fixtures
 from tests.bench.figures import Row, cpu_s, median
-from tests.bench.lab import Generator, Lab, Server, serving
-from tests.bench.orders import CannotMeasure
+from tests.bench.lab import Generator, Lab, Server, run_server
+from tests.bench.remote_calls import MeasurementError
 
 DEVICES, METRICS = 8, 6
 EVERY_S, FOR_S = 1.0, 10.0
@@ -49,21 +49,24 @@ def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], N
     hosts = fixtures.enrol(size.hosts)
     quiet: list[Turn] = []
     watched: list[Turn] = []
-    with serving(lab, "product", CYBORG_LEASE_FLUSH_S="1") as server:
+    with run_server(lab, "product", CYBORG_LEASE_FLUSH_S="1") as server:
         generator.connect("watched", server.port, size.hosts)
-        generator.ask("sample", group="watched", devices=DEVICES, pause=PAUSE_S)
-        _until(lambda: len(_look(hosts)) == size.hosts, "every host's samples")
+        generator.ask("start_sampling", group="watched", devices=DEVICES, pause=PAUSE_S)
+        _wait_until(lambda: len(_request_loads(hosts)) == size.hosts, "every host's samples")
         for _ in range(size.rounds):
-            watched.append(_turn(generator, server, hosts, size.seconds))
-            _until(lambda: not generator.ask("sampled", group="watched", seconds=0.5)["samples"], "the end of samples")
-            quiet.append(_turn(generator, server, [], size.seconds))
-            _look(hosts)
+            watched.append(_run_turn(generator, server, hosts, size.seconds))
+            _wait_until(
+                lambda: not generator.ask("measure_sampling", group="watched", seconds=0.5)["samples"],
+                "the end of samples",
+            )
+            quiet.append(_run_turn(generator, server, [], size.seconds))
+            _request_loads(hosts)
             sleep(EVERY_S)
         generator.ask("close", group="watched")
-    return _figures(size, quiet, watched)
+    return _make_rows(size, quiet, watched)
 
 
-def _figures(size: Size, quiet: list[Turn], watched: list[Turn]) -> list[Row]:
+def _make_rows(size: Size, quiet: list[Turn], watched: list[Turn]) -> list[Row]:
     cores, rate = median([turn.cores for turn in watched]), median([turn.rate for turn in watched])
     idle = median([turn.cores for turn in quiet])
     known = min(turn.known for turn in watched)
@@ -88,35 +91,35 @@ def _figures(size: Size, quiet: list[Turn], watched: list[Turn]) -> list[Row]:
     ]
 
 
-def _turn(generator: Generator, server: Server, hosts: list[int], seconds: float) -> Turn:
+def _run_turn(generator: Generator, server: Server, hosts: list[int], seconds: float) -> Turn:
     """Measure one round in which `hosts` are watched."""
     known: list[int] = []
     over = Event()
 
-    def look() -> None:
+    def watch() -> None:
         while hosts and not over.is_set():
-            known.append(len(_look(hosts)))
+            known.append(len(_request_loads(hosts)))
             over.wait(EVERY_S)
 
-    reader = Thread(target=look)
+    reader = Thread(target=watch)
     before = cpu_s(server.pid)
     reader.start()
-    found = generator.ask("sampled", group="watched", seconds=seconds)
+    found = generator.ask("measure_sampling", group="watched", seconds=seconds)
     spent = cpu_s(server.pid) - before
     over.set()
     reader.join()
     return Turn(spent / seconds, found["samples"] / seconds, min(known, default=0), found["p99_ms"])
 
 
-def _look(hosts: list[int]) -> dict[int, Any]:
+def _request_loads(hosts: list[int]) -> dict[int, Any]:
     from agents import telemetry
 
     return telemetry.request_periodic_loads(hosts, EVERY_S, FOR_S).hosts
 
 
-def _until(condition: Callable[[], bool], what: str) -> None:
+def _wait_until(condition: Callable[[], bool], what: str) -> None:
     end = monotonic() + PATIENCE_S
     while not condition():
         if monotonic() > end:
-            raise CannotMeasure(f"{what}: not within {PATIENCE_S:.0f} s")
+            raise MeasurementError(f"{what}: not within {PATIENCE_S:.0f} s")
         sleep(0.3)

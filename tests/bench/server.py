@@ -25,7 +25,7 @@ ACK = '{"type":"Ack","seq":100000,"of":"Report"}'
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
     """The ceiling of heartbeats and connects: accept each socket, answer each message with the same Ack."""
-    if not await _opened(scope, receive, send):
+    if not await _open_socket(scope, receive, send):
         return
     while (await receive())["type"] == "websocket.receive":
         await send({"type": "websocket.send", "text": ACK})
@@ -33,7 +33,7 @@ async def bare(scope: Any, receive: Any, send: Any) -> None:
 
 async def acknowledging(scope: Any, receive: Any, send: Any) -> None:
     """The ceiling of reports: decode each message with types and limits, acknowledge reports, do nothing else."""
-    if not await _opened(scope, receive, send):
+    if not await _open_socket(scope, receive, send):
         return
     while (event := await receive())["type"] == "websocket.receive":
         message = wire.decode_from_agent(event["text"])
@@ -43,10 +43,10 @@ async def acknowledging(scope: Any, receive: Any, send: Any) -> None:
             await send({"type": "websocket.send", "text": text})
 
 
-async def _opened(scope: Any, receive: Any, send: Any) -> bool:
+async def _open_socket(scope: Any, receive: Any, send: Any) -> bool:
     """Accept the socket and send the Welcome; answer a request for a challenge and return False."""
     if scope["type"] == "http":
-        await _challenge(send)
+        await _send_challenge(send)
         return False
     await receive()
     await send({"type": "websocket.accept", "subprotocol": wire.VERSIONS[0]})
@@ -54,7 +54,7 @@ async def _opened(scope: Any, receive: Any, send: Any) -> bool:
     return True
 
 
-async def _challenge(send: Any) -> None:
+async def _send_challenge(send: Any) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(CHALLENGE)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": CHALLENGE})
@@ -68,9 +68,8 @@ def main() -> None:
     name = sys.argv.pop(1)
     die_with_parent()
     if name == "granian":
-        os.execv(
-            sys.executable, [sys.executable, "-m", "granian", *sys.argv[1:]]
-        )  # the parent-death signal survives exec
+        # The parent-death signal survives exec.
+        os.execv(sys.executable, [sys.executable, "-m", "granian", *sys.argv[1:]])
     get_keys()
     if name in CEILINGS:
         stand_in: Any = types.ModuleType("cyborgweb.asgi")

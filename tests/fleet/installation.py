@@ -18,8 +18,8 @@ import psycopg
 
 from tests.bench.figures import cpu_s, rss_kb
 from tests.bench.lab import Lab
-from tests.bench.orders import CannotMeasure, Ordered
-from tests.bench.whole import Whole, children, command, running, wait_for
+from tests.bench.product import RunningProduct, get_command_line, list_children, run_product, wait_for
+from tests.bench.remote_calls import ChildProcess, MeasurementError
 
 SPOOL_AND_DEVICES = """
 SELECT (SELECT count(*) FROM spool), (SELECT coalesce(extract(epoch FROM now() - min(received_at)), 0) FROM spool),
@@ -52,7 +52,7 @@ class FleetSnapshot:
         return self.refused.get("503", 0)
 
 
-class Fleet(Ordered):
+class Fleet(ChildProcess):
     """The process `tests.fleet.hosts`: `fleet.ask("change", share=0.1)` runs its command `change`."""
 
     def __init__(self, lab: Lab) -> None:
@@ -65,67 +65,69 @@ class Installation:
     """One product and `count` enrolled hosts, whose agents do not run yet."""
 
     lab: Lab
-    whole: Whole
+    product: RunningProduct
     fleet: Fleet
     count: int
     devices: int
-    seen: list[FleetSnapshot] = field(default_factory=list)
+    snapshots: list[FleetSnapshot] = field(default_factory=list)
 
     def power_on(self, bad: float = 0.0) -> None:
         """Start all agents that are off; `bad` is the share of hosts with a bad driver."""
-        self.fleet.ask("start", ports=[self.whole.port], count=self.count, devices=self.devices, bad=bad)
+        self.fleet.ask("start", ports=[self.product.port], count=self.count, devices=self.devices, bad=bad)
 
-    def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]] | None:
+    def query(self, statement: str, *values: object) -> list[tuple[Any, ...]] | None:
         """Run a query on the product's database; return None if it does not answer within seconds."""
         try:
-            with self.connection() as database:
+            with self.connect() as database:
                 database.execute("SET statement_timeout = '5s'")
                 return database.execute(statement, values or None).fetchall()
         except (psycopg.OperationalError, psycopg.errors.QueryCanceled):
             return None
 
-    def connection(self, **more: Any) -> psycopg.Connection[Any]:
+    def connect(self, **more: Any) -> psycopg.Connection[Any]:
         """Open a connection to the product's database."""
         return psycopg.connect(
             host=str(self.lab.postgres.socket), user="postgres", dbname="cyborg", connect_timeout=2, **more
         )
 
-    def look(self, database: bool = True) -> FleetSnapshot:
-        """Take a snapshot of fleet, database and processes; append it to `seen` and return it."""
-        told = self.fleet.ask("look")
-        sight = FleetSnapshot(time.monotonic(), told["connected"], told["owing"], told["counts"], told["refused"])
-        if database and (rows := self.rows(SPOOL_AND_DEVICES)):
-            sight.spool, age, sight.devices, sight.up = rows[0]
-            sight.spool_s = float(age)
+    def take_snapshot(self, database: bool = True) -> FleetSnapshot:
+        """Take a snapshot of fleet, database and processes; append it to `snapshots` and return it."""
+        totals = self.fleet.ask("get_totals")
+        snapshot = FleetSnapshot(
+            time.monotonic(), totals["connected"], totals["owing"], totals["counts"], totals["refused"]
+        )
+        if database and (rows := self.query(SPOOL_AND_DEVICES)):
+            snapshot.spool, age, snapshot.devices, snapshot.up = rows[0]
+            snapshot.spool_s = float(age)
         for name, word in (("web", "cyborgweb.server.web"), ("ingest", "cluster ingest"), ("work", "cluster work")):
-            for pid in (pid for pid in children(self.whole.supervisor) if word in command(pid)):
+            for pid in (pid for pid in list_children(self.product.supervisor) if word in get_command_line(pid)):
                 try:
-                    sight.cpu[name] = _tree_cpu(pid)
+                    snapshot.cpu[name] = _sum_tree_cpu(pid)
                     if name == "web":
-                        sight.web_kb = rss_kb(pid)
+                        snapshot.web_kb = rss_kb(pid)
                 except OSError:
                     continue  # it has just been killed
-        self.seen.append(sight)
-        return sight
+        self.snapshots.append(snapshot)
+        return snapshot
 
     def kill(self, word: str) -> None:
         """Kill the child of the supervisor whose command line contains `word`, with SIGKILL."""
-        os.kill(self.whole.child(word), signal.SIGKILL)
+        os.kill(self.product.child(word), signal.SIGKILL)
 
-    def postmaster(self) -> int:
+    def get_postmaster_pid(self) -> int:
         """Return the process id of PostgreSQL's first process."""
-        return self.whole.child(str(self.lab.postgres.data))
+        return self.product.child(str(self.lab.postgres.data))
 
     def kill_database(self) -> int:
         """Kill PostgreSQL with SIGKILL and return its process id; the supervisor starts it again, and it recovers."""
-        pid = self.postmaster()
+        pid = self.get_postmaster_pid()
         os.kill(pid, signal.SIGKILL)
         return pid
 
 
-def _tree_cpu(pid: int) -> float:
+def _sum_tree_cpu(pid: int) -> float:
     """Return the CPU seconds of a process and all its descendants."""
-    return cpu_s(pid) + sum(_tree_cpu(child) for child in children(pid))
+    return cpu_s(pid) + sum(_sum_tree_cpu(child) for child in list_children(pid))
 
 
 @contextmanager
@@ -140,13 +142,13 @@ def running_installation(state: Path, count: int, devices: int, **settings: str)
         fleet = Fleet(lab)
         try:
             # The agent of this machine stays idle, because the fleet is measured.
-            quiet = {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_PLACEMENT_ENDPOINT": "off"}
-            with running(lab, **quiet | settings) as whole:
-                there = Installation(lab, whole, fleet, count, devices)
-                wait_for(lambda: there.rows("SELECT FROM accelerators_device LIMIT 1"), "the first merge")
-                yield there
+            defaults = {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_PLACEMENT_ENDPOINT": "off"}
+            with run_product(lab, **defaults | settings) as product:
+                installation = Installation(lab, product, fleet, count, devices)
+                wait_for(lambda: installation.query("SELECT FROM accelerators_device LIMIT 1"), "the first merge")
+                yield installation
         finally:
             fleet.stop()
 
 
-__all__ = ["CannotMeasure", "Fleet", "FleetSnapshot", "Installation", "running_installation", "wait_for"]
+__all__ = ["Fleet", "FleetSnapshot", "Installation", "MeasurementError", "running_installation", "wait_for"]

@@ -14,7 +14,7 @@ from tests.fleet.verdict import PromiseLine
 if TYPE_CHECKING:
     from tests.fleet.scenarios import ScenarioRun
 
-LOOK_S = 0.5
+POLL_S = 0.5
 CHANGE_EVERY_S = 60.0
 """How often the content of each host changes, on average."""
 MIN_KILLS_PER_S = 30.0
@@ -31,29 +31,29 @@ MEMORY, LOST_PARTS = "memory does not grow", "killed in turn"
 
 def soak(run: ScenarioRun) -> list[PromiseLine]:
     """Kill agents all the time, and the parts of the product in turn; judge the kills and web's memory."""
-    run.there.power_on()
+    run.installation.power_on()
     run.wait_until_settled()
-    killer, samples = Killer(run.there, run.seed, run.patience_s), list[Sample]()
+    killer, samples = Killer(run.installation, run.seed, run.patience_s), list[Sample]()
 
-    def look() -> None:
-        run.shown(run.there.look())
-        time.sleep(LOOK_S)
+    def watch() -> None:
+        run.show(run.installation.take_snapshot())
+        time.sleep(POLL_S)
 
     def measure() -> None:
-        look()
+        watch()
         if (sample := _sample_web(run)) is not None:
             samples.append(sample)
 
     _begin_unrest(run)
-    killer.kill_in_turn(PARTS, run.soak_s * EVERYTHING_SHARE, PAUSE_S, look)
-    run.ask("unrest")
+    killer.kill_in_turn(PARTS, run.soak_s * EVERYTHING_SHARE, PAUSE_S, watch)
+    run.ask("set_unrest")
     run.wait_until_settled()
     _begin_unrest(run)
     others = [part for part in PARTS if part != "web"]
     killer.kill_in_turn(others, run.soak_s * (1 - EVERYTHING_SHARE), PAUSE_S, measure)
-    run.ask("unrest")
+    run.ask("set_unrest")
     for part in PARTS:
-        killer.wait_for(part, look)
+        killer.wait_for(part, watch)
     _wait_until_nothing_is_stuck(run)
     judgement = judge_memory(samples)
     slope = judgement.trend.mb_per_hour if judgement.trend else None
@@ -61,14 +61,14 @@ def soak(run: ScenarioRun) -> list[PromiseLine]:
 
 
 def _begin_unrest(run: ScenarioRun) -> None:
-    count = run.there.count
+    count = run.installation.count
     kills_per_s = max(MIN_KILLS_PER_S, count / AGENT_LIFETIME_S)
-    run.ask("unrest", changes_per_s=count / CHANGE_EVERY_S, kills_per_s=kills_per_s)
+    run.ask("set_unrest", changes_per_s=count / CHANGE_EVERY_S, kills_per_s=kills_per_s)
 
 
 def _sample_web(run: ScenarioRun) -> Sample | None:
     """Measure the memory of the web process; return None while there is no such process."""
-    for pid in FIND["web"](run.there):
+    for pid in FIND["web"](run.installation):
         try:
             return Sample(time.monotonic(), anonymous_kb(pid), pid)
         except OSError:
@@ -81,11 +81,11 @@ def _wait_until_nothing_is_stuck(run: ScenarioRun) -> None:
     end = time.monotonic() + run.patience_s
     run.wait_until_settled()
     while time.monotonic() < end:
-        stuck = run.there.rows(verdict.STUCK)
+        stuck = run.installation.query(verdict.STUCK)
         if stuck and not any(stuck[0]):
             return
-        run.shown(run.there.look())
-        time.sleep(LOOK_S)
+        run.show(run.installation.take_snapshot())
+        time.sleep(POLL_S)
 
 
 def judge_kills(killer: Killer) -> PromiseLine:

@@ -18,7 +18,7 @@ from agents import wire
 from agents.host.backoff import ConnectionTiming, PendingAcks
 from tests.fleet import verdict
 from tests.fleet.__main__ import HELP_EPILOG
-from tests.fleet.hosts import FleetCounters, SimulatedAgent, open_files
+from tests.fleet.hosts import FleetCounters, SimulatedAgent, count_open_files
 from tests.fleet.installation import FleetSnapshot
 from tests.fleet.kills import FIND, PARTS, Killer, draw_order
 from tests.fleet.memory_trend import BLOCKS, BOUND_MB_H, LEAST_BLOCKS, Sample, _reduce_to_blocks, judge_memory
@@ -39,22 +39,22 @@ class FakeInstallation:
 
     def __init__(self, host: SimulatedAgent, *stored: tuple[str, str, int, str]) -> None:
         self.stored, self.states = list(stored), [list(host.state())]
-        self.fleet, self.seen = self, [FleetSnapshot(0.0, connected=1, counts={}, refused={})]
+        self.fleet, self.snapshots = self, [FleetSnapshot(0.0, connected=1, counts={}, refused={})]
 
     def ask(self, do: str) -> dict[str, Any]:
         """Return the states, as the fleet does."""
         return {do: self.states}
 
-    def rows(self, statement: str) -> list[Any]:
+    def query(self, statement: str) -> list[Any]:
         """Return the stored hosts, or that nothing is stuck."""
         return self.stored if statement is verdict.STORED else [(0, 0, 0)]
 
 
 def send_report(host: SimulatedAgent) -> tuple[str, str]:
     """Let the host send a report; return the report's hash and model."""
-    host._owed = PendingAcks(8.0, ConnectionTiming())
+    host._pending = PendingAcks(8.0, ConnectionTiming())
     host._send_report(SilentPeer(), time.monotonic())  # type: ignore[arg-type]
-    return host._since[-1].content, host._since[-1].model
+    return host._sent_since[-1].content, host._sent_since[-1].model
 
 
 def acknowledge(host: SimulatedAgent, seq: int) -> None:
@@ -103,15 +103,15 @@ def test_a_host_is_lost_unless_its_tables_match_an_acknowledged_or_later_report(
     ],
 )
 def test_any_refusal_other_than_busy_breaks_the_promise(host: SimulatedAgent, what: str, holds: bool) -> None:
-    there = FakeInstallation(host)
-    there.seen[-1].refused[what] = 2
-    lines = verdict.judge(there, True, 0.0, FleetSnapshot(0.0), [])  # type: ignore[arg-type]
+    installation = FakeInstallation(host)
+    installation.snapshots[-1].refused[what] = 2
+    lines = verdict.judge(installation, True, 0.0, FleetSnapshot(0.0), [])  # type: ignore[arg-type]
     assert {line.promise: line.holds for line in lines}["only told to come back"] is holds
-    assert there.seen[-1].sent_away == (2 if what == "503" else 0)
+    assert installation.snapshots[-1].sent_away == (2 if what == "503" else 0)
 
 
 def test_the_help_text_names_the_number_of_open_files_that_are_needed() -> None:
-    assert open_files(1000) == 1700 and "1.5 N + 200 here" in HELP_EPILOG
+    assert count_open_files(1000) == 1700 and "1.5 N + 200 here" in HELP_EPILOG
 
 
 def make_samples(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0, seed: int = 3) -> list[Sample]:
@@ -186,7 +186,7 @@ def test_a_process_that_ended_before_the_kill_is_not_counted(monkeypatch: pytest
     ended.wait()
     with subprocess.Popen(["sleep", "60"]) as running:
         looks = iter([[ended.pid], [running.pid]])
-        monkeypatch.setitem(FIND, "web", lambda there: next(looks))
+        monkeypatch.setitem(FIND, "web", lambda installation: next(looks))
         killer = Killer(None, 42, 60.0)  # type: ignore[arg-type]
         killer.kill_in_turn(["web"], 0.0, 0.0, lambda: None)
         assert running.wait() == -signal.SIGKILL

@@ -38,7 +38,7 @@ class PromiseLine:
 
 
 def wait_until_settled(
-    there: Installation, patience_s: float, shown: Callable[[FleetSnapshot], None] = lambda sight: None
+    installation: Installation, patience_s: float, show: Callable[[FleetSnapshot], None] = lambda snapshot: None
 ) -> tuple[bool, FleetSnapshot]:
     """Wait until all agents are connected and acknowledged, the spool is empty and all hosts are up.
 
@@ -46,26 +46,31 @@ def wait_until_settled(
     """
     end = time.monotonic() + patience_s
     while True:
-        sight = there.look()
-        shown(sight)
-        done = sight.connected == there.count and not sight.owing and sight.spool == 0 and sight.up == there.count
+        snapshot = installation.take_snapshot()
+        show(snapshot)
+        done = (
+            snapshot.connected == installation.count
+            and not snapshot.owing
+            and snapshot.spool == 0
+            and snapshot.up == installation.count
+        )
         if done or time.monotonic() > end:
-            return done, sight
+            return done, snapshot
         time.sleep(0.5)
 
 
-def find_lost_hosts(there: Installation) -> list[str]:
+def find_lost_hosts(installation: Installation) -> list[str]:
     """Describe hosts whose tables match neither the last acknowledged report nor one sent after it; [] if none."""
-    states = there.fleet.ask("states")["states"]
-    stored = {name: rest for name, *rest in there.rows(STORED) or []}
+    states = installation.fleet.ask("states")["states"]
+    stored = {name: rest for name, *rest in installation.query(STORED) or []}
     wrong = []
     for name, _epoch, _seq, content, model, devices, since in states:
-        applied, shown, models = stored.get(name, ("", 0, ""))
+        applied, show, models = stored.get(name, ("", 0, ""))
         right = any(
-            applied == one and (not of or (shown, models) == (devices, of)) for one, of in [(content, model), *since]
+            applied == one and (not of or (show, models) == (devices, of)) for one, of in [(content, model), *since]
         )
         if content and not right:
-            wrong.append(f"{name}: acknowledged {model or 'an error'}, stored {shown} of {models or 'nothing'}")
+            wrong.append(f"{name}: acknowledged {model or 'an error'}, stored {show} of {models or 'nothing'}")
     return wrong
 
 
@@ -76,14 +81,14 @@ def is_connection_failure(what: str) -> bool:
 
 
 def judge(
-    there: Installation, done: bool, began: float, before: FleetSnapshot, more: list[PromiseLine]
+    installation: Installation, done: bool, began: float, before: FleetSnapshot, more: list[PromiseLine]
 ) -> list[PromiseLine]:
     """Return the promises of every scenario, followed by those of this scenario (`more`)."""
-    last = there.seen[-1]
-    wrong = find_lost_hosts(there)
-    stuck = there.rows(STUCK)
-    most = max(sight.web_kb for sight in there.seen)
-    bound = before.web_kb + MEMORY_FREE_KB + MEMORY_KB * there.count
+    last = installation.snapshots[-1]
+    wrong = find_lost_hosts(installation)
+    stuck = installation.query(STUCK)
+    most = max(snapshot.web_kb for snapshot in installation.snapshots)
+    bound = before.web_kb + MEMORY_FREE_KB + MEMORY_KB * installation.count
     tried = ", ".join(f"{count} {what}" for what, count in sorted(last.refused.items())) or "none"
     strange = [what for what in last.refused if what not in COME_BACK and not is_connection_failure(what)]
     acknowledged, told = last.counts.get("acknowledged", 0), f" ({'; '.join(wrong[:3])})" if wrong else ""
@@ -91,7 +96,7 @@ def judge(
         PromiseLine("none lost", f"{acknowledged} acknowledged, {len(wrong)} hosts not in the tables{told}", not wrong),
         PromiseLine(
             "none stuck",
-            f"{last.connected} of {there.count} connected, {last.owing} owe a report, {last.up} up;"
+            f"{last.connected} of {installation.count} connected, {last.owing} owe a report, {last.up} up;"
             f" spool, intents, jobs that wait: {stuck[0] if stuck else 'no answer'}",
             done and bool(stuck) and not any(stuck[0]),
         ),

@@ -35,7 +35,7 @@ class Guest:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Switch the machine on without waiting; `until_up` waits for the boot."""
+        """Switch the machine on without waiting; `wait_until_up` waits for the boot."""
         with (self.folder / "serial.log").open("ab") as log:
             self.process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", prepare.EMULATOR, *self._machine(), *self._devices()],
@@ -71,7 +71,7 @@ class Guest:
         for slot in (2, 3):
             yield from ("-device", f"pcie-root-port,id=free{slot - 1},chassis={slot},slot={slot}")
 
-    def until_up(self) -> None:
+    def wait_until_up(self) -> None:
         """Wait until the machine has booted, which is when its shell connects."""
         self.listener.settimeout(BOOT_S)
         try:
@@ -87,13 +87,13 @@ class Guest:
         mark = "-- ended with "
         self.shell.write(f"sh -c {shlex.quote(command)} </dev/null 2>&1; echo; echo '{mark}'$?\n")
         self.shell.flush()
-        said: list[str] = []
+        output: list[str] = []
         for line in self.shell:
             if line.startswith(mark):
-                text, status = "".join(said)[:-1], int(line.removeprefix(mark))
+                text, status = "".join(output)[:-1], int(line.removeprefix(mark))
                 assert status == 0 or not check, f"{command}: {status}\n{text}"
                 return text.rstrip("\n")
-            said.append(line)
+            output.append(line)
         raise AssertionError(f"the guest hung up during {command}")
 
     def qmp(self, execute: str, **arguments: Any) -> Any:
@@ -106,7 +106,7 @@ class Guest:
                 for one in ({"execute": "qmp_capabilities"}, {"execute": execute, "arguments": arguments}):
                     lines.write(json.dumps(one) + "\n")
                     lines.flush()
-                    answer = next(said for said in map(json.loads, lines) if "event" not in said)
+                    answer = next(output for output in map(json.loads, lines) if "event" not in output)
         assert "error" not in answer, answer["error"]
         return answer["return"]
 
@@ -114,7 +114,7 @@ class Guest:
         """Switch the machine off and on and wait until it has booted; only the content of the share survives."""
         self.power_off()
         self.start()
-        self.until_up()
+        self.wait_until_up()
 
     def power_off(self) -> None:
         """Kill QEMU, as if the power failed."""

@@ -54,9 +54,9 @@ class GuestLab:
         """Return the path of the file that exists when the agent has ended; it contains the exit status."""
         return self.guest.share / "agent.ended"
 
-    def ask(self, path: str, **said: Any) -> Any:
-        """Call the product's own API: POST with `said` as the body, or GET without."""
-        return self.call("POST" if said else "GET", f"/api/{path}", said or None)
+    def ask(self, path: str, **fields: Any) -> Any:
+        """Call the product's own API: POST with `fields` as the body, or GET without."""
+        return self.call("POST" if fields else "GET", f"/api/{path}", fields or None)
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request as an administrator with Nova's service token; return the decoded JSON response."""
@@ -93,11 +93,11 @@ class GuestLab:
 
     def virtual_functions(self) -> dict[str, str]:
         """Return the disk's virtual functions in the guest's kernel: PCI address → driver."""
-        told = self.guest.run(
+        output = self.guest.run(
             f"cd /sys/bus/pci/devices/{DISK}; for one in virtfn*; do"
             " [ -e $one ] && echo $(readlink $one) $(readlink $one/driver); done; true"
         )
-        words = [[Path(word).name for word in line.split()] for line in told.splitlines()]
+        words = [[Path(word).name for word in line.split()] for line in output.splitlines()]
         return {name: "".join(driver) for name, *driver in words}
 
     def offered_handles(self) -> dict[str, tuple[str, str]]:
@@ -113,12 +113,14 @@ class GuestLab:
     def wait_for_device(self, address: str, **fields: str) -> dict[str, Any]:
         """Wait until the API shows the device with these fields; return it."""
 
-        def so() -> dict[str, Any] | None:
+        def find_device() -> dict[str, Any] | None:
             self.check_agent()
             device = self.devices().get(address)
             return device if device and device.items() >= fields.items() else None
 
-        found: dict[str, Any] = self.product.until(so, START_S, lambda: f"{address} {fields}: {self.devices()}")
+        found: dict[str, Any] = self.product.until(
+            find_device, START_S, lambda: f"{address} {fields}: {self.devices()}"
+        )
         return found
 
     def start_agent(self, **environment: str) -> None:
@@ -144,7 +146,7 @@ class GuestLab:
 @pytest.fixture(scope="session")
 def lab(pytestconfig: pytest.Config) -> Iterator[GuestLab]:
     """Start the product and the guest with its agent, without waiting for devices."""
-    if why := prepare.missing():
+    if why := prepare.explain_missing():
         pytest.skip(f"SKIPPED LEVEL 3: {why}")
     with fresh_folder() as folder, boot.running(HOST, folder) as guest:
         pytestconfig.stash[_guest] = guest
@@ -157,7 +159,7 @@ def lab(pytestconfig: pytest.Config) -> Iterator[GuestLab]:
             started = GuestLab(
                 guest, product, *(product.manage("api_token", f"t-{role}", "--role", role)[-1] for role in ROLES)
             )
-            guest.until_up()
+            guest.wait_until_up()
             started.start_agent(CYBORG_JOIN_TOKEN=join)
             yield started
 

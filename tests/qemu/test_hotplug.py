@@ -51,11 +51,11 @@ def test_a_killed_agent_keeps_known_devices_and_reports_new_ones_after_a_restart
 
 
 def test_a_guest_dies_with_its_tester(tmp_path: Path) -> None:
-    if why := prepare.missing():
+    if why := prepare.explain_missing():
         pytest.skip(f"SKIPPED LEVEL 3: {why}")
     code = (
         "import sys, time; from pathlib import Path; from tests.qemu.boot import Guest\n"
-        "guest = Guest('g', Path(sys.argv[1])); guest.start(); guest.until_up(); time.sleep(600)"
+        "guest = Guest('g', Path(sys.argv[1])); guest.start(); guest.wait_until_up(); time.sleep(600)"
     )
     tester = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
     until(lambda: [one for one in processes.list_descendants(tester.pid) if one.command.startswith("qemu")])

@@ -13,63 +13,69 @@ from typing import Any
 
 from agents import wire
 from agents.host.backoff import Backoff, ConnectionTiming
-from tests.bench import callers, messages, visible
-from tests.bench.orders import obey
-from tests.bench.peer import Address, Key, Peer, Refused, address, connect, key_of
+from tests.bench import api_clients, messages, visibility
+from tests.bench.peer import Address, Key, Peer, RefusedError, connect, create_key, local_address
+from tests.bench.remote_calls import serve_calls
 from tests.bench.sampling import Sampling
 
-AT_ONCE = 128
+MAX_HANDSHAKES = 128
 """Handshakes at the same time when connecting is not what is measured; in a storm all agents connect at once."""
 OPS = ("rescan", "logs")
 RETURN_S = 180.0
 BEAT_S = 8.0
 BEAT = '{{"type":"Beat","seq":{}}}'
-Say = Callable[[Peer], str]
+MessageFactory = Callable[[Peer], str]
 
 
-class Load:
+class LoadGenerator:
     """The commands of the load generator; it keeps groups of connected agents by name."""
 
     def __init__(self) -> None:
         self.groups: dict[str, list[Peer]] = {}
         self.keys: dict[int, Key] = {}
-        self._came: list[tuple[int, float]] = []
+        self._arrivals: list[tuple[int, float]] = []
         self._sampling: dict[str, Sampling] = {}
-        self.sequence = int(time.time())  # never lower than a seq that an earlier run has stored
+        self.sequence = int(time.time())  # higher than any seq that an earlier run has stored
 
     async def connect(self, group: str, port: int, count: int) -> dict[str, Any]:
-        """Connect agents 0 … count-1 as `group`, AT_ONCE handshakes at a time, until each has its Welcome."""
+        """Connect agents 0 … count-1 as `group`, MAX_HANDSHAKES handshakes at a time, until each has its Welcome."""
         self._prepare_keys(count)
         began = time.perf_counter()
-        peers, refused = await self._connect(address(port), count, AT_ONCE, lambda peer: None)
+        peers, refused = await self._connect(local_address(port), count, MAX_HANDSHAKES, lambda peer: None)
         self.groups[group] = peers
         return {"seconds": time.perf_counter() - began, "refused": refused}
 
     def _prepare_keys(self, count: int) -> None:
         for number in range(len(self.keys), count):
-            self.keys[number] = key_of(number)
+            self.keys[number] = create_key(number)
 
     async def _connect(
-        self, where: Address, count: int, at_once: int, welcomed: Callable[[Peer], None], *, again: bool = False
+        self,
+        gateway: Address,
+        count: int,
+        max_handshakes: int,
+        on_welcome: Callable[[Peer], None],
+        *,
+        retry: bool = False,
     ) -> tuple[list[Peer], dict[str, int]]:
-        gate, peers, refused = asyncio.Semaphore(at_once), [], dict[str, int]()
+        gate, peers, refused = asyncio.Semaphore(max_handshakes), [], dict[str, int]()
 
         async def one(number: int) -> None:
             backoff = Backoff(ConnectionTiming())
             while True:
                 try:
                     async with gate:
-                        peer = await connect(where, number, self.keys[number])
+                        peer = await connect(gateway, number, self.keys[number])
                     break
-                except (Refused, OSError) as error:
-                    after = error.retry_after if isinstance(error, Refused) else 0.0
+                except (RefusedError, OSError) as error:
+                    after = error.retry_after if isinstance(error, RefusedError) else 0.0
                     reason = str(error)[:300]
                     refused[reason] = refused.get(reason, 0) + 1
-                if not again:
+                if not retry:
                     return
                 await asyncio.sleep(after + backoff.next_delay())
             peers.append(peer)
-            welcomed(peer)
+            on_welcome(peer)
 
         await asyncio.gather(*(one(number) for number in range(count)))
         return peers, refused
@@ -82,7 +88,7 @@ class Load:
         """
         peers, times = self.groups[group], list[float]()
         later = asyncio.get_running_loop().call_later
-        say = self._say(message, devices)
+        make_message = self._create_message_factory(message, devices)
         now = time.perf_counter
         end = now() + seconds
         idle = asyncio.Event()
@@ -90,9 +96,9 @@ class Load:
 
         def send(peer: Peer) -> None:
             peer.sent_at = now()
-            peer.send(say(peer))
+            peer.send(make_message(peer))
 
-        def answered(peer: Peer, _payload: bytes) -> None:
+        def on_answer(peer: Peer, _payload: bytes) -> None:
             nonlocal open_sockets
             at = now()
             times.append(at - peer.sent_at)
@@ -101,7 +107,7 @@ class Load:
                 return
             if not pause and at < end:
                 peer.sent_at = at
-                peer.send(say(peer))
+                peer.send(make_message(peer))
                 return
             open_sockets -= 1
             if not open_sockets:
@@ -109,7 +115,7 @@ class Load:
 
         began = now()
         for number, peer in enumerate(peers):
-            peer.on_message = answered
+            peer.on_message = on_answer
             if pause:
                 later(pause * number / len(peers), send, peer)
             else:
@@ -120,14 +126,14 @@ class Load:
         times.sort()
         return {"count": len(times), "seconds": took} | _percentiles(times)
 
-    def _say(self, message: str, devices: int) -> Say:
+    def _create_message_factory(self, message: str, devices: int) -> MessageFactory:
         if message == "beat":
-            return lambda peer: BEAT.format(self._next())
+            return lambda peer: BEAT.format(self._next_seq())
         parts = messages.report_parts(messages.devices(devices))
         content = "" if message == "report" else message
-        return lambda peer: messages.report(parts, self._next(), content)
+        return lambda peer: messages.report(parts, self._next_seq(), content)
 
-    def _next(self) -> int:
+    def _next_seq(self) -> int:
         self.sequence += 1
         return self.sequence
 
@@ -141,28 +147,28 @@ class Load:
         acked, everyone, last = 0, asyncio.Event(), 0.0
         now = time.perf_counter
 
-        def answered(_peer: Peer, _payload: bytes) -> None:
+        def on_answer(_peer: Peer, _payload: bytes) -> None:
             nonlocal acked
             acked += 1
             if acked == count:
                 everyone.set()
 
-        def welcomed(peer: Peer) -> None:
+        def on_welcome(peer: Peer) -> None:
             nonlocal last
             last = now()
             if devices:
-                peer.on_message = answered
-                peer.send(messages.report(parts[peer.number], self._next()))
+                peer.on_message = on_answer
+                peer.send(messages.report(parts[peer.number], self._next_seq()))
 
         began = now()
-        peers, refused = await self._connect(address(port), count, count, welcomed, again=True)
+        peers, refused = await self._connect(local_address(port), count, count, on_welcome, retry=True)
         self.groups[group] = peers
         if devices:
             async with asyncio.timeout(120):
                 await everyone.wait()
         return {"connected_s": last - began, "acked_s": now() - began, "acked": acked, "refused": refused}
 
-    async def back(self, group: str, port: int, count: int, fingerprint: str) -> dict[str, Any]:
+    async def reconnect_all(self, group: str, port: int, count: int, fingerprint: str) -> dict[str, Any]:
         """Connect all agents at once; from then on each sends heartbeats. A refused agent retries with the back-off.
 
         With a `fingerprint` they connect over TLS.
@@ -171,64 +177,64 @@ class Load:
 
         def beat(peer: Peer) -> None:
             if not peer.lost:
-                peer.send(BEAT.format(self._next()))
+                peer.send(BEAT.format(self._next_seq()))
                 later(BEAT_S, beat, peer)
 
-        def welcomed(peer: Peer) -> None:
+        def on_welcome(peer: Peer) -> None:
             later(BEAT_S * random.random(), beat, peer)
 
         async with asyncio.timeout(RETURN_S):
-            where = address(port, fingerprint)
-            self.groups[group], refused = await self._connect(where, count, count, welcomed, again=True)
+            gateway = local_address(port, fingerprint)
+            self.groups[group], refused = await self._connect(gateway, count, count, on_welcome, retry=True)
         return {"connected_s": time.perf_counter() - began, "refused": refused}
 
-    async def obey(self, group: str, port: int, count: int) -> dict[str, Any]:
-        """Connect agents that accept commands; remember when each command arrived, for `came`."""
+    async def connect_command_receivers(self, group: str, port: int, count: int) -> dict[str, Any]:
+        """Connect agents that accept commands; remember when each command arrived, for `take_arrivals`."""
         self._prepare_keys(count)
         hello = wire.encode_message(wire.Hello("bench", "bench", ("bench_driver",), OPS))
 
-        def take(peer: Peer, payload: bytes) -> None:
+        def on_command(peer: Peer, payload: bytes) -> None:
             at = time.monotonic()
             message = wire.decode_from_gateway(payload.decode())
             if isinstance(message, wire.Command):
-                self._came.append((message.number, at))
+                self._arrivals.append((message.number, at))
                 peer.send(wire.encode_message(wire.Taken((message.number,))))
 
-        def begin(peer: Peer) -> None:
-            peer.on_message = take
+        def start(peer: Peer) -> None:
+            peer.on_message = on_command
             peer.send(hello)
 
-        self.groups[group], refused = await self._connect(address(port), count, AT_ONCE, begin)
+        self.groups[group], refused = await self._connect(local_address(port), count, MAX_HANDSHAKES, start)
         return {"refused": refused}
 
-    async def sample(self, group: str, devices: int, pause: float) -> dict[str, Any]:
+    async def start_sampling(self, group: str, devices: int, pause: float) -> dict[str, Any]:
         """Let a group send heartbeats every `pause` seconds from now on, and samples when the gateway asks."""
         self._sampling[group] = Sampling(self.groups[group], devices, pause)
-        self._sampling[group].begin()
+        self._sampling[group].start()
         return {}
 
-    async def sampled(self, group: str, seconds: float) -> dict[str, Any]:
+    async def measure_sampling(self, group: str, seconds: float) -> dict[str, Any]:
         """Return how many samples the group sends in the next `seconds`, and the latencies of its heartbeats."""
-        found = await self._sampling[group].look(seconds)
+        found = await self._sampling[group].measure(seconds)
         return {"samples": found["samples"]} | _percentiles(found["times"])
 
-    async def came(self) -> dict[str, Any]:
+    async def take_arrivals(self) -> dict[str, Any]:
         """Return (number, monotonic time) of each command that arrived since the last call."""
-        found, self._came = self._came, []
-        return {"came": found}
+        found, self._arrivals = self._arrivals, []
+        return {"arrivals": found}
 
-    async def visible(self, **arguments: Any) -> dict[str, Any]:
-        """Run `tests.bench.visible.probe` as agent 0."""
+    async def measure_visibility(self, **arguments: Any) -> dict[str, Any]:
+        """Run `tests.bench.visibility.measure_visibility` as agent 0."""
         self._prepare_keys(1)
-        return await visible.probe(self.keys[0], **arguments)
+        return await visibility.measure_visibility(self.keys[0], **arguments)
 
     async def fetch(self, **arguments: Any) -> dict[str, Any]:
-        """Run `tests.bench.callers.fetch`."""
-        return await callers.fetch(**arguments)
+        """Run `tests.bench.api_clients.fetch`."""
+        return await api_clients.fetch(**arguments)
 
-    async def cycle(self, **arguments: Any) -> dict[str, Any]:
-        """Run `tests.bench.callers.cycle`."""
-        return await callers.cycle(**arguments)
+    async def run_request_cycles(self, **arguments: Any) -> dict[str, Any]:
+        """Run `tests.bench.api_clients.run_request_cycles`."""
+        return await api_clients.run_request_cycles(**arguments)
 
     async def close(self, group: str) -> dict[str, Any]:
         """Abort the connections of a group; return how many were already lost."""
@@ -248,4 +254,4 @@ def _percentiles(ordered: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    obey(Load)
+    serve_calls(LoadGenerator)

@@ -1,4 +1,4 @@
-"""Clients of the API in the load generator (`tests.bench.load`): they list, or create, bind and delete requests.
+"""Clients of the API for `tests.bench.load_generator`: they list, or create, bind and delete requests.
 
 Each client keeps one connection open and sends its next request when the last one is answered. A status other than the
 expected one ends the run.
@@ -34,7 +34,7 @@ class Client:
         named = "".join(f"{name}: {value}\r\n" for name, value in tokens.items())
         self._headers = f"Host: 127.0.0.1\r\nAccept: application/json\r\n{named}"
 
-    async def ask(self, method: str, path: str, expected: int, body: object = None) -> bytes:
+    async def request(self, method: str, path: str, expected: int, body: object = None) -> bytes:
         """Send a request and return the body of the response; raise RuntimeError if the status is not `expected`."""
         content = b"" if body is None else json.dumps(body).encode()
         kind = "Content-Type: application/json\r\n" if content else ""
@@ -47,7 +47,7 @@ class Client:
             raise RuntimeError(f"{method} {path}: {status} {text[:300]!r}")
         return text
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Drop the connection."""
         self._writer.transport.abort()
 
@@ -61,12 +61,12 @@ async def fetch(
 
     async def one(client: Client, _: int) -> None:
         nonlocal size
-        size = len(await client.ask("GET", paths[next(turn) % len(paths)], 200))
+        size = len(await client.request("GET", paths[next(turn) % len(paths)], 200))
 
-    return await _run(port, tokens, one, clients, seconds, pause) | {"bytes": size}
+    return await _run_clients(port, tokens, one, clients, seconds, pause) | {"bytes": size}
 
 
-async def cycle(
+async def run_request_cycles(
     port: int, tokens: dict[str, str], offers: list[tuple[str, str]], clients: int, seconds: float
 ) -> dict[str, Any]:
     """Let each client create a request, bind it to one of `offers` (host, provider), read, unbind and delete it."""
@@ -74,21 +74,21 @@ async def cycle(
     async def one(client: Client, number: int) -> None:
         host, provider = offers[number % len(offers)]
         instance = str(uuid4())
-        made = json.loads(await client.ask("POST", REQUESTS, 201, {"device_profile_name": PROFILE}))
+        made = json.loads(await client.request("POST", REQUESTS, 201, {"device_profile_name": PROFILE}))
         uuid = made["arqs"][0]["uuid"]
         values = zip(BIND, (host, provider, instance), strict=True)
         bound = [{"op": "add", "path": f"/{name}", "value": value} for name, value in values]
-        await client.ask("PATCH", REQUESTS, 202, {uuid: bound})
-        (seen,) = json.loads(await client.ask("GET", f"{REQUESTS}?instance={instance}", 200))["arqs"]
+        await client.request("PATCH", REQUESTS, 202, {uuid: bound})
+        (seen,) = json.loads(await client.request("GET", f"{REQUESTS}?instance={instance}", 200))["arqs"]
         if (seen["uuid"], seen["state"]) != (uuid, "Bound"):
             raise RuntimeError(f"bound {uuid}, read {seen['uuid']} {seen['state']}")
-        await client.ask("PATCH", REQUESTS, 202, {uuid: [{"op": "remove", "path": f"/{name}"} for name in BIND]})
-        await client.ask("DELETE", f"{REQUESTS}?arqs={uuid}", 204)
+        await client.request("PATCH", REQUESTS, 202, {uuid: [{"op": "remove", "path": f"/{name}"} for name in BIND]})
+        await client.request("DELETE", f"{REQUESTS}?arqs={uuid}", 204)
 
-    return await _run(port, tokens, one, clients, seconds)
+    return await _run_clients(port, tokens, one, clients, seconds)
 
 
-async def _run(
+async def _run_clients(
     port: int, tokens: dict[str, str], job: Job, clients: int, seconds: float, pause: float = 0.0
 ) -> dict[str, Any]:
     """Repeat `job` in all clients for `seconds`; return how often it ran, in how many seconds, and its durations."""
@@ -110,7 +110,7 @@ async def _run(
             await asyncio.gather(*(one(number, client) for number, client in enumerate(everyone)))
     finally:
         for client in everyone:
-            client.leave()
+            client.close()
     times.sort()
     middle, last = times[(len(times) - 1) // 2], times[min(len(times) - 1, len(times) * 99 // 100)]
     found = {"count": len(times), "seconds": now() - began, "p50_ms": middle * 1000, "p99_ms": last * 1000}

@@ -1,4 +1,4 @@
-"""A compute host on a simulated bus: `umockdev-wrapper python -m tests.bench.plugging`, started by `rows_uevent`.
+"""A compute host on a simulated bus: `umockdev-wrapper python -m tests.bench.simulated_host`, started by `rows_uevent`.
 
 The real agent is its child. Each line of standard input has the address and the product id of a card to plug in; the
 answer is the monotonic time just before its uevent.
@@ -15,7 +15,7 @@ from drivers.isolation.process import die_with_parent
 from tests.drivers.pci.hotplug import LIBRARY, SimulatedBus
 
 
-def card(address: str, product: str) -> bytes:
+def describe_card(address: str, product: str) -> bytes:
     """Return the description of a PCI card in umockdev's format."""
     return (
         f"P: /devices/pci0000:00/{address}\nE: SUBSYSTEM=pci\nE: PCI_SLOT_NAME={address}\n"
@@ -23,9 +23,9 @@ def card(address: str, product: str) -> bytes:
     ).encode()
 
 
-def plug(bus: SimulatedBus, address: str, product: str) -> float:
+def plug_card(bus: SimulatedBus, address: str, product: str) -> float:
     """Add a card to the bus, which sends the uevent; return the monotonic time just before."""
-    error, found = ctypes.c_void_p(), card(address, product)
+    error, found = ctypes.c_void_p(), describe_card(address, product)
     began = time.monotonic()
     if not LIBRARY.umockdev_testbed_add_from_string(bus.testbed, found, ctypes.byref(error)):
         raise RuntimeError(f"umockdev does not take {found!r}")
@@ -38,7 +38,7 @@ def main() -> None:
     bus, agent = SimulatedBus(), None
     try:
         for line in sys.stdin:
-            print(plug(bus, *line.split()), flush=True)
+            print(plug_card(bus, *line.split()), flush=True)
             agent = agent or subprocess.Popen([sys.executable, "-m", "agents.host.main", "--die-with-parent"])
     finally:
         ctypes.CDLL("libgobject-2.0.so.0").g_object_unref(bus.testbed)  # removes the test bed's folder
