@@ -17,8 +17,8 @@ def enrol(count: int, applied_hash: str = "") -> list[int]:
     """Create bench hosts 0 … count-1 and their agents if they are missing; return the ids of all hosts, in order."""
     names = [messages.host_name(n) for n in range(count)]
     with conductor.writing():
-        there = set(Host.objects.filter(name__in=names).values_list("name", flat=True))
-        new = [n for n in range(count) if names[n] not in there]
+        existing = set(Host.objects.filter(name__in=names).values_list("name", flat=True))
+        new = [n for n in range(count) if names[n] not in existing]
         hosts = Host.objects.bulk_create([Host(name=names[n], node=names[n]) for n in new])
         Agent.objects.bulk_create(
             [Agent(host=host, public_key=messages.public_key(n)) for n, host in zip(new, hosts, strict=True)]

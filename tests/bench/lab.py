@@ -104,7 +104,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return the process id of the server."""
         return self.process.pid
 
 

@@ -46,9 +46,9 @@ class RunningProduct:
 @contextmanager
 def run_product(lab: Lab, **settings: str) -> Iterator[RunningProduct]:
     """Run `python -m cyborgweb.server.supervisor` inside the context; it dies with this process."""
-    output = lab.home / "serve.log"
+    log_file = lab.home / "serve.log"
     environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1"} | settings
-    with output.open("wb") as log:
+    with log_file.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "cyborgweb.server.supervisor", "--leash"],
             stdout=log,
@@ -57,10 +57,10 @@ def run_product(lab: Lab, **settings: str) -> Iterator[RunningProduct]:
             env=environment,
         )
     try:
-        found = wait_for(lambda: CONSOLE.search(output.read_text()), "its console's address", process)
+        found = wait_for(lambda: CONSOLE.search(log_file.read_text()), "its console's address", process)
         port = int(found[1])
         wait_for(lambda: _is_ready(port), "/readyz", process)
-        agents = AGENTS.search(output.read_text())
+        agents = AGENTS.search(log_file.read_text())
         assert agents  # printed before the line of the console
         yield RunningProduct(process.pid, port, int(agents[1]), agents[2])
     finally:

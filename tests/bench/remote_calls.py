@@ -43,7 +43,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return the process id of the child."""
         return self._process.pid
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:

@@ -24,9 +24,19 @@ def rows(product: RunningProduct, seconds: float, progress: Callable[[str], None
     cpu_note = (
         f"agent {spent[0] * percent:.2f} %, drivers {sum(spent[1:]) * percent:.2f} %; beats and looks as they come"
     )
-    there = bool(drivers)
+    has_drivers = bool(drivers)
     return [
-        Row("agent process", rss_kb(agent) / 1000, "MB", "RSS", 50.0, holds=there),
-        Row("each driver process", max(memory, default=0.0), "MB", "RSS of the largest", 26.0, note=names, holds=there),
-        Row("agent and drivers at rest", sum(spent) * percent, "%", "of one core", 0.5, note=cpu_note, holds=there),
+        Row("agent process", rss_kb(agent) / 1000, "MB", "RSS", 50.0, holds=has_drivers),
+        Row(
+            "each driver process",
+            max(memory, default=0.0),
+            "MB",
+            "RSS of the largest",
+            26.0,
+            note=names,
+            holds=has_drivers,
+        ),
+        Row(
+            "agent and drivers at rest", sum(spent) * percent, "%", "of one core", 0.5, note=cpu_note, holds=has_drivers
+        ),
     ]

@@ -55,9 +55,8 @@ def rows(
     """Return three rows: p50 and p99 of the time to the agent, and the number of lost commands."""
     progress(f"{samples} commands to {AGENTS} agents one by one, then {many} of which every second ring is lost")
     hosts = fixtures.enrol(AGENTS)
-    if refused := generator.ask("connect_command_receivers", group="commands", port=product.port, count=AGENTS)[
-        "refused"
-    ]:
+    connected = generator.ask("connect_command_receivers", group="commands", port=product.port, count=AGENTS)
+    if refused := connected["refused"]:
         raise MeasurementError(f"agents were refused: {refused}")
     chance, arrivals = random.Random(1), Arrivals(generator)
     arrivals.wait_for(dict(_place_command(chance.choice(hosts)) for _ in range(20)))  # warm-up

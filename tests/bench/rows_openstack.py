@@ -39,9 +39,9 @@ def rows(lab: Lab, *, full: bool, progress: Callable[[str], None]) -> list[Row]:
         return []
     progress("starting Keystone and Placement")
     lab.stop_database()
-    with keystone.running() as identity, placement.running(identity) as there, novas.running_nova() as nova:
+    with keystone.running() as identity, placement.running(identity) as placement_service, novas.running_nova() as nova:
         lab.start_database()
-        found = rows_placement.rows(there, 500 if full else 40, 3 if full else 1, progress)
+        found = rows_placement.rows(placement_service, 500 if full else 40, 3 if full else 1, progress)
         lab.stop_database()
         cloud = identity.environment("service") | {"CYBORG_NOVA_ENDPOINT": nova.url, "CYBORG_HOST_NAME": HOST}
         cloud |= {"CYBORG_HOST_NODE": HOST, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
@@ -49,16 +49,16 @@ def rows(lab: Lab, *, full: bool, progress: Callable[[str], None]) -> list[Row]:
         with run_product(lab, **cloud) as product:
             samples = 300 if full else 40
             progress(f"a device leaves and enters offer, {samples} times; then as many requests are bound")
-            found += _measure_product(product, there, nova, samples)
+            found += _measure_product(product, placement_service, nova, samples)
     return found
 
 
-def _measure_product(product: RunningProduct, there: Placement, nova: FakeNova, samples: int) -> list[Row]:
+def _measure_product(product: RunningProduct, placement_service: Placement, nova: FakeNova, samples: int) -> list[Row]:
     from tests.bench import inventory
 
     api = _JsonClient(product.port, inventory.create_tokens())
-    placement_api = _JsonClient(there.port, {"X-Auth-Token": there.keystone.token("admin")})
-    device, provider = _offer_fake_device(api, placement_api, there)
+    placement_api = _JsonClient(placement_service.port, {"X-Auth-Token": placement_service.keystone.token("admin")})
+    device, provider = _offer_fake_device(api, placement_api, placement_service)
     shown = [_time_offer_change(api, placement_api, device, provider, number % 2 == 1) for number in range(samples)]
     notified = [_time_nova_event(api, nova, provider) for _ in range(samples)]
     rows_placement.delete_written_records()
@@ -76,14 +76,14 @@ def _make_latency_rows(name: str, times: list[float], against: str, bounds: dict
     return [Row(f"{name}, p{p}", which[p], "ms", against, bound, note=note) for p, bound in bounds.items()]
 
 
-def _offer_fake_device(api: _JsonClient, placement_api: _JsonClient, there: Placement) -> tuple[str, str]:
+def _offer_fake_device(api: _JsonClient, placement_api: _JsonClient, placement_service: Placement) -> tuple[str, str]:
     """Enable the fake device, wait for it in Placement and create a profile; return its device and its provider."""
     from django.db import connection
 
     from accelerators import conductor
     from accelerators.models import DeviceProfile
 
-    there.create_compute_provider(HOST)
+    placement_service.create_compute_provider(HOST)
     with connection.cursor() as cursor:
 
         def found() -> Any:

@@ -49,9 +49,9 @@ def _make_row(name: str, against: str, times: list[float], bound: float) -> Row:
 
 def _time_start(state: Path) -> float:
     """Start the product, wait until /healthz answers with 200, and stop it; return the seconds until then."""
-    output = state / "serve.log"
+    log_file = state / "serve.log"
     environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1", "CYBORG_STATE_DIR": str(state)}
-    with output.open("wb") as log:
+    with log_file.open("wb") as log:
         began = monotonic()
         process = subprocess.Popen(
             [sys.executable, "-m", "cyborgweb.server.supervisor", "--leash"],
@@ -62,7 +62,7 @@ def _time_start(state: Path) -> float:
         )
     try:
         port = int(
-            wait_for(lambda: CONSOLE.search(output.read_text()), "its console's address", process, PATIENCE_S)[1]
+            wait_for(lambda: CONSOLE.search(log_file.read_text()), "its console's address", process, PATIENCE_S)[1]
         )
         wait_for(lambda: _is_healthy(port), "/healthz", process, PATIENCE_S)
         return monotonic() - began

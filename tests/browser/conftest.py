@@ -95,15 +95,15 @@ def _installations(browser: Browser) -> Iterator[Installations]:
 
 
 @pytest.fixture(scope="module")
-def _seats(_installations: Installations, request: pytest.FixtureRequest) -> ConsoleDesk:
+def _desk_of_module(_installations: Installations, request: pytest.FixtureRequest) -> ConsoleDesk:
     return _installations.get(_installation_of(request))
 
 
 @pytest.fixture(scope="module")
-def product(_seats: ConsoleDesk) -> Product:
+def product(_desk_of_module: ConsoleDesk) -> Product:
     """Return the product of the module's INSTALLATION. It has a fake driver and no admission rule, so found devices are
     inactive; the installation `cloud` also has the sample."""
-    return _seats.product
+    return _desk_of_module.product
 
 
 @dataclass
@@ -150,8 +150,11 @@ class ConsoleDesk:
             base_url=self.address, viewport={"width": 1440, "height": 900}, reduced_motion="reduce", **how
         )
         context.set_default_timeout(WAIT_MS)
-        context.on("console", lambda said: said.type in ("error", "warning") and self._note(said.page, said.text))
-        context.on("weberror", lambda error: self._note(error.page, str(error.error)))
+        context.on(
+            "console",
+            lambda message: message.type in ("error", "warning") and self._add_complaint(message.page, message.text),
+        )
+        context.on("weberror", lambda error: self._add_complaint(error.page, str(error.error)))
         return context
 
     def _log_in(self, context: BrowserContext, name: str, password: str) -> None:
@@ -165,7 +168,7 @@ class ConsoleDesk:
     def _first_login(self) -> tuple[str, str]:
         return first_login(self.product)
 
-    def _note(self, page: Page | None, text: str) -> None:
+    def _add_complaint(self, page: Page | None, text: str) -> None:
         self.complaints.append(f"{page.url.removeprefix(self.address) if page else ''}: {text}")
 
     def drop_complaints(self, pattern: str) -> None:
@@ -209,13 +212,15 @@ def log_in(page: Page, name: str, password: str) -> None:
 
 
 @pytest.fixture
-def desk(_seats: ConsoleDesk, request: pytest.FixtureRequest) -> Iterator[ConsoleDesk]:
+def desk(_desk_of_module: ConsoleDesk, request: pytest.FixtureRequest) -> Iterator[ConsoleDesk]:
     """Yield the product's desk for one test; fail the test if a page logged an error or a warning."""
-    _seats.complaints.clear()
+    _desk_of_module.complaints.clear()
     failed_before = request.session.testsfailed
-    yield _seats
-    _seats.close_windows(re.sub(r"\W+", "-", request.node.name) if request.session.testsfailed > failed_before else "")
-    assert not _seats.complaints
+    yield _desk_of_module
+    _desk_of_module.close_windows(
+        re.sub(r"\W+", "-", request.node.name) if request.session.testsfailed > failed_before else ""
+    )
+    assert not _desk_of_module.complaints
 
 
 @pytest.fixture

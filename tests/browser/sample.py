@@ -45,25 +45,25 @@ KINDS = (
 """Bus, type, vendor, model, number of handles; the first four are at NUMA node 0, the others at node 1."""
 CLASSES = {"GPU": "PGPU", "FPGA": "FPGA"}
 STATES = ("ready", "ready", "ready", "inactive", "ready", "maintenance", "ready", "failed", "quarantined")
-WHY = {
+REASONS = {
     "ready": ("admitted by the rule “all of rack 2”", "rule"),
     "inactive": ("found by its driver", "agent"),
     "maintenance": ("firmware update", "olga"),
     "failed": ("install: the bitstream does not match the shell", "agent"),
     "quarantined": ("two ECC errors in a day", "olga"),
 }
-TROUBLE = {
+FAULTS = {
     3: ("degraded", "link at x8 of x16"),
     13: ("failed", "thermal shutdown, slot 4"),
     27: ("unknown", "no sensor"),
 }
 
 
-def cards(host: int) -> list[Found]:
+def make_devices(host: int) -> list[Found]:
     """Return the devices of host number `host`."""
     found = []
     for place, (bus, kind, vendor, model, handles) in enumerate(KINDS):
-        status, reason = TROUBLE.get(host * len(KINDS) + place, ("ok", ""))
+        status, reason = FAULTS.get(host * len(KINDS) + place, ("ok", ""))
         more = {"numa_node": place // 4, "kernel_driver": "vfio-pci", "status": status, "status_reason": reason}
         [part] = (plain := make_card(bus, handles)).deployables
         part = replace(part, attributes=(Attribute("rc", CLASSES.get(kind, f"CUSTOM_{kind}")),))
@@ -71,7 +71,7 @@ def cards(host: int) -> list[Found]:
     return found
 
 
-def switched() -> list[Found]:
+def make_switched_devices() -> list[Found]:
     """Return devices behind PCI switches: per NUMA node two switches of two GPUs; one of the two has a NIC too."""
     found = []
     for switch, bus in enumerate((0x17, 0x37, 0x97, 0xB7)):
@@ -87,12 +87,12 @@ def switched() -> list[Found]:
     return found
 
 
-def fill() -> None:
+def create_sample() -> None:
     """Create the whole sample; this works once for each product."""
     now = datetime.now(UTC)
     for number in range(6):
         host = get_or_create_host(f"cmp{number:02}.rack{number % 3 + 1}.example.net")
-        gpus, rest = cards(number)[:2], cards(number)[2:]
+        gpus, rest = make_devices(number)[:2], make_devices(number)[2:]
         faults = (Fault("0000:3f:00.0", "class 0x120000 tells no type; state one in the rule"),) if number == 2 else ()
         pci = DriverReport("pci_driver", "", tuple(rest), faults)
         apply_report(host, pci, make_driver_report(*gpus, driver="nvidia_gpu_driver"))
@@ -120,39 +120,39 @@ def fill() -> None:
         )
         Lease.objects.create(host=host, seen_at=now - timedelta(hours=number == 5))
     box = get_or_create_host("hgx01.rack1.example.net")
-    apply_report(box, DriverReport("pci_driver", "", tuple(switched())))
-    decide(now)
-    demand(box)
+    apply_report(box, DriverReport("pci_driver", "", tuple(make_switched_devices())))
+    set_device_states(now)
+    create_requests(box)
     JoinToken.objects.create(
         host_name="cmp99.rack1.example.net",
         secret_hash="a" * 64,
         expires_at=now + timedelta(hours=20),
         created_by="admin",
     )
-    employ()
+    create_users()
     ApiToken.create_with_secret("nova", User.objects.get(username="admin"), ["service"], "local")
 
 
-def employ() -> None:
+def create_users() -> None:
     """Create the users of `PEOPLE` in their groups, with `PASSWORD`."""
     for name, group in PEOPLE.items():
         person = User.objects.create_user(name, password=PASSWORD, is_staff=True)
         person.groups.add(roles.get_group(group))
 
 
-def decide(now: datetime) -> None:
+def set_device_states(now: datetime) -> None:
     """Create an admission rule and set states and reasons of the devices."""
     with conductor.writing():
         AdmissionRule.objects.create(name="all of rack 2", driver="pci_driver", action="ready")
         sampled = Device.objects.exclude(state="missing").filter(host__name__regex="^(cmp|hgx)")
         for number, device in enumerate(sampled.order_by("id")):
             state = STATES[number % len(STATES)]
-            why, by = WHY[state]
+            why, by = REASONS[state]
             since = now - timedelta(minutes=7 * number + 1)
             Device.objects.filter(pk=device.pk).update(state=state, state_reason=why, state_by=by, state_since=since)
 
 
-def demand(box: Host) -> None:
+def create_requests(box: Host) -> None:
     """Create requests: some Bound, one BindFailed, one Initial."""
     with conductor.writing():
         profile = DeviceProfile.objects.create(
@@ -183,4 +183,4 @@ def demand(box: Host) -> None:
 
 
 if __name__ == "__main__":
-    fill()
+    create_sample()

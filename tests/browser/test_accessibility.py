@@ -41,7 +41,7 @@ def test_pages_meet_wcag_level_aa_in_light_and_dark(desk: ConsoleDesk) -> None:
         if name in DARK_PAGES:
             page.emulate_media(color_scheme="dark")
             found[f"{name}, dark"] = find_colour_violations(page)
-    assert {name: said for name, said in found.items() if said} == {}
+    assert {name: violations for name, violations in found.items() if violations} == {}
 
 
 def tab_to(page: Page, wanted: str, limit: int = 120) -> None:

@@ -26,7 +26,7 @@ def open_fake_device(page: Page) -> None:
     expect(page.get_by_role("heading", level=1)).to_contain_text("miss model info")
 
 
-def decide(page: Page, choice: str, why: str) -> None:
+def submit_decision(page: Page, choice: str, why: str) -> None:
     """Fill in the reason and press the button `choice` on the open device page."""
     page.locator("#reason").fill(why)
     page.get_by_role("button", name=choice, exact=True).click()
@@ -56,7 +56,7 @@ def test_enabling_a_device_makes_it_ready_with_the_given_reason(desk: ConsoleDes
     page = desk.open_as_administrator()
     open_fake_device(page)
     expect(page.get_by_role("region", name="Now")).to_contain_text("inactive")
-    decide(page, "Enable", "burnt in over night")
+    submit_decision(page, "Enable", "burnt in over night")
     check_state_and_reason(page, "ready", "burnt in over night")
 
 
@@ -64,9 +64,9 @@ def test_login_decisions_and_search_work_without_javascript(desk: ConsoleDesk) -
     page = desk.open_logged_out(java_script_enabled=False)
     log_in(page, *first_login(desk.product))
     open_fake_device(page)
-    decide(page, "Quarantine", "smells of smoke")
+    submit_decision(page, "Quarantine", "smells of smoke")
     check_state_and_reason(page, "quarantined", "smells of smoke")
-    decide(page, "Release", "it was the toast")
+    submit_decision(page, "Release", "it was the toast")
     check_state_and_reason(page, "maintenance", "it was the toast")
     page.goto(f"{DEVICES}?q=nothing+like+this")
     expect(page.get_by_role("heading", name="Nothing matches")).to_be_visible()

@@ -145,7 +145,7 @@ def test_a_growth_that_may_be_more_than_the_bound_does_not_pass() -> None:
 
 
 @pytest.mark.parametrize("samples", [8, 24, 25, 47, 48, 71, 600])
-def test_samples_become_at_most_as_many_blocks_as_are_named(samples: int) -> None:
+def test_samples_are_reduced_to_a_limited_number_of_blocks(samples: int) -> None:
     points = _reduce_to_blocks(make_samples(0.0, seconds=samples))
     assert LEAST_BLOCKS <= len(points) <= BLOCKS
 
@@ -159,7 +159,7 @@ def test_a_plateau_after_warm_up_passes_and_shows_its_confidence_interval(seed: 
     assert "MB/h (95 %: " in found.text and "residual 0." in found.text
 
 
-def test_one_step_to_a_new_plateau_is_no_growth() -> None:
+def test_one_step_to_a_new_plateau_is_not_growth() -> None:
     flat = make_samples(0.0, seconds=1800)
     stepped = [replace(one, kb=one.kb + 4000 * (one.at_s > 1350)) for one in flat]
     assert judge_memory(stepped).holds, judge_memory(stepped).text

@@ -17,7 +17,7 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.operators import OPERATORS, is_sql
 
 LOGGERS = {"log", "logger", "logging"}
-LEAST = 10
+MIN_PER_AREA = 10
 """The smallest number of mutants of each area in a sample, if the area has as many."""
 
 
@@ -67,7 +67,7 @@ def _is_type_machinery(node: cst.Assign) -> bool:
     )
 
 
-def mutants_of(area: str, path: str) -> Iterator[Mutant]:
+def list_mutants(area: str, path: str) -> Iterator[Mutant]:
     """Yield one mutant for each node and operator. If there are several variants, a hash of the place selects one.
 
     An SQL statement is a single node, so each of its variants is a separate mutant.
@@ -81,7 +81,7 @@ def mutants_of(area: str, path: str) -> Iterator[Mutant]:
                     yield Mutant(area, path, position.start.line, position.end.line, name, number, variant)
 
 
-def mutated_source(mutant: Mutant) -> str | None:
+def mutate_source(mutant: Mutant) -> str | None:
     """Return the file's text with the mutation; None if nothing changes or the result is not valid Python."""
     wrapper, nodes = _parsed(mutant.path)
     node = nodes[mutant.number][0]
@@ -98,35 +98,35 @@ def mutated_source(mutant: Mutant) -> str | None:
     return text
 
 
-def diff_of(mutant: Mutant) -> list[str]:
+def format_diff(mutant: Mutant) -> list[str]:
     """Return the changed lines, beginning with `-` and `+`."""
-    old, new = (ROOT / mutant.path).read_text(), mutated_source(mutant) or ""
+    old, new = (ROOT / mutant.path).read_text(), mutate_source(mutant) or ""
     lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
     return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
-def all_mutants() -> dict[str, list[Mutant]]:
+def list_all_mutants() -> dict[str, list[Mutant]]:
     """Return all mutants by area, in the order of its files."""
-    return {area.name: [m for path in area.files for m in mutants_of(area.name, path)] for area in AREAS}
+    return {area.name: [m for path in area.files for m in list_mutants(area.name, path)] for area in AREAS}
 
 
-def drawn(size: int, seed: int, everything: dict[str, list[Mutant]]) -> list[Mutant]:
-    """Draw a sample in random order, stratified by area: at least `LEAST` of each, the rest in proportion."""
+def draw_sample(size: int, seed: int, everything: dict[str, list[Mutant]]) -> list[Mutant]:
+    """Draw a sample in random order, stratified by area: at least `MIN_PER_AREA` of each, the rest in proportion."""
     chance = random.Random(seed)
     shuffled = {name: chance.sample(sorted(ms, key=lambda m: m.key), len(ms)) for name, ms in everything.items()}
     total = sum(map(len, shuffled.values()))
-    wanted = {name: max(LEAST, round(size * len(ms) / total)) for name, ms in shuffled.items()}
-    while (excess := sum(wanted.values()) - size) and (excess < 0 or max(wanted.values()) > LEAST):
+    wanted = {name: max(MIN_PER_AREA, round(size * len(ms) / total)) for name, ms in shuffled.items()}
+    while (excess := sum(wanted.values()) - size) and (excess < 0 or max(wanted.values()) > MIN_PER_AREA):
         wanted[max(wanted, key=wanted.__getitem__)] -= 1 if excess > 0 else -1
-    picked = [m for name, ms in shuffled.items() for m in _usable(ms, wanted[name])]
+    picked = [m for name, ms in shuffled.items() for m in _take_usable(ms, wanted[name])]
     chance.shuffle(picked)
     return picked
 
 
-def _usable(shuffled: list[Mutant], count: int) -> Iterator[Mutant]:
+def _take_usable(shuffled: list[Mutant], count: int) -> Iterator[Mutant]:
     for mutant in shuffled:
         if not count:
             return
-        if mutated_source(mutant) is not None:
+        if mutate_source(mutant) is not None:
             count -= 1
             yield mutant

@@ -29,14 +29,14 @@ SUSPENDED_S = 5.0
 """This process wakes up every second; after a gap that is longer than this it was suspended."""
 
 
-def _coverage() -> Any:
+def _create_coverage() -> Any:
     import coverage
 
     files = [str(TREE / room / "*") for room in PRODUCT]
     return coverage.Coverage(data_file=None, config_file=False, include=files)
 
 
-_at_import = _coverage() if os.environ.pop("MUTANTS_TRACE_IMPORT", "") else None
+_at_import = _create_coverage() if os.environ.pop("MUTANTS_TRACE_IMPORT", "") else None
 if _at_import:
     _at_import.start()
 
@@ -74,13 +74,13 @@ def run_items(session: pytest.Session, ids: list[str], watcher: Watcher, *, unti
     session.config.pluginmanager.register(watcher)
     wanted = [items[each] for each in ids if each in items]
     for number, item in enumerate(wanted):
-        following = wanted[number + 1] if number + 1 < len(wanted) else _elsewhere(session, item)
+        following = wanted[number + 1] if number + 1 < len(wanted) else _find_item_in_other_folder(session, item)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
         if until_failure and watcher.failed:
             return
 
 
-def _elsewhere(session: pytest.Session, item: pytest.Item) -> pytest.Item | None:
+def _find_item_in_other_folder(session: pytest.Session, item: pytest.Item) -> pytest.Item | None:
     """Return a test of another folder; with it as the next item pytest tears down all fixtures below the session."""
     return next((each for each in session.items if each.path.parent != item.path.parent), None)
 
@@ -90,18 +90,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     """Serve jobs until the pipe closes."""
     jobs = os.fdopen(int(os.environ.pop("MUTANTS_JOBS")), "r")
     answers = os.fdopen(int(os.environ.pop("MUTANTS_ANSWERS")), "w", buffering=1)
-    imported = _lines(_at_import).get("", {}) if _at_import else None
+    imported = _collect_lines(_at_import).get("", {}) if _at_import else None
     _warm_up(session)
     _template.keep()
     gc.collect()
-    functions = swapping.live_functions(TREE)
+    functions = swapping.find_live_functions(TREE)
     gc.freeze()
     ready = {"ready": [item.nodeid for item in session.items], "import_lines": imported}
     print(json.dumps(ready), file=answers)
     for line in jobs:
         job = json.loads(line)
         began = time.monotonic()
-        answer = _record(session, job) if "record" in job else _try(session, job, functions)
+        answer = _record_lines(session, job) if "record" in job else _try_mutant(session, job, functions)
         print(json.dumps(answer | {"took_s": round(time.monotonic() - began, 2)}), file=answers)
     return True
 
@@ -111,7 +111,7 @@ def _warm_up(session: pytest.Session) -> None:
     first = next(item for item in session.items if item.get_closest_marker("django_db"))
     watcher = Watcher()
     session.config.pluginmanager.register(watcher)
-    first.ihook.pytest_runtest_protocol(item=first, nextitem=_elsewhere(session, first))
+    first.ihook.pytest_runtest_protocol(item=first, nextitem=_find_item_in_other_folder(session, first))
     session.config.pluginmanager.unregister(watcher)
     assert not watcher.failed, f"{first.nodeid} fails without a mutant"
     from django.db import connections
@@ -119,7 +119,7 @@ def _warm_up(session: pytest.Session) -> None:
     connections.close_all()
 
 
-def _lines(cover: Any) -> dict[str, dict[str, list[int]]]:
+def _collect_lines(cover: Any) -> dict[str, dict[str, list[int]]]:
     """Return the executed lines: context → file → lines."""
     cover.stop()
     data, lines = cover.get_data(), dict[str, dict[str, list[int]]]()
@@ -130,20 +130,20 @@ def _lines(cover: Any) -> dict[str, dict[str, list[int]]]:
     return lines
 
 
-def _record(session: pytest.Session, job: dict[str, Any]) -> dict[str, Any]:
+def _record_lines(session: pytest.Session, job: dict[str, Any]) -> dict[str, Any]:
     def child() -> dict[str, Any]:
-        cover = _coverage()
+        cover = _create_coverage()
         watcher = Watcher(cover)
         cover.start()
         run_items(session, job["record"], watcher, until_failure=False)
-        lines = _lines(cover)
+        lines = _collect_lines(cover)
         failed = watcher.failed
         return {"seconds": watcher.seconds, "failed": failed, "skipped": sorted(watcher.skipped), "lines": lines}
 
-    return in_fork(child, job["limit_s"])
+    return run_in_fork(child, job["limit_s"])
 
 
-def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list[Any]]) -> dict[str, Any]:
+def _try_mutant(session: pytest.Session, job: dict[str, Any], functions: dict[str, list[Any]]) -> dict[str, Any]:
     """Plant the mutant and run its tests. A failure counts only if the test passes without the mutant."""
     mutant = job["mutant"]
     path = TREE / mutant["path"]
@@ -153,7 +153,7 @@ def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list
     while True:
         path.write_text(mutant["source"])
         try:
-            answer = in_fork(lambda: _planted(session, path, old, job, functions, cold, tests), job["limit_s"])  # noqa: B023
+            answer = run_in_fork(lambda: _run_planted(session, path, old, job, functions, cold, tests), job["limit_s"])  # noqa: B023
         finally:
             path.write_text(old)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -175,7 +175,7 @@ def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list
         tests.remove(killer)
 
 
-def _planted(
+def _run_planted(
     session: pytest.Session,
     path: Path,
     old: str,
@@ -185,7 +185,7 @@ def _planted(
     tests: list[str],
 ) -> dict[str, Any]:
     if cold:
-        _start_anew(tests, job["limits"])
+        _exec_new_process(tests, job["limits"])
     try:
         swapped = swapping.swap(path, old, job["mutant"]["source"], functions.get(str(path), []))
     except ValueError:  # the mutant has another number of closure variables
@@ -206,16 +206,16 @@ def _passes_without_mutant(
 
     def child() -> dict[str, Any]:
         if cold:
-            _start_anew(tests, limits)
+            _exec_new_process(tests, limits)
         watcher = Watcher(limits=limits)
         run_items(session, tests, watcher, until_failure=True)
         return {"failed": watcher.failed, "clean": not watcher.failed}
 
-    answer = in_fork(child, limit_s)
+    answer = run_in_fork(child, limit_s)
     return not answer.get("failed") and not answer.get("timeout")
 
 
-def _start_anew(tests: list[str], limits: dict[str, float]) -> None:
+def _exec_new_process(tests: list[str], limits: dict[str, float]) -> None:
     """Replace this process by a new pytest that runs these tests on the same database server (see `cold`)."""
     from django.conf import settings
 
@@ -233,13 +233,13 @@ _answer_fd = -1
 _parent = os.getppid()
 
 
-def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
+def run_in_fork(child: Any, limit_s: float) -> dict[str, Any]:
     """Run `child` in a fork and return its answer; then kill its process group and, if needed, restore the database."""
     global _answer_fd
     readable, _answer_fd = os.pipe()
     pid = os.fork()
     if not pid:
-        _in_child(child, readable)
+        _run_child(child, readable)
     os.close(_answer_fd)
     text, ends, last, suspended = b"", time.monotonic() + limit_s, time.monotonic(), False
     while (left := ends - time.monotonic()) > 0 and os.getppid() == _parent:
@@ -261,15 +261,15 @@ def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
     _, status = os.waitpid(pid, 0)
     if os.getppid() != _parent:
         pytest.exit("the run was killed", returncode=1)
-    answer = _answer_of(text, status, late=late)
+    answer = _decode_answer(text, status, late=late)
     if suspended or not answer.get("clean"):
         _template.restore()
     if suspended:  # by SIGSTOP or with the machine; then time limits and deadlines in tests are meaningless
-        return in_fork(child, limit_s)
+        return run_in_fork(child, limit_s)
     return answer
 
 
-def _answer_of(text: bytes, status: int, *, late: bool) -> dict[str, Any]:
+def _decode_answer(text: bytes, status: int, *, late: bool) -> dict[str, Any]:
     if late or (not text and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM):
         return {"timeout": True, "failed": ["time limit"]}
     if not text:
@@ -278,7 +278,7 @@ def _answer_of(text: bytes, status: int, *, late: bool) -> dict[str, Any]:
     return answer
 
 
-def _in_child(child: Any, readable: int) -> None:
+def _run_child(child: Any, readable: int) -> None:
     try:
         os.setpgid(0, 0)
         die_with_parent()

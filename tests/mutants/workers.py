@@ -115,7 +115,7 @@ class Worker:
 
 
 @contextmanager
-def prepared(count: int) -> Iterator[list[Worker]]:
+def prepare_workers(count: int) -> Iterator[list[Worker]]:
     """Yield prepared workers that are not started; remove their folders at the end, and those of killed runs now."""
     above = Path(tempfile.gettempdir())
     for old in above.glob("mutants-*-*"):

@@ -50,16 +50,16 @@ def test_a_killed_agent_keeps_known_devices_and_reports_new_ones_after_a_restart
     assert agent["state"] == "up"
 
 
-def test_a_guest_dies_with_its_tester(tmp_path: Path) -> None:
+def test_a_guest_ends_when_its_parent_process_is_killed(tmp_path: Path) -> None:
     if why := prepare.explain_missing():
         pytest.skip(f"SKIPPED LEVEL 3: {why}")
     code = (
         "import sys, time; from pathlib import Path; from tests.qemu.boot import Guest\n"
         "guest = Guest('g', Path(sys.argv[1])); guest.start(); guest.wait_until_up(); time.sleep(600)"
     )
-    tester = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
-    until(lambda: [one for one in processes.list_descendants(tester.pid) if one.command.startswith("qemu")])
-    guests = processes.list_descendants(tester.pid)
-    os.kill(tester.pid, signal.SIGKILL)
-    tester.wait()
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    until(lambda: [one for one in processes.list_descendants(parent.pid) if one.command.startswith("qemu")])
+    guests = processes.list_descendants(parent.pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
     until(lambda: not processes.still_running(guests))
