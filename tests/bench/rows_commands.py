@@ -1,4 +1,4 @@
-"""Rows of commands: the time from a command's commit until its agent has it, and whether one is lost when NOTIFYs are.
+"""Rows of commands: the time from a command's commit until its agent has it, and whether any is lost with its NOTIFY.
 
 The commands are placed here by `accelerators.commands.placing`, as the product does; the product's web process
 delivers them. A NOTIFY is lost by sending it to a channel on which no process listens.
