@@ -1,8 +1,8 @@
 """ASGI application that serves images for programming devices at `/ws/agent/image/<id>`.
 
 A host may fetch an image only while an open command of that host names it. The agent authenticates as it does for a
-connection (`authentication`): a signed challenge in `Authorization`. The application runs on the event loop and uses the
-database and the disk in its own threads. It is mounted on both listeners.
+connection (`authentication`): a signed challenge in `Authorization`. The application runs on the event loop and uses
+the database and the disk in its own threads. It is mounted on both listeners.
 """
 
 from __future__ import annotations

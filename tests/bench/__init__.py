@@ -1,1 +1,1 @@
-"""The bench: every published figure against its ceiling in the same run. Asked for by `make bench`, never by pytest."""
+"""The bench: measure each published figure and its ceiling in the same run. `make bench` runs it, pytest never does."""

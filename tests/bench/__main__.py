@@ -1,7 +1,8 @@
-"""`python -m tests.bench [--full]`: measures every row, prints the table, writes `$CYBORG_STATE_DIR/bench.json`.
+"""`python -m tests.bench [--full]`: measure every row, print the table and write `$CYBORG_STATE_DIR/bench.json`.
 
-Exits 0 whenever it could measure, whatever it found. With --check it measures nothing: it reads the `bench.json` of the
-last run, and exits 1 naming each row that does not hold or was not measured, 2 when there is no such file.
+The exit status is 0 if everything could be measured, even if a row misses its bound. With --check nothing is measured:
+the `bench.json` of the last run is read; the exit status is 1 if a row does not hold or was not measured (each is
+named), and 2 if the file is missing, unusable or older than the product.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from pathlib import Path
 from drivers.isolation.process import die_with_parent
 from tests.bench.figures import Row, table
 from tests.bench.lab import Generator, Lab
-from tests.bench.orders import CannotMeasure
+from tests.bench.product import RunningProduct
 from tests.bench.promises import NoResultError, find_broken, read_result
-from tests.bench.whole import Whole
+from tests.bench.remote_calls import MeasurementError
 
 GROUPS = {"samples", "wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands", "openstack", "console"}
 GROUPS |= {"fleet", "startup", "changes"}
-OUTSIDE = {"wire", "merge", "openstack", "console", "samples", "startup"}
-"""Groups that do not need the product which all the others share."""
+WITHOUT_PRODUCT = {"wire", "merge", "openstack", "console", "samples", "startup"}
+"""Groups that do not use the running product that all other groups share."""
 
 
 def main(words: list[str] | None = None) -> int:
-    """0 measured, 2 could not; with --check 0 all rows hold, 1 some do not, 2 there are none."""
+    """Run the bench and return its exit status, as the docstring of this module describes it."""
     parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
     parser.add_argument("--full", action="store_true", help="published sizes instead of smoke sizes")
     parser.add_argument("--only", default="", help=f"groups to measure, comma separated: {', '.join(sorted(GROUPS))}")
@@ -43,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         with Lab(state) as lab:
             rows = _measure(lab, full=arguments.full, only=arguments.only, soak_s=arguments.soak)
-    except CannotMeasure as error:
+    except MeasurementError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     (state / "bench.json").write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
@@ -54,7 +55,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def check(file: Path) -> int:
-    """Say which rows of `file` do not hold: 0 none, 1 some, 2 there is nothing to judge."""
+    """Print which rows of `file` do not hold; return 0 if all hold, 1 if not, 2 without a usable result."""
     try:
         rows = read_result(file)
     except NoResultError as error:
@@ -99,8 +100,8 @@ def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[R
 
         size = rows_samples.Size(1000, 5, 10.0) if full else rows_samples.Size(200, 3, 4.0)
         rows += rows_samples.rows(lab, generator, size, progress)
-    if wanted - OUTSIDE:
-        rows += _measure_whole(lab, generator, full=full, wanted=wanted, soak_s=soak_s)
+    if wanted - WITHOUT_PRODUCT:
+        rows += _measure_product_groups(lab, generator, full=full, wanted=wanted, soak_s=soak_s)
     if "openstack" in wanted:
         from tests.bench import rows_openstack
 
@@ -108,9 +109,11 @@ def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[R
     return rows
 
 
-def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[str], soak_s: float | None) -> list[Row]:
+def _measure_product_groups(
+    lab: Lab, generator: Generator, *, full: bool, wanted: set[str], soak_s: float | None
+) -> list[Row]:
     from tests.bench import fixtures, rows_agent, rows_commands, rows_requests, rows_silence, rows_uevent, rows_whole
-    from tests.bench.whole import running
+    from tests.bench.product import run_product
 
     fixtures.empty_inventory()
     lab.stop_database()
@@ -118,45 +121,47 @@ def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[st
     size = rows_whole.Size(300, 5000, 3) if full else rows_whole.Size(80, 1000, 5)
     rows: list[Row] = []
     at_rest: list[Row] = []
-    with running(lab) as whole:
+    with run_product(lab) as product:
 
-        def rest() -> None:
+        def measure_at_rest() -> None:
             if "agent" in wanted:
-                at_rest.extend(rows_agent.rows(whole, 65.0 if full else 10.0, progress))
+                at_rest.extend(rows_agent.rows(product, 65.0 if full else 10.0, progress))
 
         if "api" in wanted:
-            rows += rows_requests.whole(whole, generator, 12.0 if full else 4.0, progress)
+            rows += rows_requests.measure_one_command_server(product, generator, 12.0 if full else 4.0, progress)
         if "whole" in wanted:
-            rows += rows_whole.visible(whole, generator, size, progress)
-            rows += rows_whole.storm(lab, whole, generator, size, progress)
+            rows += rows_whole.measure_visibility(product, generator, size, progress)
+            rows += rows_whole.measure_storm(lab, product, generator, size, progress)
         if "silence" in wanted:
-            rows += rows_silence.rows(lab, whole, generator, size.agents, progress, rest)
+            rows += rows_silence.rows(lab, product, generator, size.agents, progress, measure_at_rest)
         else:
-            time.sleep(5)  # the agent's first look and report are over
-            rest()
+            time.sleep(5)  # until the agent has finished its first discovery and report
+            measure_at_rest()
         if "uevent" in wanted:
-            rows += rows_uevent.rows(lab, whole, 200 if full else 30, progress)
+            rows += rows_uevent.rows(lab, product, 200 if full else 30, progress)
         if "commands" in wanted:
-            rows += rows_commands.rows(whole, generator, 2000 if full else 200, 10_000 if full else 1000, progress)
+            rows += rows_commands.rows(product, generator, 2000 if full else 200, 10_000 if full else 1000, progress)
         if "changes" in wanted:
             from tests.bench import rows_changes
 
-            rows += rows_changes.rows(lab, whole, 20 if full else 5, progress)
+            rows += rows_changes.rows(lab, product, 20 if full else 5, progress)
         if "fleet" in wanted:
-            rows += _measure_fleet(lab, whole, generator, full=full, soak_s=soak_s)
+            rows += _measure_fleet(lab, product, generator, full=full, soak_s=soak_s)
     return rows + at_rest
 
 
-def _measure_fleet(lab: Lab, whole: Whole, generator: Generator, *, full: bool, soak_s: float | None) -> list[Row]:
+def _measure_fleet(
+    lab: Lab, product: RunningProduct, generator: Generator, *, full: bool, soak_s: float | None
+) -> list[Row]:
     from tests.bench import rows_fleet
 
     fleet = rows_fleet.Size(5000, 10_000, 30.0, soak_s=600.0) if full else rows_fleet.Size(500, 500, 6.0)
     fleet = fleet if soak_s is None else replace(fleet, soak_s=soak_s)
-    return rows_fleet.rows(lab, whole, generator, fleet, progress)
+    return rows_fleet.rows(lab, product, generator, fleet, progress)
 
 
 def progress(text: str) -> None:
-    """One line while it runs."""
+    """Print one line of progress with the time of day."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What is measured and what it is held against: rows, the table, and what the kernel says of a process."""
+"""Rows (measured values with their bounds), their table, and the CPU time and memory of a process from /proc."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. With a `ratio`, `bound` is the least it may be; without one, the most `value` may be.
+    """One measured value. With a `ratio`, `bound` is the smallest allowed ratio; otherwise it is the largest `value`.
 
-    `ceiling` is the figure of `against`, in the same unit. `cpu_us` are the server's CPU-µs per operation.
+    `ceiling` is what `against` reached, in the same unit. `cpu_us` is the server's CPU time per operation in µs.
     """
 
     name: str
@@ -25,16 +25,16 @@ class Row:
     cpu_us: float | None = None
     note: str = ""
     holds: bool = True
-    """Whatever else must be true for the row to be ok, such as that none was refused."""
+    """False if another condition of the row is not met, for example if a connection was refused."""
 
     @property
     def ok(self) -> bool:
-        """Whether the bound holds."""
+        """Return whether the value is within its bound and `holds` is true."""
         within = self.ratio >= self.bound if self.ratio is not None else self.value <= self.bound
         return within and self.holds
 
     def as_json(self) -> dict[str, Any]:
-        """As it stands in `bench.json`."""
+        """Return the row as it is written to `bench.json`."""
         return {k: _short(v) for k, v in asdict(self).items() if k != "holds"} | {"ok": self.ok}
 
 
@@ -43,7 +43,7 @@ def _short(value: Any) -> Any:
 
 
 def table(rows: list[Row]) -> str:
-    """Aligned, one line a row, with its note below where it has one."""
+    """Return the rows as a text table: one line for each row, and its note, if any, on the next line."""
     head = ("row", "value", "against", "ceiling", "ratio", "bound", "CPU µs/op", "")
     body = [_cells(row) for row in rows]
     widths = [max(len(line[n]) for line in [head, *body]) for n in range(len(head))]
@@ -81,7 +81,7 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of all living threads of a process; to the nanosecond where the kernel keeps schedstat."""
+    """Return the CPU seconds of all living threads of a process, in nanoseconds if the kernel has schedstat."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
         return sum(int(Path(f"/proc/{pid}/task/{t}/schedstat").read_text().split()[0]) for t in threads) / 1e9
@@ -91,12 +91,12 @@ def cpu_s(pid: int) -> float:
 
 
 def rss_kb(pid: int) -> int:
-    """Resident memory of a process."""
+    """Return the resident memory of a process in kB."""
     return _read_status_kb(pid, "VmRSS:")
 
 
 def anonymous_kb(pid: int) -> int:
-    """Resident memory of a process without files that it maps: what it has allocated itself."""
+    """Return the resident memory in kB that a process allocated itself, without the files that it maps."""
     return _read_status_kb(pid, "RssAnon:")
 
 
@@ -108,5 +108,5 @@ def _read_status_kb(pid: int, name: str) -> int:
 
 
 def median(values: list[float]) -> float:
-    """The middle one; of an even number the lower of the two."""
+    """Return the median; of an even number of values the lower of the two in the middle."""
     return sorted(values)[(len(values) - 1) // 2]

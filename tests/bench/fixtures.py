@@ -1,4 +1,4 @@
-"""Rows that must stand in the database before something is measured."""
+"""Prepare the database rows that a measurement needs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ INVENTORY = ("attachhandle", "attribute", "deployable", "device", "event", "inte
 
 
 def enrol(count: int, applied_hash: str = "") -> list[int]:
-    """Bench hosts 0 … count-1 with their agents, where there are none; the ids of all, in order."""
+    """Create bench hosts 0 … count-1 and their agents if they are missing; return the ids of all hosts, in order."""
     names = [messages.host_name(n) for n in range(count)]
     with conductor.writing():
-        there = set(Host.objects.filter(name__in=names).values_list("name", flat=True))
-        new = [n for n in range(count) if names[n] not in there]
+        existing = set(Host.objects.filter(name__in=names).values_list("name", flat=True))
+        new = [n for n in range(count) if names[n] not in existing]
         hosts = Host.objects.bulk_create([Host(name=names[n], node=names[n]) for n in new])
         Agent.objects.bulk_create(
             [Agent(host=host, public_key=messages.public_key(n)) for n, host in zip(new, hosts, strict=True)]
@@ -28,7 +28,7 @@ def enrol(count: int, applied_hash: str = "") -> list[int]:
 
 
 def empty_inventory() -> None:
-    """No devices, no events, nothing applied; hosts and agents stay."""
+    """Delete all devices, events and intents and reset what was applied of each host; keep hosts and agents."""
     tables = ", ".join(f"accelerators_{name}" for name in INVENTORY)
     emptying.allow_emptying()
     with connection.cursor() as cursor:
@@ -41,6 +41,6 @@ def empty_inventory() -> None:
 
 
 def empty_spool() -> None:
-    """Nothing waits to be merged."""
+    """Delete all reports that wait to be merged."""
     with connection.cursor() as cursor:
         cursor.execute("TRUNCATE spool, tick, django_q_ormq")

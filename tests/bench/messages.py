@@ -1,4 +1,4 @@
-"""What the bench's agents are and say: keys that need no storing, and reports of a usual size."""
+"""Names, keys and reports of the bench's agents. Keys are computed from the host's number."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from drivers.inventory import AttachHandle, Attribute, Deployable, Device, Drive
 
 
 def host_name(number: int) -> str:
-    """The name and node of bench host `number`."""
+    """Return the name of bench host `number`, which is also its node."""
     return f"bench-{number:05d}"
 
 
 def private_key(number: int) -> Ed25519PrivateKey:
-    """The same key in every process, so nobody has to hand it over."""
+    """Return the key of bench host `number`; it is the same in every process."""
     return Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(b"bench%d" % number, digest_size=32).digest())
 
 
 def public_key(number: int) -> str:
-    """As the wire and `agents.Agent` have it, base64url."""
+    """Return the public key of bench host `number` in base64url, as in messages and in `agents.models.Agent`."""
     raw = private_key(number).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
     return base64.urlsafe_b64encode(raw).decode()
 
 
 def devices(count: int, host: str = "bench", model: str = "1044") -> tuple[Device, ...]:
-    """Plain PCI cards with one handle and three attributes each; at most 2 048."""
+    """Return `count` plain PCI devices (at most 2 048) with one handle and three attributes each."""
     return tuple(_device(n, host, model) for n in range(count))
 
 
@@ -56,7 +56,7 @@ def _device(number: int, host: str, model: str) -> Device:
 
 
 def report_parts(found: tuple[Device, ...], epoch: int = 1) -> tuple[str, str, str]:
-    """A Report's text in three pieces: between them go `seq` and a hash of 40 characters."""
+    """Return the text of a Report in three pieces; `seq` and a hash of 40 characters belong between them."""
     seq, name = 987654321, "#" * 40
     text = wire.encode_message(wire.Report(epoch, seq, name, (DriverReport("bench_driver", "", found),)))
     head, _, rest = text.partition(str(seq))
@@ -65,5 +65,5 @@ def report_parts(found: tuple[Device, ...], epoch: int = 1) -> tuple[str, str, s
 
 
 def report(parts: tuple[str, str, str], seq: int, content: str = "") -> str:
-    """The Report with this `seq`; its hash is `content` where it is given, else `seq` itself."""
+    """Return the Report with this `seq`; its hash is `content` if given, otherwise it is computed from `seq`."""
     return f"{parts[0]}{seq}{parts[1]}{content or format(seq, '040x')}{parts[2]}"

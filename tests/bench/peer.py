@@ -1,6 +1,7 @@
-"""The leanest agent: one asyncio protocol from challenge to the last Ack. The generator must cost less than the server.
+"""A minimal agent: one asyncio protocol from challenge to the last Ack. The generator must cost less than the server.
 
-Frames are masked with a key of zeros: that is legal, leaves the text as it is, and costs the server what any key does.
+Frames are masked with a key of zeros. This is allowed, does not change the text, and costs the server the same as any
+other key.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ UPGRADE = (
     "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
     "Sec-WebSocket-Protocol: {version}\r\nAuthorization: {authorization}\r\n\r\n"
 )
-ASK = f"GET {wire.CHALLENGE_PATH} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n".encode()
+CHALLENGE_REQUEST = f"GET {wire.CHALLENGE_PATH} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n".encode()
 
 
-class Refused(ConnectionError):
-    """The server did not let an agent in; the text is its answer. `status` is 0 where it closed without one."""
+class RefusedError(ConnectionError):
+    """The server refused an agent; the text is its response. `status` is 0 if it closed without a response."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -41,7 +42,7 @@ class Refused(ConnectionError):
 
 @dataclass(frozen=True)
 class Key:
-    """Of one bench host, made before anything is measured."""
+    """The key pair of one bench host, created before the measurement starts."""
 
     private: Ed25519PrivateKey
     public: str
@@ -49,34 +50,34 @@ class Key:
 
 @dataclass(frozen=True)
 class Address:
-    """Where agents come in; with a certificate's fingerprint over TLS, which both sides sign."""
+    """The gateway's address. With a certificate's fingerprint agents use TLS and sign the fingerprint."""
 
     port: int
     fingerprint: str = ""
     tls: ssl.SSLContext | None = None
 
 
-def address(port: int, fingerprint: str = "") -> Address:
-    """As the agent connects there; it checks the certificate as the agent does."""
+def local_address(port: int, fingerprint: str = "") -> Address:
+    """Return the address of a local gateway; its certificate is checked as the real agent checks it."""
     scheme = "https" if fingerprint else "http"
     return Address(
         port, fingerprint, http.create_tls_context(http.GatewayEndpoint(f"{scheme}://127.0.0.1:{port}", fingerprint))
     )
 
 
-def key_of(number: int) -> Key:
-    """The key of bench host `number`."""
+def create_key(number: int) -> Key:
+    """Return the key pair of bench host `number`."""
     return Key(messages.private_key(number), messages.public_key(number))
 
 
-class _Question(asyncio.Protocol):
-    """GET of a challenge on a connection of its own, as the agent asks for it."""
+class _ChallengeRequest(asyncio.Protocol):
+    """GET a challenge on a separate connection, as the real agent does, and set the nonce as the future's result."""
 
     def __init__(self, answered: asyncio.Future[str]) -> None:
         self._answered, self._unread = answered, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(ASK)
+        cast(asyncio.Transport, transport).write(CHALLENGE_REQUEST)
 
     def data_received(self, data: bytes) -> None:
         self._unread += data
@@ -88,12 +89,14 @@ class _Question(asyncio.Protocol):
         if b" 200 " in status[:16] and body:
             self._answered.set_result(msgspec.json.decode(body, type=credentials.Challenge).nonce)
         else:
-            self._answered.set_exception(Refused(f"challenge: {self._unread[:400].decode(errors='replace')} {exc}"))
+            self._answered.set_exception(
+                RefusedError(f"challenge: {self._unread[:400].decode(errors='replace')} {exc}")
+            )
 
 
 class Peer(asyncio.Protocol):
-    """One agent's socket. `on_message(peer, payload)` is called for every text frame after the Welcome, `on_lost` at
-    the end."""
+    """One agent's WebSocket. `on_message(peer, payload)` is called for each text frame after the Welcome, and
+    `on_lost(peer)` when the connection ends."""
 
     def __init__(self, number: int, key: Key, welcomed: asyncio.Future[Peer], epoch: int = 1) -> None:
         self.number, self.epoch, self._key, self._welcomed = number, epoch, key, welcomed
@@ -110,11 +113,11 @@ class Peer(asyncio.Protocol):
 
     @property
     def welcomed(self) -> bool:
-        """Whether the gateway has spoken."""
+        """Return whether the Welcome was received or the connection failed before it."""
         return self._welcomed.done()
 
     def prepare(self, nonce: str, fingerprint: str) -> None:
-        """Sign the challenge."""
+        """Sign the challenge and build the request for the upgrade."""
         host = messages.host_name(self.number)
         signature = self._key.private.sign(credentials.build_connect_bytes(host, host, self.epoch, nonce, fingerprint))
         sealed = base64.urlsafe_b64encode(signature).decode()
@@ -137,10 +140,10 @@ class Peer(asyncio.Protocol):
                 self._fail(data[:400].decode(errors="replace"))
                 return
             self._upgraded, data = True, rest
-        self._unread = self._frames(data)
+        self._unread = self._handle_frames(data)
 
-    def _frames(self, data: bytes) -> bytes:
-        """Take all whole frames; what is left over."""
+    def _handle_frames(self, data: bytes) -> bytes:
+        """Handle all complete frames; return the bytes that are left."""
         at, end = 0, len(data)
         while end - at >= 2:
             kind, size, start = data[at] & 0x0F, data[at + 1], at + 2
@@ -151,10 +154,10 @@ class Peer(asyncio.Protocol):
             if end - start < size:
                 break
             at = start + size
-            self._take(kind, data[start:at])
+            self._handle_frame(kind, data[start:at])
         return data[at:]
 
-    def _take(self, kind: int, payload: bytes) -> None:
+    def _handle_frame(self, kind: int, payload: bytes) -> None:
         if kind == 9 and self.transport:
             self.transport.write(bytes((0x8A, 0x80 | len(payload))) + b"\0\0\0\0" + payload)
         elif kind == 1 and not self._welcomed.done():
@@ -164,7 +167,7 @@ class Peer(asyncio.Protocol):
             self.on_message(self, payload)
 
     def send(self, text: str) -> None:
-        """One masked text frame."""
+        """Send one masked text frame."""
         data = text.encode()
         size = len(data)
         if size < 126:
@@ -183,22 +186,24 @@ class Peer(asyncio.Protocol):
 
     def _fail(self, reason: str) -> None:
         if not self._welcomed.done():
-            self._welcomed.set_exception(Refused(reason))
+            self._welcomed.set_exception(RefusedError(reason))
 
 
-async def connect(where: Address, number: int, key: Key, epoch: int = 1) -> Peer:
-    """Challenge, signature, upgrade, Welcome; raises Refused or OSError."""
+async def connect(gateway: Address, number: int, key: Key, epoch: int = 1) -> Peer:
+    """Connect an agent: challenge, signature, upgrade, Welcome. Raise RefusedError or OSError if one of them fails."""
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[str] = loop.create_future()
-    question, _ = await loop.create_connection(lambda: _Question(answered), "127.0.0.1", where.port, ssl=where.tls)
+    request, _ = await loop.create_connection(
+        lambda: _ChallengeRequest(answered), "127.0.0.1", gateway.port, ssl=gateway.tls
+    )
     try:
         nonce = await answered
     finally:
-        question.abort()
+        request.abort()
     welcomed: asyncio.Future[Peer] = loop.create_future()
     peer = Peer(number, key, welcomed, epoch)
-    peer.prepare(nonce, where.fingerprint)
-    socket, _ = await loop.create_connection(lambda: peer, "127.0.0.1", where.port, ssl=where.tls)
+    peer.prepare(nonce, gateway.fingerprint)
+    socket, _ = await loop.create_connection(lambda: peer, "127.0.0.1", gateway.port, ssl=gateway.tls)
     try:
         return await welcomed
     except BaseException:

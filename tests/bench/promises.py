@@ -1,7 +1,7 @@
 """Judge the last run of the bench: it must be of the present product, every row must hold, and every promised time must
 have been measured.
 
-Promised times of 5 s and more are asserted in the system lane; those below are rows of the bench, because a test that
+Promised times of 5 s and more are asserted in the system lane. Shorter ones are rows of the bench, because a test that
 must pass on a busy machine cannot assert them.
 """
 
@@ -37,11 +37,11 @@ PROMISED = {
 
 
 class NoResultError(Exception):
-    """There is no result that could be judged; the text says what to do."""
+    """There is no usable result of the bench; the text says what to do."""
 
 
 def read_result(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of `bench.json`; raises NoResultError, also when a file of the product is newer."""
+    """Return the rows of `bench.json`; raise NoResultError if it is missing, unusable or older than the product."""
     try:
         rows = json.loads(file.read_text())
         written_at = file.stat().st_mtime
@@ -68,7 +68,7 @@ def _is_row(row: Any) -> bool:
 
 
 def find_broken(rows: list[dict[str, Any]]) -> list[str]:
-    """One sentence for each row that does not hold and for each promised time that was not measured; [] when all do."""
+    """Return one sentence for each row that does not hold and for each promised time that was not measured."""
     broken = [_describe(row) for row in rows if row["ok"] is not True]
     measured = {row["name"] for row in rows}
     for name, group in PROMISED.items():
@@ -78,7 +78,7 @@ def find_broken(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _describe(row: dict[str, Any]) -> str:
-    """What was measured and what the bound is; a row within its bound lacks what else must be true for it."""
+    """Return the measured value and the bound; for a row within its bound, the other condition that failed."""
     ratio = row.get("ratio")
     if ratio is not None:
         found, within = f"{ratio:.0%} of {row.get('against', '')}", ratio >= row["bound"]

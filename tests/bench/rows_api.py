@@ -1,7 +1,7 @@
-"""Rows of the API's reads: lists, an instance's requests, a caller's admission, and what lists do to Beats.
+"""Rows of the API's reads: lists, an instance's requests, authentication of a caller, and heartbeats during lists.
 
-The ceilings are views in the same server (`tests.bench.views`), asked by the same clients with the same tokens, turn
-by turn; the ratio is the median of the rounds'.
+The ceilings are views in the same server (`tests.bench.views`). The same clients call them with the same tokens, and
+product and ceiling take turns; the ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from accelerators.api.v2.requests import RequestList
 from cyborgweb.auth.authentication import CallerAuthentication
 from cyborgweb.auth.policy import RulePermission
 from tests.bench import fixtures, inventory, rows_requests
-from tests.bench.callers import REQUESTS
+from tests.bench.api_clients import REQUESTS
 from tests.bench.figures import Row, cpu_s, median
-from tests.bench.lab import Generator, Lab, Server, serving
-from tests.bench.statements import statements
+from tests.bench.lab import Generator, Lab, Server, run_server
+from tests.bench.statements import collect_statements
 from tests.support.keystone import vouching
 
 DEVICES = "/v2/devices"
 LISTERS = 16
 AGENTS, PAUSE_S = 250, 0.5
-"""Five hundred Beats a second, as four thousand agents send them: few enough not to wait for each other."""
+"""Together 500 heartbeats a second, the rate of 4 000 real agents: few enough not to queue."""
 CALLS = 2_000
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it: devices in the lists, requests of others, rounds of how many seconds, cycles for how many."""
+    """Devices per list, requests of other projects, rounds and their seconds, heartbeat rounds, seconds of cycles."""
 
     devices: tuple[int, ...]
     others: int
@@ -46,7 +46,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one contestant did in its turn."""
+    """The results of one turn of one contestant."""
 
     rate: float
     cpu_us: float
@@ -55,46 +55,46 @@ class Turn:
 
 
 def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """All but what needs the whole product."""
+    """Return all rows of the API except the one that needs the whole product."""
     progress("a cached token and the policy check")
-    found = [_admission()]
-    tokens = inventory.tokens()
+    found = [_measure_admission()]
+    tokens = inventory.create_tokens()
     callers = Generator(lab)
-    with serving(lab, "product", DJANGO_SETTINGS_MODULE="tests.bench.settings") as server:
+    with run_server(lab, "product", DJANGO_SETTINGS_MODULE="tests.bench.settings") as server:
         for count in size.devices:
             progress(f"listing {count} devices against PostgreSQL's json_agg")
-            offers = inventory.offer(count)
-            found.append(_list(callers, server, tokens, count, size))
+            offers = inventory.create_ready_devices(count)
+            found.append(_measure_list(callers, server, tokens, count, size))
             if count == size.devices[0]:
                 progress(f"Beats, idle and while {LISTERS} clients list {count} devices")
-                found.append(_beats(generator, callers, server, tokens, size))
+                found.append(_measure_beats_during_lists(generator, callers, server, tokens, size))
         progress(f"an instance's requests among {size.others} against one indexed query")
-        found.append(_instance(lab, callers, server, tokens, size))
-    found += rows_requests.in_process(offers, size.others, size.cycles_s, progress)
-    found.append(rows_requests.scaled(lab, callers, tokens, offers, size.cycles_s, progress))
+        found.append(_measure_instance_requests(lab, callers, server, tokens, size))
+    found += rows_requests.measure_in_process(offers, size.others, size.cycles_s, progress)
+    found.append(rows_requests.measure_granian(lab, callers, tokens, offers, size.cycles_s, progress))
     callers.stop()
     fixtures.empty_inventory()
     return found
 
 
-def contest(
+def run_contest(
     callers: Generator, server: Server, tokens: dict[str, str], contestants: list[list[str]], clients: int, size: Size
 ) -> list[list[Turn]]:
-    """The turns of each contestant, a list of paths. The first turns warm up and are not counted."""
+    """Let contestants (lists of paths) take turns; return the turns of each without the first, which warms up."""
     turns: list[list[Turn]] = [[] for _ in contestants]
     for number in range(size.rounds + 1):
         for paths, of in zip(contestants, turns, strict=True):
             before = cpu_s(server.pid)
-            asked: dict[str, Any] = {"port": server.port, "tokens": tokens, "paths": paths, "clients": clients}
-            done = callers.ask("fetch", seconds=size.seconds, **asked)
+            arguments: dict[str, Any] = {"port": server.port, "tokens": tokens, "paths": paths, "clients": clients}
+            done = callers.ask("fetch", seconds=size.seconds, **arguments)
             spent = (cpu_s(server.pid) - before) / done["count"] * 1e6
             if number:
                 of.append(Turn(done["count"] / done["seconds"], spent, done["p50_ms"], done["bytes"]))
     return turns
 
 
-def _list(callers: Generator, server: Server, tokens: dict[str, str], count: int, size: Size) -> Row:
-    ceiling, ours = contest(callers, server, tokens, [["/bench/devices"], [DEVICES]], 1, size)
+def _measure_list(callers: Generator, server: Server, tokens: dict[str, str], count: int, size: Size) -> Row:
+    ceiling, ours = run_contest(callers, server, tokens, [["/bench/devices"], [DEVICES]], 1, size)
     ratio = median([theirs.p50_ms / mine.p50_ms for theirs, mine in zip(ceiling, ours, strict=True)])
     cpu, of = (median([turn.cpu_us for turn in turns]) for turns in (ours, ceiling))
     note = (
@@ -104,13 +104,13 @@ def _list(callers: Generator, server: Server, tokens: dict[str, str], count: int
     return Row(f"list of {count} devices", value, "ms", "json_agg passed through", 0.5, best, ratio, cpu, note)
 
 
-def _instance(lab: Lab, callers: Generator, server: Server, tokens: dict[str, str], size: Size) -> Row:
-    instances = inventory.fill(size.others)
+def _measure_instance_requests(lab: Lab, callers: Generator, server: Server, tokens: dict[str, str], size: Size) -> Row:
+    instances = inventory.create_other_requests(size.others)
     contestants = [[f"/bench/requests/{one}" for one in instances], [f"{REQUESTS}?instance={one}" for one in instances]]
-    ceiling, ours = contest(callers, server, tokens, contestants, rows_requests.CLIENTS, size)
-    asked: dict[str, Any] = {"port": server.port, "tokens": tokens, "paths": contestants[1], "clients": 1}
-    with statements(lab) as counted:
-        done = callers.ask("fetch", seconds=0.5, **asked)
+    ceiling, ours = run_contest(callers, server, tokens, contestants, rows_requests.CLIENTS, size)
+    arguments: dict[str, Any] = {"port": server.port, "tokens": tokens, "paths": contestants[1], "clients": 1}
+    with collect_statements(lab) as counted:
+        done = callers.ask("fetch", seconds=0.5, **arguments)
     each = len(counted) / done["count"]
     ratio = median([mine.rate / theirs.rate for theirs, mine in zip(ceiling, ours, strict=True)])
     cpu, of = (median([turn.cpu_us for turn in turns]) for turns in (ours, ceiling))
@@ -123,7 +123,9 @@ def _instance(lab: Lab, callers: Generator, server: Server, tokens: dict[str, st
     return Row("an instance's requests", value, "/s", against, 0.7, best, ratio, cpu, note, each < 3.1)
 
 
-def _beats(generator: Generator, callers: Generator, server: Server, tokens: dict[str, str], size: Size) -> Row:
+def _measure_beats_during_lists(
+    generator: Generator, callers: Generator, server: Server, tokens: dict[str, str], size: Size
+) -> Row:
     fixtures.enrol(AGENTS)
     generator.connect("beats", server.port, AGENTS)
     seconds = 3 * PAUSE_S
@@ -131,14 +133,14 @@ def _beats(generator: Generator, callers: Generator, server: Server, tokens: dic
     def beat() -> dict[str, Any]:
         return generator.ask("run", group="beats", message="beat", devices=0, seconds=seconds, pause=PAUSE_S)
 
-    asked: dict[str, Any] = {"port": server.port, "tokens": tokens, "paths": [DEVICES], "clients": LISTERS}
+    arguments: dict[str, Any] = {"port": server.port, "tokens": tokens, "paths": [DEVICES], "clients": LISTERS}
     idle: list[dict[str, Any]] = []
     busy: list[dict[str, Any]] = []
     lists: list[float] = []
     with ThreadPoolExecutor(1) as aside:
         for _ in range(size.beats + 1):
             idle.append(beat())
-            listing = aside.submit(callers.ask, "fetch", seconds=seconds + 0.3, **asked)
+            listing = aside.submit(callers.ask, "fetch", seconds=seconds + 0.3, **arguments)
             busy.append(beat())
             done = listing.result()
             lists.append(done["count"] / done["seconds"])
@@ -154,8 +156,8 @@ def _beats(generator: Generator, callers: Generator, server: Server, tokens: dic
     return Row(name, median(value), "ms", "the same, idle", 0.2, median(best), ratio, note=note)
 
 
-def _admission() -> Row:
-    """What every request costs before its handler: the caller from a remembered token, the rule from the memo."""
+def _measure_admission() -> Row:
+    """Measure the cost of a request before its handler: the caller from a cached token, the cached policy check."""
     times: list[float] = []
     with vouching() as keystone:
         made = RequestFactory().get(REQUESTS, headers={"X-Auth-Token": keystone.token("member", "reader")})
@@ -166,6 +168,6 @@ def _admission() -> Row:
                 request.user, _ = identity.authenticate(request)
                 policy.has_permission(request, view)
             times.append((thread_time() - began) / CALLS * 1e6)
-        asked = keystone.calls["validate"]
-    note = f"as the views do it, headers parsed; Keystone was asked {asked} time for {len(times) * CALLS} checks"
-    return Row("cached token and policy check", median(times[1:]), "µs", "CPU", 20.0, note=note, holds=asked == 1)
+        validations = keystone.calls["validate"]
+    note = f"as the views do it, headers parsed; Keystone was asked {validations} time for {len(times) * CALLS} checks"
+    return Row("cached token and policy check", median(times[1:]), "µs", "CPU", 20.0, note=note, holds=validations == 1)

@@ -1,4 +1,4 @@
-"""Rows of what a process remembers: how soon it answers by an edited policy file, and by another process's change."""
+"""Rows of cached data: how soon a process uses an edited policy file, and a profile that another process deleted."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from time import monotonic, sleep
 from accelerators.requests import profiles
 from tests.bench.figures import Row
 from tests.bench.lab import Lab
-from tests.bench.orders import CannotMeasure
+from tests.bench.product import RunningProduct, api_token, delete, get, post, wait_for
 from tests.bench.promises import POLICY, PROFILE
-from tests.bench.whole import Whole, api_token, delete, get, post, wait_for
+from tests.bench.remote_calls import MeasurementError
 
 WITHIN_MS = 1000.0
-"""What README.md says of the policy file, and docs/architecture.md of profiles."""
+"""The bound in README.md for the policy file, and in docs/architecture.md for profiles."""
 PATH = "/v2/device_profiles"
 RULE = '"cyborg:device_profile:get_all": "{}"\n'
 NO_RULES = "{}\n"
 GROUPS = [{"resources:FPGA": "1"}]
 
 
-def rows(lab: Lab, whole: Whole, samples: int, progress: Callable[[str], None]) -> list[Row]:
-    """Measure both promises `samples` times; the worst time of each is a row."""
+def rows(lab: Lab, product: RunningProduct, samples: int, progress: Callable[[str], None]) -> list[Row]:
+    """Measure both times `samples` times; return a row with the worst time of each."""
     progress(f"an edited policy file and a deleted profile, {samples} times each")
     token, chance = api_token(), random.Random(1)
     return [
-        _make_row(POLICY, [_time_policy_edit(lab.home / "policy.yaml", whole, token, chance) for _ in range(samples)]),
-        _make_row(PROFILE, [_time_profile(whole, token, number) for number in range(samples)]),
+        _make_row(
+            POLICY, [_time_policy_edit(lab.home / "policy.yaml", product, token, chance) for _ in range(samples)]
+        ),
+        _make_row(PROFILE, [_time_profile(product, token, number) for number in range(samples)]),
     ]
 
 
@@ -38,38 +40,38 @@ def _make_row(name: str, times: list[float]) -> Row:
     return Row(name, max(times), "ms", "idle, promised within a second", WITHIN_MS, note=note)
 
 
-def _time_policy_edit(file: Path, whole: Whole, token: str, chance: random.Random) -> float:
-    """Milliseconds from a rule's edit until it is refused; the rule is put back afterwards."""
+def _time_policy_edit(file: Path, product: RunningProduct, token: str, chance: random.Random) -> float:
+    """Return the milliseconds from the edit of a rule until the API refuses the call; restore the rule afterwards."""
 
-    def asked() -> int:
-        status, body = get(whole.port, PATH, token)
+    def get_status() -> int:
+        status, body = get(product.port, PATH, token)
         if status not in (200, 403):
-            raise CannotMeasure(f"GET {PATH}: {status} {body[:200]!r}")
+            raise MeasurementError(f"GET {PATH}: {status} {body[:200]!r}")
         return status
 
-    wait_for(lambda: asked() == 200, "profiles are listed again after the rule was put back")
-    sleep(chance.uniform(0.0, 1.0))  # an edit may come at any time between two looks at the file
-    asked()
+    wait_for(lambda: get_status() == 200, "profiles are listed again after the rule was put back")
+    sleep(chance.uniform(0.0, 1.0))  # an edit may happen at any time between two checks of the file
+    get_status()
     began = monotonic()
     file.write_text(RULE.format("!"))
     try:
-        wait_for(lambda: asked() == 403, "profiles are refused")
+        wait_for(lambda: get_status() == 403, "profiles are refused")
         return (monotonic() - began) * 1000
     finally:
-        file.write_text(NO_RULES)  # removing the file would leave its rules in force
+        file.write_text(NO_RULES)  # if the file were removed, its rules would stay in force
 
 
-def _time_profile(whole: Whole, token: str, number: int) -> float:
-    """Milliseconds from the answer to DELETE until this process does not remember the profile any more."""
+def _time_profile(product: RunningProduct, token: str, number: int) -> float:
+    """Return the milliseconds from the response to DELETE until the profile is gone from this process's cache."""
     name = f"bench-{number}"
-    status, body = post(whole.port, PATH, token, [{"name": name, "groups": GROUPS}])
+    status, body = post(product.port, PATH, token, [{"name": name, "groups": GROUPS}])
     if status != 201:
-        raise CannotMeasure(f"POST {PATH}: {status} {body[:200]!r}")
+        raise MeasurementError(f"POST {PATH}: {status} {body[:200]!r}")
     if profiles.get_profile_by_name(name) is None:
-        raise CannotMeasure(f"profile {name} was created but cannot be found")
-    status, body = delete(whole.port, f"{PATH}/{json.loads(body)['uuid']}", token)
+        raise MeasurementError(f"profile {name} was created but cannot be found")
+    status, body = delete(product.port, f"{PATH}/{json.loads(body)['uuid']}", token)
     if status != 204:
-        raise CannotMeasure(f"DELETE {PATH}/{name}: {status} {body[:200]!r}")
+        raise MeasurementError(f"DELETE {PATH}/{name}: {status} {body[:200]!r}")
     began = monotonic()
     wait_for(lambda: profiles.get_profile_by_name(name) is None, "the profile is forgotten")
     return (monotonic() - began) * 1000

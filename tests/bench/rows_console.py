@@ -1,4 +1,4 @@
-"""The row of the console's lists: a page of the list of devices, whole, through granian, as a browser asks for it."""
+"""The row of the console's lists: complete pages of the list of devices, served by granian."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from django.db import connection
 from accelerators import conductor
 from tests.bench import fixtures
 from tests.bench.figures import Row, cpu_s
+from tests.bench.granian_server import run_granian
 from tests.bench.lab import Generator, Lab
-from tests.bench.scaled import granian
-from tests.bench.statements import statements
-from tests.bench.whole import children
+from tests.bench.product import list_children
+from tests.bench.statements import collect_statements
 
 LIST = "/admin/accelerators/device/"
 PAGES = (LIST, f"{LIST}?state__exact=ready", f"{LIST}?p=100", f"{LIST}?o=6", f"{LIST}?stale=yes")
-"""As it opens, filtered, deep, in another order, and by what stands with the hosts."""
+"""The default page, a filtered one, page 100, another order, and a filter on a column of the hosts."""
 HOSTS = 500
-MOST_MS, MOST_STATEMENTS = 200, 12
+MAX_MS, MAX_STATEMENTS = 200, 12
 
 DEVICES = """
 INSERT INTO accelerators_device (uuid, host_id, key, driver, type, vendor, model, address, status, state, updated_at,
@@ -35,18 +35,18 @@ FROM accelerators_host h, generate_series(1, %(each)s) AS n,
 
 
 def rows(lab: Lab, generator: Generator, devices: int, seconds: float, progress: Callable[[str], None]) -> list[Row]:
-    """One browser, page after page; the statements are those of PostgreSQL's log."""
+    """Return the row: one client gets page after page; statements are counted in PostgreSQL's log."""
     progress(f"the console's list of {devices} devices, through granian")
-    fill(devices)
-    asked = {"tokens": {"Cookie": f"sessionid={_session()}"}, "paths": list(PAGES), "clients": 1}
-    with granian(lab, 1) as server:
-        everyone = [server.pid, *children(server.pid)]
-        generator.ask("fetch", port=server.port, seconds=1.0, **asked)
+    create_devices(devices)
+    arguments = {"tokens": {"Cookie": f"sessionid={_create_session()}"}, "paths": list(PAGES), "clients": 1}
+    with run_granian(lab, 1) as server:
+        everyone = [server.pid, *list_children(server.pid)]
+        generator.ask("fetch", port=server.port, seconds=1.0, **arguments)
         before = sum(map(cpu_s, everyone))
-        done = generator.ask("fetch", port=server.port, seconds=seconds, **asked)
+        done = generator.ask("fetch", port=server.port, seconds=seconds, **arguments)
         spent = (sum(map(cpu_s, everyone)) - before) / done["count"] * 1e6
-        with statements(lab) as counted:
-            few = generator.ask("fetch", port=server.port, seconds=1.0, **asked)
+        with collect_statements(lab) as counted:
+            few = generator.ask("fetch", port=server.port, seconds=1.0, **arguments)
     each = len(counted) / few["count"]
     p95 = done["slowest_ms"][-(done["count"] // 20 + 1)]
     note = (
@@ -56,12 +56,12 @@ def rows(lab: Lab, generator: Generator, devices: int, seconds: float, progress:
     fixtures.empty_inventory()
     value = float(p95)
     named = f"the console's list of {devices} devices"
-    holds = each < MOST_STATEMENTS + 1
-    return [Row(named, value, "ms", "a person's patience", MOST_MS, cpu_us=spent, note=note, holds=holds)]
+    holds = each < MAX_STATEMENTS + 1
+    return [Row(named, value, "ms", "a person's patience", MAX_MS, cpu_us=spent, note=note, holds=holds)]
 
 
-def fill(devices: int) -> None:
-    """So many devices on `HOSTS` hosts, as statistics know them."""
+def create_devices(devices: int) -> None:
+    """Create about `devices` devices on `HOSTS` hosts and update PostgreSQL's statistics."""
     fixtures.empty_inventory()
     fixtures.enrol(HOSTS)
     with conductor.writing(), connection.cursor() as cursor:
@@ -71,7 +71,7 @@ def fill(devices: int) -> None:
         cursor.execute("VACUUM ANALYZE accelerators_device, accelerators_host")
 
 
-def _session() -> str:
+def _create_session() -> str:
     user, _ = User.objects.get_or_create(username="bench-operator", is_staff=True, is_superuser=True)
     session = SessionStore()
     session[SESSION_KEY], session[HASH_SESSION_KEY] = str(user.pk), user.get_session_auth_hash()

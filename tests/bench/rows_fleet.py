@@ -1,7 +1,7 @@
-"""Rows of a fleet against the whole product: a storm with reports, a census, thousands at rest, and a soak of kills.
+"""Rows of a fleet against the whole product: a storm with reports, a census, agents at rest, and a soak with kills.
 
-The agents are those of `tests.fleet`: they back off, honour Retry-After and the jitter they are told, and remember what
-was acknowledged, which is compared with the tables at the end.
+The agents are those of `tests.fleet`: they back off, honour Retry-After and the jitter that the gateway sends, and
+remember what was acknowledged; at the end this is compared with the tables.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from django.db import connection
 
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row, cpu_s, median
-from tests.bench.lab import Generator, Lab, serving
-from tests.bench.statements import logged
-from tests.bench.whole import Whole, api_token, post, wait_for
+from tests.bench.lab import Generator, Lab, run_server
+from tests.bench.product import RunningProduct, api_token, post, wait_for
+from tests.bench.statements import collect_statements_by_backend
 from tests.fleet import soak, verdict
 from tests.fleet.installation import Fleet, Installation
 from tests.fleet.memory_trend import BOUND_MB_H
@@ -26,17 +26,17 @@ from tests.fleet.scenarios import ScenarioRun, run_and_judge
 
 DEVICES = 8
 REPORTERS = 200
-COUNTED, CENSUSES = 1000, 5
-"""So many hosts are named in a census, so often."""
+CENSUS_HOSTS, CENSUSES = 1000, 5
+"""The number of hosts in one census, and the number of censuses."""
 BEAT_S, FLUSH_S = 8.0, 5.0
-"""Of a product with its defaults."""
+"""The product's default intervals of heartbeats and of lease flushes."""
 PATIENCE_S = 600.0
 LEASES = "INSERT INTO agents_lease"
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it; `soak_s` 0 leaves the soak out."""
+    """Numbers of agents and seconds of each part; with `soak_s` 0 there is no soak."""
 
     storm: int
     rest: int
@@ -45,45 +45,49 @@ class Size:
     soak_s: float = 0.0
 
 
-def rows(lab: Lab, whole: Whole, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Up to six figures, on one running product."""
-    found = _storm(lab, whole, generator, size.storm, progress)
-    found += _rest(lab, whole, size, progress)
+def rows(
+    lab: Lab, product: RunningProduct, generator: Generator, size: Size, progress: Callable[[str], None]
+) -> list[Row]:
+    """Return up to six rows, all measured on one running product."""
+    found = _measure_storm(lab, product, generator, size.storm, progress)
+    found += _measure_rest(lab, product, size, progress)
     if size.soak_s:
-        found += _soak(lab, whole, size, progress)
+        found += _measure_soak(lab, product, size, progress)
     fixtures.empty_inventory()
     return found
 
 
-def _storm(lab: Lab, whole: Whole, generator: Generator, count: int, progress: Callable[[str], None]) -> list[Row]:
+def _measure_storm(
+    lab: Lab, product: RunningProduct, generator: Generator, count: int, progress: Callable[[str], None]
+) -> list[Row]:
     progress(f"{count} agents of a fleet connect and report, against bare connects and reports alone")
     fixtures.enrol(count)
-    with serving(lab, "bare") as bare:
+    with run_server(lab, "bare") as bare:
         connects = count / generator.ask("storm", group="bare", port=bare.port, count=count, devices=0)["connected_s"]
         generator.ask("close", group="bare")
-    reports = _durable_rate(whole, generator)
+    reports = _measure_durable_rate(product, generator)
     fixtures.empty_inventory()
     fleet = Fleet(lab)
     try:
-        there = Installation(lab, whole, fleet, count, DEVICES)
+        installation = Installation(lab, product, fleet, count, DEVICES)
         began, durable = monotonic(), 0.0
-        there.power_on()
-        while (sight := there.look()).devices != count * DEVICES or sight.owing:
-            if not durable and not sight.owing and sight.connected == count:
+        installation.power_on()
+        while (snapshot := installation.take_snapshot()).devices != count * DEVICES or snapshot.owing:
+            if not durable and not snapshot.owing and snapshot.connected == count:
                 durable = monotonic() - began
             if monotonic() - began > PATIENCE_S:
                 break
             sleep(0.2)
         seen = monotonic() - began
         durable = durable or seen
-        done, sight = verdict.wait_until_settled(there, PATIENCE_S)
-        lost = verdict.find_lost_hosts(there)
-        census = _census(whole, count, progress)
+        done, snapshot = verdict.wait_until_settled(installation, PATIENCE_S)
+        lost = verdict.find_lost_hosts(installation)
+        census = _measure_census(product, count, progress)
     finally:
         fleet.stop()
     ceiling = count / connects + count / reports
     note = (
-        f"{connects:.0f} bare connects/s, {reports:.0f} durable reports/s; {sight.sent_away} told to come back,"
+        f"{connects:.0f} bare connects/s, {reports:.0f} durable reports/s; {snapshot.sent_away} told to come back,"
         f" {len(lost)} hosts lost; {'all' if done else 'NOT all'} up at the end"
     )
     name = f"{count} agents x {DEVICES} devices connect and report"
@@ -96,53 +100,55 @@ def _storm(lab: Lab, whole: Whole, generator: Generator, count: int, progress: C
     ]
 
 
-def _census(whole: Whole, there: int, progress: Callable[[str], None]) -> Row:
-    """Hosts of a fleet that is up are asked how busy they are, and their places are counted."""
-    names = [messages.host_name(number) for number in range(min(COUNTED, there))]
+def _measure_census(product: RunningProduct, connected: int, progress: Callable[[str], None]) -> Row:
+    """Measure POST /api/census/: ask hosts of a connected fleet for their load; count the hosts that answered."""
+    names = [messages.host_name(number) for number in range(min(CENSUS_HOSTS, connected))]
     progress(f"a census of {len(names)} hosts")
-    token, took, came = api_token(), list[float](), list[int]()
+    token, took, answered = api_token(), list[float](), list[int]()
     for _ in range(CENSUSES):
         began = monotonic()
-        status, body = post(whole.port, "/api/census/", token, {"hosts": names, "count": DEVICES})
+        status, body = post(product.port, "/api/census/", token, {"hosts": names, "count": DEVICES})
         took.append(monotonic() - began)
-        told = json.loads(body) if status == 200 else {"came": 0}
-        came.append(told["came"])
-    note = f"POST /api/census/, {there} agents of {DEVICES} devices connected; at least {min(came)} hosts answered"
-    holds = min(came) == len(names)
+        answer = json.loads(body) if status == 200 else {"came": 0}
+        answered.append(answer["came"])
+    note = (
+        f"POST /api/census/, {connected} agents of {DEVICES} devices connected; at least {min(answered)} hosts answered"
+    )
+    holds = min(answered) == len(names)
     return Row(f"census of {len(names)} hosts", median(took), "s", "", 3.0, note=note, holds=holds)
 
 
-def _durable_rate(whole: Whole, generator: Generator) -> float:
-    """Reports a second that the same product makes durable when nobody connects."""
-    generator.connect("reporters", whole.port, REPORTERS)
+def _measure_durable_rate(product: RunningProduct, generator: Generator) -> float:
+    """Return how many reports a second the product makes durable when no agent connects meanwhile."""
+    generator.connect("reporters", product.port, REPORTERS)
     done = generator.ask("run", group="reporters", message="report", devices=DEVICES, seconds=1.0)
     generator.ask("close", group="reporters")
-    wait_for(lambda: not _spooled(), "the reports are merged", patience_s=PATIENCE_S)
+    wait_for(lambda: not _has_spooled_reports(), "the reports are merged", patience_s=PATIENCE_S)
     return float(done["count"] / done["seconds"])
 
 
-def _spooled() -> bool:
+def _has_spooled_reports() -> bool:
     from agents.models import Spooled
 
     return Spooled.objects.exists()
 
 
-def _rest(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -> list[Row]:
+def _measure_rest(lab: Lab, product: RunningProduct, size: Size, progress: Callable[[str], None]) -> list[Row]:
     progress(f"{size.rest} agents at rest for {size.rest_s:.0f} s")
     fixtures.enrol(size.rest)
-    fleet, web = Fleet(lab), whole.child("cyborgweb.server.web_server")
+    fleet, web = Fleet(lab), product.child("cyborgweb.server.web_server")
     try:
-        there = Installation(lab, whole, fleet, size.rest, 1)
-        there.power_on()
-        _, before = verdict.wait_until_settled(there, PATIENCE_S)
+        installation = Installation(lab, product, fleet, size.rest, 1)
+        installation.power_on()
+        _, before = verdict.wait_until_settled(installation, PATIENCE_S)
         spent, began = cpu_s(web), monotonic()
         sleep(size.rest_s)
         share = (cpu_s(web) - spent) / (monotonic() - began)
-        with logged(lab) as found:
+        with collect_statements_by_backend(lab) as found:
             at = monotonic()
             sleep(max(size.rest_s / 2, 2 * FLUSH_S))
             took = monotonic() - at
-        after = there.look()
+        after = installation.take_snapshot()
     finally:
         fleet.stop()
     beats = (after.counts["beats"] - before.counts["beats"]) / (after.at - before.at)
@@ -165,16 +171,16 @@ def _rest(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -
     ]
 
 
-def _soak(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Kill agents and all parts of the product at random; the slope of web's memory, and whether anything was lost."""
+def _measure_soak(lab: Lab, product: RunningProduct, size: Size, progress: Callable[[str], None]) -> list[Row]:
+    """Kill agents and all parts of the product at random; return a row: slope of web's memory, broken promises."""
     seed = random.randrange(1_000_000)
     progress(f"{size.soak} agents for {size.soak_s:.0f} s, they and the parts of the product are killed (seed {seed})")
     fixtures.enrol(size.soak)
     connection.close()  # PostgreSQL is going to be killed
     fleet = Fleet(lab)
     try:
-        there = Installation(lab, whole, fleet, size.soak, DEVICES)
-        run = ScenarioRun(there, lambda _: None, PATIENCE_S, 0.0, size.soak_s, seed)
+        installation = Installation(lab, product, fleet, size.soak, DEVICES)
+        run = ScenarioRun(installation, lambda _: None, PATIENCE_S, 0.0, size.soak_s, seed)
         lines = run_and_judge("soak", run)
     finally:
         fleet.stop()

@@ -1,7 +1,8 @@
-"""Row of the merge: acknowledged reports become rows of all tables, against PostgreSQL alone writing the same rows.
+"""Row of the merge: acknowledged reports become rows of all tables. The ceiling is PostgreSQL alone writing these rows.
 
 The ceiling starts from staging tables that are loaded and analysed: no JSON, no comparison, no Python, one
-`INSERT … SELECT … ON CONFLICT` per table in one commit. Both begin with empty tables after a checkpoint, turn by turn.
+`INSERT … SELECT … ON CONFLICT` per table in one commit. Merge and ceiling take turns, and each starts with empty tables
+after a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,37 +28,37 @@ KEYS = {
     "event": "",
     "intent": "kind, key",
 }
-"""Tables in the order of their references, with what is unique in them; events have nothing to conflict with."""
+"""Tables in the order of their foreign keys, with their unique columns; events have none."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Number of hosts, and of turns that are counted."""
 
     hosts: int
     rounds: int
 
 
 def rows(size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """One figure."""
+    """Merge all reports and upsert the same rows, turn by turn; return the row."""
     progress(f"merging {size.hosts} new hosts of {DEVICES} devices against one upsert per table")
     ids = fixtures.enrol(size.hosts)
     merged, spent, staged, count = list[float](), list[float](), list[float](), 0
-    for turn in range(size.rounds + 1):  # the first warms up
+    for turn in range(size.rounds + 1):  # the first turn is a warm-up
         fixtures.empty_inventory()
-        _spool(ids)
+        _spool_reports(ids)
         began, cpu = perf_counter(), process_time()
         jobs.merge()
         merged.append(perf_counter() - began)
         spent.append(process_time() - cpu)
         if not turn:
-            count = _stage()
+            count = _fill_staging_tables()
         fixtures.empty_inventory()
         began = perf_counter()
-        _upsert()
+        _upsert_staged_rows()
         staged.append(perf_counter() - began)
     fixtures.empty_inventory()
-    _unstage()
+    _drop_staging_tables()
     ratio = median([ceiling / ours for ours, ceiling in zip(merged[1:], staged[1:], strict=True)])
     devices = size.hosts * DEVICES
     note = f"{count} rows in all tables; every host, device and event new; CPU of the merging process alone"
@@ -76,7 +77,7 @@ def rows(size: Size, progress: Callable[[str], None]) -> list[Row]:
     ]
 
 
-def _spool(ids: list[int]) -> None:
+def _spool_reports(ids: list[int]) -> None:
     now = datetime.now(UTC)
     with transaction.atomic(), connection.cursor() as cursor, cursor.copy(COPY_TO_SPOOL) as copy:
         copy.set_types(COPY_TYPES)
@@ -87,8 +88,8 @@ def _spool(ids: list[int]) -> None:
         cursor.execute("ANALYZE spool")
 
 
-def _stage() -> int:
-    """Keep what the merge wrote; the number of rows."""
+def _fill_staging_tables() -> int:
+    """Copy what the merge wrote into staging tables; return the number of rows."""
     count = 0
     with connection.cursor() as cursor:
         for name in ("host", *KEYS):
@@ -98,15 +99,15 @@ def _stage() -> int:
     return count
 
 
-def _unstage() -> None:
+def _drop_staging_tables() -> None:
     with connection.cursor() as cursor:
         cursor.execute(f"DROP TABLE {', '.join(f'stage_{name}' for name in ('host', *KEYS))}")
 
 
-def _upsert() -> None:
+def _upsert_staged_rows() -> None:
     with transaction.atomic(), connection.cursor() as cursor:
         for name, key in KEYS.items():
-            cursor.execute(_statement(name, key))
+            cursor.execute(_build_upsert(name, key))
         cursor.execute(
             "UPDATE accelerators_host t SET applied_epoch = s.applied_epoch, applied_seq = s.applied_seq,"
             " applied_hash = s.applied_hash, drivers = s.drivers, reported_at = now(), updated_at = now()"
@@ -114,8 +115,8 @@ def _upsert() -> None:
         )
 
 
-def _statement(name: str, key: str) -> str:
-    columns = _columns(f"stage_{name}")
+def _build_upsert(name: str, key: str) -> str:
+    columns = _list_columns(f"stage_{name}")
     conflict = ""
     if key:
         fixed = {"id", "uuid", "created_at", *key.split(", ")}
@@ -128,7 +129,7 @@ def _statement(name: str, key: str) -> str:
 _known: dict[str, list[str]] = {}
 
 
-def _columns(table: str) -> list[str]:
+def _list_columns(table: str) -> list[str]:
     if table not in _known:
         with connection.cursor() as cursor:
             found = connection.introspection.get_table_description(cursor, table)

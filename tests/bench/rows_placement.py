@@ -1,7 +1,8 @@
-"""Rows of Placement: many new providers against the same calls by a bare client, and a look at what has not changed.
+"""Rows of Placement: many new providers against the same calls by a bare client, and a reconcile without changes.
 
-The job `placement` runs in this process on the bench's database, against a real Placement. What it calls is kept, and
-sent again by as many threads through the same library, bodies ready made, after the providers were taken away.
+The job `placement` runs in this process on the bench's database, against a real Placement. Its calls are recorded. Then
+the providers are deleted, and the same number of threads sends the calls again through the same library, with bodies
+that were encoded before.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from placement_sync.jobs import providers as tasks
 from placement_sync.models import Tree, WrittenProvider
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row
-from tests.bench.orders import CannotMeasure
+from tests.bench.remote_calls import MeasurementError
 from tests.system.placement import Placement
 
 DEVICES = 8
-AT_ONCE = 50
-"""Hosts merged in one go."""
-MOST_CALLS = 4.0
-OFFER = """
+BATCH_SIZE = 50
+"""Number of hosts that are merged in one batch."""
+MAX_CALLS = 4.0
+MAKE_READY = """
 UPDATE accelerators_device SET state = 'ready';
 UPDATE accelerators_deployable SET rp_uuid = gen_random_uuid();
 """
 CHILDREN = "(SELECT id FROM resource_providers WHERE parent_provider_id IS NOT NULL)"
-GONE = (
+DELETE_CHILDREN = (
     f"DELETE FROM inventories WHERE resource_provider_id IN {CHILDREN}",
     f"DELETE FROM resource_provider_traits WHERE resource_provider_id IN {CHILDREN}",
     "DELETE FROM resource_providers WHERE parent_provider_id IS NOT NULL",
@@ -51,7 +52,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Recorder:
-    """The session the job talks through: counts, and while `kept` is a dictionary, keeps each thread's calls."""
+    """The keystoneauth1 session of the job: counts its calls by method; keeps the calls of each thread in `kept`."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -60,7 +61,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     def request(self, url: str, method: str, **more: Any) -> Any:
-        """One call."""
+        """Record one call and make it."""
         with self._lock:
             self.methods[method] += 1
             self.kept.setdefault(threading.get_ident(), []).append(((url, method), more))
@@ -68,49 +69,49 @@ class Recorder:
 
 
 def rows(placement: Placement, hosts: int, turns: int, progress: Callable[[str], None]) -> list[Row]:
-    """Two figures: the rate of our calls against the bare client's, and calls per host when nothing has changed."""
+    """Return two rows: the job's call rate against the bare client's, and calls per host if nothing has changed."""
     progress(f"{hosts} hosts of {DEVICES} new devices each become providers, and again by a bare client, {turns} times")
     recorder = Recorder(_session(placement))
     try:
         with SERVICE_SESSION.replaced("keystone", lambda: recorder):
-            _offer(hosts)
-            _compute(recorder.session, hosts)
+            _create_ready_devices(hosts)
+            _create_compute_providers(recorder.session, hosts)
             ours, bare = list[float](), list[float]()
             for turn in range(turns):
-                ours.append(_ours(recorder, hosts))
+                ours.append(_time_job(recorder, hosts))
                 if turn == 0:
                     calls = recorder.methods.total()
-                    unchanged = _unchanged(recorder, hosts)
-                _taken_away(placement)
-                bare.append(_bare(_session(placement), list(recorder.kept.values())))
-                _taken_away(placement)
-                forget()
+                    unchanged = _measure_unchanged(recorder, hosts)
+                _delete_children(placement)
+                bare.append(_time_bare_client(_session(placement), list(recorder.kept.values())))
+                _delete_children(placement)
+                delete_written_records()
     finally:
         fixtures.empty_inventory()
-    return [_rate(ours, bare, hosts * DEVICES, calls), unchanged]
+    return [_make_rate_row(ours, bare, hosts * DEVICES, calls), unchanged]
 
 
 def _session(placement: Placement) -> Session:
     return Session(V3Password(**placement.keystone.credentials("service")))
 
 
-def _compute(session: Session, hosts: int) -> None:
-    """A compute provider for each, as Nova makes it."""
+def _create_compute_providers(session: Session, hosts: int) -> None:
+    """Create a compute provider for each host, as Nova does."""
     where = {"endpoint_filter": {"service_type": "placement"}, "headers": {"OpenStack-API-Version": "placement 1.39"}}
     for number in range(hosts):
         body = {"uuid": str(uuid4()), "name": messages.host_name(number)}
         session.post("/resource_providers", json=body, **where)
 
 
-def _offer(hosts: int) -> None:
-    """Devices on that many hosts, all ready and none in Placement yet."""
+def _create_ready_devices(hosts: int) -> None:
+    """Create devices on that many hosts, all ready and none in Placement yet."""
     fixtures.empty_inventory()
     ids = fixtures.enrol(hosts)
-    for first in range(0, hosts, AT_ONCE):
-        batch = enumerate(ids[first : first + AT_ONCE], first)
+    for first in range(0, hosts, BATCH_SIZE):
+        batch = enumerate(ids[first : first + BATCH_SIZE], first)
         merge.merge_reports({host: [_report(number)] for number, host in batch})
     with conductor.writing(), connection.cursor() as cursor:
-        cursor.execute(OFFER)
+        cursor.execute(MAKE_READY)
 
 
 def _report(number: int) -> HostReport:
@@ -118,8 +119,8 @@ def _report(number: int) -> HostReport:
     return HostReport(1, number + 1, format(number, "040x"), (DriverReport("bench_driver", "", found),))
 
 
-def _run(hosts: int) -> float:
-    """The job, as often as it says that there is more; seconds."""
+def _run_job(hosts: int) -> float:
+    """Run the job until nothing is left to do; return the seconds. Raise MeasurementError if a host has problems."""
     names = [messages.host_name(n) for n in range(hosts)]
     conductor.raise_provider_intents(Host.objects.filter(name__in=names))
     began = perf_counter()
@@ -127,20 +128,20 @@ def _run(hosts: int) -> float:
         pass
     took = perf_counter() - began
     if (left := Tree.objects.exclude(problems=[]).count()) or Tree.objects.filter(root=None).exists():
-        raise CannotMeasure(f"{left} hosts have problems in Placement")
+        raise MeasurementError(f"{left} hosts have problems in Placement")
     return took
 
 
-def _ours(recorder: Recorder, hosts: int) -> float:
+def _time_job(recorder: Recorder, hosts: int) -> float:
     recorder.kept.clear()
     recorder.methods.clear()
-    return _run(hosts)
+    return _run_job(hosts)
 
 
-def _unchanged(recorder: Recorder, hosts: int) -> Row:
+def _measure_unchanged(recorder: Recorder, hosts: int) -> Row:
     kept, before = recorder.kept, recorder.methods
     recorder.kept, recorder.methods = {}, Counter()
-    took = _run(hosts)
+    took = _run_job(hosts)
     made, recorder.kept, recorder.methods = recorder.methods, kept, before
     writes = made.total() - made["GET"]
     note = f"{writes} writes; {hosts / took:.0f} hosts a second"
@@ -148,15 +149,15 @@ def _unchanged(recorder: Recorder, hosts: int) -> Row:
                1.0, note=note, holds=writes == 0)  # fmt: skip
 
 
-def _bare(session: Session, told: list[list[Call]]) -> float:
-    """The same calls, thread by thread; seconds. Raises CannotMeasure when one is refused."""
-    ready = [[(words, more | _prepared(more)) for words, more in calls] for calls in told]
+def _time_bare_client(session: Session, recorded: list[list[Call]]) -> float:
+    """Make the recorded calls, one thread for each list; return the seconds, or raise MeasurementError."""
+    ready = [[(words, more | _encode_body(more)) for words, more in calls] for calls in recorded]
 
     def one(calls: list[Call]) -> None:
         for words, more in calls:
             answer = session.request(*words, **more)
             if answer.status_code >= 300:
-                raise CannotMeasure(f"the bare client's {words}: {answer.status_code} {answer.text[:200]}")
+                raise MeasurementError(f"the bare client's {words}: {answer.status_code} {answer.text[:200]}")
 
     session.get_token()
     began = perf_counter()
@@ -165,32 +166,32 @@ def _bare(session: Session, told: list[list[Call]]) -> float:
     return perf_counter() - began
 
 
-def _prepared(more: dict[str, Any]) -> dict[str, Any]:
-    """The body as bytes."""
+def _encode_body(more: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with its JSON body encoded as bytes; {} if it has no body."""
     if "json" not in more:
         return {}
     headers = more["headers"] | {"Content-Type": "application/json"}
     return {"data": json.dumps(more["json"]).encode(), "json": None, "headers": headers}
 
 
-def _taken_away(placement: Placement) -> None:
-    """Every child, in Placement's own database: this is not measured, and by its API it takes long."""
+def _delete_children(placement: Placement) -> None:
+    """Delete every child provider in Placement's database. This is not measured, and through the API it takes long."""
     with psycopg.connect(host=str(placement.postgres.socket), user="postgres", dbname="placement") as database:
-        for statement in GONE:
+        for statement in DELETE_CHILDREN:
             database.execute(statement)
 
 
-def forget() -> None:
-    """Nothing was ever written."""
+def delete_written_records() -> None:
+    """Delete the product's records of what it has written to Placement."""
     Tree.objects.all().delete()
     WrittenProvider.objects.all().delete()
 
 
-def _rate(ours: list[float], bare: list[float], providers: int, calls: int) -> Row:
+def _make_rate_row(ours: list[float], bare: list[float], providers: int, calls: int) -> Row:
     mine, theirs = (calls * len(times) / sum(times) for times in (ours, bare))
     each = calls / providers
     note = (
-        f"{each:.2f} calls a provider, at most {MOST_CALLS:g}; {providers / min(ours):.0f} providers a second;"
+        f"{each:.2f} calls a provider, at most {MAX_CALLS:g}; {providers / min(ours):.0f} providers a second;"
         f" ours {', '.join(f'{one:.2f}' for one in ours)} s, bare {', '.join(f'{one:.2f}' for one in bare)} s"
     )
     return Row(
@@ -202,5 +203,5 @@ def _rate(ours: list[float], bare: list[float], providers: int, calls: int) -> R
         theirs,
         mine / theirs,
         note=note,
-        holds=each <= MOST_CALLS,
+        holds=each <= MAX_CALLS,
     )

@@ -1,7 +1,7 @@
-"""Rows of samples: what a thousand watched hosts cost the web process, and what their beats notice of it.
+"""Rows of samples: the CPU that watched hosts cost the web process, and the effect on the latency of heartbeats.
 
-Somebody in another process (this one) looks at all of them, once a second, as a page does; agents send as they are
-asked to by the gateway. Rounds with and without a watcher take turns.
+This process is the watcher: it reads the samples of all hosts once a second, as a page of the console does. The agents
+send as the gateway asks them to. Rounds with and without a watcher alternate.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 from tests.bench import fixtures
 from tests.bench.figures import Row, cpu_s, median
-from tests.bench.lab import Generator, Lab, Server, serving
-from tests.bench.orders import CannotMeasure
+from tests.bench.lab import Generator, Lab, Server, run_server
+from tests.bench.remote_calls import MeasurementError
 
 DEVICES, METRICS = 8, 6
 EVERY_S, FOR_S = 1.0, 10.0
-"""As a host's page asks for it."""
+"""The interval and duration that the page of a host asks for."""
 PAUSE_S = 2.0
 PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Number of hosts, of rounds, and seconds of each round."""
 
     hosts: int
     rounds: int
@@ -35,7 +35,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Turn:
-    """One round: cores of the web process, samples a second, of how many hosts they are known, p99 of Beats in ms."""
+    """One round: cores used by the web process, samples per second, hosts with known samples, heartbeat p99 in ms."""
 
     cores: float
     rate: float
@@ -44,26 +44,29 @@ class Turn:
 
 
 def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """CPU of the web process, and acknowledgements beside it."""
+    """Return two rows: the CPU of the web process, and the latency of heartbeats while samples arrive."""
     progress(f"samples of {size.hosts} watched hosts")
     hosts = fixtures.enrol(size.hosts)
     quiet: list[Turn] = []
     watched: list[Turn] = []
-    with serving(lab, "product", CYBORG_LEASE_FLUSH_S="1") as server:
+    with run_server(lab, "product", CYBORG_LEASE_FLUSH_S="1") as server:
         generator.connect("watched", server.port, size.hosts)
-        generator.ask("sample", group="watched", devices=DEVICES, pause=PAUSE_S)
-        _until(lambda: len(_look(hosts)) == size.hosts, "every host's samples")
+        generator.ask("start_sampling", group="watched", devices=DEVICES, pause=PAUSE_S)
+        _wait_until(lambda: len(_request_loads(hosts)) == size.hosts, "every host's samples")
         for _ in range(size.rounds):
-            watched.append(_turn(generator, server, hosts, size.seconds))
-            _until(lambda: not generator.ask("sampled", group="watched", seconds=0.5)["samples"], "the end of samples")
-            quiet.append(_turn(generator, server, [], size.seconds))
-            _look(hosts)
+            watched.append(_run_turn(generator, server, hosts, size.seconds))
+            _wait_until(
+                lambda: not generator.ask("measure_sampling", group="watched", seconds=0.5)["samples"],
+                "the end of samples",
+            )
+            quiet.append(_run_turn(generator, server, [], size.seconds))
+            _request_loads(hosts)
             sleep(EVERY_S)
         generator.ask("close", group="watched")
-    return _figures(size, quiet, watched)
+    return _make_rows(size, quiet, watched)
 
 
-def _figures(size: Size, quiet: list[Turn], watched: list[Turn]) -> list[Row]:
+def _make_rows(size: Size, quiet: list[Turn], watched: list[Turn]) -> list[Row]:
     cores, rate = median([turn.cores for turn in watched]), median([turn.rate for turn in watched])
     idle = median([turn.cores for turn in quiet])
     known = min(turn.known for turn in watched)
@@ -88,35 +91,35 @@ def _figures(size: Size, quiet: list[Turn], watched: list[Turn]) -> list[Row]:
     ]
 
 
-def _turn(generator: Generator, server: Server, hosts: list[int], seconds: float) -> Turn:
-    """`hosts` are watched meanwhile."""
+def _run_turn(generator: Generator, server: Server, hosts: list[int], seconds: float) -> Turn:
+    """Measure one round in which `hosts` are watched."""
     known: list[int] = []
     over = Event()
 
-    def look() -> None:
+    def watch() -> None:
         while hosts and not over.is_set():
-            known.append(len(_look(hosts)))
+            known.append(len(_request_loads(hosts)))
             over.wait(EVERY_S)
 
-    reader = Thread(target=look)
+    reader = Thread(target=watch)
     before = cpu_s(server.pid)
     reader.start()
-    found = generator.ask("sampled", group="watched", seconds=seconds)
+    found = generator.ask("measure_sampling", group="watched", seconds=seconds)
     spent = cpu_s(server.pid) - before
     over.set()
     reader.join()
     return Turn(spent / seconds, found["samples"] / seconds, min(known, default=0), found["p99_ms"])
 
 
-def _look(hosts: list[int]) -> dict[int, Any]:
+def _request_loads(hosts: list[int]) -> dict[int, Any]:
     from agents import telemetry
 
     return telemetry.request_periodic_loads(hosts, EVERY_S, FOR_S).hosts
 
 
-def _until(condition: Callable[[], bool], what: str) -> None:
+def _wait_until(condition: Callable[[], bool], what: str) -> None:
     end = monotonic() + PATIENCE_S
     while not condition():
         if monotonic() > end:
-            raise CannotMeasure(f"{what}: not within {PATIENCE_S:.0f} s")
+            raise MeasurementError(f"{what}: not within {PATIENCE_S:.0f} s")
         sleep(0.3)

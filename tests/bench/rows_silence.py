@@ -1,6 +1,6 @@
-"""Rows of a lost network: agents are silent all at once, then come back all at once, while clients use the API.
+"""Rows of a lost network: all agents become silent at once and return at once, while clients use the API.
 
-Their sockets stay open meanwhile, as when packets are lost. What counts is how each stands in `GET /api/agents`.
+Their sockets stay open meanwhile, as they do when packets are lost. The state of each in `GET /api/agents` is judged.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from uuid import uuid4
 from django.db import connection
 
 from tests.bench import fixtures, inventory, messages
-from tests.bench.callers import REQUESTS
+from tests.bench.api_clients import REQUESTS
 from tests.bench.figures import Row
 from tests.bench.lab import Generator, Lab
-from tests.bench.orders import CannotMeasure
-from tests.bench.whole import Whole, get, wait_for
+from tests.bench.product import RunningProduct, get, wait_for
+from tests.bench.remote_calls import MeasurementError
 
 DEVICES = 8
 BEATS_S, PAUSE_S = 4.0, 2.0
 CLIENTS, CLIENT_PAUSE_S, WINDOW_S = 4, 0.1, 0.5
-LOOK_S, LONG_S = 0.1, 180.0
+POLL_S, LONG_S = 0.1, 180.0
 SILENT_LONG = """
 UPDATE agents_lease SET seen_at = seen_at - interval '1 hour'
 WHERE seen_at > now() - interval '1 minute' AND host_id IN (SELECT id FROM accelerators_host WHERE name LIKE 'bench-%')
@@ -35,46 +35,47 @@ WHERE seen_at > now() - interval '1 minute' AND host_id IN (SELECT id FROM accel
 
 
 @dataclass
-class Watch:
-    """What the API says of the bench's hosts, asked ten times a second."""
+class StateWatch:
+    """Polls the API for the states of the bench's hosts, ten times a second."""
 
     port: int
     token: str
 
-    def until_up(self) -> None:
-        """Each agent was heard lately."""
+    def wait_until_up(self) -> None:
+        """Wait until every agent is up."""
         wait_for(
-            lambda: self._none("agents?state=late") and self._none("agents?state=down"),
+            lambda: self._is_list_empty("agents?state=late") and self._is_list_empty("agents?state=down"),
             "every agent up",
             patience_s=LONG_S,
         )
 
-    def until_late(self) -> None:
-        """None was."""
-        wait_for(lambda: self._none("agents?state=up"), "every agent late or down")
+    def wait_until_late(self) -> None:
+        """Wait until no agent is up."""
+        wait_for(lambda: self._is_list_empty("agents?state=up"), "every agent late or down")
 
-    def until_stale(self) -> None:
-        """The conductor has taken note of it, with an event each."""
-        wait_for(self.all_stale, "every host stale", patience_s=LONG_S)
+    def wait_until_stale(self) -> None:
+        """Wait until every host is stale, which means that the conductor has recorded the silence."""
+        wait_for(self.are_all_stale, "every host stale", patience_s=LONG_S)
 
-    def all_stale(self) -> bool:
-        """Whether it has."""
-        return self._none("hosts?stale=false")
+    def are_all_stale(self) -> bool:
+        """Return whether every host is stale."""
+        return self._is_list_empty("hosts?stale=false")
 
-    def _none(self, what: str) -> bool:
-        sleep(LOOK_S)
-        status, body = get(self.port, f"/api/{what}&limit=2", self.token)  # one of the two may be the product's own
+    def _is_list_empty(self, what: str) -> bool:
+        sleep(POLL_S)
+        # Two results, because one of them may be the product's own agent.
+        status, body = get(self.port, f"/api/{what}&limit=2", self.token)
         if status != 200:
-            raise CannotMeasure(f"GET /api/{what}: {status} {body[:200]!r}")
-        return not any(self._name(one).startswith("bench-") for one in json.loads(body)["results"])
+            raise MeasurementError(f"GET /api/{what}: {status} {body[:200]!r}")
+        return not any(self._get_host_name(one).startswith("bench-") for one in json.loads(body)["results"])
 
-    def _name(self, one: dict[str, Any]) -> str:
+    def _get_host_name(self, one: dict[str, Any]) -> str:
         return str(one["name"] if "name" in one else one["host"]["name"])
 
 
 @dataclass
 class Clients:
-    """Who uses the API meanwhile."""
+    """The clients that use the API meanwhile."""
 
     generator: Generator
     port: int
@@ -82,11 +83,11 @@ class Clients:
     phase: str = "silent"
     asked: Counter[str] = field(default_factory=Counter)
     slowest_ms: dict[str, list[float]] = field(default_factory=dict)
-    """The longest of all GETs in this phase."""
+    """The durations of the slowest GETs, by phase."""
     ended: Event = field(default_factory=Event)
 
     def run(self) -> None:
-        """Until told to end."""
+        """Send GETs until `ended` is set."""
         one = f"/v2/devices?hostname={messages.host_name(0)}"
         paths = [one, f"{REQUESTS}?instance={uuid4()}", "/v2/device_profiles", "/api/agents?limit=50"]
         fixed: dict[str, Any] = {"port": self.port, "tokens": self.tokens, "paths": paths, "clients": CLIENTS}
@@ -96,18 +97,18 @@ class Clients:
             self.slowest_ms.setdefault(self.phase, []).extend(done["slowest_ms"])
 
     def p99_ms(self, phase: str) -> float:
-        """Of all GETs in this phase."""
+        """Return p99 of all GETs in a phase."""
         return sorted(self.slowest_ms[phase], reverse=True)[self.asked[phase] // 100]
 
 
 @dataclass(frozen=True)
-class Back:
-    """A return: seconds until all were connected, and until all were up."""
+class ReturnTimes:
+    """The return of all agents: seconds until all were connected, and until all were up."""
 
     connected_s: float
     up_s: float
     refused: int
-    """Attempts that failed; each was made again."""
+    """Number of failed attempts; each was repeated."""
 
     def __str__(self) -> str:
         return f"connected after {self.connected_s:.1f} s, {self.refused} attempts refused"
@@ -115,64 +116,66 @@ class Back:
 
 def rows(
     lab: Lab,
-    whole: Whole,
+    product: RunningProduct,
     generator: Generator,
     agents: int,
     progress: Callable[[str], None],
     meanwhile: Callable[[], None],
 ) -> list[Row]:
-    """Three figures; `meanwhile` is called while nobody speaks, and may take some seconds."""
+    """Return three rows; `meanwhile` is called while all agents are silent, and may take some seconds."""
     progress(f"{agents} agents fall silent at once, and come back at once")
     fixtures.enrol(agents)
-    tokens = inventory.tokens()
-    clients, watch = Clients(Generator(lab), whole.port, tokens), Watch(whole.port, tokens["X-Auth-Token"])
-    generator.ask("storm", group="silent", port=whole.port, count=agents, devices=DEVICES)
+    tokens = inventory.create_tokens()
+    clients, watch = Clients(Generator(lab), product.port, tokens), StateWatch(product.port, tokens["X-Auth-Token"])
+    generator.ask("storm", group="silent", port=product.port, count=agents, devices=DEVICES)
     generator.ask("run", group="silent", message="beat", devices=0, seconds=BEATS_S, pause=PAUSE_S)
     began = monotonic()
-    watch.until_up()
+    watch.wait_until_up()
     with ThreadPoolExecutor(2) as aside:
         asking, other = aside.submit(clients.run), aside.submit(meanwhile)
         try:
-            watch.until_late()
+            watch.wait_until_late()
             late = monotonic() - began
-            watch.until_stale()
+            watch.wait_until_stale()
             stale = monotonic() - began
             other.result()
             clients.phase = "back"
-            plain = _back(generator, watch, whole.port, "", agents)
+            plain = _measure_return(generator, watch, product.port, "", agents)
             clients.phase = "silent again"
-            _silent_long(generator, watch)
+            _simulate_long_silence(generator, watch)
             clients.phase = "back over TLS"
-            secure = _back(generator, watch, whole.tls_port, whole.fingerprint, agents)
+            secure = _measure_return(generator, watch, product.tls_port, product.fingerprint, agents)
         finally:
             clients.ended.set()
         asking.result()
     generator.ask("close", group="silent")
     clients.generator.stop()
-    return _rows(agents, (late, stale), plain, secure, clients)
+    return _make_rows(agents, (late, stale), plain, secure, clients)
 
 
-def _back(generator: Generator, watch: Watch, port: int, fingerprint: str, agents: int) -> Back:
+def _measure_return(generator: Generator, watch: StateWatch, port: int, fingerprint: str, agents: int) -> ReturnTimes:
     generator.ask("close", group="silent")
     began = monotonic()
-    done = generator.ask("back", group="silent", port=port, count=agents, fingerprint=fingerprint)
-    watch.until_up()
-    return Back(done["connected_s"], monotonic() - began, sum(done["refused"].values()))
+    done = generator.ask("reconnect_all", group="silent", port=port, count=agents, fingerprint=fingerprint)
+    watch.wait_until_up()
+    return ReturnTimes(done["connected_s"], monotonic() - began, sum(done["refused"].values()))
 
 
-def _silent_long(generator: Generator, watch: Watch) -> None:
-    """As they are after a long silence, without waiting for it a second time."""
+def _simulate_long_silence(generator: Generator, watch: StateWatch) -> None:
+    """Disconnect the agents and set the leases back, as after a long silence, instead of waiting for one again."""
     generator.ask("close", group="silent")
 
     def stale() -> bool:
         with connection.cursor() as cursor:
-            cursor.execute(SILENT_LONG)  # again and again: the gateway may still have leases to write
-        return watch.all_stale()
+            cursor.execute(SILENT_LONG)  # repeated, because the gateway may still have leases to flush
+        return watch.are_all_stale()
 
     wait_for(stale, "every host stale", patience_s=LONG_S)
 
 
-def _rows(agents: int, silent: tuple[float, float], plain: Back, secure: Back, clients: Clients) -> list[Row]:
+def _make_rows(
+    agents: int, silent: tuple[float, float], plain: ReturnTimes, secure: ReturnTimes, clients: Clients
+) -> list[Row]:
     late, stale = silent
     phases = [(phase, clients.p99_ms(phase)) for phase in clients.asked]
     by_phase = ", ".join(f"{phase} {p99:.0f} of {clients.asked[phase]}" for phase, p99 in phases)

@@ -1,4 +1,4 @@
-"""Rows of the start-up: from `make up`'s command to /healthz, on an empty state directory and once more on the same."""
+"""Rows of the start-up: from the command of `make up` to /healthz, with an empty and with a used state directory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from time import monotonic
 
 from cyborgweb.database.postgres import Postgres
 from tests.bench.figures import Row, median
-from tests.bench.orders import ROOT
+from tests.bench.product import CONSOLE, FREE_PORTS, get, wait_for
 from tests.bench.promises import FIRST_START, SECOND_START
-from tests.bench.whole import CONSOLE, FREE_PORTS, get, wait_for
+from tests.bench.remote_calls import ROOT
 
 FIRST_S, SECOND_S = 8.0, 5.0
 PATIENCE_S, STOP_S = 180.0, 15.0
 
 
 def rows(starts: int, progress: Callable[[str], None]) -> list[Row]:
-    """Measure `starts` first starts and as many second ones; the median of each is a row."""
+    """Measure `starts` first starts and as many second ones; return a row with the median of each."""
     progress(f"{starts} first starts and {starts} second ones, each to /healthz")
     first, second = list[float](), list[float]()
     for _ in range(starts):
@@ -48,10 +48,10 @@ def _make_row(name: str, against: str, times: list[float], bound: float) -> Row:
 
 
 def _time_start(state: Path) -> float:
-    """Seconds from the command until /healthz answers with 200; the product is stopped again."""
-    said = state / "serve.log"
+    """Start the product, wait until /healthz answers with 200, and stop it; return the seconds until then."""
+    log_file = state / "serve.log"
     environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1", "CYBORG_STATE_DIR": str(state)}
-    with said.open("wb") as log:
+    with log_file.open("wb") as log:
         began = monotonic()
         process = subprocess.Popen(
             [sys.executable, "-m", "cyborgweb.server.supervisor", "--leash"],
@@ -61,7 +61,9 @@ def _time_start(state: Path) -> float:
             env=environment,
         )
     try:
-        port = int(wait_for(lambda: CONSOLE.search(said.read_text()), "its console's address", process, PATIENCE_S)[1])
+        port = int(
+            wait_for(lambda: CONSOLE.search(log_file.read_text()), "its console's address", process, PATIENCE_S)[1]
+        )
         wait_for(lambda: _is_healthy(port), "/healthz", process, PATIENCE_S)
         return monotonic() - began
     finally:

@@ -1,6 +1,6 @@
-"""Row of hot-plug: from a card's uevent, on a simulated bus, until the API shows it. Real agent, real conductor.
+"""Rows of hot-plug: the time from a card's uevent until the API shows it. Only the bus is simulated.
 
-The clock starts before the uevent is sent; what collects a burst into one look (CYBORG_UEVENT_DEBOUNCE_MS) counts.
+The clock starts before the uevent is sent, so the debounce (CYBORG_UEVENT_DEBOUNCE_MS) is included.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from agents import authentication
 from agents.host.settings import AgentSettings
 from tests.bench.figures import Row, median
 from tests.bench.lab import Lab
-from tests.bench.orders import ROOT, CannotMeasure
+from tests.bench.product import RunningProduct, api_token
 from tests.bench.promises import UEVENT
-from tests.bench.visible import Api
-from tests.bench.whole import Whole, api_token
+from tests.bench.remote_calls import ROOT, MeasurementError
+from tests.bench.visibility import DeviceListClient
 
 HOST = "uevent.bench"
 RULES = '[pci_driver]\nrules = [{ vendor = "10de" }]\n'
@@ -29,20 +29,20 @@ AGAINST = "idle, debounce included"
 Plug = Callable[[int], float]
 
 
-def rows(lab: Lab, whole: Whole, samples: int, progress: Callable[[str], None]) -> list[Row]:
-    """Two figures: the middle and the worst but one in a hundred; none where umockdev is not installed."""
-    if not _simulated():
+def rows(lab: Lab, product: RunningProduct, samples: int, progress: Callable[[str], None]) -> list[Row]:
+    """Return two rows, p50 and p99; print a warning and return [] if umockdev is not installed."""
+    if not _has_umockdev():
         progress("NOT MEASURED: uevent to API (the package umockdev is not installed)")
         return []
     progress(f"from a card's uevent to GET /v2/devices, {samples} times")
-    api, times = Api(whole.port, api_token(), HOST), list[float]()
-    with _host(lab, whole.port) as plug:
+    api, times = DeviceListClient(product.port, api_token(), HOST), list[float]()
+    with _run_host(lab, product.port) as plug:
         plug(0)
-        api.wait_for(_shown(0))  # the agent has joined and looked
+        api.wait_for(_quote_product(0))  # the agent has joined and reported
         for number in range(1, samples + 1):
             sleep(0.05 + 0.037 * (number % 3))
             began = plug(number)
-            api.wait_for(_shown(number))
+            api.wait_for(_quote_product(number))
             times.append((monotonic() - began) * 1000)
     times.sort()
     last = times[min(len(times) - 1, len(times) * 99 // 100)]
@@ -53,7 +53,7 @@ def rows(lab: Lab, whole: Whole, samples: int, progress: Callable[[str], None]) 
     ]
 
 
-def _simulated() -> bool:
+def _has_umockdev() -> bool:
     try:
         ctypes.CDLL("libumockdev.so.0")
     except OSError:
@@ -61,13 +61,16 @@ def _simulated() -> bool:
     return shutil.which("umockdev-wrapper") is not None
 
 
-def _shown(number: int) -> bytes:
+def _quote_product(number: int) -> bytes:
     return f'"{0x1000 + number:04x}"'.encode()
 
 
 @contextmanager
-def _host(lab: Lab, port: int) -> Iterator[Plug]:
-    """A host whose agent starts with the first card; what plugs card `number` in, and tells when."""
+def _run_host(lab: Lab, port: int) -> Iterator[Plug]:
+    """Run a simulated host, whose agent starts with the first card; yield a function that plugs in card `number`.
+
+    The function returns the monotonic time just before the uevent.
+    """
     home = lab.home / "uevent"
     home.mkdir()
     (home / "drivers.toml").write_text(RULES)
@@ -79,8 +82,8 @@ def _host(lab: Lab, port: int) -> Iterator[Plug]:
         "CYBORG_DRIVER_SETTINGS": str(home / "drivers.toml"),
         "CYBORG_PARENT": str(os.getpid()),
     }
-    command = ["umockdev-wrapper", sys.executable, "-m", "tests.bench.plugging"]
-    with lab.log("uevent") as log:
+    command = ["umockdev-wrapper", sys.executable, "-m", "tests.bench.simulated_host"]
+    with lab.open_log("uevent") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment
         )
@@ -92,7 +95,7 @@ def _host(lab: Lab, port: int) -> Iterator[Plug]:
         ask.write(f"0000:{bus + 1:02x}:{slot:02x}.0 {0x1000 + number:04x}\n")
         ask.flush()
         if not (line := answers.readline()):
-            raise CannotMeasure(f"the simulated host ended: {(lab.home / 'uevent.log').read_text()[-500:]}")
+            raise MeasurementError(f"the simulated host ended: {(lab.home / 'uevent.log').read_text()[-500:]}")
         return float(line)
 
     try:

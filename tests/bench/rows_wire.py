@@ -1,7 +1,7 @@
-"""Rows of the wire: Beats, durable reports, unchanged reports, each against a server that only acknowledges.
+"""Rows of the wire: heartbeats, durable reports and unchanged reports, each against a server that only acknowledges.
 
-Contestants take turns, second by second, so that whatever else the machine does meets all of them alike; the ratio is
-the median of the rounds'. Nobody merges meanwhile: what is measured is the gateway and its commit.
+Contestants take turns every second, so that other load of the machine affects all of them alike; the ratio is the
+median over the rounds. No merge runs meanwhile: only the gateway and its commits are measured.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from django.db import connection
 from agents.gateway.writer import COPY_TO_SPOOL, COPY_TYPES
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row, cpu_s, median
-from tests.bench.lab import SERVER_CORE, Generator, Lab, Server, on_cores, serving
-from tests.bench.statements import statements
+from tests.bench.lab import SERVER_CORE, Generator, Lab, Server, pin_to_cores, run_server
+from tests.bench.statements import collect_statements
 
 DEVICES = 10
 UNCHANGED = "ab" * 20
 UNREAD = "a socket that reads nothing"
 PLAIN_COPY = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN"
 TIMERS = re.compile(r"SELECT 1(?: FROM spool LIMIT 1)?$|SELECT host_id, public_key, barred,")
-"""The writer's looks, every 10 s whether the spool was forgotten, every 2.5 s who may not go on; the health check."""
+"""Periodic statements: the writer's checks of the spool (10 s) and of barred agents (2.5 s), and the health check."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Number of agents, of rounds, and seconds of each turn."""
 
     agents: int
     rounds: int
@@ -44,7 +44,7 @@ Write = Callable[[psycopg.Cursor[Any], list[tuple[Any, ...]]], None]
 
 @dataclass(frozen=True)
 class Turn:
-    """One contestant's second."""
+    """The results of one turn of one contestant."""
 
     rate: float
     cpu_us: float
@@ -52,24 +52,24 @@ class Turn:
 
 
 def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Three figures, four ratios."""
+    """Return the rows: heartbeats, durable reports (two ceilings), unchanged reports."""
     fixtures.enrol(size.agents)
     found: list[Row] = []
-    with serving(lab, "bare") as bare, serving(lab, "acknowledging") as acknowledging:
-        with serving(lab, "product") as product:
+    with run_server(lab, "bare") as bare, run_server(lab, "acknowledging") as acknowledging:
+        with run_server(lab, "product") as product:
             progress("Beats against a bare socket")
-            found.append(_beat(generator, size, bare, product))
+            found.append(_measure_beats(generator, size, bare, product))
             progress("durable reports against acknowledging only, and against COPY")
-            found += _durable(generator, size, bare, acknowledging, product)
+            found += _measure_durable_reports(generator, size, bare, acknowledging, product)
         progress("unchanged reports against acknowledging only")
-        found.append(_unchanged(lab, generator, size, bare, acknowledging))
+        found.append(_measure_unchanged_reports(lab, generator, size, bare, acknowledging))
     return found
 
 
-def contest(
+def run_contest(
     generator: Generator, size: Size, contestants: list[tuple[Server, str]], between: Callable[[], None]
 ) -> list[list[Turn]]:
-    """Each contestant's turns; `between` is called after each round. The first turn warms up and is not counted."""
+    """Let contestants take turns, and call `between` after each round; return the turns of each, without a warm-up."""
     for number, (server, _) in enumerate(contestants):
         generator.connect(f"group{number}", server.port, size.agents)
     turns: list[list[Turn]] = [[] for _ in contestants]
@@ -78,21 +78,21 @@ def contest(
     between()
     for _ in range(size.rounds):
         for number, (server, message) in enumerate(contestants):
-            turns[number].append(_turn(generator, server, f"group{number}", message, size.seconds))
+            turns[number].append(_run_turn(generator, server, f"group{number}", message, size.seconds))
         between()
     for number in range(len(contestants)):
         generator.ask("close", group=f"group{number}")
     return turns
 
 
-def _turn(generator: Generator, server: Server, group: str, message: str, seconds: float) -> Turn:
+def _run_turn(generator: Generator, server: Server, group: str, message: str, seconds: float) -> Turn:
     before = cpu_s(server.pid)
     done = generator.ask("run", group=group, message=message, devices=DEVICES, seconds=seconds)
     spent = cpu_s(server.pid) - before
     return Turn(done["count"] / done["seconds"], spent / done["count"] * 1e6, done["p99_ms"])
 
 
-def _row(
+def _make_row(
     name: str,
     unit: str,
     against: str,
@@ -105,79 +105,95 @@ def _row(
 ) -> Row:
     cpu, of = (median([turn.cpu_us for turn in turns]) for turns in (ours, ceiling))
     text = f"{note}; CPU {cpu:.1f} against {of:.1f} µs, p99 {median([t.p99_ms for t in ours]):.0f} ms"
-    return Row(name, _rate(ours), unit, against, bound, _rate(ceiling), _ratio(ours, ceiling), cpu, text, holds)
+    return Row(
+        name,
+        _get_median_rate(ours),
+        unit,
+        against,
+        bound,
+        _get_median_rate(ceiling),
+        _get_median_ratio(ours, ceiling),
+        cpu,
+        text,
+        holds,
+    )
 
 
-def _rate(turns: list[Turn]) -> float:
+def _get_median_rate(turns: list[Turn]) -> float:
     return median([turn.rate for turn in turns])
 
 
-def _ratio(ours: list[Turn], theirs: list[Turn]) -> float:
-    """The middle one of the rounds': what disturbs a round disturbs both."""
+def _get_median_ratio(ours: list[Turn], theirs: list[Turn]) -> float:
+    """Return the median of the ratios of all rounds, because a disturbance affects both turns of one round."""
     return median([a.rate / b.rate for a, b in zip(ours, theirs, strict=True)])
 
 
-def _of(ours: list[Turn], theirs: list[Turn]) -> str:
-    return f"{_ratio(ours, theirs):.0%}"
+def _format_ratio(ours: list[Turn], theirs: list[Turn]) -> str:
+    return f"{_get_median_ratio(ours, theirs):.0%}"
 
 
-def _beat(generator: Generator, size: Size, bare: Server, product: Server) -> Row:
-    ceiling, ours = contest(generator, size, [(bare, "beat"), (product, "beat")], lambda: None)
+def _measure_beats(generator: Generator, size: Size, bare: Server, product: Server) -> Row:
+    ceiling, ours = run_contest(generator, size, [(bare, "beat"), (product, "beat")], lambda: None)
     note = f"{size.agents} agents, one Beat under way each"
-    return _row("Beat decoded and acknowledged", "/s", "bare ASGI socket", 0.75, ceiling, ours, note)
+    return _make_row("Beat decoded and acknowledged", "/s", "bare ASGI socket", 0.75, ceiling, ours, note)
 
 
-def _durable(generator: Generator, size: Size, bare: Server, acknowledging: Server, product: Server) -> list[Row]:
+def _measure_durable_reports(
+    generator: Generator, size: Size, bare: Server, acknowledging: Server, product: Server
+) -> list[Row]:
     plain: list[Turn] = []
     binary: list[Turn] = []
     batches: list[float] = []
 
     def between() -> None:
-        batches.append(_batch_size())
-        for copies, copy in ((plain, _plain), (binary, _binary)):
+        batches.append(_measure_batch_size())
+        for copies, copy in ((plain, _copy_plain), (binary, _copy_binary)):
             fixtures.empty_spool()
-            copies.append(_copy(copy, round(batches[-1]), size.seconds))
+            copies.append(_measure_copy(copy, round(batches[-1]), size.seconds))
         fixtures.empty_spool()
 
     contestants = [(bare, "report"), (acknowledging, "report"), (product, "report")]
-    unread, ceiling, ours = contest(generator, size, contestants, between)
+    unread, ceiling, ours = run_contest(generator, size, contestants, between)
     batch, plain, binary = median(batches[1:]), plain[1:], binary[1:]
     length = len(messages.report(messages.report_parts(messages.devices(DEVICES)), 1))
     name = f"durable report of {DEVICES} devices"
-    note = f"{size.agents} agents, {length} bytes each, {batch:.0f} to a commit; {_of(ours, unread)} of {UNREAD}"
-    copied = f"as psycopg writes it; {_of(ours, binary)} of binary COPY as in the spool ({_rate(binary):.0f}/s)"
+    note = (
+        f"{size.agents} agents, {length} bytes each, {batch:.0f} to a commit; {_format_ratio(ours, unread)} of {UNREAD}"
+    )
+    rate = f"{_get_median_rate(binary):.0f}/s"
+    copied = f"as psycopg writes it; {_format_ratio(ours, binary)} of binary COPY as in the spool ({rate})"
     return [
-        _row(name, "/s", "acknowledge-only, same bytes", 0.38, ceiling, ours, note),
-        _row(name, "/s", "raw COPY of the same rows", 0.60, plain, ours, copied),
+        _make_row(name, "/s", "acknowledge-only, same bytes", 0.38, ceiling, ours, note),
+        _make_row(name, "/s", "raw COPY of the same rows", 0.60, plain, ours, copied),
     ]
 
 
-def _batch_size() -> float:
+def _measure_batch_size() -> float:
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*)::float / greatest(count(DISTINCT received_at), 1) FROM spool")
         return max(1.0, float(cursor.fetchone()[0]))
 
 
-def _plain(cursor: psycopg.Cursor[Any], rows: list[tuple[Any, ...]]) -> None:
+def _copy_plain(cursor: psycopg.Cursor[Any], rows: list[tuple[Any, ...]]) -> None:
     with cursor.copy(PLAIN_COPY) as copy:
         for row in rows:
             copy.write_row(row)
 
 
-def _binary(cursor: psycopg.Cursor[Any], rows: list[tuple[Any, ...]]) -> None:
+def _copy_binary(cursor: psycopg.Cursor[Any], rows: list[tuple[Any, ...]]) -> None:
     with cursor.copy(COPY_TO_SPOOL) as copy:
         copy.set_types(COPY_TYPES)
         for row in rows:
             copy.write_row(row)
 
 
-def _copy(write: Write, batch: int, seconds: float) -> Turn:
-    """What one thread brings into the spool when it does nothing else, on the core the server had."""
+def _measure_copy(write: Write, batch: int, seconds: float) -> Turn:
+    """Measure how many reports one thread copies into the spool, doing nothing else, on the server's core."""
     parts = messages.report_parts(messages.devices(DEVICES))
     count = seq = 0
     parameters = connection.get_connection_params()
     wanted = {name: parameters[name] for name in ("dbname", "user", "host")}
-    with on_cores(SERVER_CORE), psycopg.connect(**wanted) as link:
+    with pin_to_cores(SERVER_CORE), psycopg.connect(**wanted) as link:
         began, cpu = perf_counter(), process_time()
         while perf_counter() - began < seconds:
             now = datetime.now(UTC)
@@ -192,25 +208,25 @@ def _copy(write: Write, batch: int, seconds: float) -> Turn:
     return Turn(count / took, spent / count * 1e6, 0.0)
 
 
-def _unchanged(lab: Lab, generator: Generator, size: Size, bare: Server, acknowledging: Server) -> Row:
+def _measure_unchanged_reports(lab: Lab, generator: Generator, size: Size, bare: Server, acknowledging: Server) -> Row:
     fixtures.empty_spool()
     fixtures.enrol(size.agents, UNCHANGED)
-    with serving(lab, "product", CYBORG_LEASE_FLUSH_S="3600") as product:
+    with run_server(lab, "product", CYBORG_LEASE_FLUSH_S="3600") as product:
         contestants = [(server, UNCHANGED) for server in (bare, acknowledging, product)]
-        unread, ceiling, ours = contest(generator, size, contestants, lambda: None)
+        unread, ceiling, ours = run_contest(generator, size, contestants, lambda: None)
         generator.connect("counted", product.port, size.agents)
         count, reports = _count_statements(lab, generator)
         generator.ask("close", group="counted")
     note = (
         f"{count} statements for {reports} reports (PostgreSQL's log of all statements, timers left out);"
-        f" {_of(ours, unread)} of {UNREAD}"
+        f" {_format_ratio(ours, unread)} of {UNREAD}"
     )
     against = "acknowledge-only, same bytes"
-    return _row("unchanged report", "/s", against, 0.80, ceiling, ours, note, holds=count == 0)
+    return _make_row("unchanged report", "/s", against, 0.80, ceiling, ours, note, holds=count == 0)
 
 
 def _count_statements(lab: Lab, generator: Generator) -> tuple[int, int]:
-    """What other connections than ours run while unchanged reports stream in."""
-    with statements(lab) as found:
+    """Send unchanged reports for a second; return the number of the product's statements and of reports."""
+    with collect_statements(lab) as found:
         done = generator.ask("run", group="counted", message=UNCHANGED, devices=DEVICES, seconds=1.0)
     return sum(not TIMERS.match(text) for text in found), done["count"]

@@ -1,4 +1,4 @@
-"""Agents that are watched: they send samples as they are asked to, and beat meanwhile. Part of `tests.bench.load`."""
+"""Watched agents for `tests.bench.load_generator`: they send samples as the gateway asks them to, and heartbeats."""
 
 from __future__ import annotations
 
@@ -23,60 +23,60 @@ METRICS = (
 )
 
 
-def samples(devices: int) -> str:
-    """One message, of a usual size."""
+def encode_samples(devices: int) -> str:
+    """Return one message with samples of `devices` devices, of a usual size."""
     loads = (wire.DeviceLoad(f"pci:0000:{n:02x}:00.0", dict.fromkeys(METRICS, 1234567.25)) for n in range(devices))
     return wire.encode_message(wire.Samples(tuple(loads)))
 
 
 class Sampling:
-    """What all agents of a group do; `sent` counts samples, `times` are how long acknowledgements took."""
+    """The behaviour of a group of agents; `sent` counts samples, `times` are the latencies of acknowledgements."""
 
     def __init__(self, peers: Sequence[Peer], devices: int, pause: float) -> None:
-        self._peers, self._text, self._pause = peers, samples(devices), pause
+        self._peers, self._text, self._pause = peers, encode_samples(devices), pause
         self._later = asyncio.get_running_loop().call_later
-        self._wishes: dict[Peer, tuple[float, float]] = {}
+        self._watches: dict[Peer, tuple[float, float]] = {}
         self._next: dict[Peer, asyncio.TimerHandle] = {}
         self.sent = 0
         self.times: list[float] = []
 
-    def begin(self) -> None:
-        """Say Hello, and beat from now on, one after the other."""
+    def start(self) -> None:
+        """Let each agent send Hello and then heartbeats, spread over one pause."""
         for number, peer in enumerate(self._peers):
-            peer.on_message = self._hear
+            peer.on_message = self._handle_message
             peer.send(HELLO)
-            self._later(self._pause * number / len(self._peers), self._beat, peer)
+            self._later(self._pause * number / len(self._peers), self._send_beat, peer)
 
-    def _beat(self, peer: Peer) -> None:
+    def _send_beat(self, peer: Peer) -> None:
         if not peer.lost:
             peer.seq += 1
             peer.sent_at = time.perf_counter()
             peer.send(BEAT.format(peer.seq))
-            self._later(self._pause, self._beat, peer)
+            self._later(self._pause, self._send_beat, peer)
 
-    def _hear(self, peer: Peer, payload: bytes) -> None:
+    def _handle_message(self, peer: Peer, payload: bytes) -> None:
         if not payload.startswith(WATCH):
             self.times.append(time.perf_counter() - peer.sent_at)
             return
         asked = wire.decode_from_gateway(payload)
         assert isinstance(asked, wire.Watch)
         now = time.perf_counter()
-        every, until = self._wishes.get(peer, (0.0, 0.0))
-        self._wishes[peer] = asked.every_s, now + asked.for_s
-        if every != asked.every_s or until < now:  # else it only goes on
+        every, until = self._watches.get(peer, (0.0, 0.0))
+        self._watches[peer] = asked.every_s, now + asked.for_s
+        if every != asked.every_s or until < now:  # otherwise the present timer goes on
             if peer in self._next:
                 self._next[peer].cancel()
-            self._say(peer)
+            self._send_samples(peer)
 
-    def _say(self, peer: Peer) -> None:
-        every, until = self._wishes[peer]
+    def _send_samples(self, peer: Peer) -> None:
+        every, until = self._watches[peer]
         if time.perf_counter() <= until and not peer.lost:
             peer.send(self._text)
             self.sent += 1
-            self._next[peer] = self._later(every, self._say, peer)
+            self._next[peer] = self._later(every, self._send_samples, peer)
 
-    async def look(self, seconds: float) -> dict[str, Any]:
-        """What was sent and acknowledged in the next `seconds`."""
+    async def measure(self, seconds: float) -> dict[str, Any]:
+        """Return the number of samples sent in the next `seconds` and the latencies of acknowledgements."""
         self.times.clear()
         began = self.sent
         await asyncio.sleep(seconds)

@@ -1,8 +1,8 @@
-"""The server under test in its own process: the product's server program, with the product in it or with a ceiling.
+"""The server under test in its own process: the product's server program, with the product's application or a ceiling.
 
-`python -m tests.bench.server APPLICATION --fd N`. The ceilings stand under the product's name, so everything that
-`cyborgweb.server.web_server` decides (event loop, protocol, limits) is the same for all of them. As APPLICATION
-`granian` it is granian, with granian's own arguments.
+`python -m tests.bench.server APPLICATION --fd N`. A ceiling replaces the module of the product's application, so
+everything that `cyborgweb.server.web_server` decides (event loop, protocol, limits) is the same for all of them.
+APPLICATION `granian` runs granian with the remaining arguments.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ ACK = '{"type":"Ack","seq":100000,"of":"Report"}'
 
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
-    """The ceiling: takes every socket, answers every message with the same Ack, looks at nothing."""
-    if not await _opened(scope, receive, send):
+    """The ceiling of heartbeats and connects: accept each socket, answer each message with the same Ack."""
+    if not await _open_socket(scope, receive, send):
         return
     while (await receive())["type"] == "websocket.receive":
         await send({"type": "websocket.send", "text": ACK})
 
 
 async def acknowledging(scope: Any, receive: Any, send: Any) -> None:
-    """The ceiling of reports: decodes each message typed and bounded, as it must be, acknowledges it, does no more."""
-    if not await _opened(scope, receive, send):
+    """The ceiling of reports: decode each message with types and limits, acknowledge reports, do nothing else."""
+    if not await _open_socket(scope, receive, send):
         return
     while (event := await receive())["type"] == "websocket.receive":
         message = wire.decode_from_agent(event["text"])
         if isinstance(message, wire.Report):
             text = f'{{"type":"Ack","seq":{message.seq},"of":"Report"}}'
-            del message, event  # five hundred of them kept alive would make the next one slower
+            del message, event  # 500 messages kept alive would slow down the next one
             await send({"type": "websocket.send", "text": text})
 
 
-async def _opened(scope: Any, receive: Any, send: Any) -> bool:
-    """Take the socket and welcome its agent; False when it was no socket, but the request for a challenge."""
+async def _open_socket(scope: Any, receive: Any, send: Any) -> bool:
+    """Accept the socket and send the Welcome; answer a request for a challenge and return False."""
     if scope["type"] == "http":
-        await _challenge(send)
+        await _send_challenge(send)
         return False
     await receive()
     await send({"type": "websocket.accept", "subprotocol": wire.VERSIONS[0]})
@@ -54,7 +54,7 @@ async def _opened(scope: Any, receive: Any, send: Any) -> bool:
     return True
 
 
-async def _challenge(send: Any) -> None:
+async def _send_challenge(send: Any) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(CHALLENGE)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": CHALLENGE})
@@ -64,11 +64,12 @@ CEILINGS = {"bare": bare, "acknowledging": acknowledging}
 
 
 def main() -> None:
-    """Serve until killed."""
+    """Serve the application that the first argument names until this process is killed."""
     name = sys.argv.pop(1)
     die_with_parent()
     if name == "granian":
-        os.execv(sys.executable, [sys.executable, "-m", "granian", *sys.argv[1:]])  # the death signal stays
+        # The parent-death signal survives exec.
+        os.execv(sys.executable, [sys.executable, "-m", "granian", *sys.argv[1:]])
     get_keys()
     if name in CEILINGS:
         stand_in: Any = types.ModuleType("cyborgweb.asgi")

@@ -1,4 +1,4 @@
-"""The product's settings for servers of the bench: the ceilings answer beside it, and granian's workers die with it."""
+"""The product's settings for the bench: the ceilings of the API are served too, and granian's workers die with it."""
 
 from cyborgweb.settings.base import *  # noqa: F403
 from drivers.isolation.process import die_with_parent

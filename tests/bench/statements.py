@@ -1,4 +1,4 @@
-"""Every statement the servers run, as PostgreSQL itself logs them."""
+"""Collect the statements that the servers run, from PostgreSQL's log."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ STATEMENT = re.compile(r"\[(?P<pid>\d+)\] LOG:  (?:statement|execute [^:]*): \s*
 
 
 @contextmanager
-def statements(lab: Lab) -> Iterator[list[str]]:
-    """A list that holds, once the block is left, what other connections than ours ran in it."""
+def collect_statements(lab: Lab) -> Iterator[list[str]]:
+    """Yield a list; when the context is left, it is filled with the statements of all other connections."""
     found: list[str] = []
-    with logged(lab) as all_of_them:
+    with collect_statements_by_backend(lab) as collected:
         yield found
-    found += [text for _, text in all_of_them]
+    found += [text for _, text in collected]
 
 
 @contextmanager
-def logged(lab: Lab) -> Iterator[list[tuple[str, str]]]:
-    """The same, each with the process id of the connection that ran it."""
+def collect_statements_by_backend(lab: Lab) -> Iterator[list[tuple[str, str]]]:
+    """Do the same as `collect_statements`, with pairs of the backend's process id and the statement."""
     log = lab.home / "postgres" / "log"
     found: list[tuple[str, str]] = []
-    _log("all")
+    _set_log_statement("all")
     begin = log.stat().st_size
     yield found
     with log.open() as lines:
         lines.seek(begin)
         matches = list(STATEMENT.finditer(lines.read()))
-    _log("none")
+    _set_log_statement("none")
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         ours = str(cursor.fetchone()[0])
     found += [(match["pid"], match["text"]) for match in matches if match["pid"] != ours]
 
 
-def _log(which: str) -> None:
+def _set_log_statement(which: str) -> None:
     with connection.cursor() as cursor:
         cursor.execute(f"ALTER SYSTEM SET log_statement = '{which}'")
         cursor.execute("SELECT pg_reload_conf(), pg_sleep(0.2)")

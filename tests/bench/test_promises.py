@@ -1,4 +1,4 @@
-"""`make bench-check`: a row that does not hold makes it fail by name, and so does a promise that was not measured."""
+"""Tests of `make bench-check`: it fails, and names the row, if a row does not hold or a promise was not measured."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ LOST_HOSTS_ROW = Row("soak: memory", 1.0, "MB/h", "slope", 30.0, note="3 hosts l
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    """A state directory with the result of a run in which everything holds."""
+    """Return a state directory with the result of a run in which every row holds."""
     write_result(tmp_path, PASSING_ROWS)
     return tmp_path
 
 
 def write_result(state: Path, rows: list[Row]) -> None:
-    """As a run of the bench does."""
+    """Write `bench.json` as a run of the bench does."""
     (state / "bench.json").write_text(json.dumps([row.as_json() for row in rows]))
 
 
 @pytest.fixture
 def check(state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
-    """Exit status and lines of `python -m tests.bench --check` over `state`."""
+    """Return a function that runs `tests.bench --check` over `state` and returns its exit status and lines."""
     monkeypatch.setenv("CYBORG_STATE_DIR", str(state))
 
     def run() -> tuple[int, list[str]]:

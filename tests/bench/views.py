@@ -1,6 +1,6 @@
-"""The ceilings of the API, served beside the product by the same process: same server, same tokens, same renderer.
+"""The ceilings of the API, served by the product's process: they use the same server, tokens and renderer.
 
-They are plain DRF views: a caller is authenticated and allowed, one statement runs, its result goes out.
+They are plain DRF views: they authenticate and authorize the caller, run one statement and return its result.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ FROM accelerators_acceleratorrequest WHERE instance_uuid = %s
 
 
 class Aggregate(APIView):
-    """PostgreSQL's own json_agg of the stored columns of every device, passed through."""
+    """Return PostgreSQL's json_agg of the stored columns of all devices, unchanged."""
 
     renderer_classes = [JsonRenderer]
     policy_rules = {"GET": "cyborg:device:get_all"}
 
     def get(self, request: Request) -> Response:
-        """All devices."""
+        """List all devices."""
         with connection.cursor() as cursor:
             cursor.execute(AGGREGATE)
             return Response(cursor.fetchone()[0].encode())
 
 
 class Indexed(APIView):
-    """One query by the index of `instance_uuid`, its rows as they are."""
+    """Run one query by the index of `instance_uuid` and return its rows unchanged."""
 
     renderer_classes = [JsonRenderer]
     policy_rules = {"GET": "cyborg:arq:get_all"}
 
     def get(self, request: Request, instance: UUID) -> Response:
-        """An instance's requests."""
+        """List the requests of an instance."""
         with connection.cursor() as cursor:
             cursor.execute(INDEXED, [instance])
             names = [column.name for column in cursor.description or ()]

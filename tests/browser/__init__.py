@@ -1,1 +1,1 @@
-"""The console in a real browser, as people use it. `make test-browser`, after `make deps-browser`."""
+"""Tests of the console in a real browser. They run with `make test-browser`, after `make deps-browser`."""

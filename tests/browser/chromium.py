@@ -1,6 +1,6 @@
-"""The browser that the tests drive: Debian's Chromium, or any other one of its family. Run by `make deps-browser`.
+"""Find or install the browser for the tests: Debian's Chromium, or Chrome. `make deps-browser` runs this.
 
-`TEST_BROWSER` names another executable. Playwright never downloads one of its own.
+`TEST_BROWSER` can name another executable. Playwright never downloads a browser.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ MISSING = "there is no Chromium here: `make deps-browser` as root, or set TEST_B
 
 
 def find() -> str:
-    """Its path, '' where there is none."""
+    """Return the path of the browser, '' if there is none."""
     wanted = os.environ.get("TEST_BROWSER")
     return next((path for name in ([wanted] if wanted else NAMES) if (path := shutil.which(name))), "")
 
 
 def install() -> None:
-    """Debian's package; raises OSError or CalledProcessError."""
+    """Install Debian's package of Chromium; raise OSError or CalledProcessError if this fails."""
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     for words in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
         subprocess.run(["apt-get", "-qq", *words], check=True, env=environment, stdout=subprocess.DEVNULL)
 
 
 def main() -> int:
-    """Exit status 0 when there is a browser in the end."""
+    """Install Chromium if there is no browser; return 0 if there is one in the end, otherwise 1."""
     if not find() and os.geteuid() == 0:
         try:
             install()

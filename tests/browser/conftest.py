@@ -1,4 +1,4 @@
-"""A product, a browser, and people at its screen. Pages are watched: what their consoles complain of fails the test."""
+"""Fixtures: a product, a browser and its windows. An error or warning in a browser's console fails the test."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ collect_ignore_glob = [] if find_spec("playwright") else ["test_*.py"]
 Hardware = Callable[..., None]
 SCREENS = ROOT / "var" / "screens"
 WAIT_MS = 30_000
-"""A deadline for what takes a moment: machines of the build are slow at times."""
+"""Timeout for actions that usually take a moment; build machines are sometimes slow."""
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Chromium. Playwright's driver ends it when we are gone, however we went."""
+    """Start Chromium. Playwright's driver ends it when this process ends, even if it is killed."""
     from playwright.sync_api import expect, sync_playwright
 
     path = chromium.find()
@@ -44,17 +44,17 @@ def browser() -> Iterator[Browser]:
 
 
 def _installation_of(item: Any) -> str:
-    """The name of the installation that a module wants, '' for what is no module of this lane."""
+    """Return the INSTALLATION of the item's module, '' for modules of other lanes."""
     return getattr(getattr(item, "module", None), "INSTALLATION", "")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the modules that share an installation after one another: a start of the product takes seconds."""
+    """Group the modules that share an installation, because a start of the product takes seconds."""
     items.sort(key=_installation_of)
 
 
 class Installations:
-    """One running product at a time, with its desk; the next one is started when a module wants another."""
+    """Runs one product at a time, with its desk; replaces it when a module needs another installation."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser, self._name = browser, ""
@@ -62,7 +62,7 @@ class Installations:
         self._running = ExitStack()
 
     def get(self, name: str) -> ConsoleDesk:
-        """The desk of the installation `name`; started unless it is the one that runs."""
+        """Return the desk of the installation `name`; start this installation if another one or none runs."""
         if self._desk is None or name != self._name:
             self.close()
             folder = self._running.enter_context(fresh_folder())
@@ -74,7 +74,7 @@ class Installations:
         return self._desk
 
     def close(self) -> None:
-        """Stop what runs."""
+        """Stop the running product and close its desk."""
         if self._desk:
             self._desk.close()
         self._desk = None
@@ -82,7 +82,7 @@ class Installations:
 
 
 def fill_with_sample(product: Product) -> None:
-    """Store the cloud and the people of `tests.browser.sample`."""
+    """Store the cloud and the users of `tests.browser.sample`."""
     known = environment(CYBORG_STATE_DIR=str(product.state))
     subprocess.run([sys.executable, "-m", "tests.browser.sample"], check=True, cwd=ROOT, env=known)
 
@@ -95,20 +95,20 @@ def _installations(browser: Browser) -> Iterator[Installations]:
 
 
 @pytest.fixture(scope="module")
-def _seats(_installations: Installations, request: pytest.FixtureRequest) -> ConsoleDesk:
+def _desk_of_module(_installations: Installations, request: pytest.FixtureRequest) -> ConsoleDesk:
     return _installations.get(_installation_of(request))
 
 
 @pytest.fixture(scope="module")
-def product(_seats: ConsoleDesk) -> Product:
-    """The installation that the module's INSTALLATION names: with a fake driver and no admission rule, what is found
-    is inactive; the one called `cloud` has the sample, too."""
-    return _seats.product
+def product(_desk_of_module: ConsoleDesk) -> Product:
+    """Return the product of the module's INSTALLATION. It has a fake driver and no admission rule, so found devices are
+    inactive; the installation `cloud` also has the sample."""
+    return _desk_of_module.product
 
 
 @dataclass
 class ConsoleDesk:
-    """Where people sit down before this product's console. `complaints` is what browsers' consoles said."""
+    """Opens browser windows for the product's console; `complaints` are errors and warnings in browsers' consoles."""
 
     product: Product
     browser: Browser
@@ -116,21 +116,21 @@ class ConsoleDesk:
     _cookies: dict[str, list[Any]] = field(default_factory=dict)
     _contexts: list[BrowserContext] = field(default_factory=list)
     _own: BrowserContext | None = None
-    """The administrator's browser, which keeps what it has fetched from test to test."""
+    """The administrator's browser context, which keeps its HTTP cache from test to test."""
 
     @property
     def address(self) -> str:
-        """Of the product's web process."""
+        """Return the address of the product's web process."""
         return f"http://127.0.0.1:{self.product.port}"
 
     def open_logged_out(self, **how: Any) -> Page:
-        """A new browser window of somebody who is not logged in; `how` is Playwright's (color_scheme, …)."""
+        """Open a window without a login; `how` are options of Playwright's context (color_scheme, …)."""
         context = self._open(**how)
         self._contexts.append(context)
         return context.new_page()
 
     def open_as_administrator(self, **how: Any) -> Page:
-        """A window of the administrator, who logs in once; a tab of the same browser, with `how` one of another."""
+        """Open a tab in the administrator's browser context, with `how` in a new one. The login happens only once."""
         if how:
             return self.open_as(*self._first_login(), **how)
         if self._own is None:
@@ -139,7 +139,7 @@ class ConsoleDesk:
         return self._own.new_page()
 
     def open_as(self, name: str, password: str, **how: Any) -> Page:
-        """A new browser window of `name`, who logs in once."""
+        """Open a window in a new browser context in which user `name` is logged in."""
         context = self._open(**how)
         self._contexts.append(context)
         self._log_in(context, name, password)
@@ -150,8 +150,11 @@ class ConsoleDesk:
             base_url=self.address, viewport={"width": 1440, "height": 900}, reduced_motion="reduce", **how
         )
         context.set_default_timeout(WAIT_MS)
-        context.on("console", lambda said: said.type in ("error", "warning") and self._note(said.page, said.text))
-        context.on("weberror", lambda error: self._note(error.page, str(error.error)))
+        context.on(
+            "console",
+            lambda message: message.type in ("error", "warning") and self._add_complaint(message.page, message.text),
+        )
+        context.on("weberror", lambda error: self._add_complaint(error.page, str(error.error)))
         return context
 
     def _log_in(self, context: BrowserContext, name: str, password: str) -> None:
@@ -165,15 +168,15 @@ class ConsoleDesk:
     def _first_login(self) -> tuple[str, str]:
         return first_login(self.product)
 
-    def _note(self, page: Page | None, text: str) -> None:
+    def _add_complaint(self, page: Page | None, text: str) -> None:
         self.complaints.append(f"{page.url.removeprefix(self.address) if page else ''}: {text}")
 
     def drop_complaints(self, pattern: str) -> None:
-        """Complaints that the test itself has caused."""
+        """Remove expected complaints that match `pattern`."""
         self.complaints[:] = [one for one in self.complaints if not re.search(pattern, one)]
 
     def close_windows(self, failed: str) -> None:
-        """Close every window; a picture of each stays in var/screens when the test failed."""
+        """Close every window. If the test `failed` (its name), save a screenshot of each to var/screens first."""
         open_ones = [page for context in [*self._contexts, self._own] if context for page in context.pages]
         for number, page in enumerate(open_ones):
             if failed:
@@ -186,7 +189,7 @@ class ConsoleDesk:
         self._contexts.clear()
 
     def close(self) -> None:
-        """Close the administrator's browser, too."""
+        """Close every window and the administrator's browser context."""
         self.close_windows("")
         if self._own:
             self._own.close()
@@ -194,13 +197,13 @@ class ConsoleDesk:
 
 
 def first_login(product: Product) -> tuple[str, str]:
-    """Name and password of the administrator that the first start has made."""
+    """Return name and password of the administrator that the first start has created."""
     name, password = (product.state / "first-login").read_text().strip().split(" / ")
     return name, password
 
 
 def log_in(page: Page, name: str, password: str) -> None:
-    """As a person does: the first page asks for it."""
+    """Log in through the form of the first page."""
     page.goto("/admin/")
     page.get_by_label("Username").fill(name)
     page.get_by_label("Password").fill(password)
@@ -209,18 +212,20 @@ def log_in(page: Page, name: str, password: str) -> None:
 
 
 @pytest.fixture
-def desk(_seats: ConsoleDesk, request: pytest.FixtureRequest) -> Iterator[ConsoleDesk]:
-    """This product's desk for one test, which fails if any page had a complaint."""
-    _seats.complaints.clear()
+def desk(_desk_of_module: ConsoleDesk, request: pytest.FixtureRequest) -> Iterator[ConsoleDesk]:
+    """Yield the product's desk for one test; fail the test if a page logged an error or a warning."""
+    _desk_of_module.complaints.clear()
     failed_before = request.session.testsfailed
-    yield _seats
-    _seats.close_windows(re.sub(r"\W+", "-", request.node.name) if request.session.testsfailed > failed_before else "")
-    assert not _seats.complaints
+    yield _desk_of_module
+    _desk_of_module.close_windows(
+        re.sub(r"\W+", "-", request.node.name) if request.session.testsfailed > failed_before else ""
+    )
+    assert not _desk_of_module.complaints
 
 
 @pytest.fixture
 def hardware(product: Product) -> Hardware:
-    """`hardware("unplug", "0")`: what a hand does to the fake devices, as `python -m drivers.fake` lets it."""
+    """Return a function that changes the fake devices with `python -m drivers.fake`: `hardware("unplug", "0")`."""
     control = str(product.state / "fake-driver.json")
 
     def change(*words: str) -> None:
@@ -231,6 +236,6 @@ def hardware(product: Product) -> Hardware:
 
 @pytest.fixture(scope="session")
 def screens() -> Path:
-    """Where pictures of the main pages are left."""
+    """Create and return the folder for screenshots of the main pages."""
     SCREENS.mkdir(parents=True, exist_ok=True)
     return SCREENS

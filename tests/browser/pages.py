@@ -1,4 +1,4 @@
-"""The console's main pages, how each is opened, pictured, and looked at by axe-core."""
+"""The console's main pages; helpers that open a page, take a screenshot and check it with axe-core."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ MAIN = {
     "api": "/api/",
     "api-devices": "/api/devices/",
 }
-"""Where each is; with an arrow what the list's first row leads to."""
+"""The path of each page; an arrow means the page that the first row of this list links to."""
 LEVELS = {"wcag2a", "wcag2aa", "wcag21a", "wcag21aa"}
 """Tags of the rules of WCAG 2.1, levels A and AA."""
 COLOUR_RULES = ("color-contrast", "link-in-text-block")
-"""The rules whose outcome may differ in the dark."""
+"""The rules whose result may differ between light and dark."""
 HIDE_LIKE_ROWS = """() => { const seen = new Set();
     for (const [at, row] of document.querySelectorAll("tbody tr").entries()) {
         const drawn = [row, ...row.querySelectorAll("*")].map(one => [one.tagName, one.getAttribute("class"),
@@ -49,18 +49,18 @@ HIDE_LIKE_ROWS = """() => { const seen = new Set();
 SHOW_ROWS = """() => { for (const row of document.querySelectorAll("[data-alike]")) {
     delete row.dataset.alike; row.style.display = ""; } }"""
 FOREIGN = {"aria-prohibited-attr": "help-tooltip"}
-"""Findings in markup that is not ours: rule, and what is in the element. Django's own script writes these icons
-(SelectFilter2.js, beside the lists of groups and permissions); what they say stands beside them as text, too."""
+"""Violations in markup of Django that are ignored: rule → text in the element. SelectFilter2.js writes these icons
+beside the lists of groups and permissions; the same help is also shown as text."""
 
 
 def first_row(page: Page) -> str | None:
-    """The page that the first row of the list on screen leads to."""
+    """Return the path that the first row of the open list links to, or None."""
     link = page.locator("#result_list tbody a[href*='/change/']").first
     return urlsplit(link.evaluate("a => a.href")).path if link.count() else None
 
 
 def open_page(page: Page, where: str) -> None:
-    """One of MAIN."""
+    """Open a page, given as one of the values of MAIN."""
     path, _, first = where.partition(" ")
     page.goto(path)
     if first:
@@ -70,15 +70,15 @@ def open_page(page: Page, where: str) -> None:
 
 
 def find_violations(page: Page) -> list[str]:
-    """What axe-core finds by all of its rules: every violation of level A or AA, and of its other rules those that it
-    calls serious or critical. Less what is FOREIGN."""
+    """Return the violations that axe-core finds: all of levels A and AA, and of other rules the serious and critical
+    ones. Those in FOREIGN are left out."""
     colours = {rule: {"enabled": False} for rule in COLOUR_RULES}
     return _run_axe(page, {"rules": colours}) + find_colour_violations(page)
 
 
 def find_colour_violations(page: Page) -> list[str]:
-    """The same by the rules about colours alone, which are by far the slowest: of rows of tables that are alike but for
-    their text, and so have the same colours, one is looked at."""
+    """Return the violations of the colour rules only. These are by far the slowest rules, so of table rows that differ
+    only in their text, and therefore have the same colours, only one is checked."""
     page.evaluate(HIDE_LIKE_ROWS)
     try:
         return _run_axe(page, {"runOnly": list(COLOUR_RULES)})
@@ -100,7 +100,7 @@ def _run_axe(page: Page, options: dict[str, Any]) -> list[str]:
 
 
 def picture(page: Page, path: Path) -> None:
-    """Of the page as it is once its socket stands."""
+    """Take a screenshot of the page, on a live page after its socket is connected."""
     if (badge := page.locator("p.live")).count():
         expect(badge).to_have_text("●live")
     page.screenshot(path=path)

@@ -1,4 +1,4 @@
-"""The people of the sample, one in each group of docs/roles.md besides the administrator's."""
+"""The users of the sample: one in each group of docs/roles.md except the administrator's."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ PEOPLE = {
     "viewer": "role:viewer",
     "tenant": f"project:{TENANT_PROJECT}",
 }
-"""Name and group of each."""
+"""User name → group."""

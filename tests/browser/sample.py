@@ -1,7 +1,7 @@
-"""A small cloud to look at: six hosts of two NUMA nodes, cards of every kind, one with switches between its GPUs, some
-trouble, some demand; and a person of each role.
+"""Fill a product with a small cloud: seven hosts with two NUMA nodes and cards of every kind (one host has PCI switches
+between its GPUs), some faults and some requests; and a user of each role.
 
-Run in a process of its own (`python -m tests.browser.sample`) over the state directory of a product that is up.
+Run it in a separate process (`python -m tests.browser.sample`) with the state directory of a running product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
 django.setup()
 
-from django.contrib.auth.models import User  # noqa: E402  (needs Django's registry, as all that follows)
+from django.contrib.auth.models import User  # noqa: E402  (needs Django's registry, like all imports below)
 
 from accelerators import conductor  # noqa: E402
 from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Device, DeviceProfile, Host  # noqa: E402
@@ -42,28 +42,28 @@ KINDS = (
     (0xCA, "QAT", "8086", "QAT 4xxx", 8),
     (0xE3, "AICHIP", "1ed5", "Ascend 910B", 1),
 )
-"""Bus, type, vendor, model, handles; the first four at NUMA node 0."""
+"""Bus, type, vendor, model, number of handles; the first four are at NUMA node 0, the others at node 1."""
 CLASSES = {"GPU": "PGPU", "FPGA": "FPGA"}
 STATES = ("ready", "ready", "ready", "inactive", "ready", "maintenance", "ready", "failed", "quarantined")
-WHY = {
+REASONS = {
     "ready": ("admitted by the rule “all of rack 2”", "rule"),
     "inactive": ("found by its driver", "agent"),
     "maintenance": ("firmware update", "olga"),
     "failed": ("install: the bitstream does not match the shell", "agent"),
     "quarantined": ("two ECC errors in a day", "olga"),
 }
-TROUBLE = {
+FAULTS = {
     3: ("degraded", "link at x8 of x16"),
     13: ("failed", "thermal shutdown, slot 4"),
     27: ("unknown", "no sensor"),
 }
 
 
-def cards(host: int) -> list[Found]:
-    """What is in one box."""
+def make_devices(host: int) -> list[Found]:
+    """Return the devices of host number `host`."""
     found = []
     for place, (bus, kind, vendor, model, handles) in enumerate(KINDS):
-        status, reason = TROUBLE.get(host * len(KINDS) + place, ("ok", ""))
+        status, reason = FAULTS.get(host * len(KINDS) + place, ("ok", ""))
         more = {"numa_node": place // 4, "kernel_driver": "vfio-pci", "status": status, "status_reason": reason}
         [part] = (plain := make_card(bus, handles)).deployables
         part = replace(part, attributes=(Attribute("rc", CLASSES.get(kind, f"CUSTOM_{kind}")),))
@@ -71,8 +71,8 @@ def cards(host: int) -> list[Found]:
     return found
 
 
-def switched() -> list[Found]:
-    """Two NUMA nodes, each with two switches of two GPUs; behind one of them a NIC with 8 functions, too."""
+def make_switched_devices() -> list[Found]:
+    """Return devices behind PCI switches: per NUMA node two switches of two GPUs; one of the two has a NIC too."""
     found = []
     for switch, bus in enumerate((0x17, 0x37, 0x97, 0xB7)):
         above = f"0000:{bus - 1:02x}:01.0 0000:{bus:02x}:00.0 0000:{bus + 1:02x}"
@@ -87,12 +87,12 @@ def switched() -> list[Found]:
     return found
 
 
-def fill() -> None:
-    """Everything, once."""
+def create_sample() -> None:
+    """Create the whole sample; this works once for each product."""
     now = datetime.now(UTC)
     for number in range(6):
         host = get_or_create_host(f"cmp{number:02}.rack{number % 3 + 1}.example.net")
-        gpus, rest = cards(number)[:2], cards(number)[2:]
+        gpus, rest = make_devices(number)[:2], make_devices(number)[2:]
         faults = (Fault("0000:3f:00.0", "class 0x120000 tells no type; state one in the rule"),) if number == 2 else ()
         pci = DriverReport("pci_driver", "", tuple(rest), faults)
         apply_report(host, pci, make_driver_report(*gpus, driver="nvidia_gpu_driver"))
@@ -120,40 +120,40 @@ def fill() -> None:
         )
         Lease.objects.create(host=host, seen_at=now - timedelta(hours=number == 5))
     box = get_or_create_host("hgx01.rack1.example.net")
-    apply_report(box, DriverReport("pci_driver", "", tuple(switched())))
-    decide(now)
-    demand(box)
+    apply_report(box, DriverReport("pci_driver", "", tuple(make_switched_devices())))
+    set_device_states(now)
+    create_requests(box)
     JoinToken.objects.create(
         host_name="cmp99.rack1.example.net",
         secret_hash="a" * 64,
         expires_at=now + timedelta(hours=20),
         created_by="admin",
     )
-    employ()
+    create_users()
     ApiToken.create_with_secret("nova", User.objects.get(username="admin"), ["service"], "local")
 
 
-def employ() -> None:
-    """A person in each group of `PEOPLE`, who logs in with her name and `PASSWORD`."""
+def create_users() -> None:
+    """Create the users of `PEOPLE` in their groups, with `PASSWORD`."""
     for name, group in PEOPLE.items():
         person = User.objects.create_user(name, password=PASSWORD, is_staff=True)
         person.groups.add(roles.get_group(group))
 
 
-def decide(now: datetime) -> None:
-    """What people and rules said of the devices."""
+def set_device_states(now: datetime) -> None:
+    """Create an admission rule and set states and reasons of the devices."""
     with conductor.writing():
         AdmissionRule.objects.create(name="all of rack 2", driver="pci_driver", action="ready")
         sampled = Device.objects.exclude(state="missing").filter(host__name__regex="^(cmp|hgx)")
         for number, device in enumerate(sampled.order_by("id")):
             state = STATES[number % len(STATES)]
-            why, by = WHY[state]
+            why, by = REASONS[state]
             since = now - timedelta(minutes=7 * number + 1)
             Device.objects.filter(pk=device.pk).update(state=state, state_reason=why, state_by=by, state_since=since)
 
 
-def demand(box: Host) -> None:
-    """Requests: some bound, one failed, one that waits."""
+def create_requests(box: Host) -> None:
+    """Create requests: some Bound, one BindFailed, one Initial."""
     with conductor.writing():
         profile = DeviceProfile.objects.create(
             name="fpga-small", groups=[{"resources:FPGA": "1"}], description="One FPGA"
@@ -183,4 +183,4 @@ def demand(box: Host) -> None:
 
 
 if __name__ == "__main__":
-    fill()
+    create_sample()

@@ -1,5 +1,5 @@
-"""For who sees badly, hears the page read, or has no mouse: WCAG 2.1 AA by axe on one page of each make in light and
-dark, and an operator's tasks by keyboard alone, with a focus that is seen, goes on in order and is never caught."""
+"""Tests of the console's accessibility: WCAG 2.1 AA checked by axe, an operator's tasks with the keyboard only (the
+focus must be visible, in order and never trapped), reduced motion, and names for screen readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = {
     "words": "/help/words/",
     "search": "/help/search/?q=drain",
 }
-"""Looked at here besides the main pages, at which `test_pages` looks while it takes their pictures."""
+"""Pages that are checked here; `test_pages` checks the main pages."""
 DARK_PAGES = ("manual", "words")
 FOCUS_SCRIPT = """() => { const one = document.activeElement, style = getComputedStyle(one);
     const box = one.getBoundingClientRect();
@@ -41,11 +41,11 @@ def test_pages_meet_wcag_level_aa_in_light_and_dark(desk: ConsoleDesk) -> None:
         if name in DARK_PAGES:
             page.emulate_media(color_scheme="dark")
             found[f"{name}, dark"] = find_colour_violations(page)
-    assert {name: said for name, said in found.items() if said} == {}
+    assert {name: violations for name, violations in found.items() if violations} == {}
 
 
 def tab_to(page: Page, wanted: str, limit: int = 120) -> None:
-    """Press Tab until what has the focus is called `wanted`; every stop on the way is seen and comes after the last."""
+    """Press Tab until the focused element has the name `wanted`; check that each stop is visible and after the last."""
     before = -1
     for _ in range(limit):
         page.keyboard.press("Tab")
@@ -67,7 +67,7 @@ def test_login_search_and_help_work_by_keyboard_alone(desk: ConsoleDesk) -> None
             tab_to(page, label)
         page.keyboard.type(text)
     page.keyboard.press("Enter")
-    page.wait_for_url("**/admin/")  # and for its scripts, which take the keys that follow
+    page.wait_for_url("**/admin/")  # wait also for the scripts of the page, which handle the next keys
     expect(page.get_by_role("heading", name="Overview")).to_be_visible()
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
@@ -75,7 +75,7 @@ def test_login_search_and_help_work_by_keyboard_alone(desk: ConsoleDesk) -> None
     page.keyboard.press("Tab")
     assert page.evaluate("document.querySelector('main').contains(document.activeElement)"), "the skip link skips"
 
-    # The palette: to the devices, and back from a dialog to where one was.
+    # The palette opens the devices; then a closed dialog must give the focus back.
     page.keyboard.press("Control+k")
     box = page.get_by_role("combobox", name="Go to, or search for")
     expect(box).to_be_focused()

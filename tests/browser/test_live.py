@@ -1,4 +1,4 @@
-"""Pages that stay true while hardware, people and the socket come and go."""
+"""Tests that open pages show changes of hardware and of other users, and recover from outages, without a reload."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ TERMINATE_CONNECTIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity 
 
 @pytest.fixture(autouse=True)
 def _cards(product: Product, hardware: Hardware) -> None:
-    """All of them plugged, whatever the test before did."""
+    """Plug in all cards again, whatever the last test did, and wait until the product knows them."""
     hardware("reset")
     hardware("count", str(len(CARDS)))
     until(lambda: all(stored_states(product).get(card, "missing") != "missing" for card in CARDS), 60)
 
 
 def stored_states(product: Product) -> dict[str, str]:
-    """Address and state, as the database has them."""
+    """Return address → state of all devices in the database."""
     return dict(product.rows("SELECT address, state FROM accelerators_device"))
 
 
 def open_live_list(desk: ConsoleDesk) -> Page:
-    """Open, live, and marked so that a reload would be noticed."""
+    """Open the list of devices, wait until it is live, and set a mark that a reload would remove."""
     page = desk.open_as_administrator()
     page.goto(DEVICES)
     expect(live_badge(page)).to_contain_text("live")
@@ -48,13 +48,13 @@ def open_live_list(desk: ConsoleDesk) -> Page:
 
 
 def live_badge(page: Page) -> Locator:
-    """What says whether the page is live."""
+    """Return the badge that shows whether the page is live."""
     return page.locator("p.live")
 
 
 @contextmanager
 def database_outage(product: Product) -> Iterator[None]:
-    """The database takes no connection meanwhile, and those that were there are gone."""
+    """Close all connections to the database and refuse new ones inside the context."""
     where = str(choose_socket_folder(product.state / "postgres" / "run"))
     with psycopg.connect(host=where, user="postgres", dbname="postgres", autocommit=True) as connection:
         connection.execute("ALTER DATABASE cyborg ALLOW_CONNECTIONS false")
@@ -66,12 +66,12 @@ def database_outage(product: Product) -> Iterator[None]:
 
 
 def device_row(page: Page, card: str) -> Locator:
-    """A device's line."""
+    """Return the row of a device in the list."""
     return page.locator("#result_list tbody tr").filter(has_text=card)
 
 
 def check_page_shows_stored_states(page: Page, product: Product) -> None:
-    """Every row comes to show what the database has, and the page was never loaded anew."""
+    """Check that every row shows the stored state, and that the page was not reloaded."""
     for card, state in stored_states(product).items():
         expect(device_row(page, card)).to_contain_text(state)
     assert page.evaluate("window.sameAsBefore"), "the page was loaded anew"
@@ -152,7 +152,7 @@ def test_a_live_page_reconnects_after_the_web_process_was_killed_and_catches_up(
 
 
 def test_a_live_page_shows_that_it_is_stale_while_the_database_is_away(desk: ConsoleDesk, hardware: Hardware) -> None:
-    """Nobody gets to the database, the hub's connection is cut, too."""
+    """All connections to the database are closed, also the one of the hub that sends changes to pages."""
     page = open_live_list(desk)
     hardware("unplug", "2")
     with database_outage(desk.product):

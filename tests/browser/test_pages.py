@@ -1,5 +1,5 @@
-"""Every page of the console and of the APIs as an administrator sees it: no violation of its policy, no error of a
-script; on the main ones WCAG 2.1 AA and no serious barrier by axe, and a picture in light and dark."""
+"""Tests of every page of the console and of the APIs as an administrator sees it: no violation of the content security
+policy and no script error; for the main pages WCAG 2.1 AA checked by axe, and screenshots in light and dark."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AXE_PAGES = (
     "user",
     "api-devices",
 )
-"""Those looked at by axe-core: one of each make."""
+"""The pages that axe-core checks: one of each kind."""
 DARK_AXE_PAGES = ("login", "overview", "usage", "census", "switches", "devices", "device", "rule", "request", "event")
 UNLINKED_PAGES = (
     "/admin/auth/user/add/",
@@ -46,11 +46,11 @@ UNLINKED_PAGES = (
     "/v2",
     "/v2/devices",
 )
-"""What no link of the console's navigation leads to."""
+"""Pages that the console's navigation does not link to."""
 
 
 def visit_every_page(page: Page) -> Iterator[str]:
-    """Every page in turn; it is on the screen when its address is yielded."""
+    """Open every page in turn, with the first detail page of each list; yield the path while the page is open."""
     page.goto("/admin/")
     links = page.get_by_role("navigation", name="Console").get_by_role("link")
     for path in dict.fromkeys(urlsplit(link).path for link in links.evaluate_all("all => all.map(a => a.href)")):

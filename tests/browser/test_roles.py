@@ -1,5 +1,5 @@
-"""The console as each role of docs/roles.md sees it: its pages open, the others say why not, and no button is offered
-that would be refused."""
+"""Tests of the console for each role of docs/roles.md: pages that the role may see open, other pages say why not, and
+no button is shown that would be refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADMIN_BUTTONS = {
     DEVICES: ("Run",),
     MAIN["host"]: ("Rescan", "Fetch its log", "Ask for the raw report"),
 }
-"""Where an administrator is offered which buttons; a role that may not press one does not see it there."""
+"""Page → buttons that an administrator sees there; a role that may not use a button does not see it."""
 ACCESS_ENTRIES = {"API tokens", "Users", "Maintenance"}
 TENANT_ENTRIES = {"Overview", "Requests", "Device profiles", "Inbox", "Subscriptions", "Deliveries", "Manual"}
 NOT_SEEN = "Your account may not see this. An administrator can put it into a group that may."
@@ -36,7 +36,7 @@ TAKES_OPERATOR = "You need the role accelerator_operator or membership in the gr
 
 @dataclass(frozen=True)
 class RoleRights:
-    """What a role that sees all hosts may besides looking; `words` are its roles as the pages name them."""
+    """Additional rights of a role that sees all hosts; `role_names` are its roles as the pages list them."""
 
     role_names: str
     rescans: bool
@@ -51,21 +51,21 @@ RIGHTS = {
 
 
 def sidebar_entries(page: Page) -> dict[str, str]:
-    """Word and address of each entry in the sidebar."""
+    """Return label → address of each entry in the sidebar."""
     links = page.get_by_role("navigation", name="Console").get_by_role("listitem").get_by_role("link")
-    # An entry begins with the name of its icon, which is hidden from who hears the page.
+    # The text of an entry begins with the name of its icon, which is hidden from screen readers.
     found = links.evaluate_all("all => all.map(a => [a.innerText.split('\\n').at(-1).trim(), a.href])")
     return {word: address for word, address in found}
 
 
 def check_every_entry_opens(page: Page) -> None:
-    """No entry of the sidebar leads to a refusal."""
+    """Check that every entry of the sidebar opens with status 200."""
     refused = {word: page.request.get(address).status for word, address in sidebar_entries(page).items()}
     assert {word: status for word, status in refused.items() if status != 200} == {}
 
 
 def check_page_is_refused(page: Page, path: str, why: str, heading: str = "Not allowed", status: int = 403) -> None:
-    """The page at `path` is a refusal in the console's frame that says why, and leads back."""
+    """Check that `path` shows a refusal inside the console's layout, with the reason and a link to the overview."""
     answer = page.goto(path)
     assert answer is not None and answer.status == status, path
     expect(page.get_by_role("heading", level=1)).to_have_text(heading)
@@ -102,7 +102,7 @@ def test_an_administrator_is_offered_each_button_that_other_roles_are_not(desk: 
     page = desk.open_as_administrator()
     for where, labels in ADMIN_BUTTONS.items():
         open_page(page, where)
-        if where == DEVICES:  # its button shows once a row and an action are selected
+        if where == DEVICES:  # its button is visible only after a row and an action are selected
             page.locator("#result_list tbody input[name=_selected_action]").first.check()
             page.get_by_role("combobox", name="Select action to run").select_option(index=1)
         for label in labels:
@@ -132,7 +132,7 @@ def test_a_page_that_a_role_may_not_see_names_the_reason_and_links_to_the_overvi
 
 
 def test_an_operator_can_rescan_a_host_and_see_the_command(desk: ConsoleDesk, screens: Path) -> None:
-    """Find a host in trouble, have it looked at again, see the command; attach is offered, a decision is not."""
+    """An operator finds a host, orders a rescan, sees the command, and is offered to attach devices."""
     page = desk.open_as("operator", PASSWORD)
     page.goto("/admin/")
     page.get_by_role("navigation", name="Console").get_by_role("link", name="Hosts").click()

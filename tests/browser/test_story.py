@@ -1,5 +1,5 @@
-"""What an operator does in a day: log in, find a device, make it ready; also without a mouse, without
-JavaScript, in the dark."""
+"""Tests of an operator's usual tasks: log in, find a device, make it ready; also without JavaScript or without a mouse;
+and choose a theme."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICES = "/admin/accelerators/device/"
 
 
 def open_fake_device(page: Page) -> None:
-    """From the first page to the fake device's, by its links."""
+    """Follow the links from the overview to the page of the fake device."""
     page.goto("/admin/")
     page.get_by_role("navigation", name="Console").get_by_role("link", name="Devices").click()
     page.get_by_role("link", name="localhost").click()
@@ -26,14 +26,14 @@ def open_fake_device(page: Page) -> None:
     expect(page.get_by_role("heading", level=1)).to_contain_text("miss model info")
 
 
-def decide(page: Page, choice: str, why: str) -> None:
-    """Say what becomes of the device on the screen."""
+def submit_decision(page: Page, choice: str, why: str) -> None:
+    """Fill in the reason and press the button `choice` on the open device page."""
     page.locator("#reason").fill(why)
     page.get_by_role("button", name=choice, exact=True).click()
 
 
 def check_state_and_reason(page: Page, state: str, why: str) -> None:
-    """The device's page tells both, and the event beside them."""
+    """Check that the device page shows the state and the reason, and an event with the reason."""
     now = page.get_by_role("region", name="Now")
     expect(now).to_contain_text(state)
     expect(now).to_contain_text(why)
@@ -56,7 +56,7 @@ def test_enabling_a_device_makes_it_ready_with_the_given_reason(desk: ConsoleDes
     page = desk.open_as_administrator()
     open_fake_device(page)
     expect(page.get_by_role("region", name="Now")).to_contain_text("inactive")
-    decide(page, "Enable", "burnt in over night")
+    submit_decision(page, "Enable", "burnt in over night")
     check_state_and_reason(page, "ready", "burnt in over night")
 
 
@@ -64,9 +64,9 @@ def test_login_decisions_and_search_work_without_javascript(desk: ConsoleDesk) -
     page = desk.open_logged_out(java_script_enabled=False)
     log_in(page, *first_login(desk.product))
     open_fake_device(page)
-    decide(page, "Quarantine", "smells of smoke")
+    submit_decision(page, "Quarantine", "smells of smoke")
     check_state_and_reason(page, "quarantined", "smells of smoke")
-    decide(page, "Release", "it was the toast")
+    submit_decision(page, "Release", "it was the toast")
     check_state_and_reason(page, "maintenance", "it was the toast")
     page.goto(f"{DEVICES}?q=nothing+like+this")
     expect(page.get_by_role("heading", name="Nothing matches")).to_be_visible()
@@ -77,7 +77,7 @@ def test_login_decisions_and_search_work_without_javascript(desk: ConsoleDesk) -
 
 
 def tab_to(page: Page, wanted: str, limit: int = 80) -> None:
-    """Press Tab until what has the focus is called `wanted`; every stop on the way has to be seen."""
+    """Press Tab until the focused element has the name `wanted`; check that the focus is visible at each stop."""
     for _ in range(limit):
         page.keyboard.press("Tab")
         name, outlined = page.evaluate(
@@ -114,7 +114,7 @@ def test_a_device_can_be_found_and_quarantined_without_a_mouse(desk: ConsoleDesk
 
 
 def is_dark(page: Page) -> bool:
-    """What is behind everything is nearly black."""
+    """Return whether the background of the page is nearly black."""
     ground: Any = page.evaluate(
         """() => { const spot = document.createElement("canvas").getContext("2d");
                    spot.fillStyle = getComputedStyle(document.body).backgroundColor; spot.fillRect(0, 0, 1, 1);

@@ -1,4 +1,4 @@
-"""How busy a device is, drawn while somebody looks; and a census asked with the keyboard alone."""
+"""Tests of the usage chart of a device, which is drawn live, and of a census that is started with the keyboard."""
 
 from __future__ import annotations
 

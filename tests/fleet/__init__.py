@@ -1,5 +1,5 @@
-"""Thousands of agents against the whole product: `make fleet N=5000 SCENARIO=power-return`, `python -m tests.fleet -h`.
+"""Run thousands of agents against the product: `make fleet N=5000 SCENARIO=power-return`, `python -m tests.fleet -h`.
 
-`hosts` are the agents, in a process of their own; `installation` is the product and what is seen of it; `scenarios` say
-what happens to both; `verdict` compares at the end; `view` shows it while it runs.
+`hosts` are the agents, in a separate process; `installation` runs the product and takes snapshots of it; `scenarios`
+define what happens to both; `verdict` judges the end; `view` shows the snapshots while a scenario runs.
 """

@@ -1,6 +1,6 @@
-"""`python -m tests.fleet N`: run a scenario with N agents, watch it, and see at the end whether anything was lost.
+"""`python -m tests.fleet N`: run a scenario with N agents, show it, and judge at the end whether anything was lost.
 
-Exits 0 when every promise held, 1 when one did not, 2 when it could not be run.
+The exit status is 0 if every promise held, 1 if one did not, 2 if the scenario could not be run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from drivers.isolation.process import die_with_parent
-from tests.bench.orders import CannotMeasure
+from tests.bench.remote_calls import MeasurementError
 from tests.fleet import verdict
 from tests.fleet.installation import Installation, running_installation
 from tests.fleet.scenarios import LONG_SCENARIOS, SCENARIOS, ScenarioRun, run_and_judge
@@ -40,14 +40,14 @@ examples:
 
 
 def main() -> int:
-    """See the module."""
+    """Run the scenario that the arguments name, or all of them; return the exit status."""
     known = SCENARIOS | LONG_SCENARIOS
-    told = "\n".join(f"  {name:<17} {(one.__doc__ or '').splitlines()[0]}" for name, one in known.items())
+    scenarios = "\n".join(f"  {name:<17} {(one.__doc__ or '').splitlines()[0]}" for name, one in known.items())
     parser = argparse.ArgumentParser(
         prog="tests.fleet",
         description="Thousands of simulated agents against the whole product.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=HELP_EPILOG.format(scenarios=told, long=", ".join(LONG_SCENARIOS)),
+        epilog=HELP_EPILOG.format(scenarios=scenarios, long=", ".join(LONG_SCENARIOS)),
     )
     parser.add_argument("count", type=int, nargs="?", default=1000, help="how many agents (1000)")
     parser.add_argument("--scenario", default="cold-start", choices=[*known, "all"], help="what happens to them")
@@ -65,10 +65,10 @@ def main() -> int:
     verdicts: dict[str, list[verdict.PromiseLine]] = {}
     with tempfile.TemporaryDirectory(prefix="cyborg-fleet-") as folder:
         try:
-            with running_installation(Path(folder), arguments.count, arguments.devices, **settings) as there:
+            with running_installation(Path(folder), arguments.count, arguments.devices, **settings) as installation:
                 for name in SCENARIOS if arguments.scenario == "all" else [arguments.scenario]:
-                    verdicts[name] = _run_scenario(name, there, arguments)
-        except (CannotMeasure, KeyboardInterrupt) as error:
+                    verdicts[name] = _run_scenario(name, installation, arguments)
+        except (MeasurementError, KeyboardInterrupt) as error:
             print(f"fleet: {error or 'stopped'}", file=sys.stderr)
             return 2
     if arguments.json:
@@ -76,11 +76,11 @@ def main() -> int:
     return int(not all(line.holds for lines in verdicts.values() for line in lines))
 
 
-def _run_scenario(name: str, there: Installation, arguments: argparse.Namespace) -> list[verdict.PromiseLine]:
+def _run_scenario(name: str, installation: Installation, arguments: argparse.Namespace) -> list[verdict.PromiseLine]:
     print(f"{name}: {((SCENARIOS | LONG_SCENARIOS)[name].__doc__ or '').strip()}", flush=True)
-    view = FleetView(f"{name}, {there.count} agents", there.count, there.devices)
+    view = FleetView(f"{name}, {installation.count} agents", installation.count, installation.devices)
     seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
-    run = ScenarioRun(there, view, arguments.patience, arguments.hold, arguments.soak, seed)
+    run = ScenarioRun(installation, view, arguments.patience, arguments.hold, arguments.soak, seed)
     lines = run_and_judge(name, run)
     print(f"\n{verdict.table(lines)}\n", flush=True)
     return lines

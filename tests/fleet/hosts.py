@@ -1,7 +1,7 @@
-"""The fleet's agents: real keys, real wire, back-off and journal as the agent's, without its hardware. One process.
+"""The fleet's agents, all in one process: real keys, the real wire, the agent's back-off and journal, no hardware.
 
-Run by `installation.Fleet`; commands and answers are JSON lines. A host's content is a generation: its devices have the
-model `g<number>`, so the tables tell which report they are of.
+`installation.Fleet` starts the process; commands and answers are JSON lines. The content of a host is a generation: its
+devices have the model `g<number>`, so the tables show which report they come from.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from agents import wire
 from agents.host.backoff import Backoff, ConnectionTiming, PendingAcks
 from drivers.inventory import DriverReport
 from tests.bench import messages
-from tests.bench.orders import obey
-from tests.bench.peer import Address, Peer, Refused, address, connect, key_of
+from tests.bench.peer import Address, Peer, RefusedError, connect, create_key, local_address
+from tests.bench.remote_calls import serve_calls
 
 DRIVER = "bench_driver"
 LOAD = {"utilization_percent": 50.0, "memory_used_bytes": 1e9, "temperature_celsius": 61.0, "power_watts": 75.0}
 OVERSIZED = 1_200_000
-"""Characters of what a bad driver now and then makes its agent send: more than a gateway takes."""
+"""Characters of an oversized report, which a bad driver sometimes causes: more than the gateway accepts."""
 TICK_S = 1.0
 
 
 @dataclass
 class FleetCounters:
-    """What all hosts together have done so far."""
+    """Counters of all hosts together."""
 
     counts: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    """Attempts that failed, by what was answered: a status, or `closed`."""
+    """Failed attempts and refusals, by HTTP status, error class, code of the refusal, `closed` or `silence`."""
 
 
 @dataclass(frozen=True)
 class SentReport:
-    """One report as it was sent; `model` is that of its devices, '' where its driver failed."""
+    """One report that was sent; `model` is the model of its devices, '' if its driver failed."""
 
     epoch: int
     seq: int
@@ -51,80 +51,80 @@ class SentReport:
 
 @dataclass
 class SimulatedAgent:
-    """One agent: what its journal would hold (epoch, seq, content, what was acknowledged), and its socket."""
+    """One agent: the content of its journal (epoch, seq, generation, acknowledged report) and its socket."""
 
     number: int
     devices: int
-    doings: FleetCounters
+    counters: FleetCounters
     bad: bool = False
-    where: Address = field(default_factory=lambda: Address(0))
-    pace: ConnectionTiming = field(default_factory=ConnectionTiming)
+    gateway: Address = field(default_factory=lambda: Address(0))
+    timing: ConnectionTiming = field(default_factory=ConnectionTiming)
     epoch: int = field(default_factory=lambda: int(time.time()))
-    """From the clock, as of an agent that has lost its journal: above what an earlier fleet has told."""
+    """From the clock, as for an agent that has lost its journal: higher than the epochs of earlier fleets."""
     seq: int = 0
     generation: int = 0
     acknowledged: int = -1
-    """The highest generation that the conductor says to have."""
+    """The highest generation whose report was acknowledged."""
     failing: bool = False
     oversized: bool = False
     peer: Peer | None = None
     task: asyncio.Task[None] | None = None
     _report_from: float = 0.0
-    _owed: PendingAcks = field(default_factory=lambda: PendingAcks(8.0, ConnectionTiming()))
+    _pending: PendingAcks = field(default_factory=lambda: PendingAcks(8.0, ConnectionTiming()))
     _acknowledged: SentReport | None = None
-    _since: list[SentReport] = field(default_factory=list)
-    """Reports sent later, which the conductor may have or not."""
+    _sent_since: list[SentReport] = field(default_factory=list)
+    """Reports sent after the last acknowledged one; each of them may have been stored."""
     _samples: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        self.key = key_of(self.number)
+        self.key = create_key(self.number)
         self._changed = asyncio.Event()
 
     @property
     def connected(self) -> bool:
-        """Welcomed, and not lost since."""
+        """Return whether the agent has its Welcome and its connection is open."""
         return self.peer is not None and not self.peer.lost
 
     @property
-    def owes(self) -> bool:
-        """Whether the conductor has not said that it has the present content."""
+    def owes_report(self) -> bool:
+        """Return whether the present content was not acknowledged yet."""
         return self.acknowledged < self.generation
 
-    def told(self) -> tuple[DriverReport, ...]:
-        """What its driver answers now."""
+    def discover(self) -> tuple[DriverReport, ...]:
+        """Return what the host's driver discovers now: devices of the present generation, or an error."""
         if self.failing:
             return (DriverReport(DRIVER, "its hardware does not answer (simulated)"),)
         name = messages.host_name(self.number)
         return (DriverReport(DRIVER, "", messages.devices(self.devices, name, f"g{self.generation}")),)
 
     def change(self) -> None:
-        """Another content, to be reported."""
+        """Start a new generation, which has to be reported."""
         self.generation += 1
         self._changed.set()
 
     async def run(self) -> None:
-        """Connect, talk, connect again, as `agents.host.connection.link` does."""
-        backoff, clock = Backoff(self.pace), asyncio.get_running_loop().time
+        """Connect, send and receive, and reconnect for ever, as `agents.host.connection.link` does."""
+        backoff, clock = Backoff(self.timing), asyncio.get_running_loop().time
         while True:
             began, after = clock(), 0.0
             try:
-                async with asyncio.timeout(2 * self.pace.open_timeout_s):
-                    peer = await connect(self.where, self.number, self.key, self.epoch)
-                await self._talk(peer)
-            except Refused as error:
+                async with asyncio.timeout(2 * self.timing.open_timeout_s):
+                    peer = await connect(self.gateway, self.number, self.key, self.epoch)
+                await self._exchange_messages(peer)
+            except RefusedError as error:
                 after = error.retry_after
-                self.doings.refused[str(error.status or "closed")] += 1
+                self.counters.refused[str(error.status or "closed")] += 1
             except TimeoutError:
-                self.doings.refused["silence"] += 1
+                self.counters.refused["silence"] += 1
             except OSError as error:
-                self.doings.refused[type(error).__name__] += 1
+                self.counters.refused[type(error).__name__] += 1
             finally:
-                self._end()
-            if clock() - began >= self.pace.stable_after_s:
+                self._disconnect()
+            if clock() - began >= self.timing.stable_after_s:
                 backoff.reset()
             await asyncio.sleep(after + backoff.next_delay())
 
-    def _end(self) -> None:
+    def _disconnect(self) -> None:
         if self._samples:
             self._samples.cancel()
             self._samples = None
@@ -132,64 +132,70 @@ class SimulatedAgent:
             self.peer.transport.abort()
         self.peer = None
 
-    async def _talk(self, peer: Peer) -> None:
+    async def _exchange_messages(self, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
         welcome = wire.decode_from_gateway(peer.welcome)
         if not isinstance(welcome, wire.Welcome):
-            raise Refused(f"instead of a Welcome: {welcome}")
+            raise RefusedError(f"instead of a Welcome: {welcome}")
         if welcome.epoch > self.epoch:
             self.epoch, self.seq = welcome.epoch + 1, 0
         self.peer = peer
-        self._owed = PendingAcks(welcome.beat_s, self.pace)
-        self._owed.last_ack_at = loop.time()
-        self._report_from = loop.time() + self.pace.draw_fraction() * welcome.jitter_s
+        self._pending = PendingAcks(welcome.beat_s, self.timing)
+        self._pending.last_ack_at = loop.time()
+        self._report_from = loop.time() + self.timing.draw_fraction() * welcome.jitter_s
         peer.on_message, peer.on_lost = self._handle_message, lambda _: self._changed.set()
         peer.send(wire.encode_message(wire.Hello("fleet", f"boot-{self.epoch}", (DRIVER,))))
-        beat_at, beat = loop.time() + self.pace.draw_fraction() * welcome.beat_s, 0
+        beat_at, beat = loop.time() + self.timing.draw_fraction() * welcome.beat_s, 0
         while not peer.lost:
             now = loop.time()
-            if self._owed.describe_overdue(now):
-                self.doings.counts["silences"] += 1
+            if self._pending.describe_overdue(now):
+                self.counters.counts["silences"] += 1
                 return
             if now >= beat_at:
                 beat, beat_at = beat + 1, now + welcome.beat_s
-                self._owed.record_sent("Beat", beat, now)
+                self._pending.record_sent("Beat", beat, now)
                 peer.send(f'{{"type":"Beat","seq":{beat}}}')
-                self.doings.counts["beats"] += 1
+                self.counters.counts["beats"] += 1
             self._send_report(peer, now)
             self._changed.clear()
-            until = min(beat_at, self._owed.next_deadline(), self._report_from if now < self._report_from else beat_at)
+            until = min(
+                beat_at, self._pending.next_deadline(), self._report_from if now < self._report_from else beat_at
+            )
             timer = loop.call_at(until, self._changed.set)
             await self._changed.wait()
             timer.cancel()
 
     def _send_report(self, peer: Peer, now: float) -> None:
-        if not self.owes or self._owed.pending_report_seq is not None or (now < self._report_from and not self.failing):
+        if (
+            not self.owes_report
+            or self._pending.pending_report_seq is not None
+            or (now < self._report_from and not self.failing)
+        ):
             return
         if self.oversized:
             self.oversized = False
-            self.doings.counts["oversized"] += 1
+            self.counters.counts["oversized"] += 1
             peer.send(wire.encode_message(wire.Report(self.epoch, self.seq, "0" * 40, (), ())) + " " * OVERSIZED)
             return
-        told = self.told()
-        content = wire.hash_report_content(told)
+        driver_reports = self.discover()
+        content = wire.hash_report_content(driver_reports)
         self.seq += 1
         model = "" if self.failing else f"g{self.generation}"
-        self._since.append(SentReport(self.epoch, self.seq, self.generation, content, model))
-        self._owed.record_sent("Report", self.seq, now)
-        peer.send(wire.encode_message(wire.Report.from_driver_reports(self.epoch, self.seq, content, told)))
-        self.doings.counts["reports"] += 1
+        self._sent_since.append(SentReport(self.epoch, self.seq, self.generation, content, model))
+        self._pending.record_sent("Report", self.seq, now)
+        peer.send(wire.encode_message(wire.Report.from_driver_reports(self.epoch, self.seq, content, driver_reports)))
+        self.counters.counts["reports"] += 1
 
     def _handle_message(self, peer: Peer, payload: bytes) -> None:
         message = wire.decode_from_gateway(payload)
         if isinstance(message, wire.Ack):
-            self._owed.record_ack(message.of, message.seq, asyncio.get_running_loop().time())
-            if message.of == "Report" and self._since and message.seq == self._since[-1].seq:
-                self._acknowledged = self._since[-1]
-                self._since.clear()
+            self._pending.record_ack(message.of, message.seq, asyncio.get_running_loop().time())
+            if message.of == "Report" and self._sent_since and message.seq == self._sent_since[-1].seq:
+                self._acknowledged = self._sent_since[-1]
+                self._sent_since.clear()
                 self.acknowledged = max(self.acknowledged, self._acknowledged.generation)
-                self.doings.counts["acknowledged"] += 1
-                if self.owes:
+                self.counters.counts["acknowledged"] += 1
+                if self.owes_report:
                     self._changed.set()
         elif isinstance(message, wire.Watch):
             if self._samples:
@@ -199,60 +205,60 @@ class SimulatedAgent:
         elif isinstance(message, wire.Probe):
             peer.send(wire.encode_message(wire.Alive(message.nonce)))
         elif isinstance(message, wire.Refuse):
-            self.doings.refused[message.code] += 1
+            self.counters.refused[message.code] += 1
 
     def _send_samples(self, peer: Peer, every_s: float, end: float) -> None:
         loop = asyncio.get_running_loop()
         found = messages.devices(self.devices)
         peer.send(wire.encode_message(wire.Samples(tuple(wire.DeviceLoad(one.key, LOAD) for one in found))))
-        self.doings.counts["samples"] += 1
+        self.counters.counts["samples"] += 1
         self._samples = loop.call_later(every_s, self._send_samples, peer, every_s, end) if loop.time() < end else None
 
     def state(self) -> tuple[str, int, int, str, str, int, list[tuple[str, str]]]:
-        """For the verdict: name, epoch, seq, hash and model of what was acknowledged last, devices; '' none. Then hash
-        and model of each report that was sent since."""
+        """Return the state for the verdict: name, then epoch, seq, hash and model of the last acknowledged report, the
+        number of devices, and (hash, model) of each report that was sent after it."""
         last = self._acknowledged or SentReport(0, 0, -1, "", "")
-        since = [(sent.content, sent.model) for sent in self._since]
+        since = [(sent.content, sent.model) for sent in self._sent_since]
         name = messages.host_name(self.number)
         return name, last.epoch, last.seq, last.content, last.model, self.devices, since
 
 
-def open_files(count: int) -> int:
-    """So many `count` agents need: a challenge's socket may be there for a moment after it was closed."""
+def count_open_files(count: int) -> int:
+    """Return how many open files `count` agents need; a challenge's socket may exist shortly after its close."""
     return count + count // 2 + 200
 
 
 class SimulatedFleet:
-    """All of them, and the commands that `installation.Fleet` gives."""
+    """All agents, and the commands that `installation.Fleet` can give."""
 
     def __init__(self) -> None:
         self.hosts: list[SimulatedAgent] = []
-        self.doings = FleetCounters()
-        self._unrest: asyncio.Task[None] | None = None
+        self.counters = FleetCounters()
+        self._unrest_task: asyncio.Task[None] | None = None
 
     async def start(self, ports: list[int], count: int, devices: int, bad: float) -> dict[str, Any]:
-        """Make `count` hosts where there are none, give the share `bad` a bad driver, and let all connect at once."""
+        """Create missing hosts up to `count`, give the share `bad` a bad driver, and let all connect at once."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = open_files(count)
+        needed = count_open_files(count)
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise OSError(f"{count} agents need {needed} open files, the limit is {hard}: raise `ulimit -Hn`")
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        places = [address(port) for port in ports]
+        places = [local_address(port) for port in ports]
         for number in range(len(self.hosts), count):
-            self.hosts.append(SimulatedAgent(number, devices, self.doings, where=places[number % len(places)]))
+            self.hosts.append(SimulatedAgent(number, devices, self.counters, gateway=places[number % len(places)]))
         for host in self.hosts:
             host.bad = int((host.number + 1) * bad) > int(host.number * bad)
-        return await self.on()
+        return await self.power_on()
 
-    async def on(self) -> dict[str, Any]:
-        """Power: who is off connects, at once; a new life of the agent, with an epoch of its own."""
+    async def power_on(self) -> dict[str, Any]:
+        """Start every agent that is off; all connect at once."""
         for host in self.hosts:
             if host.task is None:
                 host.task = asyncio.get_running_loop().create_task(host.run())
         return {}
 
-    async def off(self, share: float = 1.0) -> dict[str, Any]:
-        """No power: the sockets are gone without a word. `share` of the hosts, by chance."""
+    async def power_off(self, share: float = 1.0) -> dict[str, Any]:
+        """Switch off a random `share` of the hosts: abort their sockets, and give each agent a new epoch."""
         tasks = []
         for host in self.hosts:
             if host.task and random.random() < share:
@@ -265,22 +271,22 @@ class SimulatedFleet:
         return {"gone": len(tasks)}
 
     async def change(self, share: float = 1.0, good: bool = False) -> dict[str, Any]:
-        """Other content on `share` of the hosts, now; with `good` of those whose driver is not bad."""
+        """Change the content of a random `share` of the hosts; with `good` only of hosts without a bad driver."""
         chosen = [host for host in self.hosts if random.random() < share and not (good and host.bad)]
         for host in chosen:
             host.change()
         return {"changed": len(chosen)}
 
-    async def unrest(
+    async def set_unrest(
         self, changes_per_s: float = 0.0, kills_per_s: float = 0.0, bad_per_s: float = 0.0
     ) -> dict[str, Any]:
-        """From now on: so many changes, agents killed and misdeeds of bad drivers a second; all 0: rest, every driver
-        well."""
-        if self._unrest:
-            self._unrest.cancel()
-            self._unrest = None
+        """Cause changes, kills of agents and faults of bad drivers at these rates per second from now on. If all are 0,
+        stop that and repair every driver."""
+        if self._unrest_task:
+            self._unrest_task.cancel()
+            self._unrest_task = None
         if changes_per_s or kills_per_s or bad_per_s:
-            self._unrest = asyncio.get_running_loop().create_task(
+            self._unrest_task = asyncio.get_running_loop().create_task(
                 self._cause_unrest(changes_per_s, kills_per_s, bad_per_s)
             )
         else:
@@ -297,46 +303,46 @@ class SimulatedFleet:
             await asyncio.sleep(TICK_S)
             for do, a_second, of in (
                 (SimulatedAgent.change, changes_per_s, self.hosts),
-                (_kill, kills_per_s, self.hosts),
-                (_misbehave, bad_per_s, bad),
+                (_restart, kills_per_s, self.hosts),
+                (_cause_fault, bad_per_s, bad),
             ):
                 owed[do] = owed.get(do, 0.0) + a_second * TICK_S
                 for host in random.sample(of, min(int(owed[do]), len(of))):
                     do(host)
                 owed[do] %= 1.0
 
-    async def look(self) -> dict[str, Any]:
-        """What there is to see."""
+    async def get_totals(self) -> dict[str, Any]:
+        """Return the number of connected agents, of agents that owe a report, and the counters."""
         return {
             "connected": sum(host.connected for host in self.hosts),
-            "owing": sum(host.owes for host in self.hosts),
-            "good_owing": sum(host.owes for host in self.hosts if not host.bad),
-            "counts": self.doings.counts,
-            "refused": self.doings.refused,
+            "owing": sum(host.owes_report for host in self.hosts),
+            "good_owing": sum(host.owes_report for host in self.hosts if not host.bad),
+            "counts": self.counters.counts,
+            "refused": self.counters.refused,
         }
 
-    async def forget(self) -> dict[str, Any]:
-        """What was counted; another scenario begins."""
-        self.doings.counts.clear()
-        self.doings.refused.clear()
+    async def reset_counters(self) -> dict[str, Any]:
+        """Reset the counters, because another scenario begins."""
+        self.counters.counts.clear()
+        self.counters.refused.clear()
         return {}
 
     async def states(self) -> dict[str, Any]:
-        """Of every host what was acknowledged last."""
+        """Return the state of every host for the verdict."""
         return {"states": [host.state() for host in self.hosts]}
 
 
-def _kill(host: SimulatedAgent) -> None:
-    """kill -9 of one agent, and it is started again at once."""
+def _restart(host: SimulatedAgent) -> None:
+    """Simulate kill -9 of one agent and its immediate restart with a new epoch."""
     if host.task:
         host.task.cancel()
         host.epoch, host.seq = host.epoch + 1, 0
         host.task = asyncio.get_running_loop().create_task(host.run())
-        host.doings.counts["kills"] += 1
+        host.counters.counts["kills"] += 1
 
 
-def _misbehave(host: SimulatedAgent) -> None:
-    """Its driver fails, comes back, flaps, or makes its agent send what no gateway takes."""
+def _cause_fault(host: SimulatedAgent) -> None:
+    """Let a bad driver at random fail or recover, change its devices, or cause an oversized report."""
     kind = random.choice(("error", "flapping", "oversized"))
     host.failing = kind == "error" and not host.failing
     host.oversized = kind == "oversized"
@@ -344,4 +350,4 @@ def _misbehave(host: SimulatedAgent) -> None:
 
 
 if __name__ == "__main__":
-    obey(SimulatedFleet)
+    serve_calls(SimulatedFleet)

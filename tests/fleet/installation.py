@@ -1,6 +1,6 @@
-"""The whole product on free ports with a state directory of its own, its fleet, and what is seen of both.
+"""The whole product on free ports with its own state directory, its fleet, and snapshots of both.
 
-Used by `__main__`, the bench and tests/system/test_fleet.py. All of it dies with the process that started it.
+All processes die with the process that started them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import psycopg
 
 from tests.bench.figures import cpu_s, rss_kb
 from tests.bench.lab import Lab
-from tests.bench.orders import CannotMeasure, Ordered
-from tests.bench.whole import Whole, children, command, running, wait_for
+from tests.bench.product import RunningProduct, get_command_line, list_children, run_product, wait_for
+from tests.bench.remote_calls import ChildProcess, MeasurementError
 
 SPOOL_AND_DEVICES = """
 SELECT (SELECT count(*) FROM spool), (SELECT coalesce(extract(epoch FROM now() - min(received_at)), 0) FROM spool),
@@ -31,7 +31,7 @@ SELECT (SELECT count(*) FROM spool), (SELECT coalesce(extract(epoch FROM now() -
 
 @dataclass
 class FleetSnapshot:
-    """One look. Of the database None while it does not answer."""
+    """One snapshot of fleet and product. Values from the database are None while it does not answer."""
 
     at: float
     connected: int = 0
@@ -43,17 +43,17 @@ class FleetSnapshot:
     devices: int | None = None
     up: int = 0
     cpu: dict[str, float] = field(default_factory=dict)
-    """CPU seconds so far, by process."""
+    """CPU seconds so far of each part of the product."""
     web_kb: int = 0
 
     @property
     def sent_away(self) -> int:
-        """Attempts that were told to come back later."""
+        """Return the number of attempts that the gateway answered with 503, which means to retry later."""
         return self.refused.get("503", 0)
 
 
-class Fleet(Ordered):
-    """The other end of `tests.fleet.hosts`: `fleet.ask("change", share=0.1)` is its command `change`."""
+class Fleet(ChildProcess):
+    """The process `tests.fleet.hosts`: `fleet.ask("change", share=0.1)` runs its command `change`."""
 
     def __init__(self, lab: Lab) -> None:
         with lab.log("fleet") as log:
@@ -62,79 +62,81 @@ class Fleet(Ordered):
 
 @dataclass
 class Installation:
-    """One product and `count` hosts that it knows, not yet switched on."""
+    """One product and `count` enrolled hosts, whose agents do not run yet."""
 
     lab: Lab
-    whole: Whole
+    product: RunningProduct
     fleet: Fleet
     count: int
     devices: int
-    seen: list[FleetSnapshot] = field(default_factory=list)
+    snapshots: list[FleetSnapshot] = field(default_factory=list)
 
     def power_on(self, bad: float = 0.0) -> None:
-        """All that are off connect; `bad` is the share of hosts with a bad driver."""
-        self.fleet.ask("start", ports=[self.whole.port], count=self.count, devices=self.devices, bad=bad)
+        """Start all agents that are off; `bad` is the share of hosts with a bad driver."""
+        self.fleet.ask("start", ports=[self.product.port], count=self.count, devices=self.devices, bad=bad)
 
-    def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]] | None:
-        """Ask the database; None while it does not answer within seconds."""
+    def query(self, statement: str, *values: object) -> list[tuple[Any, ...]] | None:
+        """Run a query on the product's database; return None if it does not answer within seconds."""
         try:
-            with self.connection() as database:
+            with self.connect() as database:
                 database.execute("SET statement_timeout = '5s'")
                 return database.execute(statement, values or None).fetchall()
         except (psycopg.OperationalError, psycopg.errors.QueryCanceled):
             return None
 
-    def connection(self, **more: Any) -> psycopg.Connection[Any]:
-        """A connection to the product's database."""
+    def connect(self, **more: Any) -> psycopg.Connection[Any]:
+        """Open a connection to the product's database."""
         return psycopg.connect(
             host=str(self.lab.postgres.socket), user="postgres", dbname="cyborg", connect_timeout=2, **more
         )
 
-    def look(self, database: bool = True) -> FleetSnapshot:
-        """One look at everything, kept in `seen`."""
-        told = self.fleet.ask("look")
-        sight = FleetSnapshot(time.monotonic(), told["connected"], told["owing"], told["counts"], told["refused"])
-        if database and (rows := self.rows(SPOOL_AND_DEVICES)):
-            sight.spool, age, sight.devices, sight.up = rows[0]
-            sight.spool_s = float(age)
+    def take_snapshot(self, database: bool = True) -> FleetSnapshot:
+        """Take a snapshot of fleet, database and processes; append it to `snapshots` and return it."""
+        totals = self.fleet.ask("get_totals")
+        snapshot = FleetSnapshot(
+            time.monotonic(), totals["connected"], totals["owing"], totals["counts"], totals["refused"]
+        )
+        if database and (rows := self.query(SPOOL_AND_DEVICES)):
+            snapshot.spool, age, snapshot.devices, snapshot.up = rows[0]
+            snapshot.spool_s = float(age)
         for name, word in (
             ("web", "cyborgweb.server.web_server"),
             ("ingest", "cluster ingest"),
             ("work", "cluster work"),
         ):
-            for pid in (pid for pid in children(self.whole.supervisor) if word in command(pid)):
+            for pid in (pid for pid in list_children(self.product.supervisor) if word in get_command_line(pid)):
                 try:
-                    sight.cpu[name] = _tree_cpu(pid)
+                    snapshot.cpu[name] = _sum_tree_cpu(pid)
                     if name == "web":
-                        sight.web_kb = rss_kb(pid)
+                        snapshot.web_kb = rss_kb(pid)
                 except OSError:
                     continue  # it has just been killed
-        self.seen.append(sight)
-        return sight
+        self.snapshots.append(snapshot)
+        return snapshot
 
     def kill(self, word: str) -> None:
-        """kill -9 of the child whose command holds `word`."""
-        os.kill(self.whole.child(word), signal.SIGKILL)
+        """Kill the child of the supervisor whose command line contains `word`, with SIGKILL."""
+        os.kill(self.product.child(word), signal.SIGKILL)
 
-    def postmaster(self) -> int:
-        """PostgreSQL's first process."""
-        return self.whole.child(str(self.lab.postgres.data))
+    def get_postmaster_pid(self) -> int:
+        """Return the process id of PostgreSQL's first process."""
+        return self.product.child(str(self.lab.postgres.data))
 
     def kill_database(self) -> int:
-        """kill -9 of it, and which it was: the supervisor starts another, which recovers from the log."""
-        pid = self.postmaster()
+        """Kill PostgreSQL with SIGKILL and return its process id; the supervisor starts it again, and it recovers."""
+        pid = self.get_postmaster_pid()
         os.kill(pid, signal.SIGKILL)
         return pid
 
 
-def _tree_cpu(pid: int) -> float:
-    """Of a process and its children."""
-    return cpu_s(pid) + sum(_tree_cpu(child) for child in children(pid))
+def _sum_tree_cpu(pid: int) -> float:
+    """Return the CPU seconds of a process and all its descendants."""
+    return cpu_s(pid) + sum(_sum_tree_cpu(child) for child in list_children(pid))
 
 
 @contextmanager
 def running_installation(state: Path, count: int, devices: int, **settings: str) -> Iterator[Installation]:
-    """From nothing to a product that serves and knows `count` hosts; all of it is gone afterwards."""
+    """Run a new product that serves and has `count` enrolled hosts inside the context; remove all of it afterwards."""
     with Lab(state) as lab:
         lab.start_database()
         from tests.bench import fixtures
@@ -143,14 +145,14 @@ def running_installation(state: Path, count: int, devices: int, **settings: str)
         lab.stop_database()
         fleet = Fleet(lab)
         try:
-            # The machine's own agent stays idle: what is measured is the fleet.
-            quiet = {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_PLACEMENT_ENDPOINT": "off"}
-            with running(lab, **quiet | settings) as whole:
-                there = Installation(lab, whole, fleet, count, devices)
-                wait_for(lambda: there.rows("SELECT FROM accelerators_device LIMIT 1"), "the first merge")
-                yield there
+            # The agent of this machine stays idle, because the fleet is measured.
+            defaults = {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_PLACEMENT_ENDPOINT": "off"}
+            with run_product(lab, **defaults | settings) as product:
+                installation = Installation(lab, product, fleet, count, devices)
+                wait_for(lambda: installation.query("SELECT FROM accelerators_device LIMIT 1"), "the first merge")
+                yield installation
         finally:
             fleet.stop()
 
 
-__all__ = ["CannotMeasure", "Fleet", "FleetSnapshot", "Installation", "running_installation", "wait_for"]
+__all__ = ["Fleet", "FleetSnapshot", "Installation", "MeasurementError", "running_installation", "wait_for"]

@@ -1,4 +1,4 @@
-"""Kill parts of a running product in turn, in an order that a recorded seed decides."""
+"""Kill parts of a running product in turn, in an order that follows from a recorded seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from tests.bench.whole import children, command
+from tests.bench.product import get_command_line, list_children
 from tests.fleet.installation import Installation
 
 BACKENDS = """
@@ -20,48 +20,48 @@ WHERE datname = 'cyborg' AND backend_type = 'client backend' AND pid <> pg_backe
 """
 
 
-def _find_child(there: Installation, word: str) -> list[int]:
-    return [pid for pid in children(there.whole.supervisor) if word in command(pid)]
+def _find_children_by_command(installation: Installation, word: str) -> list[int]:
+    return [pid for pid in list_children(installation.product.supervisor) if word in get_command_line(pid)]
 
 
-def _find_workers(there: Installation) -> list[int]:
-    """All processes that django-q2's two sentinels have forked."""
-    clusters = _find_child(there, "manage.py cluster")
-    sentinels = [pid for cluster in clusters for pid in children(cluster)]
-    return [pid for sentinel in sentinels for pid in children(sentinel)]
+def _find_workers(installation: Installation) -> list[int]:
+    """Return all processes that the sentinels of the two django-q2 clusters have forked."""
+    clusters = _find_children_by_command(installation, "manage.py cluster")
+    sentinels = [pid for cluster in clusters for pid in list_children(cluster)]
+    return [pid for sentinel in sentinels for pid in list_children(sentinel)]
 
 
-def _find_backends(there: Installation) -> list[int]:
-    return [pid for (pid,) in there.rows(BACKENDS) or []]
+def _find_backends(installation: Installation) -> list[int]:
+    return [pid for (pid,) in installation.query(BACKENDS) or []]
 
 
 FIND: dict[str, Callable[[Installation], list[int]]] = {
-    "web": lambda there: _find_child(there, "cyborgweb.server.web_server"),
-    "ingest cluster": lambda there: _find_child(there, "cluster ingest"),
-    "work cluster": lambda there: _find_child(there, "cluster work"),
-    "agent": lambda there: _find_child(there, "agents.host.main"),
-    "PostgreSQL": lambda there: _find_child(there, str(there.lab.postgres.data)),
+    "web": lambda installation: _find_children_by_command(installation, "cyborgweb.server.web_server"),
+    "ingest cluster": lambda installation: _find_children_by_command(installation, "cluster ingest"),
+    "work cluster": lambda installation: _find_children_by_command(installation, "cluster work"),
+    "agent": lambda installation: _find_children_by_command(installation, "agents.host.main"),
+    "PostgreSQL": lambda installation: _find_children_by_command(installation, str(installation.lab.postgres.data)),
     "worker": _find_workers,
     "PostgreSQL backend": _find_backends,
 }
-"""How the processes of each part are found: the supervisor's five children, then what runs below two of them."""
+"""Functions that find the processes of each part: five children of the supervisor, django-q2 workers, backends."""
 PARTS = tuple(FIND)
 
 
 def draw_order(parts: Sequence[str], chance: random.Random) -> Iterator[str]:
-    """Yield the parts for ever: each once in every round, each round in a new order."""
+    """Yield the parts for ever; each round has every part once, in a new order."""
     while True:
         yield from chance.sample(parts, len(parts))
 
 
 @dataclass
 class Killer:
-    """Kills parts with SIGKILL, and counts them in `killed`; `missing` are those that did not come back in time."""
+    """Kills parts with SIGKILL and counts them in `killed`; `missing` lists parts that did not come back in time."""
 
-    there: Installation
+    installation: Installation
     seed: int
     patience_s: float
-    """How long a part may be away before it counts as not having come back."""
+    """How long a part may be absent before it is added to `missing`."""
     killed: Counter[str] = field(default_factory=Counter)
     missing: list[str] = field(default_factory=list)
 
@@ -69,9 +69,9 @@ class Killer:
         self.chance = random.Random(self.seed)
 
     def kill(self, part: str, meanwhile: Callable[[], None]) -> None:
-        """Kill one process of `part` once there is one; `meanwhile` is called again and again until then.
+        """Wait until `part` has a process, calling `meanwhile` repeatedly, and kill one.
 
-        A process that ends between the look and the kill is not counted: the next one is looked for.
+        A process that ends after it was found and before the kill is not counted; then the next one is killed.
         """
         while pids := self.wait_for(part, meanwhile):
             with suppress(ProcessLookupError):
@@ -80,11 +80,11 @@ class Killer:
                 return
 
     def wait_for(self, part: str, meanwhile: Callable[[], None]) -> list[int]:
-        """Wait until `part` runs, and return its processes; [] and a note in `missing` after `patience_s`."""
+        """Wait until `part` runs and return its processes; after `patience_s` add it to `missing` and return []."""
         end = time.monotonic() + self.patience_s
         while time.monotonic() < end:
             try:
-                if pids := FIND[part](self.there):
+                if pids := FIND[part](self.installation):
                     return pids
             except OSError:
                 pass  # a process ended while its children were listed
@@ -92,17 +92,17 @@ class Killer:
         self.missing.append(part)
         return []
 
-    def kill_in_turn(self, parts: Sequence[str], seconds: float, pause_s: float, look: Callable[[], None]) -> None:
-        """Kill one part after another for `seconds`, and until each was killed once or is in `missing`.
+    def kill_in_turn(self, parts: Sequence[str], seconds: float, pause_s: float, watch: Callable[[], None]) -> None:
+        """Kill one part after another for at least `seconds`, and until each was killed once or is in `missing`.
 
-        `look` is called between the kills.
+        Between the kills `watch` is called repeatedly; `pause_s` is the mean pause.
         """
         killed_before, end = self.killed.copy(), time.monotonic() + seconds
         for part in draw_order(parts, self.chance):
             until = time.monotonic() + pause_s * self.chance.uniform(0.3, 1.7)
             while time.monotonic() < until:
-                look()
+                watch()
             done = (self.killed[one] > killed_before[one] or one in self.missing for one in parts)
             if time.monotonic() >= end and all(done):
                 return
-            self.kill(part, look)
+            self.kill(part, watch)

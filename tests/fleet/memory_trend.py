@@ -1,8 +1,9 @@
 """Estimate how fast a process's memory grows, and decide whether it grows.
 
 The slope is Theil-Sen's: the median of the slopes between all pairs of points. A few outliers, or one step to a new
-plateau, do not move it, while a steady growth does. Neighbouring samples of memory are not independent of each other:
-they are first reduced to the medians of consecutive blocks, or the confidence interval would be far too narrow.
+plateau, do not change it, but a steady growth does. Neighbouring samples of memory are not independent of each other,
+so they are first reduced to the medians of consecutive blocks; without this the confidence interval would be far too
+narrow.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from math import ceil, sqrt
 from statistics import median
 
 BOUND_MB_H = 30.0
-"""Megabytes an hour: the most that the memory of the web process may grow."""
+"""The largest growth of the web process's memory that is allowed, in MB per hour."""
 WARM_UP = 1 / 3
-"""Fraction of the samples that is not judged: caches fill, and the allocator gets its arenas."""
+"""Fraction of the samples that is not judged, because caches fill and the allocator gets its arenas."""
 BLOCKS = 24
 LEAST_BLOCKS = 8
 Z_95 = 1.96
@@ -26,7 +27,7 @@ SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory of one process at one time. `pid` tells a process from its successor."""
+    """Memory of one process at one time. The `pid` shows whether the process was replaced."""
 
     at_s: float
     kb: float
@@ -42,11 +43,11 @@ class Trend:
     high: float
     residual_mb: float
     seconds: float
-    """How long the judged samples span, after warm-up."""
+    """Time span of the judged samples, after warm-up."""
 
     @property
     def precision(self) -> float:
-        """Half the width of the interval."""
+        """Return half the width of the confidence interval."""
         return (self.high - self.low) / 2
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether memory stays flat. `trend` is None when there are too few samples for one."""
+    """Whether memory stays flat. `trend` is None if it could not be estimated."""
 
     holds: bool
     text: str
@@ -66,7 +67,7 @@ class Judgement:
 
 
 def estimate_trend(samples: Sequence[Sample]) -> Trend | None:
-    """Fit a line to the samples after warm-up; None when they are too few for `LEAST_BLOCKS` blocks."""
+    """Fit a line to the samples after warm-up; return None if they are too few for `LEAST_BLOCKS` blocks."""
     judged = samples[int(len(samples) * WARM_UP) :]
     points = _reduce_to_blocks(judged)
     if len(points) < LEAST_BLOCKS:
@@ -82,14 +83,14 @@ def estimate_trend(samples: Sequence[Sample]) -> Trend | None:
 
 
 def _reduce_to_blocks(samples: Sequence[Sample]) -> list[tuple[float, float]]:
-    """Median time and median memory of each of at most `BLOCKS` consecutive blocks of one size."""
+    """Return the median time and median memory of each of at most `BLOCKS` consecutive blocks of equal size."""
     size = max(1, ceil(len(samples) / BLOCKS))
     blocks = [samples[at : at + size] for at in range(0, len(samples) - size + 1, size)]
     return [(median(one.at_s for one in block), median(one.kb for one in block)) for block in blocks]
 
 
 def _find_interval(slopes: list[float], points: int) -> tuple[float, float]:
-    """Sen's confidence interval: the ranks around the median that Kendall's statistic leaves open at 95 %."""
+    """Return Sen's 95 % confidence interval: the slopes at the ranks that follow from Kendall's statistic."""
     half = Z_95 * sqrt(points * (points - 1) * (2 * points + 5) / 18) / 2
     middle = (len(slopes) - 1) / 2
     low, high = max(0, int(middle - half)), min(len(slopes) - 1, int(middle + half) + 1)
@@ -99,8 +100,8 @@ def _find_interval(slopes: list[float], points: int) -> tuple[float, float]:
 def judge_memory(samples: Sequence[Sample], bound: float = BOUND_MB_H) -> Judgement:
     """Decide whether one process's memory stayed flat.
 
-    It did when the whole confidence interval of the slope lies within `bound`: a larger growth is then improbable. A
-    process that was replaced meanwhile, or too few samples, cannot be judged: that does not hold, either.
+    It did if the upper end of the confidence interval is not above `bound`, because a larger growth is then improbable.
+    If the process was replaced meanwhile or there are too few samples, the result does not hold either.
     """
     if len({one.pid for one in samples}) > 1:
         return Judgement(False, "cannot be judged: the process was replaced meanwhile")

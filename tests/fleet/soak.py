@@ -1,4 +1,4 @@
-"""The soak: agents and all parts of the product are killed for a long time; nothing is lost, and memory stays flat."""
+"""The soak: agents and parts of the product are killed for a long time; nothing may be lost, memory must stay flat."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from tests.fleet.verdict import PromiseLine
 if TYPE_CHECKING:
     from tests.fleet.scenarios import ScenarioRun
 
-LOOK_S = 0.5
+POLL_S = 0.5
 CHANGE_EVERY_S = 60.0
 """How often the content of each host changes, on average."""
 MIN_KILLS_PER_S = 30.0
-"""Agents that are killed each second, at least. Each life of an agent is one connection of the web process, and a
-thousand of them pass before its memory is flat (measured)."""
+"""The smallest number of agents killed each second. Each life of an agent is one connection of the web process, whose
+memory is flat only after a thousand connections (measured)."""
 AGENT_LIFETIME_S = 50.0
 """How long each agent of a large fleet lives, on average."""
 PAUSE_S = 8.0
-"""Between two kills of parts of the product, on average."""
+"""Mean pause between two kills of parts of the product."""
 EVERYTHING_SHARE = 1 / 4
-"""Fraction of the time in which the web process is killed, too. In the rest it lives on, and its memory is judged."""
+"""Fraction of the time in which the web process is killed too. In the rest it is not, and its memory is judged."""
 MEMORY, LOST_PARTS = "memory does not grow", "killed in turn"
 
 
 def soak(run: ScenarioRun) -> list[PromiseLine]:
     """Kill agents all the time, and the parts of the product in turn; judge the kills and web's memory."""
-    run.there.power_on()
+    run.installation.power_on()
     run.wait_until_settled()
-    killer, samples = Killer(run.there, run.seed, run.patience_s), list[Sample]()
+    killer, samples = Killer(run.installation, run.seed, run.patience_s), list[Sample]()
 
-    def look() -> None:
-        run.shown(run.there.look())
-        time.sleep(LOOK_S)
+    def watch() -> None:
+        run.show(run.installation.take_snapshot())
+        time.sleep(POLL_S)
 
     def measure() -> None:
-        look()
+        watch()
         if (sample := _sample_web(run)) is not None:
             samples.append(sample)
 
     _begin_unrest(run)
-    killer.kill_in_turn(PARTS, run.soak_s * EVERYTHING_SHARE, PAUSE_S, look)
-    run.ask("unrest")
+    killer.kill_in_turn(PARTS, run.soak_s * EVERYTHING_SHARE, PAUSE_S, watch)
+    run.ask("set_unrest")
     run.wait_until_settled()
     _begin_unrest(run)
     others = [part for part in PARTS if part != "web"]
     killer.kill_in_turn(others, run.soak_s * (1 - EVERYTHING_SHARE), PAUSE_S, measure)
-    run.ask("unrest")
+    run.ask("set_unrest")
     for part in PARTS:
-        killer.wait_for(part, look)
+        killer.wait_for(part, watch)
     _wait_until_nothing_is_stuck(run)
     judgement = judge_memory(samples)
     slope = judgement.trend.mb_per_hour if judgement.trend else None
@@ -61,14 +61,14 @@ def soak(run: ScenarioRun) -> list[PromiseLine]:
 
 
 def _begin_unrest(run: ScenarioRun) -> None:
-    count = run.there.count
+    count = run.installation.count
     kills_per_s = max(MIN_KILLS_PER_S, count / AGENT_LIFETIME_S)
-    run.ask("unrest", changes_per_s=count / CHANGE_EVERY_S, kills_per_s=kills_per_s)
+    run.ask("set_unrest", changes_per_s=count / CHANGE_EVERY_S, kills_per_s=kills_per_s)
 
 
 def _sample_web(run: ScenarioRun) -> Sample | None:
-    """Memory of the web process now; None while there is none."""
-    for pid in FIND["web"](run.there):
+    """Measure the memory of the web process; return None while there is no such process."""
+    for pid in FIND["web"](run.installation):
         try:
             return Sample(time.monotonic(), anonymous_kb(pid), pid)
         except OSError:
@@ -77,19 +77,19 @@ def _sample_web(run: ScenarioRun) -> Sample | None:
 
 
 def _wait_until_nothing_is_stuck(run: ScenarioRun) -> None:
-    """Wait for the jobs of a killed worker: the supervisor replaces its cluster after CYBORG_TICK_STALL_S."""
+    """Wait until no job waits; after a kill of a worker the supervisor replaces its cluster (CYBORG_TICK_STALL_S)."""
     end = time.monotonic() + run.patience_s
     run.wait_until_settled()
     while time.monotonic() < end:
-        stuck = run.there.rows(verdict.STUCK)
+        stuck = run.installation.query(verdict.STUCK)
         if stuck and not any(stuck[0]):
             return
-        run.shown(run.there.look())
-        time.sleep(LOOK_S)
+        run.show(run.installation.take_snapshot())
+        time.sleep(POLL_S)
 
 
 def judge_kills(killer: Killer) -> PromiseLine:
-    """Whether every part was killed at least once, and came back each time."""
+    """Check that every part was killed at least once and came back each time."""
     counts = ", ".join(f"{killer.killed[part]} {part}" for part in PARTS)
     away = f"; did not come back: {', '.join(killer.missing)}" if killer.missing else ""
     holds = not killer.missing and all(killer.killed[part] for part in PARTS)

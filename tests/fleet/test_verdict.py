@@ -1,5 +1,5 @@
-"""The verdict on a fleet: what was acknowledged is what counts, nobody is told anything but to come back, and memory is
-judged by its slope."""
+"""Tests of the verdict on a fleet: a lost report, a refusal other than "busy", growing memory or a part that was not
+killed breaks a promise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agents import wire
 from agents.host.backoff import ConnectionTiming, PendingAcks
 from tests.fleet import verdict
 from tests.fleet.__main__ import HELP_EPILOG
-from tests.fleet.hosts import FleetCounters, SimulatedAgent, open_files
+from tests.fleet.hosts import FleetCounters, SimulatedAgent, count_open_files
 from tests.fleet.installation import FleetSnapshot
 from tests.fleet.kills import FIND, PARTS, Killer, draw_order
 from tests.fleet.memory_trend import BLOCKS, BOUND_MB_H, LEAST_BLOCKS, Sample, _reduce_to_blocks, judge_memory
@@ -26,39 +26,39 @@ from tests.fleet.soak import judge_kills
 
 
 class SilentPeer:
-    """A peer to whom reports are sent."""
+    """A stub of a peer."""
 
     def send(self, text: str) -> None:
-        """Into the void."""
+        """Drop the message."""
 
 
 class FakeInstallation:
-    """An installation whose tables and hosts are as said."""
+    """A fake installation with the given tables and one host."""
 
     count = 1
 
     def __init__(self, host: SimulatedAgent, *stored: tuple[str, str, int, str]) -> None:
         self.stored, self.states = list(stored), [list(host.state())]
-        self.fleet, self.seen = self, [FleetSnapshot(0.0, connected=1, counts={}, refused={})]
+        self.fleet, self.snapshots = self, [FleetSnapshot(0.0, connected=1, counts={}, refused={})]
 
     def ask(self, do: str) -> dict[str, Any]:
-        """As the fleet answers."""
+        """Return the states, as the fleet does."""
         return {do: self.states}
 
-    def rows(self, statement: str) -> list[Any]:
-        """As the database does."""
+    def query(self, statement: str) -> list[Any]:
+        """Return the stored hosts, or that nothing is stuck."""
         return self.stored if statement is verdict.STORED else [(0, 0, 0)]
 
 
 def send_report(host: SimulatedAgent) -> tuple[str, str]:
-    """Sends what is there now; its hash and model."""
-    host._owed = PendingAcks(8.0, ConnectionTiming())
+    """Let the host send a report; return the report's hash and model."""
+    host._pending = PendingAcks(8.0, ConnectionTiming())
     host._send_report(SilentPeer(), time.monotonic())  # type: ignore[arg-type]
-    return host._since[-1].content, host._since[-1].model
+    return host._sent_since[-1].content, host._sent_since[-1].model
 
 
 def acknowledge(host: SimulatedAgent, seq: int) -> None:
-    """As the gateway does."""
+    """Let the host receive an Ack of the report `seq`."""
 
     async def hear() -> None:
         host._handle_message(SilentPeer(), wire.encode_message(wire.Ack(seq, "Report")).encode())  # type: ignore[arg-type]
@@ -68,12 +68,12 @@ def acknowledge(host: SimulatedAgent, seq: int) -> None:
 
 @pytest.fixture
 def host() -> SimulatedAgent:
-    """One with two devices that has said nothing yet."""
+    """Return an agent with two devices that has not sent a report yet."""
     return SimulatedAgent(7, 2, FleetCounters())
 
 
 def is_lost(host: SimulatedAgent, content: str, model: str, devices: int = 2) -> bool:
-    """With this in the tables."""
+    """Return whether the verdict is that the host is lost if this is in the tables."""
     return bool(verdict.find_lost_hosts(FakeInstallation(host, (host.state()[0], content, devices, model))))  # type: ignore[arg-type]
 
 
@@ -103,19 +103,19 @@ def test_a_host_is_lost_unless_its_tables_match_an_acknowledged_or_later_report(
     ],
 )
 def test_any_refusal_other_than_busy_breaks_the_promise(host: SimulatedAgent, what: str, holds: bool) -> None:
-    there = FakeInstallation(host)
-    there.seen[-1].refused[what] = 2
-    lines = verdict.judge(there, True, 0.0, FleetSnapshot(0.0), [])  # type: ignore[arg-type]
+    installation = FakeInstallation(host)
+    installation.snapshots[-1].refused[what] = 2
+    lines = verdict.judge(installation, True, 0.0, FleetSnapshot(0.0), [])  # type: ignore[arg-type]
     assert {line.promise: line.holds for line in lines}["only told to come back"] is holds
-    assert there.seen[-1].sent_away == (2 if what == "503" else 0)
+    assert installation.snapshots[-1].sent_away == (2 if what == "503" else 0)
 
 
 def test_the_help_text_names_the_number_of_open_files_that_are_needed() -> None:
-    assert open_files(1000) == 1700 and "1.5 N + 200 here" in HELP_EPILOG
+    assert count_open_files(1000) == 1700 and "1.5 N + 200 here" in HELP_EPILOG
 
 
 def make_samples(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0, seed: int = 3) -> list[Sample]:
-    """A sample each second of a process that grows so fast after it has filled its caches in three minutes."""
+    """Return one sample per second of a process that fills its caches in three minutes and also grows steadily."""
     chance = random.Random(seed)
     return [
         Sample(at, 80_000 + 20_000 * min(1.0, at / 180) + mb_per_hour * 1024 * at / 3600 + chance.gauss(0, noise_kb))
@@ -124,7 +124,7 @@ def make_samples(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0
 
 
 def test_a_steady_growth_of_a_few_kb_per_connection_is_found() -> None:
-    """4 KB for each of 5 connections a second: 7 % in ten minutes at 100 MB, which a comparison of thirds let pass."""
+    """The growth is 4 KB for each of 5 connections a second: only 12 % of 100 MB in ten minutes."""
     growth = 4 * 5 * 3600 / 1024
     found = judge_memory(make_samples(growth))
     assert not found.holds and "grows by" in found.text, found.text
@@ -145,7 +145,7 @@ def test_a_growth_that_may_be_more_than_the_bound_does_not_pass() -> None:
 
 
 @pytest.mark.parametrize("samples", [8, 24, 25, 47, 48, 71, 600])
-def test_samples_become_at_most_as_many_blocks_as_are_named(samples: int) -> None:
+def test_samples_are_reduced_to_a_limited_number_of_blocks(samples: int) -> None:
     points = _reduce_to_blocks(make_samples(0.0, seconds=samples))
     assert LEAST_BLOCKS <= len(points) <= BLOCKS
 
@@ -159,7 +159,7 @@ def test_a_plateau_after_warm_up_passes_and_shows_its_confidence_interval(seed: 
     assert "MB/h (95 %: " in found.text and "residual 0." in found.text
 
 
-def test_one_step_to_a_new_plateau_is_no_growth() -> None:
+def test_one_step_to_a_new_plateau_is_not_growth() -> None:
     flat = make_samples(0.0, seconds=1800)
     stepped = [replace(one, kb=one.kb + 4000 * (one.at_s > 1350)) for one in flat]
     assert judge_memory(stepped).holds, judge_memory(stepped).text
@@ -186,7 +186,7 @@ def test_a_process_that_ended_before_the_kill_is_not_counted(monkeypatch: pytest
     ended.wait()
     with subprocess.Popen(["sleep", "60"]) as running:
         looks = iter([[ended.pid], [running.pid]])
-        monkeypatch.setitem(FIND, "web", lambda there: next(looks))
+        monkeypatch.setitem(FIND, "web", lambda installation: next(looks))
         killer = Killer(None, 42, 60.0)  # type: ignore[arg-type]
         killer.kill_in_turn(["web"], 0.0, 0.0, lambda: None)
         assert running.wait() == -signal.SIGKILL

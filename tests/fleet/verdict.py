@@ -1,4 +1,4 @@
-"""The end of a run: what is acknowledged and what is in the tables, compared; a line a promise."""
+"""Judge the end of a scenario: compare acknowledged reports with the tables; each promise gives one line."""
 
 from __future__ import annotations
 
@@ -20,67 +20,75 @@ SELECT (SELECT count(*) FROM spool), (SELECT count(*) FROM accelerators_intent W
        (SELECT count(*) FROM tick WHERE at < now() - interval '30 s')
 """
 MEMORY_KB = 96
-"""Of the web process for each agent, at most, in the worst second: a connection, its handshake and its report."""
+"""Largest memory of the web process for each agent: its connection, handshake and report."""
 MEMORY_FREE_KB = 60_000
 COME_BACK = frozenset({"503", "busy"})
-"""What an agent may be told while much goes on. Everything else is said to agents with something wrong about them."""
+"""Refusals that a correct agent may get under load. Every other refusal means that the agent did something wrong."""
 
 
 @dataclass(frozen=True)
 class PromiseLine:
-    """One promise: what was found, and whether it holds."""
+    """One promise: what was measured, and whether the promise holds."""
 
     promise: str
     found: str
     holds: bool
     value: float | None = None
-    """The figure that was judged, where there is one."""
+    """The number that was judged, if there is one."""
 
 
 def wait_until_settled(
-    there: Installation, patience_s: float, shown: Callable[[FleetSnapshot], None] = lambda sight: None
+    installation: Installation, patience_s: float, show: Callable[[FleetSnapshot], None] = lambda snapshot: None
 ) -> tuple[bool, FleetSnapshot]:
-    """Look until every agent is connected, has its acknowledgement, the spool is empty and every host up."""
+    """Wait until all agents are connected and acknowledged, the spool is empty and all hosts are up.
+
+    Return whether this happened within `patience_s`, and the last snapshot.
+    """
     end = time.monotonic() + patience_s
     while True:
-        sight = there.look()
-        shown(sight)
-        done = sight.connected == there.count and not sight.owing and sight.spool == 0 and sight.up == there.count
+        snapshot = installation.take_snapshot()
+        show(snapshot)
+        done = (
+            snapshot.connected == installation.count
+            and not snapshot.owing
+            and snapshot.spool == 0
+            and snapshot.up == installation.count
+        )
         if done or time.monotonic() > end:
-            return done, sight
+            return done, snapshot
         time.sleep(0.5)
 
 
-def find_lost_hosts(there: Installation) -> list[str]:
-    """Hosts whose tables are not what was acknowledged, nor what they sent after it; [] none is."""
-    states = there.fleet.ask("states")["states"]
-    stored = {name: rest for name, *rest in there.rows(STORED) or []}
+def find_lost_hosts(installation: Installation) -> list[str]:
+    """Describe hosts whose tables match neither the last acknowledged report nor one sent after it; [] if none."""
+    states = installation.fleet.ask("states")["states"]
+    stored = {name: rest for name, *rest in installation.query(STORED) or []}
     wrong = []
     for name, _epoch, _seq, content, model, devices, since in states:
-        applied, shown, models = stored.get(name, ("", 0, ""))
+        applied, show, models = stored.get(name, ("", 0, ""))
         right = any(
-            applied == one and (not of or (shown, models) == (devices, of)) for one, of in [(content, model), *since]
+            applied == one and (not of or (show, models) == (devices, of)) for one, of in [(content, model), *since]
         )
         if content and not right:
-            wrong.append(f"{name}: acknowledged {model or 'an error'}, stored {shown} of {models or 'nothing'}")
+            wrong.append(f"{name}: acknowledged {model or 'an error'}, stored {show} of {models or 'nothing'}")
     return wrong
 
 
 def is_connection_failure(what: str) -> bool:
-    """Whether nobody refused anything: the connection failed, by an error of the system, or nobody spoke."""
+    """Return whether an attempt failed without a refusal: by an operating system error, a close or silence."""
     error = getattr(builtins, what, None)
     return what in ("closed", "silence") or (isinstance(error, type) and issubclass(error, OSError))
 
 
 def judge(
-    there: Installation, done: bool, began: float, before: FleetSnapshot, more: list[PromiseLine]
+    installation: Installation, done: bool, began: float, before: FleetSnapshot, more: list[PromiseLine]
 ) -> list[PromiseLine]:
-    """The lines of every scenario, with its own (`more`) at the end."""
-    last = there.seen[-1]
-    wrong = find_lost_hosts(there)
-    stuck = there.rows(STUCK)
-    most = max(sight.web_kb for sight in there.seen)
-    bound = before.web_kb + MEMORY_FREE_KB + MEMORY_KB * there.count
+    """Return the promises of every scenario, followed by those of this scenario (`more`)."""
+    last = installation.snapshots[-1]
+    wrong = find_lost_hosts(installation)
+    stuck = installation.query(STUCK)
+    most = max(snapshot.web_kb for snapshot in installation.snapshots)
+    bound = before.web_kb + MEMORY_FREE_KB + MEMORY_KB * installation.count
     tried = ", ".join(f"{count} {what}" for what, count in sorted(last.refused.items())) or "none"
     strange = [what for what in last.refused if what not in COME_BACK and not is_connection_failure(what)]
     acknowledged, told = last.counts.get("acknowledged", 0), f" ({'; '.join(wrong[:3])})" if wrong else ""
@@ -88,7 +96,7 @@ def judge(
         PromiseLine("none lost", f"{acknowledged} acknowledged, {len(wrong)} hosts not in the tables{told}", not wrong),
         PromiseLine(
             "none stuck",
-            f"{last.connected} of {there.count} connected, {last.owing} owe a report, {last.up} up;"
+            f"{last.connected} of {installation.count} connected, {last.owing} owe a report, {last.up} up;"
             f" spool, intents, jobs that wait: {stuck[0] if stuck else 'no answer'}",
             done and bool(stuck) and not any(stuck[0]),
         ),
@@ -100,6 +108,6 @@ def judge(
 
 
 def table(lines: list[PromiseLine]) -> str:
-    """Aligned, `ok` or `BROKEN` in front."""
+    """Return the lines as an aligned table; each begins with `ok` or `BROKEN`."""
     width = max(len(line.promise) for line in lines)
     return "\n".join(f"{'ok    ' if line.holds else 'BROKEN'}  {line.promise:<{width}}  {line.found}" for line in lines)

@@ -1,1 +1,1 @@
-"""Mutation testing of the core: `make mutants`. Faults are planted at random, one at a time; the tests must notice."""
+"""Mutation testing of the core: `make mutants` plants random faults one at a time, and checks that tests fail."""

@@ -1,7 +1,7 @@
-"""`python -m tests.mutants --sample 400 --seed 1 [--resume]`: plants faults in copies of the core and runs its tests.
+"""`python -m tests.mutants --sample 400 --seed 1 [--resume]`: plant faults in copies of the core and run its tests.
 
-Everything it finds out stands in `var/mutants`; the checkout stays as it is. Prints the table and writes it with the
-survivors to `var/mutants/figures.md`. Exits 0 if enough were noticed, 1 if not, 2 if it could not run.
+Results are stored in `var/mutants`; the checkout is not changed. Print the table, and write it with the survivors to
+`var/mutants/figures.md`. The exit status is 0 if enough mutants were detected, 1 if not, 2 if this could not run.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 from drivers.isolation.process import die_with_parent
 from tests.mutants import state
 from tests.mutants.areas import ROOT
-from tests.mutants.choosing import Recorded
+from tests.mutants.choosing import Recording
 from tests.mutants.figures import Run, survivors, table, verdict
 from tests.mutants.mutant import Mutant
-from tests.mutants.mutating import all_mutants, diff_of, drawn, mutated_source
-from tests.mutants.workers import Worker, WorkerError, prepared
+from tests.mutants.mutating import draw_sample, format_diff, list_all_mutants, mutate_source
+from tests.mutants.workers import Worker, WorkerError, prepare_workers
 
 WANTED = 0.9
 RECORD_S, FLOOR_S, FACTOR, COLD_S = 1800.0, 20.0, 5.0, 60.0
 
 
 def main() -> int:
-    """0 enough of the sample was noticed, 1 it was not, 2 could not run."""
+    """Run the mutants and return the exit status, as the docstring of this module describes it."""
     parser = argparse.ArgumentParser(prog="tests.mutants", description=__doc__)
     parser.add_argument("--sample", type=int, default=400, help="how many mutants are drawn (400)")
     parser.add_argument("--seed", type=int, default=1, help="of the drawing (1)")
@@ -46,11 +46,11 @@ def main() -> int:
     results = state.Lines(f"results-{product}-{arguments.seed}-{arguments.sample}.jsonl")
     if not (arguments.resume or arguments.again or arguments.table):
         results.set_aside()
-    counts, sample = _drawn(product, arguments.sample, arguments.seed)
+    counts, sample = _load_or_draw_sample(product, arguments.sample, arguments.seed)
     run = Run(arguments.seed, state.commit(), len(sample), counts)
     if not arguments.table:
         try:
-            with prepared(arguments.workers) as workers:
+            with prepare_workers(arguments.workers) as workers:
                 _Session(workers, product, results, arguments).run(sample)
         except WorkerError as error:
             print(f"mutants: {error}; --resume goes on", file=sys.stderr)
@@ -63,14 +63,14 @@ def main() -> int:
     return _report(run, list(latest.values()))
 
 
-def _drawn(product: str, size: int, seed: int) -> tuple[dict[str, int], list[Mutant]]:
-    """The number of mutants of each area, and the sample; to parse the core takes half a minute, so it is kept."""
+def _load_or_draw_sample(product: str, size: int, seed: int) -> tuple[dict[str, int], list[Mutant]]:
+    """Return the number of mutants by area, and the sample; both are stored, as parsing takes half a minute."""
     sources = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("areas", "mutating", "operators")]
     operators = hashlib.sha256(b"".join(sources)).hexdigest()
     kept = state.FOLDER / f"sample-{product}-{seed}-{size}-{operators[:8]}.json"
     if not kept.exists():
-        everything = all_mutants()
-        sample = [asdict(mutant) for mutant in drawn(size, seed, everything)]
+        everything = list_all_mutants()
+        sample = [asdict(mutant) for mutant in draw_sample(size, seed, everything)]
         counts = {name: len(each) for name, each in everything.items()}
         state.FOLDER.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps({"counts": counts, "sample": sample}))
@@ -88,7 +88,7 @@ def _report(run: Run, results: list[dict[str, Any]]) -> int:
 
 
 class _Session:
-    """One run: start the workers, record who executes what, try the mutants."""
+    """One run: start the workers, record which test executes which line, try the mutants."""
 
     def __init__(
         self, workers: list[Worker], product: str, results: state.Lines, arguments: argparse.Namespace
@@ -100,27 +100,29 @@ class _Session:
         self.lock = threading.Lock()
 
     def run(self, sample: list[Mutant]) -> None:
-        """Try what has no result yet."""
+        """Try the mutants that have no result yet, or (`--again`) the survivors."""
         known = {entry["import"]: entry["lines"] for entry in self.recordings if "import" in entry}
         print(f"mutants: starting {len(self.workers)} workers", file=sys.stderr)
-        self._side_by_side("starting", list(self.workers), lambda _, w: w.start(trace_import=not known), by_worker=True)
+        self._run_jobs_in_parallel(
+            "starting", list(self.workers), lambda _, w: w.start(trace_import=not known), by_worker=True
+        )
         if not known:
             lines = next(worker.import_lines for worker in self.workers if worker.import_lines is not None)
             self.recordings.append({"import": "lines", "lines": lines})
-        self._record()
-        recorded = self._recorded()
+        self._record_missing_files()
+        recorded = self._load_recording()
         before = {result["key"]: verdict(result) for result in self.results}
         wanted = "survived" if self.arguments.again else None
         left = [mutant for mutant in sample if before.get(mutant.key) == wanted]
-        self._side_by_side("mutants", left, lambda worker, mutant: self._try(worker, mutant, recorded))
+        self._run_jobs_in_parallel("mutants", left, lambda worker, mutant: self._try_mutant(worker, mutant, recorded))
 
-    def _record(self) -> None:
-        """Run each test file under coverage, unless that was done with this content."""
+    def _record_missing_files(self) -> None:
+        """Run each test file under coverage, unless this was done for the same content of the file."""
         files: dict[str, list[str]] = {}
         for test in self.workers[0].tests:
             files.setdefault(test.partition("::")[0], []).append(test)
         done = {(entry["file"], entry["hash"]) for entry in self.recordings if "file" in entry}
-        # Of the copies: somebody may be writing in the checkout.
+        # Hash the copies, because files in the checkout may change meanwhile.
         hashes = {file: state.file_hash(self.workers[0].folder / "tree" / file) for file in files}
         left = [file for file in files if (file, hashes[file]) not in done]
 
@@ -138,46 +140,46 @@ class _Session:
                 self.recordings.append(entry | answer)
 
         if left:
-            self._side_by_side("recording who executes what", left, record)
+            self._run_jobs_in_parallel("recording who executes what", left, record)
 
-    def _recorded(self) -> Recorded:
+    def _load_recording(self) -> Recording:
         imported = next(entry["lines"] for entry in self.recordings if "import" in entry)
-        recorded = Recorded(imported)
+        recorded = Recording(imported)
         latest = {e["file"]: e for e in self.recordings if "file" in e and (ROOT / e["file"]).exists()}
         for entry in latest.values():
             recorded.add(entry)
             if entry["failed"]:
                 print(f"mutants: left out, fails without a mutant: {', '.join(entry['failed'])}", file=sys.stderr)
         for entry in self.recordings:
-            recorded.take_times(entry.get("times", {}))
+            recorded.add_times(entry.get("times", {}))
         return recorded
 
-    def _try(self, worker: Worker, mutant: Mutant, recorded: Recorded) -> None:
+    def _try_mutant(self, worker: Worker, mutant: Mutant, recorded: Recording) -> None:
         choice = recorded.choose(mutant)
         seconds = [recorded.seconds[test] for test in choice.tests]
         limits = {t: FACTOR * recorded.seconds[t] + FLOOR_S for t in choice.tests}
         job = {
-            "mutant": {"path": mutant.path, "source": mutated_source(mutant), "cold": choice.cold},
+            "mutant": {"path": mutant.path, "source": mutate_source(mutant), "cold": choice.cold},
             "tests": choice.tests,
             "limits": limits,
             "limit_s": FACTOR * sum(seconds) + FLOOR_S + COLD_S,
         }
         answer = worker.ask(job)
         with self.lock:
-            recorded.take_times(answer.get("seconds", {}))
+            recorded.add_times(answer.get("seconds", {}))
             self.recordings.append({"times": answer.get("seconds", {})})
         outcome = "timeout" if answer.get("timeout") else "killed" if answer["failed"] else "survived"
         entry = {"key": mutant.key, "area": mutant.area, "path": mutant.path, "line": mutant.line, "outcome": outcome}
         entry |= {"operator": mutant.operator, "tests": len(choice.tests), "left_out": choice.left_out}
-        entry |= {"killer": (answer["failed"] or [""])[0], "diff": diff_of(mutant), "took_s": answer["took_s"]}
+        entry |= {"killer": (answer["failed"] or [""])[0], "diff": format_diff(mutant), "took_s": answer["took_s"]}
         entry |= {"cold": answer["cold"], "unsteady": answer["unsteady"], "at": time.strftime("%FT%TZ", time.gmtime())}
         with self.lock:
             self.results.append(entry)
 
-    def _side_by_side(
+    def _run_jobs_in_parallel(
         self, name: str, jobs: list[Any], do: Callable[[Any, Any], None], *, by_worker: bool = False
     ) -> None:
-        """Give the jobs to the workers; a worker that ended over one is started anew, twice for a job at most."""
+        """Distribute jobs among the workers. A worker that ends during a job is restarted, at most twice for a job."""
         waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for job in jobs:
             waiting.put(job)
@@ -217,7 +219,7 @@ def _attempt(worker: Worker, do: Callable[[], None], *, restart: bool) -> None:
 
 
 class Bar:
-    """Progress on standard error: a bar on a terminal, else a line now and then."""
+    """Progress on standard error: a bar on a terminal, otherwise a line every 30 s."""
 
     def __init__(self, name: str, total: int) -> None:
         self.name, self.total, self.done = name, total, 0
@@ -225,7 +227,7 @@ class Bar:
         self.lock = threading.Lock()
 
     def step(self) -> None:
-        """One more is done."""
+        """Count one finished job and show the progress."""
         with self.lock:
             self.done += 1
             now = time.monotonic()

@@ -1,7 +1,7 @@
-"""The areas that are mutated: for each the files, and the tests that belong to it whatever coverage says.
+"""The areas that are mutated: the files of each, and the tests that belong to it.
 
-Coverage does not see code that runs in another process (drivers, the write worker, `cyborg-agent`), so these tests are
-added to those that were seen to execute a line.
+Coverage does not see code that runs in another process (drivers, the write worker, `cyborg-agent`), so the tests of an
+area are added to those that execute a line according to coverage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PRODUCT = ("accelerators", "agents", "cyborgweb", "drivers", "placement_sync")
 
 @dataclass(frozen=True)
 class Area:
-    """One stratum of the sample."""
+    """One stratum of the sample: its files, and the test files that belong to it."""
 
     name: str
     files: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The pytest plugin of a mutant that needs a new process. It uses the database server of `worker` and its pipe."""
+"""The pytest plugin for a mutant that needs a new process. It uses the database server and the pipe of `worker`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _ran: set[str] = set()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """A test that takes too long ends the process."""
+    """Set an alarm that ends the process if the test takes too long."""
     signal.setitimer(signal.ITIMER_REAL, _limits.get(item.nodeid, 0))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note what fails."""
+    """Record which tests ran and which failed."""
     _ran.add(report.nodeid)
     if report.failed:
         _failed.append(report.nodeid)
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
-    """Tell the worker; a process that ends before it comes here tells it by that."""
+    """Send the result to the worker, for which the end of the process without a result is a failure."""
     failed = _failed or ([] if int(exitstatus) == 0 else [f"pytest ends with {int(exitstatus)} before any test fails"])
     os.write(_answers, json.dumps({"failed": failed, "ran": len(_ran), "clean": not failed}).encode() + b"\n")

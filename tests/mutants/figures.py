@@ -1,4 +1,4 @@
-"""The table of a run and its survivors, as Markdown."""
+"""Format the results of a run as Markdown: a table by area, and the surviving mutants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 @dataclass(frozen=True)
 class Run:
-    """The figures' heading."""
+    """The run that the table describes: seed, commit, size of the sample, and number of mutants of each area."""
 
     seed: int
     commit: str
@@ -27,13 +27,13 @@ class Run:
 
 @cache
 def _equivalents() -> dict[tuple[str, tuple[str, ...]], str]:
-    """Known mutants that change nothing anybody could see, by file and changed lines; each with its reason."""
+    """Load the known equivalent mutants: (file, changed lines) → why no test can detect it."""
     entries = tomllib.loads(EQUIVALENT.read_text()).get("mutant", []) if EQUIVALENT.exists() else []
     return {(e["path"], tuple(line.strip() for line in e["diff"].strip().splitlines())): e["why"] for e in entries}
 
 
 def reason(result: dict[str, Any]) -> str:
-    """Why a survivor is equivalent; empty if nobody says so."""
+    """Return why a survivor is equivalent; '' if it is not known to be."""
     lines = tuple(f"{line[0]}{line[1:].strip()}" for line in result["diff"])
     stripped = {
         (path, tuple(f"{x[0]}{x[1:].strip()}" for x in diff)): why for (path, diff), why in _equivalents().items()
@@ -42,14 +42,14 @@ def reason(result: dict[str, Any]) -> str:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """One of `COLUMNS`."""
+    """Return the outcome of a mutant, one of `COLUMNS`."""
     if result["outcome"] == "survived" and reason(result):
         return "equivalent"
     return str(result["outcome"])
 
 
 def table(run: Run, results: list[dict[str, Any]]) -> str:
-    """The table by area, with the share of those not equivalent that were noticed, by a failure or by a time limit."""
+    """Return the table by area, with the share of non-equivalent mutants that a failure or a time limit detected."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COLUMNS, 0))
     for result in results:
         counts[result["area"]][verdict(result)] += 1
@@ -79,7 +79,7 @@ def _row(name: str, everything: int, count: dict[str, int]) -> str:
 
 
 def survivors(results: list[dict[str, Any]]) -> str:
-    """Each survivor with its place and change; then the equivalent ones with the reason."""
+    """List each survivor with its place and diff, then the equivalent ones with the reason."""
     lines = []
     for wanted in ("survived", "equivalent"):
         found = sorted((r for r in results if verdict(r) == wanted), key=lambda r: (r["area"], r["path"], r["line"]))

@@ -1,4 +1,4 @@
-"""What a mutant is."""
+"""The identity of one mutant."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """One place and one operator. `number` counts the nodes of the file, `variant` the changes of that node."""
+    """One place and one operator: node `number` of the file is changed by variant `variant` of the operator."""
 
     area: str
     path: str
@@ -19,5 +19,5 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Its identity in the state file."""
+        """Return the key of the mutant in the state files."""
         return f"{self.path}:{self.line}:{self.number}:{self.operator}:{self.variant}"

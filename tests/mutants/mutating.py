@@ -1,4 +1,4 @@
-"""All mutants of a file, the drawing of a sample, and the text of one mutant."""
+"""List all mutants of a file, draw a sample, and create the source text of one mutant."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.mutants.mutant import Mutant
 from tests.mutants.operators import OPERATORS, is_sql
 
 LOGGERS = {"log", "logger", "logging"}
-LEAST = 10
-"""Mutants of each area, if it has as many."""
+MIN_PER_AREA = 10
+"""The smallest number of mutants of each area in a sample, if the area has as many."""
 
 
 @cache
@@ -31,7 +31,7 @@ def _parsed(path: str) -> tuple[MetadataWrapper, list[tuple[cst.CSTNode, Any]]]:
 
 
 class _Finder(cst.CSTVisitor):
-    """Collects the nodes that may be mutated: no imports, annotations, docstrings, log messages and `__all__`."""
+    """Collects the nodes that may be mutated: all but imports, annotations, docstrings, log messages and `__all__`."""
 
     def __init__(self) -> None:
         self.found: list[cst.CSTNode] = []
@@ -48,7 +48,7 @@ class _Finder(cst.CSTVisitor):
         if isinstance(node, cst.Assign) and _is_type_machinery(node):
             return False
         if not (isinstance(node, cst.SimpleString) and " " in node.value and not is_sql(node.value)):
-            self.found.append(node)  # what is left out here is text for people
+            self.found.append(node)  # strings with spaces that are not SQL are text for people, and are left out
         return True
 
 
@@ -67,10 +67,10 @@ def _is_type_machinery(node: cst.Assign) -> bool:
     )
 
 
-def mutants_of(area: str, path: str) -> Iterator[Mutant]:
-    """One mutant for each place and operator; which of several variants it is, the place itself decides.
+def list_mutants(area: str, path: str) -> Iterator[Mutant]:
+    """Yield one mutant for each node and operator. If there are several variants, a hash of the place selects one.
 
-    A statement of SQL is one place for Python, so there every variant is a mutant of its own.
+    An SQL statement is a single node, so each of its variants is a separate mutant.
     """
     _, nodes = _parsed(path)
     for number, (node, position) in enumerate(nodes):
@@ -81,8 +81,8 @@ def mutants_of(area: str, path: str) -> Iterator[Mutant]:
                     yield Mutant(area, path, position.start.line, position.end.line, name, number, variant)
 
 
-def mutated_source(mutant: Mutant) -> str | None:
-    """The file's text with this change; None if it is no change, or no Python."""
+def mutate_source(mutant: Mutant) -> str | None:
+    """Return the file's text with the mutation; None if nothing changes or the result is not valid Python."""
     wrapper, nodes = _parsed(mutant.path)
     node = nodes[mutant.number][0]
     operator = next(made for _, name, made in OPERATORS if name == mutant.operator)
@@ -98,35 +98,35 @@ def mutated_source(mutant: Mutant) -> str | None:
     return text
 
 
-def diff_of(mutant: Mutant) -> list[str]:
-    """The changed lines, `-` and `+`."""
-    old, new = (ROOT / mutant.path).read_text(), mutated_source(mutant) or ""
+def format_diff(mutant: Mutant) -> list[str]:
+    """Return the changed lines, beginning with `-` and `+`."""
+    old, new = (ROOT / mutant.path).read_text(), mutate_source(mutant) or ""
     lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
     return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
-def all_mutants() -> dict[str, list[Mutant]]:
-    """Of each area, in the order of its files."""
-    return {area.name: [m for path in area.files for m in mutants_of(area.name, path)] for area in AREAS}
+def list_all_mutants() -> dict[str, list[Mutant]]:
+    """Return all mutants by area, in the order of its files."""
+    return {area.name: [m for path in area.files for m in list_mutants(area.name, path)] for area in AREAS}
 
 
-def drawn(size: int, seed: int, everything: dict[str, list[Mutant]]) -> list[Mutant]:
-    """A sample stratified by area, `LEAST` of each and the rest in proportion, in an order that is random too."""
+def draw_sample(size: int, seed: int, everything: dict[str, list[Mutant]]) -> list[Mutant]:
+    """Draw a sample in random order, stratified by area: at least `MIN_PER_AREA` of each, the rest in proportion."""
     chance = random.Random(seed)
     shuffled = {name: chance.sample(sorted(ms, key=lambda m: m.key), len(ms)) for name, ms in everything.items()}
     total = sum(map(len, shuffled.values()))
-    wanted = {name: max(LEAST, round(size * len(ms) / total)) for name, ms in shuffled.items()}
-    while (excess := sum(wanted.values()) - size) and (excess < 0 or max(wanted.values()) > LEAST):
+    wanted = {name: max(MIN_PER_AREA, round(size * len(ms) / total)) for name, ms in shuffled.items()}
+    while (excess := sum(wanted.values()) - size) and (excess < 0 or max(wanted.values()) > MIN_PER_AREA):
         wanted[max(wanted, key=wanted.__getitem__)] -= 1 if excess > 0 else -1
-    picked = [m for name, ms in shuffled.items() for m in _usable(ms, wanted[name])]
+    picked = [m for name, ms in shuffled.items() for m in _take_usable(ms, wanted[name])]
     chance.shuffle(picked)
     return picked
 
 
-def _usable(shuffled: list[Mutant], count: int) -> Iterator[Mutant]:
+def _take_usable(shuffled: list[Mutant], count: int) -> Iterator[Mutant]:
     for mutant in shuffled:
         if not count:
             return
-        if mutated_source(mutant) is not None:
+        if mutate_source(mutant) is not None:
             count -= 1
             yield mutant

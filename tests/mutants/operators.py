@@ -1,4 +1,4 @@
-"""The mutations of one node: mutmut's, and those it lacks: negated conditions, removed statements, changed SQL."""
+"""The mutations of one node: those of mutmut, negated conditions, removed statements, returned None, changed SQL."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def negate_condition(node: cst.If | cst.While | cst.CompIf) -> Iterable[cst.CSTN
 
 
 def remove_statement(node: cst.Expr | cst.Raise | cst.Del) -> Iterable[cst.CSTNode]:
-    """Change a call for its effect, `await`, `raise` or `del` to `pass`. A generator stays one: `yield` is kept."""
+    """Change a call statement, `await`, `raise` or `del` to `pass`; keep `yield`, so that a generator stays one."""
     if not isinstance(node, cst.Expr) or isinstance(node.value, cst.Call | cst.Await):
         yield cst.Pass()
 
@@ -58,7 +58,7 @@ def return_none(node: cst.Return) -> Iterable[cst.CSTNode]:
 
 
 def change_sql(node: cst.SimpleString | cst.FormattedStringText) -> Iterable[cst.CSTNode]:
-    """Change one keyword or comparison of a statement."""
+    """Change one keyword, operator or literal of an SQL statement."""
     if not is_sql(node.value):
         return
     for pattern, replacement in SQL_CHANGES:
@@ -67,7 +67,7 @@ def change_sql(node: cst.SimpleString | cst.FormattedStringText) -> Iterable[cst
 
 
 def is_sql(text: str) -> bool:
-    """Whether a literal is SQL, or a part of a statement."""
+    """Return whether a string is SQL or a part of an SQL statement."""
     return bool(SQL.search(text))
 
 
@@ -79,7 +79,7 @@ NARROWED: dict[str, Any] = {
     "swap_op": (cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.ComparisonTarget, cst.AugAssign),
     "keywords": (cst.Is, cst.IsNot, cst.In, cst.NotIn, cst.Break, cst.Continue),
 }
-"""mutmut tries these two on every node, which takes a minute for the core."""
+"""Node types for two operators of mutmut, which otherwise visit every node; that takes a minute for the core."""
 
 OPERATORS: tuple[tuple[Any, str, Operator], ...] = (
     *((NARROWED.get(_name(made), kind), _name(made), made) for kind, made in mutation_operators),

@@ -1,4 +1,4 @@
-"""What a run leaves behind so that it can go on after a kill: lines of JSON under `var/mutants`, one per result."""
+"""The state of a run, from which it can continue after a kill: JSON lines in `var/mutants`, one for each result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = ROOT / "var" / "mutants"
 
 
 def product_hash() -> str:
-    """A hash of the product's sources: results and recorded lines hold only for these."""
+    """Return a hash of the product's sources; results and recorded lines are valid only for these sources."""
     digest = hashlib.sha256()
     for room in PRODUCT:
         for path in sorted((ROOT / room).rglob("*.py")):
@@ -25,12 +25,12 @@ def product_hash() -> str:
 
 
 def file_hash(path: Path) -> str:
-    """A hash of one test file: after a change its tests are recorded anew."""
+    """Return a hash of one test file; if it changes, its tests are recorded again."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def commit() -> str:
-    """The commit that is tested, with `+` if files differ from it."""
+    """Return the tested commit, with `+` if tracked files differ from it."""
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return _git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
@@ -41,7 +41,7 @@ def _git(*arguments: str) -> str:
 
 
 class Lines:
-    """A file of JSON lines that is only ever appended to. The last line may be cut off by a kill; it is ignored."""
+    """An append-only file of JSON lines. A last line that was cut off by a kill is ignored."""
 
     def __init__(self, name: str) -> None:
         self.path = FOLDER / name
@@ -55,7 +55,7 @@ class Lines:
                     yield json.loads(line)
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Add one line; it is on the disk when this returns."""
+        """Append one line and flush it to the disk; first remove a last line that was cut off."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             if file.tell():
@@ -71,6 +71,6 @@ class Lines:
         os.truncate(self.path, whole.rfind(b"\n") + 1)
 
     def set_aside(self) -> None:
-        """Keep the old file under another name."""
+        """Rename the file, so that a new one begins and the old one is kept."""
         if self.path.exists():
             self.path.replace(self.path.with_suffix(".old"))

@@ -1,7 +1,7 @@
-"""A mutant put into a process that has imported the module already: the code of the changed functions is exchanged.
+"""Put a mutant into a process that has already imported its module, by replacing the code of the changed functions.
 
-So one import of Django and one collection of the tests serve many mutants; each runs in a fork. It works for changes
-inside functions. What runs at import (tables, classes, defaults, decorators) needs a new process.
+So Django is imported and the tests are collected once for many mutants; each mutant runs in a fork. This works for
+changes inside functions. Code that runs at import (tables, classes, defaults, decorators) needs a new process.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from types import CodeType, FunctionType
 INLINE = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 
 
-def live_functions(root: Path) -> dict[str, list[FunctionType]]:
-    """Every function object of the product by file; also those that decorators have wrapped."""
+def find_live_functions(root: Path) -> dict[str, list[FunctionType]]:
+    """Return every function object below `root` by file, including those that decorators have wrapped."""
     found: dict[str, list[FunctionType]] = defaultdict(list)
     for each in gc.get_objects():
         if isinstance(each, FunctionType) and each.__code__.co_filename.startswith(str(root)):
@@ -25,13 +25,13 @@ def live_functions(root: Path) -> dict[str, list[FunctionType]]:
 
 
 def can_swap(path: Path, old: str, new: str) -> bool:
-    """Whether the change is inside functions only."""
-    return _pairs(_compiled(path, old), _compiled(path, new), in_function=False) is not None
+    """Return whether the two texts differ only inside functions."""
+    return _find_changed_pairs(_compile(path, old), _compile(path, new), in_function=False) is not None
 
 
 def swap(path: Path, old: str, new: str, functions: list[FunctionType]) -> int:
-    """Exchange the code; return how many functions have it now. A module not yet imported is read from its file."""
-    pairs = _pairs(_compiled(path, old), _compiled(path, new), in_function=False) or []
+    """Replace the code of the changed functions; return how many were changed (0 if the module is not imported yet)."""
+    pairs = _find_changed_pairs(_compile(path, old), _compile(path, new), in_function=False) or []
     done = 0
     for function in functions:
         for before, after in pairs:
@@ -43,25 +43,27 @@ def swap(path: Path, old: str, new: str, functions: list[FunctionType]) -> int:
 
 
 def is_imported(path: Path) -> bool:
-    """Whether a module of this file is in memory."""
+    """Return whether a module of this file is imported."""
     return any(getattr(module, "__file__", None) == str(path) for module in list(sys.modules.values()))
 
 
-def _compiled(path: Path, text: str) -> CodeType:
+def _compile(path: Path, text: str) -> CodeType:
     return compile(text, str(path), "exec", dont_inherit=True)
 
 
-def _pairs(old: CodeType, new: CodeType, *, in_function: bool) -> list[tuple[CodeType, CodeType]] | None:
-    """The function code objects that differ, outermost first; None if something outside functions differs."""
+def _find_changed_pairs(old: CodeType, new: CodeType, *, in_function: bool) -> list[tuple[CodeType, CodeType]] | None:
+    """Return the pairs of function code objects that differ, outermost first; None if other code differs."""
     pairs = []
-    nested_old, nested_new = _nested(old), _nested(new)
-    alike = _own(old) == _own(new) and [c.co_name for c in nested_old] == [c.co_name for c in nested_new]
+    nested_old, nested_new = _list_nested_code(old), _list_nested_code(new)
+    alike = _get_own_content(old) == _get_own_content(new) and [c.co_name for c in nested_old] == [
+        c.co_name for c in nested_new
+    ]
     if not alike and not in_function:
         return None
     if len(nested_old) == len(nested_new):
         for one, other in zip(nested_old, nested_new, strict=True):
             is_function = in_function or (bool(one.co_flags & 2) and one.co_name not in INLINE)  # 2: CO_NEWLOCALS
-            found = _pairs(one, other, in_function=is_function)
+            found = _find_changed_pairs(one, other, in_function=is_function)
             if found is None or (found and not is_function and one.co_name in INLINE):
                 return None
             if is_function and one != other:
@@ -70,11 +72,11 @@ def _pairs(old: CodeType, new: CodeType, *, in_function: bool) -> list[tuple[Cod
     return pairs
 
 
-def _nested(code: CodeType) -> list[CodeType]:
+def _list_nested_code(code: CodeType) -> list[CodeType]:
     return [each for each in code.co_consts if isinstance(each, CodeType)]
 
 
-def _own(code: CodeType) -> tuple[object, ...]:
-    """What a code object does itself, without the functions in it and without line numbers."""
+def _get_own_content(code: CodeType) -> tuple[object, ...]:
+    """Return the content of a code object to compare, without nested functions and line numbers."""
     constants = tuple("code" if isinstance(c, CodeType) else (type(c), repr(c)) for c in code.co_consts)
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars

@@ -1,4 +1,4 @@
-"""The test database as it was before the first test, brought back after a mutant that may have left something in it."""
+"""Restore the test database to its state before the first test, after a mutant that may have left data in it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ KEPT = "mutants_template"
 
 
 class Template:
-    """A copy of the test database on the same server."""
+    """A copy of the test database on the same server, used as a template."""
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
         self.name = ""
 
     def keep(self) -> None:
-        """Copy the database; nobody may be connected to it."""
+        """Copy the database; there must be no connection to it."""
         from django.db import connection
 
         self.settings = connection.settings_dict
@@ -23,7 +23,7 @@ class Template:
         self._run(f'DROP DATABASE IF EXISTS "{KEPT}"', f'CREATE DATABASE "{KEPT}" TEMPLATE "{self.name}"')
 
     def restore(self) -> None:
-        """Throw the database away with everybody who is still in it, and copy it anew."""
+        """Drop the database and all connections to it, and create it again from the copy."""
         make = f'CREATE DATABASE "{self.name}" TEMPLATE "{KEPT}"'
         self._run(f'DROP DATABASE IF EXISTS "{self.name}" WITH (FORCE)', make)
 

@@ -1,4 +1,4 @@
-"""The parts of `make mutants` that need no mutant: exchanged code, results that outlive a kill, the figures."""
+"""Tests of parts of `make mutants`: replacing code, results that survive a kill, and the table of results."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Door:
 
 @pytest.fixture
 def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module that is imported from a file."""
+    """Write SOURCE to a file and import it as a module."""
     (tmp_path / "swapped_sample.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     yield import_module("swapped_sample")
     del sys.modules["swapped_sample"]
 
 
-def exchange(module: ModuleType, old: str, new: str) -> int:
-    """Mutate the living module."""
+def replace_code(module: ModuleType, old: str, new: str) -> int:
+    """Replace the code of the imported module; return the number of changed functions."""
     path = Path(str(module.__file__))
     gc.collect()
-    functions = swapping.live_functions(path.parent)[str(path)]
+    functions = swapping.find_live_functions(path.parent)[str(path)]
     assert swapping.can_swap(path, SOURCE, SOURCE.replace(old, new))
     return swapping.swap(path, SOURCE, SOURCE.replace(old, new), functions)
 
@@ -60,20 +60,20 @@ def exchange(module: ModuleType, old: str, new: str) -> int:
     ],
     ids=["behind a decorator", "inside a closure", "a lambda of a method"],
 )
-def test_a_change_inside_a_function_reaches_what_was_imported(
+def test_a_change_inside_a_function_reaches_the_imported_module(
     sample: ModuleType, old: str, new: str, changed: Any
 ) -> None:
     assert not changed(sample)
-    assert exchange(sample, old, new)
+    assert replace_code(sample, old, new)
     assert changed(sample)
 
 
 @pytest.mark.parametrize(("old", "new"), [("LIMIT = 3", "LIMIT = 4"), ("most=LIMIT", "most=None"), ("@doubled\n", "")])
-def test_a_change_of_what_runs_at_import_needs_a_new_process(tmp_path: Path, old: str, new: str) -> None:
+def test_a_change_of_code_that_runs_at_import_needs_a_new_process(tmp_path: Path, old: str, new: str) -> None:
     assert not swapping.can_swap(tmp_path / "any.py", SOURCE, SOURCE.replace(old, new))
 
 
-def test_results_outlive_a_kill_in_the_middle_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "FOLDER", tmp_path)
     lines = state.Lines("results.jsonl")
     lines.append({"key": "first"})
@@ -84,7 +84,7 @@ def test_results_outlive_a_kill_in_the_middle_of_a_line(tmp_path: Path, monkeypa
     assert [json.loads(line)["key"] for line in lines.path.read_text().splitlines()] == ["first", "second"]
 
 
-def test_the_share_leaves_out_what_is_equivalent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equivalent_mutants_do_not_count_in_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "_equivalents", lambda: {("a.py", ("-x = 1", "+x = 2")): "x is never read"})
     one = {"area": "groups", "path": "a.py", "line": 1, "left_out": 0, "tests": 3, "diff": ["-  x = 1", "+  x = 2"]}
     others = [one | {"outcome": outcome, "diff": ["-y"]} for outcome in ("killed", "killed", "timeout", "survived")]

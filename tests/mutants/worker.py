@@ -1,6 +1,6 @@
-"""The pytest plugin that runs mutants: everything is imported and collected once, then each job runs in a fork.
+"""The pytest plugin that runs mutants: tests are imported and collected once, then each job runs in a fork.
 
-Started by `tests.mutants.workers` with a pipe for jobs and one for answers, as lines of JSON. Jobs:
+`tests.mutants.workers` starts it with a pipe for jobs and one for answers, both with JSON lines. Jobs:
 `{"record": [ids]}` runs tests under coverage; `{"mutant": {...}, "tests": [ids], …}` runs tests until one fails.
 """
 
@@ -26,23 +26,23 @@ from tests.mutants.template import Template
 
 TREE = Path.cwd()
 SUSPENDED_S = 5.0
-"""This process looks every second; after a longer gap it did not run."""
+"""This process wakes up every second; after a gap that is longer than this it was suspended."""
 
 
-def _coverage() -> Any:
+def _create_coverage() -> Any:
     import coverage
 
     files = [str(TREE / room / "*") for room in PRODUCT]
     return coverage.Coverage(data_file=None, config_file=False, include=files)
 
 
-_at_import = _coverage() if os.environ.pop("MUTANTS_TRACE_IMPORT", "") else None
+_at_import = _create_coverage() if os.environ.pop("MUTANTS_TRACE_IMPORT", "") else None
 if _at_import:
     _at_import.start()
 
 
 class Watcher:
-    """Notes what each test took, which failed, and (while recording) which lines it executed."""
+    """Records the time of each test, failures and skips, and (with `cover`) the lines that each executed."""
 
     def __init__(self, cover: Any = None, limits: dict[str, float] | None = None) -> None:
         self.cover = cover
@@ -52,7 +52,7 @@ class Watcher:
         self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Sum the three phases."""
+        """Add up the time of the three phases of a test, and record failures and skips."""
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         if report.failed and report.nodeid not in self.failed:
             self.failed.append(report.nodeid)
@@ -61,7 +61,7 @@ class Watcher:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """One context of coverage for each test; one that takes too long ends the process by SIGALRM."""
+        """Switch coverage to the test's context; set an alarm that ends the process if the test takes too long."""
         signal.setitimer(signal.ITIMER_REAL, self.limits.get(item.nodeid, 0))
         if self.cover:
             self.cover.switch_context(item.nodeid)
@@ -69,19 +69,19 @@ class Watcher:
 
 
 def run_items(session: pytest.Session, ids: list[str], watcher: Watcher, *, until_failure: bool) -> None:
-    """As pytest's own loop does; fixtures of the session are left alone, the process ends anyway."""
+    """Run tests as pytest's loop does, but without teardown of session fixtures, because the process ends anyway."""
     items = {item.nodeid: item for item in session.items}
     session.config.pluginmanager.register(watcher)
     wanted = [items[each] for each in ids if each in items]
     for number, item in enumerate(wanted):
-        following = wanted[number + 1] if number + 1 < len(wanted) else _elsewhere(session, item)
+        following = wanted[number + 1] if number + 1 < len(wanted) else _find_item_in_other_folder(session, item)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
         if until_failure and watcher.failed:
             return
 
 
-def _elsewhere(session: pytest.Session, item: pytest.Item) -> pytest.Item | None:
-    """A test of another folder, so that everything below the session is taken down after `item`."""
+def _find_item_in_other_folder(session: pytest.Session, item: pytest.Item) -> pytest.Item | None:
+    """Return a test of another folder; with it as the next item pytest tears down all fixtures below the session."""
     return next((each for each in session.items if each.path.parent != item.path.parent), None)
 
 
@@ -90,28 +90,28 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     """Serve jobs until the pipe closes."""
     jobs = os.fdopen(int(os.environ.pop("MUTANTS_JOBS")), "r")
     answers = os.fdopen(int(os.environ.pop("MUTANTS_ANSWERS")), "w", buffering=1)
-    imported = _lines(_at_import).get("", {}) if _at_import else None
+    imported = _collect_lines(_at_import).get("", {}) if _at_import else None
     _warm_up(session)
     _template.keep()
     gc.collect()
-    functions = swapping.live_functions(TREE)
+    functions = swapping.find_live_functions(TREE)
     gc.freeze()
     ready = {"ready": [item.nodeid for item in session.items], "import_lines": imported}
     print(json.dumps(ready), file=answers)
     for line in jobs:
         job = json.loads(line)
         began = time.monotonic()
-        answer = _record(session, job) if "record" in job else _try(session, job, functions)
+        answer = _record_lines(session, job) if "record" in job else _try_mutant(session, job, functions)
         print(json.dumps(answer | {"took_s": round(time.monotonic() - began, 2)}), file=answers)
     return True
 
 
 def _warm_up(session: pytest.Session) -> None:
-    """Run one test with a database, so that the session's fixtures are there; then leave no connection open."""
+    """Run one test with a database, so that the session's fixtures exist; then close all connections."""
     first = next(item for item in session.items if item.get_closest_marker("django_db"))
     watcher = Watcher()
     session.config.pluginmanager.register(watcher)
-    first.ihook.pytest_runtest_protocol(item=first, nextitem=_elsewhere(session, first))
+    first.ihook.pytest_runtest_protocol(item=first, nextitem=_find_item_in_other_folder(session, first))
     session.config.pluginmanager.unregister(watcher)
     assert not watcher.failed, f"{first.nodeid} fails without a mutant"
     from django.db import connections
@@ -119,8 +119,8 @@ def _warm_up(session: pytest.Session) -> None:
     connections.close_all()
 
 
-def _lines(cover: Any) -> dict[str, dict[str, list[int]]]:
-    """The executed lines of each file, of each context."""
+def _collect_lines(cover: Any) -> dict[str, dict[str, list[int]]]:
+    """Return the executed lines: context → file → lines."""
     cover.stop()
     data, lines = cover.get_data(), dict[str, dict[str, list[int]]]()
     for path in data.measured_files():
@@ -130,21 +130,21 @@ def _lines(cover: Any) -> dict[str, dict[str, list[int]]]:
     return lines
 
 
-def _record(session: pytest.Session, job: dict[str, Any]) -> dict[str, Any]:
+def _record_lines(session: pytest.Session, job: dict[str, Any]) -> dict[str, Any]:
     def child() -> dict[str, Any]:
-        cover = _coverage()
+        cover = _create_coverage()
         watcher = Watcher(cover)
         cover.start()
         run_items(session, job["record"], watcher, until_failure=False)
-        lines = _lines(cover)
+        lines = _collect_lines(cover)
         failed = watcher.failed
         return {"seconds": watcher.seconds, "failed": failed, "skipped": sorted(watcher.skipped), "lines": lines}
 
-    return in_fork(child, job["limit_s"])
+    return run_in_fork(child, job["limit_s"])
 
 
-def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list[Any]]) -> dict[str, Any]:
-    """Plant the mutant, run its tests; a test that failed must pass without the mutant, else it says nothing."""
+def _try_mutant(session: pytest.Session, job: dict[str, Any], functions: dict[str, list[Any]]) -> dict[str, Any]:
+    """Plant the mutant and run its tests. A failure counts only if the test passes without the mutant."""
     mutant = job["mutant"]
     path = TREE / mutant["path"]
     old, tests, unsteady = path.read_text(), list(job["tests"]), []
@@ -153,7 +153,7 @@ def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list
     while True:
         path.write_text(mutant["source"])
         try:
-            answer = in_fork(lambda: _planted(session, path, old, job, functions, cold, tests), job["limit_s"])  # noqa: B023
+            answer = run_in_fork(lambda: _run_planted(session, path, old, job, functions, cold, tests), job["limit_s"])  # noqa: B023
         finally:
             path.write_text(old)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -165,7 +165,7 @@ def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list
         if not killer:
             return answer
         if "::" not in killer or answer.get("timeout"):
-            # What breaks this runner must not count as a kill.
+            # A fault of this runner must not count as a kill.
             if not _passes_without_mutant(session, tests, job["limits"], job["limit_s"], cold=cold):
                 raise RuntimeError(f"{killer}, without the mutant too: {mutant['path']}")
             return answer
@@ -175,7 +175,7 @@ def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list
         tests.remove(killer)
 
 
-def _planted(
+def _run_planted(
     session: pytest.Session,
     path: Path,
     old: str,
@@ -185,10 +185,10 @@ def _planted(
     tests: list[str],
 ) -> dict[str, Any]:
     if cold:
-        _start_anew(tests, job["limits"])
+        _exec_new_process(tests, job["limits"])
     try:
         swapped = swapping.swap(path, old, job["mutant"]["source"], functions.get(str(path), []))
-    except ValueError:  # another number of variables that nested functions share
+    except ValueError:  # the mutant has another number of closure variables
         return {"again": True}
     if not swapped and swapping.is_imported(path):
         return {"again": True}
@@ -202,21 +202,21 @@ def _planted(
 def _passes_without_mutant(
     session: pytest.Session, tests: list[str], limits: dict[str, float], limit_s: float, *, cold: bool = False
 ) -> bool:
-    """Run the tests with the product as it is; return whether they pass within their limits."""
+    """Run the tests without a mutant; return whether they pass within their limits."""
 
     def child() -> dict[str, Any]:
         if cold:
-            _start_anew(tests, limits)
+            _exec_new_process(tests, limits)
         watcher = Watcher(limits=limits)
         run_items(session, tests, watcher, until_failure=True)
         return {"failed": watcher.failed, "clean": not watcher.failed}
 
-    answer = in_fork(child, limit_s)
+    answer = run_in_fork(child, limit_s)
     return not answer.get("failed") and not answer.get("timeout")
 
 
-def _start_anew(tests: list[str], limits: dict[str, float]) -> None:
-    """Become a new process that runs these tests on the same database server; it answers through `MUTANTS_COLD`."""
+def _exec_new_process(tests: list[str], limits: dict[str, float]) -> None:
+    """Replace this process by a new pytest that runs these tests on the same database server (see `cold`)."""
     from django.conf import settings
 
     listed = Path(os.environ["TMPDIR"]) / "tests.txt"
@@ -233,13 +233,13 @@ _answer_fd = -1
 _parent = os.getppid()
 
 
-def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
-    """Run it in a fork with a process group of its own; whatever it started ends with it."""
+def run_in_fork(child: Any, limit_s: float) -> dict[str, Any]:
+    """Run `child` in a fork and return its answer; then kill its process group and, if needed, restore the database."""
     global _answer_fd
     readable, _answer_fd = os.pipe()
     pid = os.fork()
     if not pid:
-        _in_child(child, readable)
+        _run_child(child, readable)
     os.close(_answer_fd)
     text, ends, last, suspended = b"", time.monotonic() + limit_s, time.monotonic(), False
     while (left := ends - time.monotonic()) > 0 and os.getppid() == _parent:
@@ -253,7 +253,7 @@ def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
             break
     os.close(readable)
     late, suspended = left <= 0, suspended or time.monotonic() - last > SUSPENDED_S
-    for _ in range(2):  # the second time for what the first saw being started
+    for _ in range(2):  # a second time for processes that were being started during the first
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -261,15 +261,15 @@ def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
     _, status = os.waitpid(pid, 0)
     if os.getppid() != _parent:
         pytest.exit("the run was killed", returncode=1)
-    answer = _answer_of(text, status, late=late)
+    answer = _decode_answer(text, status, late=late)
     if suspended or not answer.get("clean"):
         _template.restore()
-    if suspended:  # by SIGSTOP or with the machine: time limits and deadlines in tests mean nothing then
-        return in_fork(child, limit_s)
+    if suspended:  # by SIGSTOP or with the machine; then time limits and deadlines in tests are meaningless
+        return run_in_fork(child, limit_s)
     return answer
 
 
-def _answer_of(text: bytes, status: int, *, late: bool) -> dict[str, Any]:
+def _decode_answer(text: bytes, status: int, *, late: bool) -> dict[str, Any]:
     if late or (not text and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM):
         return {"timeout": True, "failed": ["time limit"]}
     if not text:
@@ -278,7 +278,7 @@ def _answer_of(text: bytes, status: int, *, late: bool) -> dict[str, Any]:
     return answer
 
 
-def _in_child(child: Any, readable: int) -> None:
+def _run_child(child: Any, readable: int) -> None:
     try:
         os.setpgid(0, 0)
         die_with_parent()

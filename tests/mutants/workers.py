@@ -1,4 +1,4 @@
-"""Worker processes, each with its own copy of the checkout and its own small environment that imports from the copy."""
+"""Worker processes. Each has a copy of the checkout and a small virtual environment that imports from the copy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.mutants.areas import ROOT
 from tests.support.environment import without_settings
 
 LEFT_OUT = ("tests/test_house.py", "tests/test_docs.py", "tests/system", "tests/qemu", "tests/browser", "tests/bench")
-"""Tests of the sources themselves would see a mutant by its text; the rest is not the fast lane."""
+"""Tests that read the sources would detect a mutant by its text; the other ones do not belong to the fast lane."""
 
 
 class WorkerError(RuntimeError):
-    """A worker ended, or did not start; the text says where its output is."""
+    """A worker process ended or did not start; the text says where its output is."""
 
 
 class Worker:
-    """One process of `tests.mutants.worker`. Nothing of it is in the user's checkout; all of it goes with `folder`."""
+    """One process of `tests.mutants.worker`. All its files are in `folder`, none in the user's checkout."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Worker:
         self._answers: TextIO | None = None
 
     def prepare(self) -> None:
-        """Copy the checkout and make the environment."""
+        """Copy the checkout and create the virtual environment."""
         command = ["git", "ls-files", "-zco", "--exclude-standard"]
         names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, names.split("\0")):
@@ -49,7 +49,7 @@ class Worker:
         venv.EnvBuilder(symlinks=True).create(environment)
         packages = next(path for path in map(Path, sys.path) if path.name == "site-packages")
         own = environment / "lib" / packages.parent.name / "site-packages"
-        # Not PYTHONPATH: drivers start with `python -I`. The checkout's own .pth is not read from here.
+        # Not PYTHONPATH, because drivers start with `python -I`. The .pth file of the checkout is not read here.
         (own / "copy.pth").write_text(f"{self.folder / 'tree'}\n{packages}\n")
         for script in Path(sys.executable).parent.iterdir():
             if script.name in {"cyborg", "cyborg-agent"}:
@@ -58,7 +58,7 @@ class Worker:
                 (environment / "bin" / script.name).chmod(0o755)
 
     def start(self, *, trace_import: bool = False) -> None:
-        """Return when everything is imported and collected."""
+        """Start the process and wait until it has imported and collected all tests."""
         shutil.rmtree(self.folder / "t", ignore_errors=True)
         (self.folder / "t").mkdir()
         jobs, ours = os.pipe()
@@ -87,7 +87,7 @@ class Worker:
         self.tests, self.import_lines = ready["ready"], ready["import_lines"]
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Do one job. Raises WorkerError if the process ends over it."""
+        """Run one job and return the answer; raise WorkerError if the process ends meanwhile."""
         assert self._jobs
         try:
             print(json.dumps(job), file=self._jobs)
@@ -96,7 +96,7 @@ class Worker:
         return self._answer()
 
     def stop(self) -> None:
-        """End it in order, so that its database server ends too."""
+        """Close the pipe and wait for the process, so that its database server ends too; kill it after 30 s."""
         if self._process and self._jobs:
             self._jobs.close()
             try:
@@ -115,8 +115,8 @@ class Worker:
 
 
 @contextmanager
-def prepared(count: int) -> Iterator[list[Worker]]:
-    """Workers that are not yet started; their folders go at the end, and those of a killed run now."""
+def prepare_workers(count: int) -> Iterator[list[Worker]]:
+    """Yield prepared workers that are not started; remove their folders at the end, and those of killed runs now."""
     above = Path(tempfile.gettempdir())
     for old in above.glob("mutants-*-*"):
         if not Path(f"/proc/{old.name.split('-')[1]}").exists():

@@ -1,1 +1,1 @@
-"""The real agent on a real Debian kernel in QEMU, the product outside. `make test-qemu`, after `make deps-sim`."""
+"""Tests of the agent on a real Debian kernel in QEMU; the product runs outside. `make deps-sim`, `make test-qemu`."""

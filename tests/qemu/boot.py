@@ -1,7 +1,7 @@
-"""One virtual machine: QEMU without KVM, a Debian kernel, an SR-IOV NVMe disk, two free slots. Used by every test here.
+"""One virtual machine: QEMU without KVM, a Debian kernel, an SR-IOV NVMe disk and two free slots.
 
-Its root is this machine's own, read-only over 9p, so what runs inside is this checkout with its virtual environment.
-`share` is `SHARE` inside, and stays when it is switched off. The tester has a shell inside, and QMP outside.
+Its root is the root of this machine, read-only over 9p, so this checkout and its virtual environment run inside. The
+folder `share` is mounted as `SHARE` inside and survives a power-off. The tests use a shell inside and QMP outside.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.qemu import prepare
 
 SHARE = "/run/share"
 BOOT_S = 90.0
-"""A boot takes 5 to 12 s on two idle cores; others may share them."""
+"""A boot takes 5 to 12 s on two idle cores; other processes may use these cores too."""
 COMMAND_S = 60.0
 
 
 class Guest:
-    """A machine that dies with its tester, also when that one is killed with SIGKILL."""
+    """A virtual machine that ends when the process that started it ends, even by SIGKILL."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
@@ -35,7 +35,7 @@ class Guest:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Switch it on; `until_up` waits for it."""
+        """Switch the machine on without waiting; `wait_until_up` waits for the boot."""
         with (self.folder / "serial.log").open("ab") as log:
             self.process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", prepare.EMULATOR, *self._machine(), *self._devices()],
@@ -52,8 +52,8 @@ class Guest:
         yield from ("-accel", "tcg,thread=multi", "-M", "q35", "-cpu", "max", "-m", "768", "-smp", "2")
         yield from ("-kernel", f"{prepare.CACHE}/vmlinuz", "-initrd", f"{prepare.CACHE}/initrd")
         words = ("console=ttyS0", "quiet", "panic=-1", "mitigations=off", "random.trust_cpu=on", "intel_iommu=on")
-        # A late timer is the tester's busy processor. What the guest finds out about its cycle counter at boot may be
-        # wrong for the same reason, and its clock then runs away: this one is the tester's own.
+        # On a busy machine timers are late, and the guest may calibrate its cycle counter wrongly, so that its clock
+        # runs away. These options skip the check of the timer and take the clock from QEMU.
         slow = ("no_timer_check", "tsc=unstable", "clocksource=acpi_pm")
         yield from ("-append", " ".join((*words, *slow, f"GUEST_PORT={port}", f"GUEST_NAME={self.name}")))
         yield from ("-fsdev", "local,id=root,path=/,security_model=none,readonly=on,multidevs=remap")
@@ -62,7 +62,7 @@ class Guest:
         yield from ("-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile=")
 
     def _devices(self) -> Iterator[str]:
-        """The disk with four virtual functions, and the slots `free1` and `free2`."""
+        """Yield QEMU's options for the disk with up to four virtual functions and for the slots `free1` and `free2`."""
         functions = "sriov_max_vfs=4,sriov_vq_flexible=8,sriov_vi_flexible=4,max_ioqpairs=16,msix_qsize=17"
         yield from ("-device", "intel-iommu", "-device", "nvme-subsys,id=subsystem")
         yield from ("-device", "pcie-root-port,id=taken,chassis=1,slot=1")
@@ -71,8 +71,8 @@ class Guest:
         for slot in (2, 3):
             yield from ("-device", f"pcie-root-port,id=free{slot - 1},chassis={slot},slot={slot}")
 
-    def until_up(self) -> None:
-        """Wait until it has booted, the first time or again: its shell calls."""
+    def wait_until_up(self) -> None:
+        """Wait until the machine has booted, which is when its shell connects."""
         self.listener.settimeout(BOOT_S)
         try:
             connection = self.listener.accept()[0]
@@ -82,55 +82,55 @@ class Guest:
         self.shell = connection.makefile("rw", newline="\n")
 
     def run(self, command: str, check: bool = True) -> str:
-        """What a shell command inside prints, errors too; with `check` its status must be 0."""
+        """Run a shell command inside and return its output and errors; with `check` its status must be 0."""
         assert self.shell
         mark = "-- ended with "
         self.shell.write(f"sh -c {shlex.quote(command)} </dev/null 2>&1; echo; echo '{mark}'$?\n")
         self.shell.flush()
-        said: list[str] = []
+        output: list[str] = []
         for line in self.shell:
             if line.startswith(mark):
-                text, status = "".join(said)[:-1], int(line.removeprefix(mark))
+                text, status = "".join(output)[:-1], int(line.removeprefix(mark))
                 assert status == 0 or not check, f"{command}: {status}\n{text}"
                 return text.rstrip("\n")
-            said.append(line)
+            output.append(line)
         raise AssertionError(f"the guest hung up during {command}")
 
     def qmp(self, execute: str, **arguments: Any) -> Any:
-        """One command to QEMU; its error is an AssertionError."""
+        """Send a QMP command to QEMU and return its result; raise AssertionError if it fails."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(COMMAND_S)
             connection.connect(f"{self.folder}/qmp")
             with connection.makefile("rw") as lines:
-                lines.readline()  # its greeting
+                lines.readline()  # QEMU's greeting
                 for one in ({"execute": "qmp_capabilities"}, {"execute": execute, "arguments": arguments}):
                     lines.write(json.dumps(one) + "\n")
                     lines.flush()
-                    answer = next(said for said in map(json.loads, lines) if "event" not in said)
+                    answer = next(output for output in map(json.loads, lines) if "event" not in output)
         assert "error" not in answer, answer["error"]
         return answer["return"]
 
     def power_cycle(self) -> None:
-        """Pull the plug and switch it on again: up on return. The share stays, all else is as at first."""
+        """Switch the machine off and on and wait until it has booted; only the content of the share survives."""
         self.power_off()
         self.start()
-        self.until_up()
+        self.wait_until_up()
 
     def power_off(self) -> None:
-        """Pull the plug."""
+        """Kill QEMU, as if the power failed."""
         if self.process:
             self.process.kill()
             self.process.wait()
 
     def log(self) -> str:
-        """What its kernel and what runs inside said: the serial console, and every log on the share."""
+        """Return the end of the serial console's log and of every log on the share."""
         files = [self.folder / "serial.log", *sorted(self.share.glob("*.log"))]
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in files)
 
 
 @contextlib.contextmanager
 def running(name: str, folder: Path) -> Iterator[Guest]:
-    """A guest that is being switched on, and is switched off at the end."""
+    """Start a guest, yield it while it boots, and switch it off at the end."""
     guest = Guest(name, folder)
     try:
         guest.start()

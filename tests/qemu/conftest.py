@@ -1,4 +1,4 @@
-"""A compute host with a real kernel and QEMU's hardware, the agent inside, the product outside. One for all tests."""
+"""Fixtures: a compute host in QEMU with the agent inside, and the product outside. All tests share one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.system.product import ROOT, Product, running
 
 HOST = "guest1"
 DISK = "0000:01:00.0"
-"""The disk that can be split; it is there from the start."""
+"""The disk with SR-IOV; it exists from the start."""
 START_S = 60.0
-"""For the agent to start inside, or to see a change: every instruction is translated."""
+"""Time for the agent to start or to see a change. It is slow, because QEMU translates every instruction."""
 DRIVERS = f"""\
 [generic_driver.backends.disks]
 kind = "pci"
@@ -33,7 +33,7 @@ labels = {{ tier = "fast" }}
 [pci_driver]
 rules = [{{ vendor = "1b36", product = "0010" }}]
 """
-"""The generic driver comes first: what its backend takes is not offered a second time."""
+"""The generic driver is first, so `pci_driver` does not offer the disk of its backend a second time."""
 
 ROLES = ("admin", "service")
 _guest: pytest.StashKey[Guest] = pytest.StashKey()
@@ -41,25 +41,25 @@ _guest: pytest.StashKey[Guest] = pytest.StashKey()
 
 @dataclass
 class GuestLab:
-    """The guest as a compute host of a product."""
+    """The guest as a compute host of the product, with helpers for its API."""
 
     guest: Guest
     product: Product
     token: str
     service: str
-    """Nova's token beside the first."""
+    """The service token that Nova would send."""
 
     @property
     def exit_status_file(self) -> Path:
-        """There when the agent has ended, with its exit status."""
+        """Return the path of the file that exists when the agent has ended; it contains the exit status."""
         return self.guest.share / "agent.ended"
 
-    def ask(self, path: str, **said: Any) -> Any:
-        """Our own API: GET, or POST when something is said."""
-        return self.call("POST" if said else "GET", f"/api/{path}", said or None)
+    def ask(self, path: str, **fields: Any) -> Any:
+        """Call the product's own API: POST with `fields` as the body, or GET without."""
+        return self.call("POST" if fields else "GET", f"/api/{path}", fields or None)
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Any API, as an administrator and as Nova."""
+        """Send a request as an administrator with Nova's service token; return the decoded JSON response."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.product.port}{path}",
             method=method,
@@ -76,11 +76,11 @@ class GuestLab:
         return json.loads(text) if text else None
 
     def devices(self) -> dict[str, dict[str, Any]]:
-        """What the API lists of this host, by PCI address."""
+        """Return the devices of this host from the API, by PCI address."""
         return {one["address"]: one for one in self.ask(f"devices/?host={HOST}")["results"]}
 
     def run_command(self, op: str, **about: Any) -> dict[str, Any]:
-        """Order a command, and wait for its end."""
+        """Place a command, wait for its end and return it."""
         made = self.ask("commands/", op=op, **about)
 
         def ended() -> dict[str, Any] | None:
@@ -92,42 +92,44 @@ class GuestLab:
         return command
 
     def virtual_functions(self) -> dict[str, str]:
-        """The virtual functions of the disk in the guest's kernel, and their drivers."""
-        told = self.guest.run(
+        """Return the disk's virtual functions in the guest's kernel: PCI address → driver."""
+        output = self.guest.run(
             f"cd /sys/bus/pci/devices/{DISK}; for one in virtfn*; do"
             " [ -e $one ] && echo $(readlink $one) $(readlink $one/driver); done; true"
         )
-        words = [[Path(word).name for word in line.split()] for line in told.splitlines()]
+        words = [[Path(word).name for word in line.split()] for line in output.splitlines()]
         return {name: "".join(driver) for name, *driver in words}
 
     def offered_handles(self) -> dict[str, tuple[str, str]]:
-        """The attach handles of the disk that are there: PCI address → uuid, and when it last changed."""
+        """Return the disk's attach handles that are not missing: PCI address → uuid and time of the last change."""
         found = self.ask(f"attach_handles/?device={self.devices()[DISK]['uuid']}&missing=false")["results"]
         address = "{domain}:{bus}:{device}.{function}"
         return {address.format(**one["info"]): (one["uuid"], one["updated_at"]) for one in found}
 
     def check_agent(self) -> None:
-        """It must not have ended."""
+        """Check that the agent has not ended."""
         assert not self.exit_status_file.exists(), f"the agent has ended with {self.exit_status_file.read_text()}"
 
     def wait_for_device(self, address: str, **fields: str) -> dict[str, Any]:
-        """Wait until the API shows the device, and these fields so; the device."""
+        """Wait until the API shows the device with these fields; return it."""
 
-        def so() -> dict[str, Any] | None:
+        def find_device() -> dict[str, Any] | None:
             self.check_agent()
             device = self.devices().get(address)
             return device if device and device.items() >= fields.items() else None
 
-        found: dict[str, Any] = self.product.until(so, START_S, lambda: f"{address} {fields}: {self.devices()}")
+        found: dict[str, Any] = self.product.until(
+            find_device, START_S, lambda: f"{address} {fields}: {self.devices()}"
+        )
         return found
 
     def start_agent(self, **environment: str) -> None:
-        """`cyborg-agent` as an operator starts it. It joins with CYBORG_JOIN_TOKEN, later it needs none."""
+        """Start `cyborg-agent` in the guest. It needs CYBORG_JOIN_TOKEN the first time only."""
         words = environment | {
             "CYBORG_AGENT_STATE_DIR": f"{SHARE}/agent",
             "CYBORG_ENABLED_DRIVERS": "generic_driver,pci_driver",
             "CYBORG_DRIVER_SETTINGS": f"{SHARE}/drivers.toml",
-            "CYBORG_DRIVER_DEADLINE_S": "120",  # two drivers start at once where every instruction is translated
+            "CYBORG_DRIVER_DEADLINE_S": "120",  # two drivers start at once, and QEMU translates every instruction
         }
         agent = Path(sys.executable).parent / "cyborg-agent"
         variables = " ".join(f"{name}='{value}'" for name, value in words.items())
@@ -136,19 +138,19 @@ class GuestLab:
         self.guest.run(f"({begin}; wait $!; echo $? >{SHARE}/{self.exit_status_file.name}) >/dev/null 2>&1 &")
 
     def kill_agent(self) -> None:
-        """SIGKILL; gone on return."""
+        """Kill the agent with SIGKILL and wait until it has ended."""
         self.guest.run(f"kill -9 $(cat {SHARE}/agent.pid)")
         self.product.until(self.exit_status_file.exists, START_S, "the agent has not ended")
 
 
 @pytest.fixture(scope="session")
 def lab(pytestconfig: pytest.Config) -> Iterator[GuestLab]:
-    """Both started and joined; what the agent finds is not waited for."""
-    if why := prepare.missing():
+    """Start the product and the guest with its agent, without waiting for devices."""
+    if why := prepare.explain_missing():
         pytest.skip(f"SKIPPED LEVEL 3: {why}")
     with fresh_folder() as folder, boot.running(HOST, folder) as guest:
         pytestconfig.stash[_guest] = guest
-        # What is compiled here need not be compiled inside, where it takes twenty times as long.
+        # Compile here, because compiling inside the guest takes twenty times as long.
         subprocess.run([sys.executable, "-m", "compileall", "-q", "agents", "drivers"], check=True, cwd=ROOT)
         (guest.share / "drivers.toml").write_text(DRIVERS)
         with running(Product(folder / "state", {"CYBORG_ENABLED_DRIVERS": "fake_driver"})) as product:
@@ -157,7 +159,7 @@ def lab(pytestconfig: pytest.Config) -> Iterator[GuestLab]:
             started = GuestLab(
                 guest, product, *(product.manage("api_token", f"t-{role}", "--role", role)[-1] for role in ROLES)
             )
-            guest.until_up()
+            guest.wait_until_up()
             started.start_agent(CYBORG_JOIN_TOKEN=join)
             yield started
 
@@ -166,7 +168,7 @@ def lab(pytestconfig: pytest.Config) -> Iterator[GuestLab]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure shows what the guest said."""
+    """Add the logs of the guest to the report of a failed test."""
     report = yield
     guest = item.config.stash.get(_guest, None)
     if report.failed and guest:

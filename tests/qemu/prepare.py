@@ -1,7 +1,7 @@
-"""`make deps-sim`: Debian's packages for simulated hardware, a Debian kernel, and the initramfs that boots it.
+"""`make deps-sim`: install Debian's packages for simulated hardware, get a Debian kernel, and build its initramfs.
 
-The kernel's package is unpacked into `.sim/` of the checkout, never installed. Run with any Python, before there is
-a virtual environment; `boot` takes from here where things are, the tests whether they are there.
+The kernel's package is unpacked into `.sim/` of the checkout and never installed. This runs with any Python, before
+there is a virtual environment. `boot` gets the paths from here, and tests ask here whether everything is present.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = ("umockdev", "qemu-system-x86", "busybox-static")
 EMULATOR = "qemu-system-x86_64"
 KERNEL = "linux-image-amd64"
 MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "nvme", "vfio-pci", "vfio_iommu_type1")
-"""What the guest loads. What one of them needs comes before it; what is not there is built in."""
+"""The modules that the guest loads, after those they depend on. A module without a file is built into the kernel."""
 
 INIT = r"""#!/bin/busybox sh
 /bin/busybox --install -s /bin
@@ -41,31 +41,31 @@ echo "guest: $(uname -r) after $(cut -d' ' -f1 /proc/uptime) s"
 cd /; nc 10.0.2.2 $GUEST_PORT -e /bin/chroot /host /bin/sh
 poweroff -f
 """
-"""The kernel's first process: the tester's files as root (read-only), one shared folder, one shell.
+"""The guest's first process: mounts this machine's files as root (read-only) and the shared folder, and starts a shell.
 
-Unknown words NAME=VALUE of the kernel's command line are its environment. The shell is the tester's, over TCP.
+The kernel passes unknown words NAME=VALUE of its command line as environment. The tests use the shell over TCP.
 """
 
 
-class Unavailable(Exception):
-    """Something that cannot be had, in one sentence."""
+class UnavailableError(Exception):
+    """Something needed cannot be installed or downloaded; the text says what in one sentence."""
 
 
-def stamp() -> str:
-    """Names the recipe: what was built by another one is built anew."""
+def compute_stamp() -> str:
+    """Return a hash of this file; a kernel and initramfs with another stamp are built again."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def missing() -> str:
-    """Why level 3 cannot be simulated here, '' when it can."""
+def explain_missing() -> str:
+    """Return why level 3 (a virtual machine) cannot be simulated here; '' if it can."""
     if not shutil.which(EMULATOR):
         return "there is no QEMU here (make deps-sim)"
-    if not (CACHE / "stamp").exists() or (CACHE / "stamp").read_text() != stamp():
+    if not (CACHE / "stamp").exists() or (CACHE / "stamp").read_text() != compute_stamp():
         return "there is no kernel to boot in .sim (make deps-sim)"
     return ""
 
 
-def _absent() -> list[str]:
+def _list_absent_packages() -> list[str]:
     command = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *PACKAGES]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -75,62 +75,62 @@ def _absent() -> list[str]:
     return [name for name in PACKAGES if name not in present]
 
 
-def _run(*command: str | Path, refused: str, cwd: Path | None = None) -> str:
-    """What the command prints; `refused` is the sentence for its failure, the command's last line the reason."""
+def _run(*command: str | Path, failure_text: str, cwd: Path | None = None) -> str:
+    """Run a command and return its output; raise UnavailableError with `failure_text` and the error's last line."""
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
     except FileNotFoundError as error:
-        raise Unavailable(f"{refused}: there is no {error.filename} here") from None
+        raise UnavailableError(f"{failure_text}: there is no {error.filename} here") from None
     if done.returncode:
-        raise Unavailable(f"{refused}: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}")
+        raise UnavailableError(f"{failure_text}: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}")
     return done.stdout
 
 
-def install(absent: list[str]) -> None:
-    """The packages, where we may install them."""
+def install_packages(absent: list[str]) -> None:
+    """Install Debian packages; raise UnavailableError without root rights or apt."""
     if os.geteuid() or not shutil.which("apt-get"):
-        raise Unavailable(f"missing, and only root can install them: apt-get install {' '.join(absent)}")
+        raise UnavailableError(f"missing, and only root can install them: apt-get install {' '.join(absent)}")
     _run(
         *("apt-get", "install", "-y", "-qq", "--no-install-recommends", *absent),
-        refused=f"apt-get cannot install {' '.join(absent)}",
+        failure_text=f"apt-get cannot install {' '.join(absent)}",
     )
 
 
-def fetch(into: Path) -> None:
-    """Debian's kernel, downloaded and unpacked."""
-    depends = _run("apt-cache", "depends", KERNEL, refused=f"apt does not know {KERNEL}")
+def fetch_kernel(into: Path) -> None:
+    """Download Debian's kernel package and unpack it."""
+    depends = _run("apt-cache", "depends", KERNEL, failure_text=f"apt does not know {KERNEL}")
     package = re.search(r"Depends: (linux-image-\d\S+)", depends)
     if not package:
-        raise Unavailable(f"apt does not know {KERNEL}: its package lists are empty or of another architecture")
-    _run("apt-get", "download", "-qq", package[1], cwd=into, refused=f"{package[1]} cannot be downloaded")
+        raise UnavailableError(f"apt does not know {KERNEL}: its package lists are empty or of another architecture")
+    _run("apt-get", "download", "-qq", package[1], cwd=into, failure_text=f"{package[1]} cannot be downloaded")
     [archive] = into.glob("*.deb")
-    _run("dpkg-deb", "-x", archive, into, refused=f"{archive.name} cannot be unpacked")
+    _run("dpkg-deb", "-x", archive, into, failure_text=f"{archive.name} cannot be unpacked")
 
 
-def _in_order(modules: dict[str, Path]) -> dict[str, bytes]:
-    """The modules to load, each after those it needs."""
+def _order_modules(modules: dict[str, Path]) -> dict[str, bytes]:
+    """Return the modules to load by file name, each after those it depends on."""
     order: dict[str, bytes] = {}
 
-    def take(name: str) -> None:
+    def add(name: str) -> None:
         path = modules.get(name.replace("-", "_"))
         if path is None or path.name in order:
             return
         content = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
         needs = re.search(rb"\0depends=([^\0]*)\0", content)
         for need in needs[1].decode().split(",") if needs else ():
-            take(need)
+            add(need)
         order[path.name] = content
 
     for name in MODULES:
-        take(name)
+        add(name)
     return order
 
 
-def build(unpacked: Path, tree: Path) -> None:
-    """The kernel and the initramfs, into the cache."""
+def build_initramfs(unpacked: Path, tree: Path) -> None:
+    """Build the initramfs and put it and the kernel into the cache."""
     found: Iterator[Path] = (unpacked / "lib" / "modules").rglob("*.ko*")
-    modules = _in_order({path.name.split(".")[0].replace("-", "_"): path for path in found})
+    modules = _order_modules({path.name.split(".")[0].replace("-", "_"): path for path in found})
     for name in ("bin", "modules", "proc", "sys", "dev", "host"):
         (tree / name).mkdir(parents=True)
     shutil.copy("/bin/busybox", tree / "bin")
@@ -140,28 +140,28 @@ def build(unpacked: Path, tree: Path) -> None:
     (tree / "init").write_text(INIT)
     (tree / "init").chmod(0o755)
     pack = f"find . | busybox cpio -o -H newc >{CACHE}/initrd"
-    _run("sh", "-c", pack, cwd=tree, refused="the initramfs cannot be packed")
+    _run("sh", "-c", pack, cwd=tree, failure_text="the initramfs cannot be packed")
     [kernel] = (unpacked / "boot").glob("vmlinuz-*")
     shutil.copy(kernel, CACHE / "vmlinuz")
-    (CACHE / "stamp").write_text(stamp())
+    (CACHE / "stamp").write_text(compute_stamp())
 
 
 def main() -> int:
-    """Exit status 0 when every level can be simulated."""
-    absent = _absent()
-    if not absent and not missing():
+    """Install and build what is missing; return 0 if a virtual machine can be booted, 1 if not."""
+    absent = _list_absent_packages()
+    if not absent and not explain_missing():
         return 0
     try:
         if not os.geteuid() and shutil.which("apt-get"):
-            _run("apt-get", "update", "-qq", refused="Debian's package lists cannot be had")
+            _run("apt-get", "update", "-qq", failure_text="Debian's package lists cannot be had")
         if absent:
-            install(absent)
+            install_packages(absent)
         shutil.rmtree(CACHE, ignore_errors=True)
         CACHE.mkdir()
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-            fetch(Path(folder))
-            build(Path(folder), Path(folder) / "tree")
-    except (Unavailable, OSError) as error:
+            fetch_kernel(Path(folder))
+            build_initramfs(Path(folder), Path(folder) / "tree")
+    except (UnavailableError, OSError) as error:
         print(f"deps-sim: {error}", file=sys.stderr)
         return 1
     return 0

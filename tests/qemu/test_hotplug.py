@@ -1,4 +1,4 @@
-"""A disk is there, another is plugged in and pulled out, the agent is killed: what an operator's programs see of it."""
+"""Tests of hot-plug on a real kernel: what the API shows if a disk is plugged in or removed, or the agent is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.system.product import ROOT
 pytestmark = pytest.mark.qemu
 
 PLUGGED_ADDRESS = "0000:02:00.0"
-"""Where a device in the slot `free1` is."""
+"""The PCI address of a device in the slot `free1`."""
 
 
 def test_the_disk_of_the_guest_is_reported_as_a_device(lab: GuestLab) -> None:
@@ -50,16 +50,16 @@ def test_a_killed_agent_keeps_known_devices_and_reports_new_ones_after_a_restart
     assert agent["state"] == "up"
 
 
-def test_a_guest_dies_with_its_tester(tmp_path: Path) -> None:
-    if why := prepare.missing():
+def test_a_guest_ends_when_its_parent_process_is_killed(tmp_path: Path) -> None:
+    if why := prepare.explain_missing():
         pytest.skip(f"SKIPPED LEVEL 3: {why}")
     code = (
         "import sys, time; from pathlib import Path; from tests.qemu.boot import Guest\n"
-        "guest = Guest('g', Path(sys.argv[1])); guest.start(); guest.until_up(); time.sleep(600)"
+        "guest = Guest('g', Path(sys.argv[1])); guest.start(); guest.wait_until_up(); time.sleep(600)"
     )
-    tester = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
-    until(lambda: [one for one in processes.list_descendants(tester.pid) if one.command.startswith("qemu")])
-    guests = processes.list_descendants(tester.pid)
-    os.kill(tester.pid, signal.SIGKILL)
-    tester.wait()
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    until(lambda: [one for one in processes.list_descendants(parent.pid) if one.command.startswith("qemu")])
+    guests = processes.list_descendants(parent.pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
     until(lambda: not processes.still_running(guests))

@@ -1,4 +1,7 @@
-"""A disk becomes virtual functions, by the real kernel: made, used, held, made anew, back after a reboot, undone."""
+"""Tests of virtual functions on a real kernel: install, holders, partitions, a reboot, and uninstall.
+
+The tests run in this order, because each starts with the disk as the one before left it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ pytestmark = pytest.mark.qemu
 
 
 def vf_addresses(count: int) -> set[str]:
-    """The addresses of so many virtual functions."""
+    """Return the PCI addresses of the first `count` virtual functions."""
     return {f"0000:01:00.{number}" for number in range(1, count + 1)}
 
 
 def vfs_bound_to_vfio(count: int) -> dict[str, str]:
-    """So many virtual functions as the kernel has them when they are offered."""
+    """Return `count` virtual functions with the driver that they have when they are offered."""
     return dict.fromkeys(sorted(vf_addresses(count)), "vfio-pci")
 
 

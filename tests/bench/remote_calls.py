@@ -1,6 +1,6 @@
-"""A process of its own that does as it is told: orders and answers are JSON lines on its standard input and output.
+"""Remote calls to a child process: calls and answers are JSON lines on its standard input and output.
 
-Both ends: `Ordered` for who tells (`tests.bench.lab`, `tests.fleet.installation`), `obey` for who is told.
+The parent (`tests.bench.lab`, `tests.fleet.installation`) uses `ChildProcess`; the child runs `serve_calls`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from drivers.isolation.process import die_with_parent
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class CannotMeasure(RuntimeError):
-    """Something that a measurement needs did not come up; the text says what."""
+class MeasurementError(RuntimeError):
+    """Something that a measurement needs did not start or did not work; the text says what."""
 
 
-class Ordered:
-    """The module `module`, running; it dies with this process, and writes what it has to say to `log`."""
+class ChildProcess:
+    """A child process that runs `module`. It ends when this process ends, and its standard error goes to `log`."""
 
     def __init__(self, module: str, log: IO[bytes]) -> None:
         self._module = module
@@ -43,37 +43,37 @@ class Ordered:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return the process id of the child."""
         return self._process.pid
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Have it done; raises CannotMeasure with what went wrong."""
+        """Call method `do` in the child and return its answer; raise MeasurementError if this fails."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise CannotMeasure(f"{self._module} ended in {do!r} with {self._process.wait(5)}")
+            raise MeasurementError(f"{self._module} ended in {do!r} with {self._process.wait(5)}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise CannotMeasure(f"{do}: {answer['error']}")
+            raise MeasurementError(f"{do}: {answer['error']}")
         return answer
 
     def stop(self) -> None:
-        """End it."""
+        """Kill the child and wait for its end."""
         self._process.kill()
         self._process.wait()
 
 
-def obey(begin: Callable[[], object]) -> None:
-    """Do orders until standard input ends: each names an async method of what `begin` makes, and its arguments."""
+def serve_calls(create_servant: Callable[[], object]) -> None:
+    """Serve calls until standard input ends; each names an async method of the object that `create_servant` returns."""
     die_with_parent()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(begin))
+        runner.run(_serve(create_servant))
 
 
-async def _serve(begin: Callable[[], object]) -> None:
-    servant, loop = begin(), asyncio.get_running_loop()
+async def _serve(create_servant: Callable[[], object]) -> None:
+    servant, loop = create_servant(), asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         try:

@@ -1,4 +1,4 @@
-"""The product's HTTP side as it runs at scale: granian, several WSGI workers, on all cores."""
+"""The product's HTTP server as it runs at scale: granian with several WSGI workers, on all cores."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.bench.lab import Lab, Server
-from tests.bench.orders import ROOT, CannotMeasure
-from tests.bench.whole import wait_for
+from tests.bench.product import wait_for
+from tests.bench.remote_calls import ROOT, MeasurementError
 
 
 @contextmanager
-def granian(lab: Lab, workers: int) -> Iterator[Server]:
-    """Until the block is left; its processes die with us."""
+def run_granian(lab: Lab, workers: int) -> Iterator[Server]:
+    """Run granian inside the context; its processes die with this one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--interface", "wsgi", "--workers", str(workers), "--host", "127.0.0.1", "--port", str(port)]
     environment = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.bench.settings"}
     command = [sys.executable, "-m", "tests.bench.server", "granian", *options, "--no-ws", "cyborgweb.wsgi:application"]
-    with lab.log("granian") as log:
+    with lab.open_log("granian") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)
     try:
         try:
-            wait_for(lambda: _ready(port), "granian's /readyz", process)
-        except CannotMeasure as error:
-            said = (lab.home / "granian.log").read_text().strip().splitlines()
-            raise CannotMeasure(f"{error}; it said last: {' | '.join(said[-3:])}") from None
+            wait_for(lambda: _is_ready(port), "granian's /readyz", process)
+        except MeasurementError as error:
+            lines = (lab.home / "granian.log").read_text().strip().splitlines()
+            raise MeasurementError(f"{error}; it said last: {' | '.join(lines[-3:])}") from None
         yield Server(process, port)
     finally:
         process.terminate()
@@ -42,8 +42,9 @@ def granian(lab: Lab, workers: int) -> Iterator[Server]:
             process.wait()
 
 
-def _ready(port: int) -> bool:
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=2)  # what comes before the workers is never answered
+def _is_ready(port: int) -> bool:
+    # With a timeout, because a request that arrives before the workers run is never answered.
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
         client.request("GET", "/readyz")
         return client.getresponse().status == 200

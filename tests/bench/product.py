@@ -1,4 +1,4 @@
-"""The whole product as `make up` starts it, on the bench's state directory: one command, all its children."""
+"""The whole product as `make up` starts it, on the bench's state directory: one command with all its children."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.lab import Lab
-from tests.bench.orders import ROOT, CannotMeasure
+from tests.bench.remote_calls import ROOT, MeasurementError
 
 AGENTS = re.compile(r"agents: https://127\.0\.0\.1:(\d+) \(certificate sha256:([0-9a-f]{64})\)")
 CONSOLE = re.compile(r"console: http://127\.0\.0\.1:(\d+)/")
@@ -26,29 +26,29 @@ PATIENCE_S = 60.0
 
 
 @dataclass
-class Whole:
+class RunningProduct:
     """A running installation."""
 
     supervisor: int
     port: int
     tls_port: int
     fingerprint: str
-    """Of the certificate at `tls_port`, which is for agents alone."""
+    """The fingerprint of the certificate at `tls_port`, which only agents use."""
 
     def child(self, word: str, of: int = 0) -> int:
-        """The process id of the child whose command line holds `word`."""
-        found = [pid for pid in children(of or self.supervisor) if word in command(pid)]
+        """Return the process id of the child whose command line has `word`; raise MeasurementError without one."""
+        found = [pid for pid in list_children(of or self.supervisor) if word in get_command_line(pid)]
         if not found:
-            raise CannotMeasure(f"{word} does not run")
+            raise MeasurementError(f"{word} does not run")
         return found[0]
 
 
 @contextmanager
-def running(lab: Lab, **settings: str) -> Iterator[Whole]:
-    """From `python -m cyborgweb.server.supervisor` to its end; it dies with us."""
-    said = lab.home / "serve.log"
+def run_product(lab: Lab, **settings: str) -> Iterator[RunningProduct]:
+    """Run `python -m cyborgweb.server.supervisor` inside the context; it dies with this process."""
+    log_file = lab.home / "serve.log"
     environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1"} | settings
-    with said.open("wb") as log:
+    with log_file.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "cyborgweb.server.supervisor", "--leash"],
             stdout=log,
@@ -57,12 +57,12 @@ def running(lab: Lab, **settings: str) -> Iterator[Whole]:
             env=environment,
         )
     try:
-        found = wait_for(lambda: CONSOLE.search(said.read_text()), "its console's address", process)
+        found = wait_for(lambda: CONSOLE.search(log_file.read_text()), "its console's address", process)
         port = int(found[1])
-        wait_for(lambda: _ready(port), "/readyz", process)
-        agents = AGENTS.search(said.read_text())
-        assert agents  # said before the console's
-        yield Whole(process.pid, port, int(agents[1]), agents[2])
+        wait_for(lambda: _is_ready(port), "/readyz", process)
+        agents = AGENTS.search(log_file.read_text())
+        assert agents  # printed before the line of the console
+        yield RunningProduct(process.pid, port, int(agents[1]), agents[2])
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -78,16 +78,16 @@ def wait_for(
     process: subprocess.Popen[bytes] | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Any:
-    """What `condition` gives when it is true; raises CannotMeasure when it takes too long, or `process` has ended."""
+    """Return the first true result of `condition`; raise MeasurementError after `patience_s` or if `process` ends."""
     end = time.monotonic() + patience_s
     while time.monotonic() < end and (process is None or process.poll() is None):
         if found := condition():
             return found
         time.sleep(0.02)
-    raise CannotMeasure(f"{what}: not within {patience_s:.0f} s")
+    raise MeasurementError(f"{what}: not within {patience_s:.0f} s")
 
 
-def _ready(port: int) -> bool:
+def _is_ready(port: int) -> bool:
     try:
         return get(port, "/readyz")[0] == 200
     except OSError:
@@ -95,17 +95,17 @@ def _ready(port: int) -> bool:
 
 
 def get(port: int, path: str, token: str = "") -> tuple[int, bytes]:
-    """Status and body."""
+    """Send a GET; return status and body."""
     return _call("GET", port, path, token)
 
 
 def post(port: int, path: str, token: str, body: object) -> tuple[int, bytes]:
-    """The same, of what is sent as JSON."""
+    """Send a POST with a JSON body; return status and body."""
     return _call("POST", port, path, token, json.dumps(body), {"Content-Type": "application/json"})
 
 
 def delete(port: int, path: str, token: str) -> tuple[int, bytes]:
-    """The same, of a DELETE."""
+    """Send a DELETE; return status and body."""
     return _call("DELETE", port, path, token)
 
 
@@ -122,32 +122,32 @@ def _call(
 
 
 def api_token() -> str:
-    """A new admin token, as an operator makes it."""
+    """Create an admin token with `manage.py api_token`, as an operator does, and return it."""
     done = subprocess.run(
         [sys.executable, "manage.py", "api_token", "bench"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     if done.returncode:
-        raise CannotMeasure(f"no API token: {done.stderr.strip()[-300:]}")
+        raise MeasurementError(f"no API token: {done.stderr.strip()[-300:]}")
     return done.stdout.split()[-1]
 
 
-def children(pid: int) -> list[int]:
-    """Of all its threads, by process id."""
+def list_children(pid: int) -> list[int]:
+    """Return the process ids of the children of all threads of a process, sorted."""
     found: list[int] = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
         found += [int(word) for word in (thread / "children").read_text().split()]
     return sorted(found)
 
 
-def command(pid: int) -> str:
-    """Its command line; '' when it is gone."""
+def get_command_line(pid: int) -> str:
+    """Return the command line of a process; '' if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
 
 
-def pin(pid: int, cores: set[int]) -> None:
-    """All threads of a process to `cores`."""
+def pin_process(pid: int, cores: set[int]) -> None:
+    """Pin all threads of a process to `cores`."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(thread), cores)

@@ -1,4 +1,4 @@
-"""How long after its Ack a report is seen by a client: the clock starts at the Ack, and stops with the answer."""
+"""Measure how long after its Ack a report is visible to a client: from the Ack until a response contains it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 from typing import Any
 
 from tests.bench import messages
-from tests.bench.peer import Key, Peer, address, connect
+from tests.bench.peer import Key, Peer, connect, local_address
 
 DEADLINE_S = 20.0
 PAUSE_S = 0.002
 
 
-class Api:
-    """`GET /v2/devices?hostname=…` on one kept connection."""
+class DeviceListClient:
+    """A client of `GET /v2/devices?hostname=…` with one persistent connection."""
 
     def __init__(self, port: int, token: str, host: str) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
         self._headers = {"X-Auth-Token": token, "Accept": "application/json"}
         self._path = f"/v2/devices?hostname={host}"
 
-    def look(self) -> bytes:
-        """The body; raises RuntimeError on any status but 200."""
+    def fetch(self) -> bytes:
+        """Return the body of the response; raise RuntimeError if its status is not 200."""
         self._connection.request("GET", self._path, headers=self._headers)
         answer = self._connection.getresponse()
         body = answer.read()
@@ -32,21 +32,21 @@ class Api:
         return body
 
     def wait_for(self, text: bytes) -> int:
-        """Ask until the answer holds `text`; how often it took."""
+        """Repeat the GET until a response contains `text`; return the number of GETs, or raise TimeoutError."""
         end, asked = time.perf_counter() + DEADLINE_S, 0
         while time.perf_counter() < end:
             asked += 1
-            if text in self.look():
+            if text in self.fetch():
                 return asked
             time.sleep(PAUSE_S)
         raise TimeoutError(f"{text!r} not seen in {DEADLINE_S:.0f} s")
 
 
-async def probe(key: Key, port: int, token: str, samples: int) -> dict[str, Any]:
-    """One agent changes one device of eight, `samples` times with pauses; milliseconds from Ack to answer, sorted."""
-    peer = await connect(address(port), 0, key)
-    api, loop, times = Api(port, token, messages.host_name(0)), asyncio.get_running_loop(), list[float]()
-    looks: list[float] = []
+async def measure_visibility(key: Key, port: int, token: str, samples: int) -> dict[str, Any]:
+    """Let one agent change one of its eight devices `samples` times; return the sorted times in milliseconds."""
+    peer = await connect(local_address(port), 0, key)
+    api, loop, times = DeviceListClient(port, token, messages.host_name(0)), asyncio.get_running_loop(), list[float]()
+    get_times: list[float] = []
     first = int(time.time())
     rest = messages.devices(8, messages.host_name(0))[1:]
     for number in range(samples):
@@ -59,18 +59,18 @@ async def probe(key: Key, port: int, token: str, samples: int) -> dict[str, Any]
         began = time.perf_counter()
         await asyncio.to_thread(api.wait_for, f'"{model}"'.encode())
         times.append((time.perf_counter() - began) * 1000)
-        looks.append(await asyncio.to_thread(_timed, api))
+        get_times.append(await asyncio.to_thread(_time_fetch, api))
         await asyncio.sleep(0.05 + 0.037 * (number % 3))
-    _leave(peer)
-    return {"times_ms": sorted(times), "get_ms": sorted(looks)[len(looks) // 2]}
+    _abort(peer)
+    return {"times_ms": sorted(times), "get_ms": sorted(get_times)[len(get_times) // 2]}
 
 
-def _timed(api: Api) -> float:
+def _time_fetch(api: DeviceListClient) -> float:
     began = time.perf_counter()
-    api.look()
+    api.fetch()
     return (time.perf_counter() - began) * 1000
 
 
-def _leave(peer: Peer) -> None:
+def _abort(peer: Peer) -> None:
     if peer.transport:
         peer.transport.abort()

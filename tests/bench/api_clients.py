@@ -1,6 +1,7 @@
-"""Clients of the API in the load generator (`tests.bench.load`): who lists, and who makes, binds and deletes requests.
+"""Clients of the API for `tests.bench.load_generator`: they list, or create, bind and delete requests.
 
-Each client has one kept connection and asks again when it is answered. Any status but the expected one ends the run.
+Each client keeps one connection open and sends its next request when the last one is answered. A status other than the
+expected one ends the run.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ LARGEST = 64 * 1024 * 1024
 SLOWEST = 50
 
 Job = Callable[["Client", int], Awaitable[None]]
-"""What a client does again and again; told which of the clients it is."""
+"""What a client repeats; it is called with the client and the client's number."""
 
 
 class Client:
-    """One kept HTTP/1.1 connection with a caller's tokens."""
+    """One persistent HTTP/1.1 connection that sends a caller's tokens."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokens: dict[str, str]) -> None:
         self._reader, self._writer = reader, writer
         named = "".join(f"{name}: {value}\r\n" for name, value in tokens.items())
         self._headers = f"Host: 127.0.0.1\r\nAccept: application/json\r\n{named}"
 
-    async def ask(self, method: str, path: str, expected: int, body: object = None) -> bytes:
-        """The answer's body; raises RuntimeError for another status than `expected`."""
+    async def request(self, method: str, path: str, expected: int, body: object = None) -> bytes:
+        """Send a request and return the body of the response; raise RuntimeError if the status is not `expected`."""
         content = b"" if body is None else json.dumps(body).encode()
         kind = "Content-Type: application/json\r\n" if content else ""
         head = f"{method} {path} HTTP/1.1\r\n{self._headers}{kind}Content-Length: {len(content)}\r\n\r\n"
@@ -46,7 +47,7 @@ class Client:
             raise RuntimeError(f"{method} {path}: {status} {text[:300]!r}")
         return text
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Drop the connection."""
         self._writer.transport.abort()
 
@@ -54,43 +55,43 @@ class Client:
 async def fetch(
     port: int, tokens: dict[str, str], paths: list[str], clients: int, seconds: float, pause: float = 0.0
 ) -> dict[str, Any]:
-    """Everybody GETs `paths` in turn, `pause` after each answer."""
+    """Let all clients GET `paths` in turn, with `pause` seconds after each response; return counts and times."""
     size = 0
     turn = count()
 
     async def one(client: Client, _: int) -> None:
         nonlocal size
-        size = len(await client.ask("GET", paths[next(turn) % len(paths)], 200))
+        size = len(await client.request("GET", paths[next(turn) % len(paths)], 200))
 
-    return await _run(port, tokens, one, clients, seconds, pause) | {"bytes": size}
+    return await _run_clients(port, tokens, one, clients, seconds, pause) | {"bytes": size}
 
 
-async def cycle(
+async def run_request_cycles(
     port: int, tokens: dict[str, str], offers: list[tuple[str, str]], clients: int, seconds: float
 ) -> dict[str, Any]:
-    """Everybody creates a request, binds it to one of `offers` (host, provider), reads, unbinds and deletes it."""
+    """Let each client create a request, bind it to one of `offers` (host, provider), read, unbind and delete it."""
 
     async def one(client: Client, number: int) -> None:
         host, provider = offers[number % len(offers)]
         instance = str(uuid4())
-        made = json.loads(await client.ask("POST", REQUESTS, 201, {"device_profile_name": PROFILE}))
+        made = json.loads(await client.request("POST", REQUESTS, 201, {"device_profile_name": PROFILE}))
         uuid = made["arqs"][0]["uuid"]
         values = zip(BIND, (host, provider, instance), strict=True)
         bound = [{"op": "add", "path": f"/{name}", "value": value} for name, value in values]
-        await client.ask("PATCH", REQUESTS, 202, {uuid: bound})
-        (seen,) = json.loads(await client.ask("GET", f"{REQUESTS}?instance={instance}", 200))["arqs"]
+        await client.request("PATCH", REQUESTS, 202, {uuid: bound})
+        (seen,) = json.loads(await client.request("GET", f"{REQUESTS}?instance={instance}", 200))["arqs"]
         if (seen["uuid"], seen["state"]) != (uuid, "Bound"):
             raise RuntimeError(f"bound {uuid}, read {seen['uuid']} {seen['state']}")
-        await client.ask("PATCH", REQUESTS, 202, {uuid: [{"op": "remove", "path": f"/{name}"} for name in BIND]})
-        await client.ask("DELETE", f"{REQUESTS}?arqs={uuid}", 204)
+        await client.request("PATCH", REQUESTS, 202, {uuid: [{"op": "remove", "path": f"/{name}"} for name in BIND]})
+        await client.request("DELETE", f"{REQUESTS}?arqs={uuid}", 204)
 
-    return await _run(port, tokens, one, clients, seconds)
+    return await _run_clients(port, tokens, one, clients, seconds)
 
 
-async def _run(
+async def _run_clients(
     port: int, tokens: dict[str, str], job: Job, clients: int, seconds: float, pause: float = 0.0
 ) -> dict[str, Any]:
-    """How often the job was done, in how many seconds, and how long one took."""
+    """Repeat `job` in all clients for `seconds`; return how often it ran, in how many seconds, and its durations."""
     streams = [await asyncio.open_connection("127.0.0.1", port, limit=LARGEST) for _ in range(clients)]
     everyone = [Client(*both, tokens) for both in streams]
     times: list[float] = []
@@ -109,7 +110,7 @@ async def _run(
             await asyncio.gather(*(one(number, client) for number, client in enumerate(everyone)))
     finally:
         for client in everyone:
-            client.leave()
+            client.close()
     times.sort()
     middle, last = times[(len(times) - 1) // 2], times[min(len(times) - 1, len(times) * 99 // 100)]
     found = {"count": len(times), "seconds": now() - began, "p50_ms": middle * 1000, "p99_ms": last * 1000}
