@@ -24,8 +24,8 @@ HOLDER_CHECK_DEADLINE_S = 2.0
 class HolderCheckResult:
     """The answer of a holder check for one device.
 
-    `holders` describes each holder in words; `unknown` is the reason if the check cannot answer. If both are empty,
-    nobody holds the device.
+    `holders` describes each known holder in words; `unknown` is the reason if the check could not find out about all.
+    Both may be given. If both are empty, nobody holds the device.
     """
 
     holders: tuple[str, ...] = ()

@@ -142,10 +142,11 @@ def get_time_limits(op: str, is_programming: bool = False) -> tuple[int, int]:
 
 
 def place_commands(orders: Sequence[CommandOrder], source: EventSource = EventSource.SYSTEM) -> list[Command]:
-    """Insert one command and one event for each order, in that order; return the commands. Costs one statement.
+    """Insert one command and one event per order, and mark the devices of exclusive commands busy; return the commands.
 
-    Call it inside `conductor.writing()`. For exclusive commands the caller must have locked the device rows and checked
-    that they are not busy. After the commit, agents are notified and the job that fetches images is woken if needed.
+    The commands have the order of `orders`. Costs one statement. Call it inside `conductor.writing()`. For exclusive
+    commands the caller must have locked the device rows and checked that they are not busy. After the commit, agents
+    are notified and the job that fetches images is woken if needed.
     """
     if not orders:
         return []

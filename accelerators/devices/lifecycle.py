@@ -201,10 +201,12 @@ def apply_action(
 def _decide_new_standing(
     action: Action, device: Device, before: LifecycleState, drain_to: DrainTarget, seen: SeenStates | None
 ) -> LifecycleState:
-    """Return the new standing of a locked device, equal to `before` if there is nothing to do.
+    """Return the lifecycle state that the action gives to a locked device, equal to `before` if nothing has to change.
 
-    Raises RefusedError: CONFLICT if its state does not allow the action or differs from the one that was `seen`; IN_USE
-    if requests hold it and the person did not confirm the action for held devices.
+    `drain_to` is the final state of a drain. `seen` holds the states that a person saw before the decision; if it is
+    None, no state is compared, and held devices are not refused here. Raises RefusedError: CONFLICT if the state does
+    not allow the action, or if the device would change but is not in the state that was `seen`; IN_USE if it would
+    change, requests hold it, and `seen` does not say that held devices are included.
     """
     seen_word = seen.words_by_device.get(device.uuid, before.as_text) if seen else before.as_text
     changed_by = f"{device.state_by}: {device.state_reason or 'no reason given'}"

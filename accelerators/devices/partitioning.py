@@ -45,7 +45,7 @@ class PartitionChange:
     """The change wanted for each device.
 
     `unit_delta` is the number of units to add, or to remove if it is negative; None removes all units. `layout` holds
-    further words of the layout that the driver takes.
+    further keys of the layout that the driver accepts.
     """
 
     unit_delta: int | None
@@ -204,7 +204,10 @@ def _order_partition(
 
 
 def _build_layout(device: Device, change: PartitionChange) -> dict[str, str]:
-    """Return the layout for the command: the wanted words and the new number of units. Raises RefusedError INVALID."""
+    """Return the layout for the command. Raises RefusedError INVALID.
+
+    It has the keys and values that the caller gave, and the new number of units under the key `sized_by`.
+    """
     if not device.sized_by:
         text = f"Device {device.uuid}: {device.driver} does not let the number of its units be chosen."
         raise RefusedError(RefusalReason.INVALID, text)

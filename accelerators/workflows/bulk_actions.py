@@ -157,10 +157,10 @@ def predict_outcome(
 ) -> BulkForecast:
     """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. Pure.
 
-    `word_when_chosen` is its `LifecycleState.as_text` when the set was chosen; `state`, `returns` and `drains` are its
-    columns now, `state` None if the device is gone. `facts` are four answers: whether its driver has to install it,
-    whether a command is working on it, whether a request holds it, and whether its driver supports the command that is
-    asked for.
+    `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `state`, `returns` and
+    `drains` are the device's columns now; `state` is None if the device is gone. `facts` are four answers: whether the
+    driver has to install the device, whether a command is working on it, whether a request holds it, and whether the
+    driver supports the command that is asked for.
     """
     installs, busy, held, supported = map(bool, facts)
     if state is None:

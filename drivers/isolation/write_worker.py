@@ -52,7 +52,11 @@ def write_attribute(path: str, value: str | bytes) -> None:
 
 
 def write_own_file(path: str, value: str) -> None:
-    """Replace a file of the driver's own directory atomically; an empty value removes it. Raises WriteRefusedError."""
+    """Replace a file of the driver's own directory atomically; an empty value removes it, if it exists.
+
+    The path is not checked here; `drivers.isolation.host_writer` and the agent did that before. Raises
+    WriteRefusedError, with the error number, if the operating system refuses the change.
+    """
     if value:
         _replace_file(path, lambda new: _write_text(new, value))
     else:

@@ -259,4 +259,5 @@ class InstanceStateCache:
 
 
 def _describe_error(error: BaseException | None) -> str:
+    """Return the error's class and message on one line, the message cut to 300 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

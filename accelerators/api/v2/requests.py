@@ -68,7 +68,10 @@ class RequestMethods(V2View):
 
     @property
     def visibility_params(self) -> dict[str, Any]:
-        """Return the project whose requests are visible; None means all projects (administrators)."""
+        """Return the SQL parameter `project` of VISIBLE_CONDITION: only requests of that project are visible.
+
+        It is the caller's project; for administrators it is None, which makes the requests of all projects visible.
+        """
         return {"project": None if self.caller.is_admin else self.caller.project_id}
 
     def post(self, request: Request, uuid: str = "") -> Response:

@@ -28,8 +28,9 @@ class DriverSet:
     """The drivers of this host: which ones run (`running`), and how to start, stop or reconfigure one.
 
     `enabled_locally` names the drivers that the host's own configuration enables, and `local_settings` holds its
-    settings by driver. `make_process` creates a driver without starting its process. `list_installed` returns the names
-    of all installed drivers. Without `desired_drivers` the set cannot be changed.
+    settings by driver. `desired_drivers` is the journal's table of the states that the conductor wants, which override
+    that configuration; if it is None, `configure_driver` always raises Invalid. `make_process` creates a driver without
+    starting its process. `list_installed` returns the names of all installed drivers.
     """
 
     def __init__(

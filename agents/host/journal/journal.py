@@ -111,10 +111,10 @@ class Journal:
         return self._build_report(report.hash, report.all_drivers)
 
     def acknowledge_report(self, seq: int) -> None:
-        """Note that the gateway has stored report `seq` of this epoch for good; ignore it if a newer one is recorded.
+        """Record that the gateway has stored report `seq`; do nothing if that is not the last report recorded here.
 
-        Memory is changed even when the disk refuses: if this is lost, one report more is sent after a restart, and
-        nothing else happens.
+        Raises sqlite3.OperationalError if the disk takes no write; `acknowledged` is True all the same. The report is
+        then sent once more after a restart, which does no harm.
         """
         if self.report is not None and self.report.seq == seq and not self.acknowledged:
             self.acknowledged = True
