@@ -67,7 +67,7 @@ def refuse_unless_free(device: Device, act: str, already_checked: Collection[str
     once under that lock.
     """
     results = {name: check(device) for name, check in HOLDER_CHECKS.items() if name not in already_checked}
-    if holders := [holder for testimony in results.values() for holder in testimony.holders]:
+    if holders := [holder for result in results.values() for holder in result.holders]:
         raise RefusedError(
             RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}."
         )

@@ -24,7 +24,7 @@ MAX_DEVICES = 256
 """Maximum number of devices that one call changes."""
 MAX_UNITS = 65_535
 TIME_LIMIT_S = 20.0
-"""Seconds after which a call begins no further device. A witness that does not answer may take seconds per device."""
+"""Seconds after which a call begins no further device. A holder check without an answer may take seconds per device."""
 
 
 KIND_BY_REASON = {RefusalReason.NOT_FOUND: "unknown", RefusalReason.IN_USE: "held", RefusalReason.UNAVAILABLE: "away"}

@@ -68,7 +68,7 @@ WHERE t.bulk_id = %s AND t.device_uuid = x.uuid
 class BulkForecast:
     """Predicted outcome for one device, or for `number` devices of a set with the same outcome.
 
-    `held` tells whether one of our own requests holds the device; other witnesses are not asked.
+    `held` tells whether one of our own requests holds the device; other holder checks are not made.
     """
 
     outcome: DeviceOutcome
@@ -166,13 +166,13 @@ def predict_outcome(
     if state is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held)
     returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
-    standing_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, int(held), installs)
+    state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, int(held), installs)
     if bulk.action in bulk_commands.BULK_OPS:
         refusal = bulk_commands.predict_refusal(
             bulk.action,
             word_when_chosen,
-            standing_now.as_text,
-            standing_now.state,
+            state_now.as_text,
+            state_now.state,
             is_supported=supported,
             is_busy=busy,
             is_held=held,
@@ -185,13 +185,13 @@ def predict_outcome(
         )
     action, blocked_text = Action(bulk.action), ""
     try:
-        after = state_after_action(action, standing_now, DrainTarget(bulk.then))
+        after = state_after_action(action, state_now, DrainTarget(bulk.then))
     except IllegalTransitionError as illegal:
-        after, blocked_text = standing_now, str(illegal)
-    if after == standing_now and not blocked_text:
-        return BulkForecast(DeviceOutcome.UNCHANGED, f"is {standing_now.as_text} already", held)
-    if word_when_chosen != standing_now.as_text:
-        blocked_text = f"was {word_when_chosen} when it was chosen, is {standing_now.as_text} now"
+        after, blocked_text = state_now, str(illegal)
+    if after == state_now and not blocked_text:
+        return BulkForecast(DeviceOutcome.UNCHANGED, f"is {state_now.as_text} already", held)
+    if word_when_chosen != state_now.as_text:
+        blocked_text = f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
     elif held and after.effective_state in (DeviceState.RETIRED, DeviceState.INSTALLING):
         blocked_text = (
             f"is held: it cannot be {'retired' if after.effective_state == DeviceState.RETIRED else 'installed'}"
