@@ -33,7 +33,7 @@ JOURNAL_FILE = "journal.sqlite3"
 SCHEMA_VERSION = 2
 """Version of the file's format. Version 1 had no tables of commands; such a file is upgraded in place.
 
-A new table that an older release may ignore, such as the one of wishes, does not need a new version.
+A new table that an older release may ignore, such as the one of desired states, does not need a new version.
 """
 EPOCH_LIMIT = 2**53
 """Upper bound of an epoch in messages; only a faulty gateway names one as high as that."""
@@ -253,7 +253,7 @@ def _prepare_schema(connection: sqlite3.Connection) -> None:
         for statement in command_log.CREATE_COMMAND_TABLES.split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    connection.execute(desired_drivers.CREATE_WISH_TABLE)
+    connection.execute(desired_drivers.CREATE_DESIRED_STATE_TABLE)
 
 
 def _fetch_journal_row(connection: sqlite3.Connection) -> dict[str, Any] | None:
