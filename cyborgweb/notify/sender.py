@@ -160,7 +160,7 @@ def _run_rounds(job: str, step: Callable[[], bool]) -> None:
         jobs.enqueue_job(job)
 
 
-def fetch_due_deliveries(way: str, count: int) -> list[DueDelivery]:
+def fetch_due_deliveries(way: DeliveryWay, count: int) -> list[DueDelivery]:
     """Read at most `count` due deliveries of active subscriptions, the longest due first. Locks no rows.
 
     `way` is `webhook` or `email` (`DeliveryWay`). The caller must hold the lock of that way's job, otherwise two
