@@ -321,7 +321,13 @@ def delete_oldest_expired_bulk(now: datetime | None = None) -> bool:
     now = now or datetime.now(UTC)
     is_expired = Q(state=BulkState.DRAFT, created_at__lt=now - DRAFT_RETENTION) | Q(ended_at__lt=now - BULK_RETENTION)
     with conductor.writing():
-        oldest = Bulk.objects.exclude(BULK_IS_RUNNING).filter(is_expired).order_by("id").values("pk")[:1]
-        count = Bulk.objects.filter(pk__in=oldest).delete()[1].get("accelerators.Bulk", 0)
-        conductor.record_purge("bulk", count, BULK_RETENTION)
-        return bool(count)
+        expired = Bulk.objects.exclude(BULK_IS_RUNNING).filter(is_expired).order_by("id")
+        oldest = expired.select_for_update().first()  # locked, because a draft may be confirmed meanwhile
+        if oldest is None:
+            return False
+        oldest.delete()
+        if oldest.state == BulkState.DRAFT:
+            conductor.record_purge("bulk", 1, DRAFT_RETENTION, verb="were created as drafts")
+        else:
+            conductor.record_purge("bulk", 1, BULK_RETENTION)
+        return True
