@@ -158,13 +158,15 @@ def record_events(events: list[dict[str, Any]]) -> None:
         open_cursor().execute(sql.INSERT_EVENTS, [_encode_json(events).decode()])
 
 
-def record_purge(kind: str, count: int, retention: timedelta) -> None:
+def record_purge(kind: str, count: int, retention: timedelta, *, verb: str = "ended") -> None:
     """Record one event with the number of deleted old rows of `kind`; do nothing if `count` is 0.
 
-    The rows need no event each, because their own events already tell what happened to them.
+    The rows need no event each, because their own events already tell what happened to them. `verb` completes the
+    event's reason: the rows `verb` (for example “ended”) longer ago than `retention`.
     """
     if count:
-        reason = f"they ended more than {retention.days} days ago"
+        days = retention.days
+        reason = f"they {verb} more than {days} {'day' if days == 1 else 'days'} ago"
         record_event(f"{kind}.forgotten", EventSource.SYSTEM, "sweep", changes={"number": [count, 0]}, reason=reason)
 
 

@@ -24,8 +24,8 @@ HOLDER_CHECK_DEADLINE_S = 2.0
 class HolderCheckResult:
     """The answer of a holder check for one device.
 
-    `holders` describes each holder in words; `unknown` is the reason if the check cannot answer. If both are empty,
-    nobody holds the device.
+    `holders` describes each known holder in words; `unknown` is the reason if the check could not find out about all.
+    Both may be given. If both are empty, nobody holds the device.
     """
 
     holders: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def refuse_unless_free(device: Device, act: str, already_checked: Collection[str
     once under that lock.
     """
     results = {name: check(device) for name, check in HOLDER_CHECKS.items() if name not in already_checked}
-    if holders := [holder for testimony in results.values() for holder in testimony.holders]:
+    if holders := [holder for result in results.values() for holder in result.holders]:
         raise RefusedError(
             RefusalReason.IN_USE, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}."
         )

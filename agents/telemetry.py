@@ -195,7 +195,7 @@ def _read_response(future: Future[SampleResponse], local_names: Collection[str])
 
 
 def _read_local_cache(cache: SampleCache, request: SampleRequest, deadline: float) -> list[HostSamples]:
-    """Return the samples of a cache of this process, after asking agents if the request says so.
+    """Return the samples in a cache of this process. If the request says so, the agents are asked first.
 
     Raise TooManyCensusesError.
     """

@@ -65,8 +65,9 @@ class Driver:
     def discover(self, machine: Machine, settings: Settings) -> Findings:
         """Return all devices of this driver on the machine. Subclasses must implement this method.
 
-        One unusable device becomes a Fault; it must not raise an exception, which would hide all other devices. Raise a
-        DriverError only if no result is possible at all, for example because the settings are unusable.
+        An unusable device becomes a Fault in the result. Do not raise an exception for it: that would hide all other
+        devices. Raise a DriverError only if no result is possible at all, for example because the settings are
+        unusable.
         """
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ All exceptions of this package, each with the module that defines it:
         Timeout                         drivers.errors
       ConfigurationError                drivers.configuration
       PipeError                         drivers.isolation.pipe
-      WriteRefusedError                 drivers.isolation.write_worker
+      OrderFailedError                  drivers.isolation.write_worker
 
 The subclasses of DriverError replace errno, so that no other code has to interpret it. Their names do not end in
 `Error`, because a driver's process sends them to the agent.

@@ -55,13 +55,14 @@ class Step(Struct, frozen=True, omit_defaults=True):
 
     Before the write, every check in `expect` must hold, and no process may have a device node of `idle` open; otherwise
     the step is not begun, and the act fails.
-    `image` writes the command's image instead of `write.value`. With `copy` it becomes the content of the file
-    `write.path` below `/state`. With `firmware` it is uploaded through the kernel's firmware upload class
+    `image` writes the command's image instead of `write.value`. With `copy` the image becomes the content of the
+    file `write.path` below `/state`. With `firmware` the image is uploaded through the kernel's firmware upload class
     (Documentation/ABI/testing/sysfs-class-firmware), and `write.path` is the directory of the class device.
     After the write, every check in `seen` must hold within `timeout_s` seconds, counted from the start of the write;
     the write itself has the same limit.
-    `undo` holds the writes that revert the step, in order. They are executed when a check of `seen` does not come true
-    or a later step fails.
+    `undo` holds the writes that revert the step, in order. If a check of `seen` does not come true, or a later step
+    fails, the steps that were done are undone, the last one first. A step whose own write failed is not undone. After a
+    time-out with unknown outcome nothing is undone.
     """
 
     does: Annotated[str, Meta(min_length=1, max_length=500)]

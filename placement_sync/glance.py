@@ -80,7 +80,7 @@ class GlanceClient:
 
 
 def parse_offer(document: Mapping[str, Any]) -> ServiceImage:
-    """Convert Glance's image document into an Offer.
+    """Convert Glance's image document into a ServiceImage.
 
     Raises ImageServiceUnavailableError if the image is still being uploaded, ImageUnusableError if it has another state
     or no size.

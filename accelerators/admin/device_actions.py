@@ -143,13 +143,13 @@ def get_caller(request: HttpRequest) -> Caller:
 
 def list_available_choices(device: Device, held: int) -> list[StateChoice]:
     """Return the actions whose buttons a device's page shows; `held` is the number of our requests that hold it."""
-    current = lifecycle.build_standing(device, held)
+    current = lifecycle.build_lifecycle_state(device, held)
     return [choice for choice in STATE_CHOICES.values() if choice.is_offered(current)]
 
 
 def explain_unavailable_choices(device: Device, held: int) -> list[tuple[str, str]]:
     """Return the labels of the actions that are not possible now, each with the reason."""
-    current = lifecycle.build_standing(device, held)
+    current = lifecycle.build_lifecycle_state(device, held)
     return [
         (choice.label, choice.explain_unavailable(current))
         for choice in STATE_CHOICES.values()

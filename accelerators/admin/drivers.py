@@ -51,6 +51,7 @@ class DriverStateListFilter(admin.SimpleListFilter):
         return [(word.value, word.value) for word in DriverState]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[HostDriver]) -> QuerySet[HostDriver]:
+        """Return the drivers in the chosen `DriverState`; all if no state is chosen."""
         return queryset.filter(state=self.value()) if self.value() else queryset
 
 

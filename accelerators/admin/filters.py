@@ -13,7 +13,10 @@ from accelerators.models.devices import build_driver_error_expression
 
 
 class DeviceFreshnessListFilter(admin.SimpleListFilter):
-    """Filter by whether a device's data is live, or stale because its agent is not heard of or its driver failed."""
+    """Filter by whether a device's data is live or stale.
+
+    It is stale if the host's agent has not been heard from, or the device's driver failed.
+    """
 
     title, parameter_name = "freshness", "stale"
 
@@ -33,8 +36,10 @@ class DeviceFreshnessListFilter(admin.SimpleListFilter):
 
 
 def _select_hosts_with_stale_devices() -> QuerySet[Host]:
-    """Query the hosts that can have stale devices: their agent is not heard of, or one of their drivers or backends
-    failed."""
+    """Query the hosts that can have stale devices.
+
+    Their agent has not been heard from, or one of their drivers or backends failed.
+    """
     has_error = Func(
         F("drivers"),
         Value('$.*.error ? (@ <> "")'),

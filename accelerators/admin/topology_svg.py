@@ -23,8 +23,10 @@ from accelerators.ui.badges import GLYPHS
 
 
 class HandleState(Choice):
-    """The state of an attach handle in a picture. Reserved is Placement's word: it is free, but its device is not
-    offered."""
+    """The state of an attach handle in a picture.
+
+    RESERVED is Placement's word: nobody holds the handle, but its device is not ready or is busy with a command.
+    """
 
     FREE = "free"
     HELD = "held", "good"

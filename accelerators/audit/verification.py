@@ -30,8 +30,11 @@ the ORM cannot compare rows, which lets the index find the range."""
 
 @dataclass(frozen=True)
 class SealFinding:
-    """A difference between the events and the seals. `event` is 0 if it concerns the seal itself; `seal` is 0 if it
-    concerns an event before the first seal."""
+    """A difference between the events and the seals.
+
+    `event` is 0 if the finding concerns the seal itself; `seal` is 0 if the finding concerns an event before the first
+    seal.
+    """
 
     seal: int
     event: int

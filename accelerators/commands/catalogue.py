@@ -62,7 +62,7 @@ ORDERABLE_HOST_OPS = tuple(act.op for act in ORDERABLE_COMMANDS.values() if act.
 def list_possible_commands(device: Device, held: int) -> Iterator[OrderableCommand]:
     """Yield the commands that are possible for a device now; `held` is the number of our requests that hold it.
 
-    Holders that only other witnesses know (Placement, Nova) and the agent's connection are not checked here.
+    Holders that only other holder checks find (Placement, Nova) and the agent's connection are not checked here.
     """
     supported_ops = device.acts.split()
     for op in ORDERABLE_DEVICE_OPS:

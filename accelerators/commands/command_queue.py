@@ -142,10 +142,11 @@ def get_time_limits(op: str, is_programming: bool = False) -> tuple[int, int]:
 
 
 def place_commands(orders: Sequence[CommandOrder], source: EventSource = EventSource.SYSTEM) -> list[Command]:
-    """Insert one command and one event for each order, in that order; return the commands. Costs one statement.
+    """Insert one command and one event per order, and mark the devices of exclusive commands busy; return the commands.
 
-    Call it inside `conductor.writing()`. For exclusive commands the caller must have locked the device rows and checked
-    that they are not busy. After the commit, agents are notified and the job that fetches images is woken if needed.
+    The commands have the order of `orders`. Costs one statement. Call it inside `conductor.writing()`. For exclusive
+    commands the caller must have locked the device rows and checked that they are not busy. After the commit, agents
+    are notified and the job that fetches images is woken if needed.
     """
     if not orders:
         return []
@@ -182,7 +183,7 @@ def order_device_command(
 
     Raise RefusedError: NOT_FOUND if there is no such device; INVALID for wrong arguments; CONFLICT if the device has
     another generation, or its state, its driver, another command or its agent does not allow the command. Destructive
-    commands also raise IN_USE, with the holders, or UNAVAILABLE if a witness cannot be asked.
+    commands also raise IN_USE, with the holders, or UNAVAILABLE if a holder check cannot answer.
     """
     arguments = _check_arguments(op, layout, image)
     reason = check_reason(reason)

@@ -19,7 +19,7 @@ from accelerators import conductor
 from accelerators.devices.lifecycle import (
     SLICE_SIZE,
     DeviceStateChange,
-    build_standing,
+    build_lifecycle_state,
     store_state_changes,
 )
 from accelerators.domain import admission
@@ -136,7 +136,7 @@ def _plan_change(rules: tuple[EnabledRule, ...], device: Device, caller: Caller)
     action = ACTION_BY_ADMISSION.get(AdmittedState(rule.action)) if rule else None
     if rule is None or action is None:
         return None
-    before = build_standing(device)
+    before = build_lifecycle_state(device)
     reason = f"admitted by rule {rule.name}, applied by {caller.name}"
     return DeviceStateChange(device, before, state_after_action(action, before), rule.name, reason, rule.state_by)
 

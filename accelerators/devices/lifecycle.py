@@ -35,7 +35,7 @@ MAX_REASON = command_queue.MAX_REASON
 SLICE_SIZE = 200
 """Maximum number of devices that are moved in one transaction."""
 HOLDER_CHECKS_TIMEOUT_S = 10.0
-"""Seconds that one transaction spends on questions to witnesses. Devices whose witnesses have not been asked by then
+"""Seconds that one transaction spends on holder checks. Devices whose holder checks have not been made by then
 are refused with UNAVAILABLE, so that they are tried again."""
 
 DEFAULT_REASONS = {
@@ -143,8 +143,8 @@ def apply_action_to_device(
 
     Raises RefusedError: NOT_FOUND; INVALID for a reason that cannot be stored; CONFLICT if its state or a running
     command does not allow the action, or the device has changed since it was `seen`; IN_USE, naming the holders, if it
-    would be retired or installed, or if it was not confirmed for held devices; UNAVAILABLE if a witness cannot be
-    asked before it is retired.
+    would be retired or installed, or if it was not confirmed for held devices; UNAVAILABLE if a holder check cannot
+    answer before it is retired.
     """
     (result,) = apply_action(action, [uuid], caller, reason, drain_to, source, seen)
     if result.reason is not None:
@@ -165,8 +165,9 @@ def apply_action(
 
     A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
     nothing has to be changed. `drain_to` is the final state of a drain. After a drain, devices that nobody holds get
-    that state at once, in a second transaction. Locks the devices and their hosts; asks witnesses about devices to be
-    retired, for HOLDER_CHECKS_TIMEOUT_S at most in all. Raises RefusedError INVALID for a reason that cannot be stored.
+    that state at once, in a second transaction. Locks the devices and their hosts; makes the holder checks of devices
+    to be retired, for HOLDER_CHECKS_TIMEOUT_S at most in all. Raises RefusedError INVALID for a reason that cannot be
+    stored.
     """
     assert len(uuids) <= SLICE_SIZE, "more than a slice"
     reason = check_reason(reason) or DEFAULT_REASONS[action]
@@ -177,9 +178,9 @@ def apply_action(
         refuse_if_not_free = _build_free_check()
         results = {}
         for uuid, device in devices.items():
-            before = build_standing(device, holder_counts[device.id])
+            before = build_lifecycle_state(device, holder_counts[device.id])
             try:
-                after = _decide_new_standing(action, device, before, drain_to, seen)
+                after = _decide_new_state(action, device, before, drain_to, seen)
                 if after.effective_state == _S.RETIRED != before.effective_state:
                     refuse_if_not_free(device, before)
                 if action is Action.ENABLE and after != before:
@@ -198,13 +199,15 @@ def apply_action(
     return [results.get(uuid) or _build_unknown_result(uuid) for uuid in dict.fromkeys(uuids)]
 
 
-def _decide_new_standing(
+def _decide_new_state(
     action: Action, device: Device, before: LifecycleState, drain_to: DrainTarget, seen: SeenStates | None
 ) -> LifecycleState:
-    """Return the new standing of a locked device, equal to `before` if there is nothing to do.
+    """Return the lifecycle state that the action gives to a locked device, equal to `before` if nothing has to change.
 
-    Raises RefusedError: CONFLICT if its state does not allow the action or differs from the one that was `seen`; IN_USE
-    if requests hold it and the person did not confirm the action for held devices.
+    `drain_to` is the final state of a drain. `seen` holds the states that a person saw before the decision; if it is
+    None, no state is compared, and held devices are not refused here. Raises RefusedError: CONFLICT if the state does
+    not allow the action, or if the device would change but is not in the state that was `seen`; IN_USE if it would
+    change, requests hold it, and `seen` does not say that held devices are included.
     """
     seen_word = seen.words_by_device.get(device.uuid, before.as_text) if seen else before.as_text
     changed_by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
@@ -232,9 +235,10 @@ def _decide_new_standing(
     return after
 
 
-def build_standing(device: Device, held: int = 0) -> LifecycleState:
-    """Return the standing of a device as `domain.device_actions` needs it; `held` is the number of requests that hold
-    it.
+def build_lifecycle_state(device: Device, held: int = 0) -> LifecycleState:
+    """Return the lifecycle state of a device as `domain.device_actions` needs it.
+
+    `held` is the number of requests that hold it.
     """
     return LifecycleState(
         DeviceState(device.state),
@@ -325,14 +329,14 @@ STATE_FIELDS = ("state", "returns_to", "drain_to")
 def _finish_drains(selected: QuerySet[Device]) -> list[tuple[Device, LifecycleState]]:
     """Give those of these devices that are draining and free their final state, in one transaction; return them.
 
-    To be retired, a device must be free according to every witness; otherwise only our own requests count.
+    To be retired, a device must be free according to every holder check; otherwise only our own requests count.
     """
     changes: list[DeviceStateChange] = []
     with conductor.writing():
         devices = lock_devices(selected.filter(drain_to__isnull=False))
         holder_counts, refuse_if_not_free = _count_holding_requests(devices), _build_free_check()
         for device in devices:
-            before = build_standing(device, holder_counts[device.id])
+            before = build_lifecycle_state(device, holder_counts[device.id])
             after = state_after_last_request(before)
             try:
                 if after.effective_state == _S.RETIRED:
@@ -359,7 +363,7 @@ def _build_free_check() -> Callable[[Device, LifecycleState], None]:
 
 
 def _refuse_unless_free(give_up_at: float, device: Device, before: LifecycleState) -> None:
-    """Raise RefusedError IN_USE or UNAVAILABLE unless every witness says that nobody holds the device; UNAVAILABLE
+    """Raise RefusedError IN_USE or UNAVAILABLE unless every holder check says that nobody holds the device; UNAVAILABLE
     after the time `give_up_at`."""
     if time.monotonic() > give_up_at:
         raise RefusedError(

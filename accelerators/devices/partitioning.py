@@ -24,7 +24,7 @@ MAX_DEVICES = 256
 """Maximum number of devices that one call changes."""
 MAX_UNITS = 65_535
 TIME_LIMIT_S = 20.0
-"""Seconds after which a call begins no further device. A witness that does not answer may take seconds per device."""
+"""Seconds after which a call begins no further device. A holder check without an answer may take seconds per device."""
 
 
 KIND_BY_REASON = {RefusalReason.NOT_FOUND: "unknown", RefusalReason.IN_USE: "held", RefusalReason.UNAVAILABLE: "away"}
@@ -45,7 +45,7 @@ class PartitionChange:
     """The change wanted for each device.
 
     `unit_delta` is the number of units to add, or to remove if it is negative; None removes all units. `layout` holds
-    further words of the layout that the driver takes.
+    further keys of the layout that the driver accepts.
     """
 
     unit_delta: int | None
@@ -204,7 +204,10 @@ def _order_partition(
 
 
 def _build_layout(device: Device, change: PartitionChange) -> dict[str, str]:
-    """Return the layout for the command: the wanted words and the new number of units. Raises RefusedError INVALID."""
+    """Return the layout for the command. Raises RefusedError INVALID.
+
+    It has the keys and values that the caller gave, and the new number of units under the key `sized_by`.
+    """
     if not device.sized_by:
         text = f"Device {device.uuid}: {device.driver} does not let the number of its units be chosen."
         raise RefusedError(RefusalReason.INVALID, text)

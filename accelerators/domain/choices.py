@@ -15,7 +15,7 @@ class Choice(StrEnum):
     """A value as the database and the API have it, with the tone of its badge and its label for people.
 
     Members are declared as `READY = "ready", "good"`, or as `READY = "ready", "good", "Offered"` if the label differs
-    from the value. Without a tone they are calm.
+    from the value. The default tone is `calm`.
     """
 
     tone: Tone

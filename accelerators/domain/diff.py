@@ -399,9 +399,9 @@ def _collect_handle_changes(
     collected: InventoryChanges,
     changes: dict[str, list[Any]],
 ) -> None:
-    """Append new, changed and missing handles to `collected`, and what changed to `changes`.
+    """Append new, changed and missing handles to `collected`, and store their old and new values in `changes`.
 
-    A handle is identified by its `info`.
+    `changes` is for the event; nothing is stored there for a new deployable. A handle is identified by its `info`.
     """
     stored_handles = {h.info: h for h in old.handles} if old else {}
     reported_types = {h.info: h.attach_type for h in new.handles}

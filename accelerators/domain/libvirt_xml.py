@@ -39,7 +39,7 @@ class HeldHandle:
 def describe_plugging(handles: Sequence[HeldHandle], host: str) -> str:
     """Return what a person has to know and do about these handles on this host.
 
-    Empty if there are no handles, or only of the type DEV.
+    Empty if there are no handles, or only handles of type DEV.
     """
     types = {handle.attach_type for handle in handles}
     texts = {
@@ -53,7 +53,7 @@ def describe_plugging(handles: Sequence[HeldHandle], host: str) -> str:
 def render_hostdev_elements(handles: Sequence[HeldHandle]) -> list[str]:
     """Return the libvirt `hostdev` element of each handle of type PCI or MDEV.
 
-    The others are left out, and PCI handles whose `info` has no valid address.
+    Handles of other types are left out, and so are PCI handles whose `info` has no valid address.
     """
     return [text for handle in handles if (text := _render_element(handle))]
 

@@ -355,9 +355,9 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
 def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]]) -> dict[int, _FreeHandle]:
     """Lock one free handle for each request; return request id → handle.
 
-    Raises RefusedError: INVALID for a group that names no resource or both a bitstream and a function; NOT_FOUND for a
-    provider that does not exist; NONE_FREE. Raises _HandlesContendedError if enough handles are free but locked by
-    others.
+    Raises RefusedError: INVALID for a group that names no resource, or that names both a bitstream and a function;
+    NOT_FOUND for a provider that does not exist; NONE_FREE if too few handles are available. Raises
+    _HandlesContendedError if enough handles are free but locked by others.
     """
     requests_by_provider: dict[str, list[_LockedRequest]] = {}
     for request, spec in pairs:
@@ -481,8 +481,10 @@ def _build_bind_columns(request: _LockedRequest, spec: BindSpec, caller: Caller)
 
 
 def _build_unbind_row(request: _LockedRequest) -> dict[str, Any]:
-    """Build the row for `_move_requests` to Unbound. The project stays; `_move_requests` clears all other columns that
-    the row lacks."""
+    """Build the row with which `_move_requests` moves the request to Unbound.
+
+    The request keeps its project; `_move_requests` clears the other columns that the row does not name.
+    """
     before = {"had_instance": request.instance_uuid, "had_handle": request.handle}
     return {"id": request.id, "was": request.state, "state": _S.UNBOUND} | before
 

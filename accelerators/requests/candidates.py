@@ -145,7 +145,10 @@ def count_possible_choices(
 def _match_candidates(
     wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate]
 ) -> list[list[ProviderCandidate]]:
-    """Return, for each group, the providers that fit it, whatever the amount."""
+    """Return, for each group, the providers that have its resource class and traits.
+
+    How many units are free is not checked.
+    """
     return [[candidate for candidate in candidates if candidate.matches_group(group)] for group in wanted_groups]
 
 

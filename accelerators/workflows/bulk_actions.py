@@ -68,7 +68,7 @@ WHERE t.bulk_id = %s AND t.device_uuid = x.uuid
 class BulkForecast:
     """Predicted outcome for one device, or for `number` devices of a set with the same outcome.
 
-    `held` tells whether one of our own requests holds the device; other witnesses are not asked.
+    `held` tells whether one of our own requests holds the device; other holder checks are not made.
     """
 
     outcome: DeviceOutcome
@@ -157,22 +157,22 @@ def predict_outcome(
 ) -> BulkForecast:
     """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. Pure.
 
-    `word_when_chosen` is its `LifecycleState.as_text` when the set was chosen; `state`, `returns` and `drains` are its
-    columns now, `state` None if the device is gone. `facts` are four answers: whether its driver has to install it,
-    whether a command is working on it, whether a request holds it, and whether its driver supports the command that is
-    asked for.
+    `word_when_chosen` is what the device's `LifecycleState.as_text` was when the set was chosen. `state`, `returns` and
+    `drains` are the device's columns now; `state` is None if the device is gone. `facts` are four answers: whether the
+    driver has to install the device, whether a command is working on it, whether a request holds it, and whether the
+    driver supports the command that is asked for.
     """
     installs, busy, held, supported = map(bool, facts)
     if state is None:
         return BulkForecast(DeviceOutcome.REFUSED, "does not exist any more", held)
     returns_to, drain_to = returns and DeviceState(returns), drains and DrainTarget(drains)
-    standing_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, int(held), installs)
+    state_now = LifecycleState(DeviceState(state), returns_to or None, drain_to or None, int(held), installs)
     if bulk.action in bulk_commands.BULK_OPS:
         refusal = bulk_commands.predict_refusal(
             bulk.action,
             word_when_chosen,
-            standing_now.as_text,
-            standing_now.state,
+            state_now.as_text,
+            state_now.state,
             is_supported=supported,
             is_busy=busy,
             is_held=held,
@@ -185,13 +185,13 @@ def predict_outcome(
         )
     action, blocked_text = Action(bulk.action), ""
     try:
-        after = state_after_action(action, standing_now, DrainTarget(bulk.then))
+        after = state_after_action(action, state_now, DrainTarget(bulk.then))
     except IllegalTransitionError as illegal:
-        after, blocked_text = standing_now, str(illegal)
-    if after == standing_now and not blocked_text:
-        return BulkForecast(DeviceOutcome.UNCHANGED, f"is {standing_now.as_text} already", held)
-    if word_when_chosen != standing_now.as_text:
-        blocked_text = f"was {word_when_chosen} when it was chosen, is {standing_now.as_text} now"
+        after, blocked_text = state_now, str(illegal)
+    if after == state_now and not blocked_text:
+        return BulkForecast(DeviceOutcome.UNCHANGED, f"is {state_now.as_text} already", held)
+    if word_when_chosen != state_now.as_text:
+        blocked_text = f"was {word_when_chosen} when it was chosen, is {state_now.as_text} now"
     elif held and after.effective_state in (DeviceState.RETIRED, DeviceState.INSTALLING):
         blocked_text = (
             f"is held: it cannot be {'retired' if after.effective_state == DeviceState.RETIRED else 'installed'}"
@@ -321,7 +321,13 @@ def delete_oldest_expired_bulk(now: datetime | None = None) -> bool:
     now = now or datetime.now(UTC)
     is_expired = Q(state=BulkState.DRAFT, created_at__lt=now - DRAFT_RETENTION) | Q(ended_at__lt=now - BULK_RETENTION)
     with conductor.writing():
-        oldest = Bulk.objects.exclude(BULK_IS_RUNNING).filter(is_expired).order_by("id").values("pk")[:1]
-        count = Bulk.objects.filter(pk__in=oldest).delete()[1].get("accelerators.Bulk", 0)
-        conductor.record_purge("bulk", count, BULK_RETENTION)
-        return bool(count)
+        expired = Bulk.objects.exclude(BULK_IS_RUNNING).filter(is_expired).order_by("id")
+        oldest = expired.select_for_update().first()  # locked, because a draft may be confirmed meanwhile
+        if oldest is None:
+            return False
+        oldest.delete()
+        if oldest.state == BulkState.DRAFT:
+            conductor.record_purge("bulk", 1, DRAFT_RETENTION, verb="were created as drafts")
+        else:
+            conductor.record_purge("bulk", 1, BULK_RETENTION)
+        return True

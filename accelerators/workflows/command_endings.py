@@ -19,7 +19,7 @@ from django.db.models.functions import Now
 
 from accelerators import conductor, outbox
 from accelerators.commands import command_queue, placement_delegation, programming, sql
-from accelerators.devices.lifecycle import DeviceStateChange, build_standing, store_state_changes
+from accelerators.devices.lifecycle import DeviceStateChange, build_lifecycle_state, store_state_changes
 from accelerators.domain.states import CommandState, DeviceState, EventSource
 from accelerators.models import Command, Device
 from accelerators.models.commands import COMMAND_IS_OPEN
@@ -241,18 +241,18 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
     detach only writes an event; any other exclusive command with an unknown outcome makes the device failed. A state
     that a person has set since the command was ordered is kept.
     """
-    command, standing_now = ended.command, build_standing(device)
-    if command.op == "install" and standing_now.effective_state == _S.INSTALLING:
+    command, state_now = ended.command, build_lifecycle_state(device)
+    if command.op == "install" and state_now.effective_state == _S.INSTALLING:
         reason = command.reason or "installed" if ended.succeeded else ended.text
         _add_state_change(ended, device, _S.READY if ended.succeeded else _S.FAILED, reason, consequences)
-    elif command.op == "uninstall" and ended.succeeded and standing_now.effective_state in (_S.MAINTENANCE, _S.FAILED):
+    elif command.op == "uninstall" and ended.succeeded and state_now.effective_state in (_S.MAINTENANCE, _S.FAILED):
         _add_state_change(ended, device, _S.INACTIVE, command.reason or "uninstalled", consequences)
     elif command.op == "program":
         _apply_program_result(ended, device, consequences)
     elif command.op == "detach" and not ended.succeeded:
         why = f"a handle could not be detached: {ended.text}"
         consequences.state_changes.append(
-            DeviceStateChange(device, standing_now, standing_now, command.host.name, why, name="not_detached")
+            DeviceStateChange(device, state_now, state_now, command.host.name, why, name="not_detached")
         )
     elif command.exclusive:
         _fail_device_if_outcome_unknown(ended, device, consequences)
@@ -277,7 +277,7 @@ def _fail_device_if_outcome_unknown(ended: EndedCommand, device: Device, consequ
 
     Only a device that is ready, installing or in maintenance is moved.
     """
-    if ended.state is _C.UNKNOWN and build_standing(device).effective_state in (
+    if ended.state is _C.UNKNOWN and build_lifecycle_state(device).effective_state in (
         _S.READY,
         _S.INSTALLING,
         _S.MAINTENANCE,
@@ -293,11 +293,11 @@ def _add_state_change(
     The device then shows who caused the state: the host after a failure, otherwise the command's actor. A device that
     becomes ready keeps the name it shows, which is that of the person who had it installed.
     """
-    standing_now, host = build_standing(device), ended.command.host.name
+    state_now, host = build_lifecycle_state(device), ended.command.host.name
     changed_by = host if not ended.succeeded else "" if to is _S.READY else ended.command.actor
     consequences.state_changes.append(
         DeviceStateChange(
-            device, standing_now, standing_now.with_state(to, standing_now.drain_to), host, reason[:4096], changed_by
+            device, state_now, state_now.with_state(to, state_now.drain_to), host, reason[:4096], changed_by
         )
     )
 

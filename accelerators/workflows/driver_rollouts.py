@@ -42,7 +42,7 @@ _R, _S = RolloutState, RolloutStepState
 
 @dataclass(frozen=True)
 class RolloutPace:
-    """How many hosts are changed at the same time, and whether a failure stops the rollout before further hosts."""
+    """How many hosts are changed at the same time, and whether no further host is begun after a failure."""
 
     max_parallel: int = DEFAULT_PARALLEL
     stop_on_failure: bool = True

@@ -2,7 +2,7 @@
 
 This is the only place where inventory is deleted. A missing device is removed after `CYBORG_MISSING_RETENTION_S`, and
 only while its agent is up and its driver answers. It stays if a request names it, if a command for it is open, if a
-witness says that it is held or cannot say so (`safety`), or if it is missing because its driver was disabled.
+holder check says that it is held or cannot answer (`safety`), or if it is missing because its driver was disabled.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def delete_old_commands(now: datetime | None = None) -> bool:
 def remove_missing_devices(now: datetime | None = None) -> bool:
     """Remove one batch of devices that have been missing for long and are free; True if there may be more.
 
-    A device's deployables, attributes and attach handles are deleted with it. Locks the devices and their hosts, asks
-    all witnesses for each device, and writes an event for each that is removed.
+    A device's deployables, attributes and attach handles are deleted with it. Locks the devices and their hosts, makes
+    all holder checks for each device, and writes an event for each that is removed.
     """
     before = (now or datetime.now(UTC)) - timedelta(seconds=settings.KEYS.missing_retention_s)
     with conductor.writing():
@@ -96,7 +96,7 @@ def remove_missing_devices(now: datetime | None = None) -> bool:
 
 
 def _is_free(device: Device) -> bool:
-    """Return True if every witness says that nobody holds the device; if not, the reason is logged."""
+    """Return True if every holder check says that nobody holds the device; if not, the reason is logged."""
     try:
         safety.refuse_unless_free(device, "removed")
     except RefusedError as refused:

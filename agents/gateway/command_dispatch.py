@@ -336,7 +336,7 @@ async def _drain_outbox(session: AgentSession) -> None:
 
 
 async def _send_past_outbox(session: AgentSession, text: str) -> None:
-    """Send one text past the session's outbox; a connection that is gone is only logged."""
+    """Send one text at once, without the session's outbox. If the connection is gone, this is only logged."""
     try:
         await session.send({"type": "websocket.send", "text": text})
     except (RuntimeError, OSError) as error:

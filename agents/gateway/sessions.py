@@ -191,7 +191,11 @@ class SessionRegistry:
             reply.set_result(True)
 
     def apply_agent_changes(self, changes: list[AgentChange]) -> None:
-        """Apply changed agent rows to open sessions: expel those that may not go on, ask for new keys."""
+        """Apply changed agent rows to the open sessions of their hosts.
+
+        Close a session if its agent is barred or has another key. If another gateway has a newer connection of the
+        host, probe the session, and then close it too. Otherwise ask the agent for a new key if one was requested.
+        """
         for change in changes:
             if holder := self.by_host.get(change.host_id):
                 self._apply_agent_change(holder, change)

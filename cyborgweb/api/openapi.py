@@ -284,8 +284,10 @@ def _get_body_reference(operation: dict[str, Any]) -> str:
 
 
 def _get_possible_errors(method: str) -> list[str]:
-    """Return the error statuses that are possible for a method. 404 is possible for lists (a bad cursor) and for
-    creation (a row that is referred to) as well.
+    """Return the error statuses that are possible for a method.
+
+    404 is possible for every method: a list answers it for a bad cursor, and a creation if its body refers to a row
+    that does not exist.
     """
     has_body, changes = method in ("post", "patch"), method != "get"
     impossible = {

@@ -142,7 +142,8 @@ def check_password(name: str, password: str, domain: str, project: str) -> Authe
 def _translate_errors() -> Iterator[None]:
     """Turn keystoneauth1's errors and ConfigurationError into TokenCheckUnavailableError.
 
-    Its `unreachable` tells whether Keystone did not answer, or it refuses the service user.
+    `unreachable` of that error is True if Keystone did not answer as it should (no connection, a server error, no
+    endpoint), and False for everything else, such as a refused service user or an unusable configuration.
     """
     from keystoneauth1 import exceptions
 

@@ -197,12 +197,16 @@ def _file_signature(path: Path) -> tuple[int, int, int] | None:
 
 
 def _evaluate_rule(enforcer: Any, caller: Caller, rule: str) -> bool:
+    """Return whether the rule allows the caller; False without an enforcer. Raises KeyError for an unknown rule.
+
+    As upstream does, the target is the caller's own project and user, never the stored object. Ownership is checked
+    elsewhere.
+    """
     if rule not in _RULE_NAMES:
         raise KeyError(rule)
     if enforcer is None:
         return False
     target: dict[str, Any] = {"project_id": caller.project_id, "user_id": caller.user_id}
-    # As upstream does: the target is the caller's own project, never the stored object. Ownership is checked elsewhere.
     return bool(enforcer.authorize(rule, target, target | {"roles": list(caller.roles), "is_admin": caller.is_admin}))
 
 

@@ -208,7 +208,7 @@ def _build_device_row(shown: dict[str, Any]) -> dict[str, Any]:
 def _wait_until_installed(cli_context: CliContext, rows: list[dict[str, Any]]) -> None:
     """Wait until no device of `rows` is `installing`; update each row in place.
 
-    A device that is then not `ready` counts as failed. Raises CliError as `follow_until_ended`.
+    A device that is then not `ready` counts as failed. Raises CliError in the same cases as `follow_until_ended`.
     """
     if not rows:
         return

@@ -1,6 +1,7 @@
 """The verbs of `cyborg` as commands of `manage.py`: without a network and a login, for whoever works at the server.
 
-`VERBS` maps the words of `manage.py` to the verbs. Their defaults differ in what DEFAULTS says.
+`VERBS` maps the words of `manage.py` to the verbs. `DEFAULTS` lists the defaults of options that differ from those of
+`cyborg`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class ManualHit:
 
 
 def file_edition(name: str) -> ManualEdition:
-    """Return the edition in files, as seen from this page."""
+    """Return the edition that is written as files, with addresses relative to the page `name`."""
     return ManualEdition("../" * name.count("/") or "./")
 
 
@@ -153,7 +153,11 @@ def search_sections(term: str) -> list[ManualHit]:
 
 
 def excerpt_around(text: str, words: list[str]) -> str:
-    """Return about 220 characters of `text` around the earliest of the `words`, which must be in lower case."""
+    """Return at most 220 characters of `text`, beginning about 60 characters before the earliest of the `words`.
+
+    “…” stands for what is left out at either end and is not counted. `words` must be in lower case. If none of them
+    occurs, the excerpt is the beginning of the text.
+    """
     at = min((place for word in words if (place := text.lower().find(word)) >= 0), default=0)
     start = max(0, text.rfind(" ", 0, max(0, at - 60)))
     return ("…" if start else "") + text[start : start + 220].strip() + ("…" if start + 220 < len(text) else "")

@@ -75,7 +75,10 @@ class SavedView(models.Model):
 
 
 class Maintenance(models.Model):
-    """The read-only switch: the table has exactly one row while everything is read only, otherwise none."""
+    """The read-only switch: while the one possible row exists, the console and both APIs refuse changes.
+
+    Agents and jobs go on. The row says since when, by whom and why. `cyborgweb.auth.read_only` reads and sets it.
+    """
 
     since = models.DateTimeField(db_default=Now(), help_text="Since when the service is read-only.")
     by = models.CharField(max_length=255, help_text="Who made the service read-only.")

@@ -38,7 +38,10 @@ REFUSED_TEXT = (
 
 @dataclass
 class MetricsSnapshot:
-    """The metrics at one moment, and their renderings by content type. A collector for `prometheus_client`."""
+    """One collection of all metrics, at the time `at` (monotonic clock). A collector for `prometheus_client`.
+
+    `rendered` maps a content type to the metrics in that format; `MetricsCache` adds each at its first request.
+    """
 
     at: float = float("-inf")
     metrics: list[Metric] = field(default_factory=list)

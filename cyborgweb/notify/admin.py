@@ -339,6 +339,7 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
         return False
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the rule `cyborg:delivery:get_all` allows this user; `get_queryset` limits the rows."""
         return is_allowed(request, "delivery:get_all")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Delivery]:

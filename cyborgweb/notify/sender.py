@@ -160,8 +160,13 @@ def _run_rounds(job: str, step: Callable[[], bool]) -> None:
         jobs.enqueue_job(job)
 
 
-def fetch_due_deliveries(way: str, count: int) -> list[DueDelivery]:
-    """Return at most `count` due deliveries, longest waiting first; webhooks are shared fairly among destinations."""
+def fetch_due_deliveries(way: DeliveryWay, count: int) -> list[DueDelivery]:
+    """Read at most `count` due deliveries of active subscriptions, the longest due first. Locks no rows.
+
+    `way` is `webhook` or `email` (`DeliveryWay`). The caller must hold the lock of that way's job, otherwise two
+    processes may send the same message. At most MAX_ATTEMPTS_PER_HOST webhooks go to one destination host, and one to a
+    failing subscription; at most MAX_MESSAGES_PER_MAIL messages belong to one mail subscription.
+    """
     parameters: dict[str, Any] = {
         "way": way,
         "batch": count,

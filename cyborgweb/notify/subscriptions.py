@@ -277,6 +277,7 @@ def _recorded_values(row: Subscription) -> dict[str, Any]:
 
 
 def _lock_subscription(pk: int) -> Subscription:
+    """Lock a subscription's row and return it. Raises RefusedError NOT_FOUND if it does not exist any more."""
     subscription = Subscription.objects.select_for_update().filter(pk=pk).first()
     if subscription is None:
         raise RefusedError(RefusalReason.NOT_FOUND, "The subscription does not exist any more.")

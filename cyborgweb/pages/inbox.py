@@ -59,8 +59,9 @@ def _count_unread(rows: QuerySet[Delivery]) -> int:
 
 
 def _visible_messages(request: HttpRequest) -> QuerySet[Delivery]:
-    """Return the user's inbox messages that they may see now: a user of one project sees that project's. Raises
-    PermissionDenied if the session has no caller.
+    """Return the inbox messages that the user may see now. Raises PermissionDenied if the session has no caller.
+
+    A user who is limited to one project sees only the messages of that project.
     """
     caller = get_caller(request)
     if caller is None:

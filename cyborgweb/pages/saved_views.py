@@ -65,8 +65,10 @@ def load_list_memory(user: Any, model: str) -> ListMemory:
 
 
 def store_list_memory(request: HttpRequest, model: str) -> HttpResponseBase:
-    """On POST, save the view `name`, delete the view `delete`, or store the `columns` for this list; then redirect
-    to the list.
+    """On POST, do what the form's field says, then redirect to the list.
+
+    `name` saves the list as a view with this name, and `delete` deletes the view with this key; otherwise the chosen
+    columns are stored.
     """
     listing = _find_list(model)
     if not listing.has_view_permission(request):

@@ -33,7 +33,10 @@ The driver reads its control file at every call, and searches for devices again 
 
 
 def main() -> None:
-    """Change the control file as the command line states. Exits with a message if that is not possible."""
+    """Change the fake driver's control file as the command line says: which devices exist, and how they fail.
+
+    `reset` replaces even an unusable file. Exits with a message if the arguments or the file cannot be used.
+    """
     arguments = _build_parser().parse_args()
     try:
         script = Script() if arguments.verb == "reset" else _apply_change(read_script(arguments.control), arguments)

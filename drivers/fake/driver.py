@@ -193,7 +193,7 @@ class FakeDevice:
         return "failed" if failed else "degraded" if degraded else "ok", failed or degraded
 
     def build_device(self) -> Device:
-        """Return the device as it is reported."""
+        """Return this simulated device as `discover` reports it, from the state that was read at creation."""
         name = re.sub(r"[^a-zA-Z0-9_-]", "_", f"{self._node}_FakeDevice" + (f"_{self.n}" if self.n else ""))
         attributes = (Attribute("traits1", "CUSTOM_FAKE_DEVICE"), Attribute("rc", "FPGA"))
         handles = self._list_handles()

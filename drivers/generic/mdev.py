@@ -47,7 +47,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
     desired: DesiredMdev
 
     def discover(self, machine: Machine) -> Findings:
-        """Return the functions that support the wanted type; those that do not become faults."""
+        """Return the functions that support the wanted type, and a fault for each function that does not support it."""
         findings = self.find_functions(machine)
         devices, faults = [], list(findings.faults)
         for device in findings.devices:

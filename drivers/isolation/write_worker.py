@@ -23,7 +23,7 @@ CHUNK_BYTES = 64 * 1024
 POLL_S = 0.1
 
 
-class WriteRefusedError(DriversError):
+class OrderFailedError(DriversError):
     """An order failed; `answer` is the answer to send."""
 
     def __init__(self, **answer: object) -> None:
@@ -34,7 +34,7 @@ class WriteRefusedError(DriversError):
 def write_attribute(path: str, value: str | bytes) -> None:
     """Write the value to an existing file in one system call, as sysfs requires.
 
-    Raises WriteRefusedError if opening, writing or closing fails, or if only a part was written.
+    Raises OrderFailedError if opening, writing or closing fails, or if only a part was written.
     """
     data = value.encode() if isinstance(value, str) else value
     at = "open"
@@ -46,13 +46,17 @@ def write_attribute(path: str, value: str | bytes) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        raise WriteRefusedError(errno=error.errno, at=at, path=path) from None
+        raise OrderFailedError(errno=error.errno, at=at, path=path) from None
     if written != len(data):
-        raise WriteRefusedError(failed=f"{path}: the kernel accepted only {written} of {len(data)} bytes")
+        raise OrderFailedError(failed=f"{path}: the kernel accepted only {written} of {len(data)} bytes")
 
 
 def write_own_file(path: str, value: str) -> None:
-    """Replace a file of the driver's own directory atomically; an empty value removes it. Raises WriteRefusedError."""
+    """Replace a file of the driver's own directory atomically; an empty value removes it, if it exists.
+
+    The path is not checked here; `drivers.isolation.host_writer` and the agent did that before. Raises
+    OrderFailedError, with the error number, if the operating system refuses the change.
+    """
     if value:
         _replace_file(path, lambda new: _write_text(new, value))
     else:
@@ -61,11 +65,11 @@ def write_own_file(path: str, value: str) -> None:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise WriteRefusedError(errno=error.errno, at="open", path=path) from None
+            raise OrderFailedError(errno=error.errno, at="open", path=path) from None
 
 
 def copy_image(path: str, image: str) -> None:
-    """Copy the image to a file of the driver's own directory, atomically. Raises WriteRefusedError."""
+    """Copy the image to a file of the driver's own directory, atomically. Raises OrderFailedError."""
     _replace_file(path, lambda new: shutil.copyfile(image, new))
 
 
@@ -73,12 +77,12 @@ def upload_firmware(path: str, image: str, send_progress: Callable[..., None]) -
     """Upload the image through the kernel's firmware upload class and wait until the upload has ended.
 
     `path` is the directory of the class device; `send_progress` is called with the progress.
-    Raises WriteRefusedError if another upload runs, because the kernel does not refuse that
+    Raises OrderFailedError if another upload runs, because the kernel does not refuse that
     (Documentation/ABI/testing/sysfs-class-firmware), or if the device reports an error. Raises OSError if writing the
     data fails.
     """
     if (status := _read_text(f"{path}/status")) != "idle":
-        raise WriteRefusedError(busy=f"{path} is {status}: another upload runs")
+        raise OrderFailedError(busy=f"{path} is {status}: another upload runs")
     write_attribute(f"{path}/loading", "1")
     handle = os.open(f"{path}/data", os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -96,13 +100,13 @@ def upload_firmware(path: str, image: str, send_progress: Callable[..., None]) -
         send_progress(percent=min(max(done * 100 // size, 0), 100), text=status)
         time.sleep(POLL_S)
     if error := _read_text(f"{path}/error"):
-        raise WriteRefusedError(failed=f"the device refused the image: {error}")
+        raise OrderFailedError(failed=f"the device refused the image: {error}")
 
 
 def _replace_file(path: str, write_content: Callable[[str], object]) -> None:
     """Replace a file atomically: `write_content` writes `path` + `.new`, which is synced and renamed.
 
-    Raises WriteRefusedError.
+    Raises OrderFailedError.
     """
     new = f"{path}.new"
     try:
@@ -115,7 +119,7 @@ def _replace_file(path: str, write_content: Callable[[str], object]) -> None:
             os.close(handle)
         os.replace(new, path)
     except OSError as error:
-        raise WriteRefusedError(errno=error.errno, at="open", path=path) from None
+        raise OrderFailedError(errno=error.errno, at="open", path=path) from None
 
 
 def _write_text(path: str, value: str) -> None:
@@ -128,7 +132,7 @@ def _read_text(path: str) -> str:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(4096).strip()
     except OSError as error:
-        raise WriteRefusedError(errno=error.errno, at="open", path=path) from None
+        raise OrderFailedError(errno=error.errno, at="open", path=path) from None
 
 
 def _execute_order(order: dict[str, Any], send_progress: Callable[..., None]) -> dict[str, object]:
@@ -141,8 +145,8 @@ def _execute_order(order: dict[str, Any], send_progress: Callable[..., None]) ->
     }
     try:
         handlers[order["do"]]()
-    except WriteRefusedError as refused:
-        return refused.answer
+    except OrderFailedError as failed:
+        return failed.answer
     except OSError as error:
         return {"errno": error.errno, "at": "write", "path": error.filename or order["path"]}
     return {}

@@ -62,7 +62,11 @@ class PciMatch(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_cla
 
 
 class PciRule(PciMatch, frozen=True, forbid_unknown_fields=True):
-    """One rule of the settings: which functions to offer, and their wanted state; None leaves it unchanged."""
+    """One rule of the settings: it selects functions to offer, and sets their type and wanted state.
+
+    `type` is the device type; None takes it from the PCI class. The wanted state is `vfs`, the number of virtual
+    functions, and `bind`, the kernel driver ('' for no driver of the host); None leaves either as it is.
+    """
 
     type: DeviceType | None = None
     vfs: VfCount | None = None
@@ -276,7 +280,11 @@ def _discover_function(
 ) -> Iterator[Device | Fault]:
     """Yield the device of a function if a rule selects it, and a fault for each part that cannot be handed out.
 
-    A virtual function of a selected card is part of that card's device, so it yields nothing by itself.
+    The parts are its virtual functions or, if there are none, the function itself. `in_use` (address → reason) holds
+    the functions that the host uses: such a part is a fault with that reason, and no handle of the device. There is no
+    device if the function itself is such a part, or if its type is unknown, which is a fault, too. A virtual function
+    of a selected card is part of that card's device, so it yields nothing by itself. Raises DriverError, which is Gone
+    if the function was unplugged.
     """
     function = _read_function(machine, address)
     rule = find_matching_rule(function, rules)

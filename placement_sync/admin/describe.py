@@ -20,7 +20,10 @@ DESCRIBED_FIELDS = ("total", "reserved", "max_unit")
 
 
 def describe_result(result: SyncOutcome | Exception) -> list[str]:
-    """Return the lines that describe the result of one host, with `!` before each problem. Empty if it is in step."""
+    """Return a line for each difference from Placement and for each problem of one host; problems begin with `!`.
+
+    Empty if Placement agrees with the inventory.
+    """
     if not isinstance(result, SyncOutcome):
         return [f"! {result}"]
     return [*describe_writes(result.writes), *(f"! {problem}" for problem in result.problems)]

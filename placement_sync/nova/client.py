@@ -249,8 +249,10 @@ class InstanceStateCache:
         """
         if failed:
             self._back_off_until = self._monotonic() + CACHE_S
-            errors = [future.exception() for future in failed if future.done() and not future.cancelled()]
-            why = errors[0] if errors else TimeoutError("Nova did not answer in time")
+            finished = [future for future in failed if future.done() and not future.cancelled()]
+            # A listing that was still running at the deadline may have succeeded since then: it has no exception.
+            errors = [error for future in finished if (error := future.exception())]
+            why = errors[0] if errors else TimeoutError("it did not answer in time")
             if not self._is_unavailable and not isinstance(why, ConfigurationError):
                 log.warning(
                     "The states of instances are unknown, because Nova cannot be asked: %s", _describe_error(why)
@@ -258,5 +260,6 @@ class InstanceStateCache:
         self._is_unavailable = bool(failed)
 
 
-def _describe_error(error: BaseException | None) -> str:
+def _describe_error(error: BaseException) -> str:
+    """Return the error's class and message on one line, the message cut to 300 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -98,9 +98,11 @@ class ImageView(CollectionView):
             super().initial(request, *args, **kwargs)
 
     def create(self, request: Request) -> Response:
-        """Store an image from the bytes of the body, while they arrive.
+        """Store the body as an image, whose name and properties are in the query; 201 with the image.
 
-        Answers 503 if too many images are being uploaded, 415, 411 or 413 if the type or the length is wrong.
+        The bytes are written to the file while they arrive. 400 for a wrong query or number of bytes; 415, 411 or 413
+        for a wrong type or length; 409 if MAX_UPLOADS uploaded images exist; 503 if MAX_PARALLEL_UPLOADS uploads run in
+        this process, or if the file cannot be written.
         """
         name, properties = _read_name_and_properties(request)
         size = _read_size(request)

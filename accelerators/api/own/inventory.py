@@ -176,7 +176,9 @@ class DeviceSerializer(RowSerializer):
     def get_next_actions(self, device: Device) -> list[str]:
         """The actions that are possible now. Each is a POST to the device's address followed by the action's name."""
         held = cast(_CountedDevice, device).held
-        return [action.value for action in device_actions.possible_actions(lifecycle.build_standing(device, held))]
+        return [
+            action.value for action in device_actions.possible_actions(lifecycle.build_lifecycle_state(device, held))
+        ]
 
     def get_draining(self, device: Device) -> dict[str, Any] | None:
         """The state the device enters (`to`) when its last request ends, and how many requests are left; null if it is

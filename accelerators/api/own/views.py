@@ -168,7 +168,10 @@ class CollectionView(GenericViewSet[Any]):
         super().check_permissions(request)
 
     def is_rule_satisfied(self, rule: str) -> bool:
-        """Return whether the caller satisfies `rule`, which need not be a rule of this URL."""
+        """Return whether the caller satisfies `rule`, which need not be a rule of this URL.
+
+        Raises KeyError for an unknown rule, and ReadOnlyError for a permitted write while everything is read only.
+        """
         try:
             self.require_rule(rule)
         except PermissionDenied:

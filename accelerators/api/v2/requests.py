@@ -66,9 +66,11 @@ class RequestMethods(V2View):
         "DELETE": "cyborg:arq:delete",
     }
 
-    @property
-    def visibility_params(self) -> dict[str, Any]:
-        """Return the project whose requests are visible; None means all projects (administrators)."""
+    def build_visible_params(self) -> dict[str, Any]:
+        """Return the SQL parameter `project` of VISIBLE_CONDITION: only requests of that project are visible.
+
+        It is the caller's project; for administrators it is None, which makes the requests of all projects visible.
+        """
         return {"project": None if self.caller.is_admin else self.caller.project_id}
 
     def post(self, request: Request, uuid: str = "") -> Response:
@@ -83,7 +85,12 @@ class RequestMethods(V2View):
         made = binding.create_requests(name, self.caller)
         query = arguments.ListQuery()
         found = REQUESTS.fetch_list(
-            query, self.version, self.base_url, "q.uuid = ANY(%(made)s::uuid[])", made=made, **self.visibility_params
+            query,
+            self.version,
+            self.base_url,
+            "q.uuid = ANY(%(made)s::uuid[])",
+            made=made,
+            **self.build_visible_params(),
         )
         return Response(found, 201)
 
@@ -150,7 +157,7 @@ class RequestList(RequestMethods, V2ListView):
         )
 
     def _build_params(self, instance: str | None) -> dict[str, Any]:
-        return self.visibility_params | {"instance": instance, "resolved": list(BIND_ENDED_STATES)}
+        return self.build_visible_params() | {"instance": instance, "resolved": list(BIND_ENDED_STATES)}
 
 
 class RequestDetail(RequestMethods, V2DetailView):

@@ -88,8 +88,7 @@ class V2View(APIView):
         """The authenticated caller of this request."""
         return cast(Caller, self.request.user)  # Our authentication class sets it; the stub knows only Django's users.
 
-    @property
-    def visibility_params(self) -> dict[str, Any]:
+    def build_visible_params(self) -> dict[str, Any]:
         """Return the parameters for the resource's `visible_condition`."""
         return {}
 
@@ -117,7 +116,7 @@ class V2ListView(V2View):
         query = arguments.parse_list_query(
             request.query_params.lists(), self.column_filters, self.resource.sort_expressions
         )
-        return Response(self.resource.fetch_list(query, self.version, self.base_url, **self.visibility_params))
+        return Response(self.resource.fetch_list(query, self.version, self.base_url, **self.build_visible_params()))
 
 
 class V2DetailView(V2View):
@@ -134,7 +133,7 @@ class V2DetailView(V2View):
             arguments.check_uuid(uuid)
         is_canonical = arguments.is_canonical_uuid(uuid)
         element = (
-            self.resource.fetch_one(uuid, self.version, self.base_url, **self.visibility_params)
+            self.resource.fetch_one(uuid, self.version, self.base_url, **self.build_visible_params())
             if is_canonical
             else None
         )

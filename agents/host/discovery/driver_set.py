@@ -1,8 +1,8 @@
 """The set of drivers that run on this host, with their settings; it can change while the agent runs.
 
-It results from the host's own configuration and the wishes in the journal; a wish has precedence. New settings are
-tried first, in a driver process of their own that is only asked what it finds, so wrong settings do not disturb the
-running driver.
+It results from the host's own configuration and the desired states in the journal; a desired state has precedence. New
+settings are tried first, in a driver process of their own that is only asked what it finds, so wrong settings do not
+disturb the running driver.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class DriverSet:
     """The drivers of this host: which ones run (`running`), and how to start, stop or reconfigure one.
 
     `enabled_locally` names the drivers that the host's own configuration enables, and `local_settings` holds its
-    settings by driver. `make_process` creates a driver without starting its process. `list_installed` returns the names
-    of all installed drivers. Without `desired_drivers` the set cannot be changed.
+    settings by driver. `desired_drivers` is the journal's table of the states that the conductor wants, which override
+    that configuration; if it is None, `configure_driver` always raises Invalid. `make_process` creates a driver without
+    starting its process. `list_installed` returns the names of all installed drivers.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class DriverSet:
         self._make_process, self._list_installed, self._installed_names = make_process, list_installed, list_installed()
         names = dict.fromkeys((*self._enabled_locally, *(desired_drivers.list_drivers() if desired_drivers else ())))
         self.running = {
-            name: make_process(name, self._choose_settings(name, self._get_wish(name)))
+            name: make_process(name, self._choose_settings(name, self._get_desired_state(name)))
             for name in names
             if self._should_run(name)
         }
@@ -57,7 +58,8 @@ class DriverSet:
     def complete_reports(self, reports: Iterable[DriverReport]) -> tuple[DriverReport, ...]:
         """Add to each report the driver's version, quarantine and generation, and append the drivers without a report.
 
-        An empty report is appended for each driver that is installed, enabled or has a wish, and is not in `reports`.
+        An empty report is appended for each driver that is installed, enabled or has a desired state, and is not in
+        `reports`.
         """
         completed = [self._add_driver_state(report) for report in reports]
         desired_names = self._desired_drivers.list_drivers() if self._desired_drivers else ()
@@ -67,25 +69,27 @@ class DriverSet:
         return (*completed, *(self._build_inactive_report(name) for name in sorted(unreported)))
 
     def determine_configure_result(self, command: wire.Command) -> tuple[wire.ResultOutcome, str]:
-        """Return how an interrupted `configure` ended: *succeeded* if the journal holds its wish or a later one.
+        """Return how an interrupted `configure` ended.
 
-        After the restart the drivers run according to the journal, so this is certain.
+        It has *succeeded* if the journal holds its desired state or a later one. After the restart the drivers run
+        according to the journal, so this is certain.
         """
         if command.wish and self._get_generation(command.driver) >= command.wish.generation:
             return "succeeded", "interrupted, because the agent stopped while it ran, but completed"
         return "refused", "interrupted, because the agent stopped while it ran: nothing was changed"
 
-    async def configure_driver(self, driver: str, wish: wire.Wish) -> str:
-        """Start, stop or reconfigure a driver according to a wish, from now on and after every restart.
+    async def configure_driver(self, driver: str, desired: wire.Wish) -> str:
+        """Start, stop or reconfigure a driver according to a desired state, from now on and after every restart.
 
-        Return a sentence about the result. Raises DriverError (the wish is not newer than the known one, the driver is
-        not installed, or it fails with these settings) and sqlite3.OperationalError; then nothing was changed.
+        Return a sentence about the result. Raises DriverError (the desired state is not newer than the known one, the
+        driver is not installed, or it fails with these settings) and sqlite3.OperationalError; then nothing was
+        changed.
         """
-        if (known_generation := self._get_generation(driver)) >= wish.generation or self._desired_drivers is None:
+        if (known_generation := self._get_generation(driver)) >= desired.generation or self._desired_drivers is None:
             raise Invalid(f"{driver}: this host already has the wanted state of generation {known_generation}")
-        trial, limitations = await self._start_trial(driver, wish) if wish.should_run else (None, ())
+        trial, limitations = await self._start_trial(driver, desired) if desired.should_run else (None, ())
         try:
-            self._desired_drivers.store_wish(driver, wish)
+            self._desired_drivers.store_desired_state(driver, desired)
         except BaseException:
             if trial:
                 await trial.close()
@@ -97,10 +101,10 @@ class DriverSet:
             self.running.pop(driver, None)
         if former_process:
             await former_process.close()
-        log.info("driver %s is now %s (generation %d)", driver, _describe_wish(wish), wish.generation)
-        return "; ".join((f"{driver} is {_describe_wish(wish)}", *limitations))
+        log.info("driver %s is now %s (generation %d)", driver, _describe_desired_state(desired), desired.generation)
+        return "; ".join((f"{driver} is {_describe_desired_state(desired)}", *limitations))
 
-    async def _start_trial(self, driver: str, wish: wire.Wish) -> tuple[DriverProcess, tuple[str, ...]]:
+    async def _start_trial(self, driver: str, desired: wire.Wish) -> tuple[DriverProcess, tuple[str, ...]]:
         """Start the driver with the new settings; return it, and the reasons why it cannot use all of this host.
 
         Raises Invalid, with the process ended, when the driver is not installed, when it fails with these settings, or
@@ -114,9 +118,9 @@ class DriverSet:
                 "install its package there, in the Python environment of cyborg-agent (pip install PACKAGE), and try "
                 "again"
             )
-        if "acts" in (wish.settings or {}):
+        if "acts" in (desired.settings or {}):
             raise Invalid("`acts` (the allowed acts) can be set only in this host's own CYBORG_DRIVER_SETTINGS")
-        trial = self._make_process(driver, self._choose_settings(driver, wish))
+        trial = self._make_process(driver, self._choose_settings(driver, desired))
         try:
             limitations, error = await trial.probe(), (await trial.discover()).error
             if not error:
@@ -129,20 +133,20 @@ class DriverSet:
         await trial.close()
         raise Invalid(f"the driver fails with these settings, so nothing was changed: {error}")
 
-    def _get_wish(self, name: str) -> wire.Wish | None:
-        return self._desired_drivers.get_wish(name) if self._desired_drivers else None
+    def _get_desired_state(self, name: str) -> wire.Wish | None:
+        return self._desired_drivers.get_desired_state(name) if self._desired_drivers else None
 
-    def _choose_settings(self, name: str, wish: wire.Wish | None) -> DriverSettings:
-        """Return the settings of the wish if it has any, else those of the host's own configuration."""
-        return wish.settings if wish and wish.settings is not None else self._local_settings.get(name, {})
+    def _choose_settings(self, name: str, desired: wire.Wish | None) -> DriverSettings:
+        """Return the settings of the desired state if it has any, else those of the host's own configuration."""
+        return desired.settings if desired and desired.settings is not None else self._local_settings.get(name, {})
 
     def _should_run(self, name: str) -> bool:
-        wish = self._get_wish(name)
-        return wish.should_run if wish else name in self._enabled_locally
+        desired = self._get_desired_state(name)
+        return desired.should_run if desired else name in self._enabled_locally
 
     def _get_generation(self, name: str) -> int:
-        wish = self._get_wish(name)
-        return wish.generation if wish else 0
+        desired = self._get_desired_state(name)
+        return desired.generation if desired else 0
 
     def _add_driver_state(self, report: DriverReport) -> DriverReport:
         driver = self.running.get(report.driver)
@@ -154,11 +158,11 @@ class DriverSet:
         )
 
     def _build_inactive_report(self, name: str) -> DriverReport:
-        """Make the empty report of a driver that does not run: *disabled* by a wish, else *absent*."""
-        wish = self._get_wish(name)
-        state = "disabled" if wish and wish.installed else "absent"
+        """Make the empty report of a driver that does not run: *disabled* by its desired state, else *absent*."""
+        desired = self._get_desired_state(name)
+        state = "disabled" if desired and desired.installed else "absent"
         return DriverReport(name, state=state, generation=self._get_generation(name))
 
 
-def _describe_wish(wish: wire.Wish) -> str:
-    return "enabled" if wish.should_run else "disabled" if wish.installed else "uninstalled"
+def _describe_desired_state(desired: wire.Wish) -> str:
+    return "enabled" if desired.should_run else "disabled" if desired.installed else "uninstalled"

@@ -174,9 +174,10 @@ class InventoryReporter:
             pause = min(pause * 2, MAX_BACKOFF_S) if has_failed else self._first_backoff_s
 
     async def _discover_devices(self, name: str) -> DriverReport | None:
-        """Ask the driver and store its answer; return it, or None and forget the driver when it no longer runs.
+        """Ask the driver, store its answer and return the answer.
 
-        If the driver's process was replaced meanwhile, the new one is asked.
+        If the driver's process was replaced meanwhile, the new one is asked. If the driver no longer runs, forget its
+        answers and return None.
         """
         while driver := self._drivers.get(name):
             report = await driver.discover()

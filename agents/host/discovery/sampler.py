@@ -156,9 +156,9 @@ class HostLoadSampler:
         self._schedule.on_disconnect()
         self._schedule_changed.set()
 
-    def on_watch(self, wish: wire.Watch) -> None:
+    def on_watch(self, watch: wire.Watch) -> None:
         """Take samples at the interval of the Watch message, until its duration is over or another Watch arrives."""
-        self._schedule.on_watch(self._now(), wish)
+        self._schedule.on_watch(self._now(), watch)
         self._schedule_changed.set()
 
     def take_samples(self) -> wire.Samples | None:

@@ -356,12 +356,12 @@ class Executor:
             return ""
         return f"the handle {attachment.ask.uuid} is attached to {attachment.ask.consumer}: detach it first"
 
-    async def _configure_driver(self, driver: str, wish: wire.Wish, driver_set: DriverSet) -> ExecutionResult:
+    async def _configure_driver(self, driver: str, desired_state: wire.Wish, driver_set: DriverSet) -> ExecutionResult:
         """Start, stop or reconfigure a driver; when it runs, restore what it had made before a reboot."""
         self._reconfiguring.add(driver)
         try:
-            summary = await driver_set.configure_driver(driver, wish)
-            if wish.should_run:  # a reboot while the driver was off may have removed what it had made
+            summary = await driver_set.configure_driver(driver, desired_state)
+            if desired_state.should_run:  # a reboot while the driver was off may have removed what it had made
                 await self._reporter.discover_and_record(driver)
                 for device_id in filter(lambda lane: lane[0] == driver, recovery.find_lost_effects(self._context)):
                     await self._restore_device(device_id)

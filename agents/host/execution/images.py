@@ -112,9 +112,11 @@ class ImageCache:
                 await asyncio.sleep(pause)
 
     async def _download_once(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
-        """Download once into a temporary file, check size and SHA-256, and rename it to `path`.
+        """Try once to download the image into a temporary file, check size and SHA-256, and rename it to `path`.
 
-        Raises Invalid, Failed, http.HttpStatusError, OSError and wire.MalformedMessageError.
+        `progress` gets percent. Raises Invalid if the image is too long or has another SHA-256, Failed if it is too
+        short, http.HttpStatusError if the gateway refuses (503: it is busy, try again later), OSError if the network or
+        the disk fails, and wire.MalformedMessageError if the gateway's answer cannot be read.
         """
         context = http.create_tls_context(self._gateway)
         challenge, gateway = await http.fetch_challenge(self._gateway, context, CHALLENGE_TIMEOUT_S)

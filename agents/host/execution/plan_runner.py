@@ -248,11 +248,11 @@ class PlanRun:
         self._first_values[path] = value
 
     async def _recheck_after_timeout(self, act: Act, error: Timeout) -> str:
-        """After a time-out, ask the driver which steps are left; if none are, return its summary.
+        """After a time-out, find out whether the act has been completed all the same.
 
-        Otherwise raise PlanFailedError: *refused* when no write was begun, else *unknown*, because the write may have
-        been done. Then nothing is undone: also when the write still hangs in the kernel, or when the driver cannot
-        answer.
+        Raise PlanFailedError *refused* when no write was begun. Otherwise ask the driver which steps are left, and
+        return the plan's summary if none are. Raise *unknown*, and undo nothing, when steps are left, when the driver
+        cannot answer, or when the write still hangs in the kernel (then the driver is not asked).
         """
         if not self._has_begun_writing:
             raise await self._undo_steps(str(error)) from None

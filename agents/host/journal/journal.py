@@ -33,7 +33,7 @@ JOURNAL_FILE = "journal.sqlite3"
 SCHEMA_VERSION = 2
 """Version of the file's format. Version 1 had no tables of commands; such a file is upgraded in place.
 
-A new table that an older release may ignore, such as the one of wishes, does not need a new version.
+A new table that an older release may ignore, such as the one of desired states, does not need a new version.
 """
 EPOCH_LIMIT = 2**53
 """Upper bound of an epoch in messages; only a faulty gateway names one as high as that."""
@@ -111,10 +111,10 @@ class Journal:
         return self._build_report(report.hash, report.all_drivers)
 
     def acknowledge_report(self, seq: int) -> None:
-        """Note that the gateway has stored report `seq` of this epoch for good; ignore it if a newer one is recorded.
+        """Record that the gateway has stored report `seq`; do nothing if that is not the last report recorded here.
 
-        Memory is changed even when the disk refuses: if this is lost, one report more is sent after a restart, and
-        nothing else happens.
+        Raises sqlite3.OperationalError if the disk takes no write; `acknowledged` is True all the same. The report is
+        then sent once more after a restart, which does no harm.
         """
         if self.report is not None and self.report.seq == seq and not self.acknowledged:
             self.acknowledged = True
@@ -253,7 +253,7 @@ def _prepare_schema(connection: sqlite3.Connection) -> None:
         for statement in command_log.CREATE_COMMAND_TABLES.split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    connection.execute(desired_drivers.CREATE_WISH_TABLE)
+    connection.execute(desired_drivers.CREATE_DESIRED_STATE_TABLE)
 
 
 def _fetch_journal_row(connection: sqlite3.Connection) -> dict[str, Any] | None:

@@ -358,11 +358,11 @@ def test_commands_that_state_driver_or_a_running_command_forbid_are_refused(devi
 
 
 def test_S1_destructive_commands_are_refused_while_held_or_while_holders_are_unknown(device: Device) -> None:
-    for testimony, reason in (
+    for result, reason in (
         (safety.HolderCheckResult(("instance i",)), RefusalReason.IN_USE),
         (safety.HolderCheckResult(unknown="no answer"), RefusalReason.UNAVAILABLE),
     ):
-        with safety.HOLDER_CHECKS.replaced("placement", lambda device, said=testimony: said):
+        with safety.HOLDER_CHECKS.replaced("placement", lambda device, answer=result: answer):
             for op, more in (
                 ("uninstall", {}),
                 ("reset", {}),

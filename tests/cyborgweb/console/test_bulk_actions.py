@@ -277,6 +277,7 @@ def test_too_large_or_empty_sets_are_refused_and_old_bulk_actions_are_deleted(
         and bulk_actions.delete_oldest_expired_bulk(datetime.now(UTC) + timedelta(days=2))
         and not Bulk.objects.exists()
     )
+    assert Event.objects.get(action="bulk.forgotten").reason == "they were created as drafts more than 1 day ago"
     assert operator.get(reverse("admin:accelerators_bulk_changelist")).status_code == 200
     assert operator.get(reverse("admin:accelerators_bulkitem_changelist")).status_code == 200
     assert re.search(

@@ -14,6 +14,7 @@ from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
 from accelerators.models import Event
+from cyborgweb.models.event_types import DeliveryWay
 from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import mail as letters
 from cyborgweb.notify import sender, subscriptions, webhook
@@ -207,7 +208,7 @@ def test_mails_wait_while_the_mail_server_is_unreachable(
     assert not sender.send_mails()
     sender.run_mails()
     assert list(Delivery.objects.order_by("id").values_list("attempts", flat=True)) == [1, 0, 0]
-    assert not sender.fetch_due_deliveries("email", 9), "nobody finds out again at once"
+    assert not sender.fetch_due_deliveries(DeliveryWay.EMAIL, 9), "nobody finds out again at once"
     assert "cannot be reached" in Delivery.objects.order_by("id")[0].last_error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -147,6 +148,16 @@ def test_a_nova_that_hangs_is_abandoned_at_the_deadline(compute: FakeNova) -> No
     compute.status = 0
     ask, _ = make_nova_source(compute, deadline_s=0.1)
     assert ask([InstanceKey("a", "p1")]) == {}
+
+
+def test_a_listing_that_succeeds_just_after_the_deadline_is_logged_as_too_late(
+    compute: FakeNova, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, _ = make_nova_source(compute)
+    late: Future[dict[str, InstanceState]] = Future()
+    late.set_result({})
+    source._update_back_off([late])
+    assert "Nova cannot be asked: TimeoutError: it did not answer in time" in caplog.text
 
 
 def test_after_the_deadline_nova_is_asked_about_no_further_instance(compute: FakeNova) -> None:

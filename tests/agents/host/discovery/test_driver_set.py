@@ -125,14 +125,14 @@ def make_roster(directory: Path) -> DriverSet:
 
 
 def test_the_result_of_an_interrupted_driver_change_follows_from_the_journal(tmp_path: Path) -> None:
-    open_journal(tmp_path, HOST).desired_drivers.store_wish("b", wire.Wish(2))
+    open_journal(tmp_path, HOST).desired_drivers.store_desired_state("b", wire.Wish(2))
     asked = [make_command(n, "configure", driver="b", wish=wire.Wish(n)) for n in (2, 3)]
     assert [make_roster(tmp_path).determine_configure_result(one)[0] for one in asked] == ["succeeded", "refused"]
     assert [*make_roster(tmp_path).running] == ["a", "b"]
 
 
 def test_a_wanted_driver_without_its_package_is_reported_as_failing(tmp_path: Path) -> None:
-    open_journal(tmp_path, HOST).desired_drivers.store_wish("gone", wire.Wish(1))
+    open_journal(tmp_path, HOST).desired_drivers.store_desired_state("gone", wire.Wish(1))
     (a, gone, b) = make_roster(tmp_path).complete_reports(
         [DriverReport("a"), DriverReport("gone", "there is no driver 'gone'")]
     )
@@ -140,7 +140,7 @@ def test_a_wanted_driver_without_its_package_is_reported_as_failing(tmp_path: Pa
     assert (b.driver, b.state) == ("b", "absent")
 
 
-def test_a_journal_without_wishes_opens_and_an_unreadable_wish_is_ignored(
+def test_a_journal_without_desired_states_opens_and_an_unreadable_one_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_journal(tmp_path, HOST).close()
@@ -150,5 +150,5 @@ def test_a_journal_without_wishes_opens_and_an_unreadable_wish_is_ignored(
     assert journal.desired_drivers.list_drivers() == ()
     with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
         connection.execute("INSERT INTO wish VALUES ('a', '[]')")
-    assert open_journal(tmp_path, HOST).desired_drivers.get_wish("a") is None
+    assert open_journal(tmp_path, HOST).desired_drivers.get_desired_state("a") is None
     assert "cannot be read" in caplog.text

@@ -60,7 +60,7 @@ def test_a_watched_host_samples_at_the_requested_interval_until_the_watch_ends()
     assert list_round_starts(table, 200.0) == [100.0, 102.0, 104.0, 150.0]
     table.on_watch(200.0, wire.Watch(10.0, 15.0))
     table.on_watch(201.0, wire.Watch(1.0, 2.0))
-    assert list_round_starts(table, 209.0) == [201.0, 202.0, 203.0], "the later wish takes the place of the first"
+    assert list_round_starts(table, 209.0) == [201.0, 202.0, 203.0], "the later watch takes the place of the first"
 
 
 def test_renewing_a_watch_adds_no_round_and_a_census_gets_one_at_once() -> None:
@@ -88,17 +88,17 @@ def test_renewing_a_watch_adds_no_round_and_a_census_gets_one_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "began"),
+    ("watch", "began"),
     [
         (wire.Watch(-1e300, 1.0), [0.0, 0.5, 1.0]),
         (wire.Watch(math.inf, 1e300), [0.0, 60.0, 120.0, 180.0, 240.0, 300.0]),
         (wire.Watch(1.0, -5.0), [0.0]),
     ],
 )
-def test_a_watch_with_extreme_values_is_limited(wish: wire.Watch, began: list[float]) -> None:
+def test_a_watch_with_extreme_values_is_limited(watch: wire.Watch, began: list[float]) -> None:
     table = SamplingSchedule()
     table.on_connect(-1.0, 0.9)
-    table.on_watch(0.0, wish)
+    table.on_watch(0.0, watch)
     told = list_round_starts(table, 400.0)
     assert told[: len(began)] == began
     assert all(later - sooner > 1.0 for sooner, later in zip(told[len(began) - 1 :], told[len(began) :], strict=False))

@@ -316,7 +316,7 @@ def test_a_rescan_succeeds_when_its_driver_is_disabled_meanwhile(tmp_path: Path)
             host.executor.accept_command(make_command(1, "rescan", key=""))
             await wait_until(lambda: driver.release_count)
             host.executor.accept_command(make_command(2, "configure", key="", wish=wire.Wish(1, enabled=False)))
-            await wait_until(lambda: host.journal.desired_drivers.get_wish("drv"))
+            await wait_until(lambda: host.journal.desired_drivers.get_desired_state("drv"))
             free.set()
             assert ((await host.wait_for_result(1)).outcome, driver.discover_count > looks) == ("succeeded", True)
 
