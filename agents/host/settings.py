@@ -54,8 +54,9 @@ class AgentSettings:
     enabled_drivers: tuple[str, ...] = declare_key(
         "CYBORG_ENABLED_DRIVERS",
         ("fake_driver",),
-        "Drivers to run, separated by commas. If two of them claim one PCI address, the first in this list gets it. A "
-        "state that `manage.py driver` sets for a driver has precedence.",
+        "Drivers to run, separated by commas. If two of them claim one PCI address, the one that had it before keeps "
+        "it, otherwise the first in this list gets it. A state that `manage.py driver` sets for a driver has "
+        "precedence.",
         "`fake_driver`",
     )
     driver_settings: str = declare_key(

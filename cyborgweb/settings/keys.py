@@ -52,7 +52,7 @@ class Keys:
         "",
         "The URL at which our other processes reach the web process that holds agents' connections, for example"
         " `http://10.0.0.5:8000`; needed if our processes run on several machines.",
-        "*(`CYBORG_LISTEN`; if that is all addresses, the address on the route to the database)*",
+        "*(`CYBORG_LISTEN`; if it listens on all addresses, this machine's address on the route to the database)*",
     )
     request_threads: int = declare_key(
         "CYBORG_REQUEST_THREADS",
@@ -228,7 +228,7 @@ class Keys:
         "The URL at which people reach the console: `https://NAME`, through a proxy that does TLS and sets"
         " `X-Forwarded-Proto` itself. Cookies are then sent over TLS only, and the console is redirected from http to"
         " this URL.",
-        "*(absent: http, for one's own machine)*",
+        "*(absent: the console is served over http, which is meant for your own machine only)*",
     )
     allowed_hosts: tuple[str, ...] = declare_key(
         "CYBORG_ALLOWED_HOSTS", ("*",), "Host names that the web process accepts, separated by commas.", "`*`"
