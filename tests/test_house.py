@@ -20,6 +20,7 @@ from rest_framework import exceptions as rest_exceptions
 from drivers.errors import KINDS
 from tests import changed
 from tests.support import sharing
+from tests.system.conftest import LONGEST_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb", "tests")
@@ -138,6 +139,11 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
         assert sharing.group_of(f"{file}::test_it") == file
         assert (ROOT / file).exists()
     assert all("product" in (ROOT / folder / "conftest.py").read_text() for folder in sharing.FOLDERS)
+
+
+def test_the_system_tests_that_begin_first_exist() -> None:
+    groups = {sharing.group_of(f"{p.relative_to(ROOT)}") for p in (ROOT / "tests" / "system").rglob("test_*.py")}
+    assert {*LONGEST_FIRST} <= {group.rpartition("/")[2] for group in groups}
 
 
 def test_a_changed_file_selects_the_tests_of_its_package() -> None:

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import User
-from django.db import connection
 from django.db.models import Model
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
@@ -31,6 +29,7 @@ from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenPro
 from tests.placement_sync.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.statements import count_call_statements
 
 pytestmark = pytest.mark.django_db
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
@@ -264,20 +263,19 @@ def test_discrepancies_stay_unchanged_while_placement_is_away() -> None:
 
 def test_comparing_unchanged_hosts_reads_nothing_and_costs_constant_statements() -> None:
     make_bound_cards(2)
-    few = _count_statements()
+    few = _count_step_statements()
     assert placement_session.seen_calls == []
     with conductor.writing():
         AcceleratorRequest.objects.all().delete()
         DeviceProfile.objects.all().delete()
     placement_session.model.allocated.clear()
     make_bound_cards(8)
-    assert _count_statements() == few
+    assert _count_step_statements() == few
     assert placement_session.seen_calls == []
 
 
-def _count_statements() -> int:
+def _count_step_statements() -> int:
+    """Make all hosts due, forget the calls to Placement so far, and return how many statements comparing them costs."""
     Tree.objects.update(compared_at=None)
     placement_session.seen_calls.clear()
-    with CaptureQueriesContext(connection) as asked:
-        discrepancies.step()
-    return len(asked)
+    return count_call_statements(discrepancies.step)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from django.core.management import call_command
 from django.db import connection
-from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.devices import lifecycle
@@ -30,6 +29,7 @@ from tests.placement_sync.session import (
     using_placement_model,
 )
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
+from tests.support.statements import count_call_statements
 
 pytestmark = pytest.mark.django_db
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
@@ -122,14 +122,10 @@ def test_L4_reconciling_twice_writes_once(placement: PlacementModelSession) -> N
 def test_the_placement_job_costs_the_same_statements_at_any_number_of_devices() -> None:
     make_ready_host()
     providers.step()
-    assert _count_statements(2, seq=2) == _count_statements(12, seq=3)
-
-
-def _count_statements(cards: int, seq: int) -> int:
-    make_ready_host(cards, seq)
-    with CaptureQueriesContext(connection) as asked:
-        providers.step()
-    return len(asked)
+    make_ready_host(2, seq=2)
+    few = count_call_statements(providers.step)
+    make_ready_host(12, seq=3)
+    assert count_call_statements(providers.step) == few
 
 
 def test_an_intent_waits_while_placement_is_away_and_is_done_afterwards(placement: PlacementModelSession) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accelerators.domain.provider_ids import compute_provider_uuid
@@ -195,6 +195,8 @@ def _tamper(placement: PlacementModel, name: str, how: str) -> None:
 
 
 @settings(max_examples=120)
+@example([({"cmp1_dev0": {"total": 1}}, []), ({}, [("cmp1_dev0", "allocate")])])
+@example([({"cmp1_dev0": {"total": 1}}, []), ({"cmp1_dev0": {"rc": "CUSTOM_A"}}, [("cmp1_dev0", "allocate")])])
 @given(st.lists(st.tuples(PARTS, TAMPERS), min_size=1, max_size=4))
 def test_L4_reconciling_converges_and_a_second_run_writes_nothing(
     rounds: list[tuple[dict[str, Any], list[tuple[str, str]]]],
@@ -223,6 +225,10 @@ def test_L4_reconciling_converges_and_a_second_run_writes_nothing(
             if provider.total:
                 entry = now.inventories[provider.resource_class]
                 assert (entry["total"], entry["reserved"]) == (provider.total, provider.reserved)
+        sent = placement.writes
         second = sync(placement, parts, written)
-        assert not second.writes
-        assert not sync(placement, parts, second.written, dry_run=True).writes or first.problems
+        planned = sync(placement, parts, second.written, dry_run=True).writes
+        assert not second.writes and placement.writes == sent
+        # A dry run also lists the writes that allocations prevent; the second run reported a problem for each of them.
+        assert len(planned) == len(second.problems)
+        assert all(any(problem.startswith(f"{write.name} ") for problem in second.problems) for write in planned)

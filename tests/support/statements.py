@@ -1,10 +1,19 @@
-"""Count the SQL statements of a page."""
+"""Count the SQL statements of a page or of a function."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
+
+
+def count_call_statements(function: Callable[[], object]) -> int:
+    """Call the function once and return how many SQL statements this thread sent meanwhile."""
+    with CaptureQueriesContext(connection) as captured:
+        function()
+    return len(captured)
 
 
 def count_statements(client: Client, path: str) -> int:
@@ -13,9 +22,8 @@ def count_statements(client: Client, path: str) -> int:
     The page is fetched twice and the smaller count is returned, because a cache that expires every few seconds may be
     refilled during one of the two.
     """
-    counts = []
-    for _ in range(2):
-        with CaptureQueriesContext(connection) as captured:
-            assert client.get(path).status_code == 200
-        counts.append(len(captured))
-    return min(counts)
+
+    def fetch() -> None:
+        assert client.get(path).status_code == 200
+
+    return min(count_call_statements(fetch) for _ in range(2))

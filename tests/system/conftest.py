@@ -19,7 +19,7 @@ from tests.system.placement import placement
 
 __all__ = ["keystone", "placement"]
 LONGEST_FIRST = (
-    "test_bootstorm.py",
+    "test_fleet.py",
     "test_schemathesis.py",
     "clients",
     "test_slow_services.py",
@@ -34,7 +34,7 @@ LONGEST_FIRST = (
     "test_kill.py",
     "shared",
     "test_trust.py",
-    "test_places.py",
+    "test_users_and_folders.py",
     "test_start.py",
 )
 """The longest test files and folders, in the order in which they begin. One process runs each file, or folder whose

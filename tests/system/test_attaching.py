@@ -28,8 +28,8 @@ pytestmark = pytest.mark.system
 COUNT, KILLS = 6, 2
 LIFE_S = 3.0
 """How many seconds a cluster lives at most before it is killed, counted from the moment when all its workers run."""
-CALL_S = 0.05
-"""The delay of each call to Placement, so that most kills hit the cluster during a call."""
+CALL_S = 0.2
+"""The delay of each call to Placement, so that work is left at the first kill and most kills come during a call."""
 STATES = "SELECT uuid::text, state, fault FROM accelerators_attachment ORDER BY id"
 
 
@@ -78,7 +78,7 @@ def test_L2_attachments_are_claimed_and_released_once_while_the_worker_is_killed
     between.next = lambda: time.sleep(CALL_S) or ("", True)  # type: ignore[method-assign,func-returns-value]
 
     rows = [post_attachment(cloud, "", {"instance": instance, "profile": "fpga"}) for instance in instances]
-    _kill_worker_until_done(product, lambda: _count_in_state(product, "attached"), COUNT)
+    assert _kill_worker_until_done(product, lambda: _count_in_state(product, "attached"), COUNT)
     for instance in instances:
         now = _read_consumer(placement, instance)
         assert now["allocations"] == {root: {"VCPU": 1}, cloud.provider: {"FPGA": 1}}
@@ -87,7 +87,7 @@ def test_L2_attachments_are_claimed_and_released_once_while_the_worker_is_killed
 
     for row in rows[1:]:
         post_attachment(cloud, f"{row['uuid']}/detach/", {"reason": "enough"})
-    _kill_worker_until_done(product, lambda: _count_in_state(product, "detached"), COUNT - 1)
+    assert _kill_worker_until_done(product, lambda: _count_in_state(product, "detached"), COUNT - 1)
     assert _read_consumer(placement, instances[0])["allocations"][cloud.provider] == {"FPGA": 1}
     for instance in instances[1:]:
         assert _read_consumer(placement, instance) == before[instance]
@@ -113,17 +113,23 @@ def _count_requests(product: Product) -> int:
     return int(count)
 
 
-def _kill_worker_until_done(product: Product, done: Callable[[], int], wanted: int) -> None:
-    """Kill the cluster `work` with all its processes up to KILLS times, then wait until `done` returns `wanted`."""
-    chance = random.Random(wanted)
+def _kill_worker_until_done(product: Product, done: Callable[[], int], wanted: int) -> int:
+    """Kill the cluster `work` with all its processes up to KILLS times, then wait until `done` returns `wanted`.
+
+    The first kill comes at once, so that work is left. Returns how many kills came while `done` was below `wanted`.
+    """
+    chance, kills = random.Random(wanted), 0
     for _ in range(KILLS):
         if done() == wanted:
             break
         product.until(lambda: product.workers("work", 2), 60, "the cluster is complete")
-        time.sleep(chance.uniform(0.0, LIFE_S))  # so that each kill hits another moment of the work
+        if kills:
+            time.sleep(chance.uniform(0.0, LIFE_S))  # so that each kill hits another moment of the work
+        kills += done() < wanted
         top = product.child("work")
         assert top
         for one in [top, *processes.list_descendants(top.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGKILL)
     product.until(lambda: done() == wanted, 120, lambda: f"{product.rows(STATES)}")
+    return kills

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,12 @@ class DeploymentStory:
     def __init__(self, deployment: Deployment) -> None:
         self.deployment, self.person = deployment, Person(deployment)
 
-    def until(self, condition: Any, what: str, deadline_s: float = SOON_S) -> Any:
-        """Wait for a condition and return its value; a failure names `what`."""
+    def until(self, condition: Any, what: str | Callable[[], str], deadline_s: float = SOON_S) -> Any:
+        """Wait for a condition and return its value; a failure names `what`, or what it returns then."""
         try:
             return until(condition, deadline_s)
         except AssertionError as error:
-            raise AssertionError(f"{what}: {error}") from None
+            raise AssertionError(f"{what() if callable(what) else what}: {error}") from None
 
     def start_node(self, node: str) -> None:
         """Start both units of a node, as `systemctl start` does."""
@@ -145,10 +145,10 @@ class BackgroundWork:
     def until_all_progress(self, story: DeploymentStory) -> None:
         """Wait until each client has received further successful answers."""
         now, read, moment = time.monotonic(), len(self.reader.statuses), datetime.now(UTC).isoformat()
-        story.until(lambda: self.nova.count_since(now) > 2, f"binds and commands: {self.nova.refused[-3:]}")
-        story.until(lambda: len(self.reader.statuses) > read + 4, f"reads: {self.reader.troubles[-3:]}")
-        story.until(lambda: self.page.live, f"the page is live: {self.page.troubles[-3:]}")
-        story.until(lambda: self.stream.newest() > moment, f"the stream: {self.stream.troubles[-3:]}")
+        story.until(lambda: self.nova.count_since(now) > 2, lambda: f"binds and commands: {self.nova.refused[-3:]}")
+        story.until(lambda: len(self.reader.statuses) > read + 4, lambda: f"reads: {self.reader.troubles[-3:]}")
+        story.until(lambda: self.page.live, lambda: f"the page is live: {self.page.troubles[-3:]}")
+        story.until(lambda: self.stream.newest() > moment, lambda: f"the stream: {self.stream.troubles[-3:]}")
 
 
 def start_both_nodes(story: DeploymentStory) -> None:

@@ -41,13 +41,13 @@ def cloud(keystone: Keystone, placement: Placement, nova: FakeNova) -> Iterator[
         yield KeystoneCloud(product, keystone)
 
 
-def fake_provider(cloud: KeystoneCloud, placement: Placement, root: str) -> dict[str, Any]:
+def fake_provider(placement: Placement, root: str) -> dict[str, Any]:
     """Return the fake card's provider as Placement shows it; {} while there is none."""
     return next(iter(placement.tree(root).values()), {})
 
 
-def reserved_units(cloud: KeystoneCloud, placement: Placement, root: str) -> int:
-    return int(fake_provider(cloud, placement, root).get("inventories", {}).get("FPGA", {}).get("reserved", -1))
+def reserved_units(placement: Placement, root: str) -> int:
+    return int(fake_provider(placement, root).get("inventories", {}).get("FPGA", {}).get("reserved", -1))
 
 
 def list_intents(cloud: KeystoneCloud) -> list[tuple[Any, ...]]:
@@ -63,15 +63,15 @@ def test_placement_and_nova_follow_the_hardware_through_binds_outages_and_kills(
     until(lambda: any(f"waiting for compute provider {host}" in row[2] for row in list_intents(cloud)), SOON_S)
     root = placement.create_compute_provider(host)
     cloud.product.manage("placement_sync")
-    provider = fake_provider(cloud, placement, root)
+    provider = fake_provider(placement, root)
     assert (provider["uuid"], provider["name"]) == (cloud.provider, f"{host}_FakeDevice")
     assert (provider["inventories"]["FPGA"]["total"], provider["traits"]) == (HANDLES, ["CUSTOM_FAKE_DEVICE"])
 
     (device,) = cloud.http("admin", "GET", "/devices").json()["devices"]
     cloud.http("admin", "POST", f"/devices/{device['uuid']}/disable")
-    until(lambda: reserved_units(cloud, placement, root) == HANDLES, SOON_S)
+    until(lambda: reserved_units(placement, root) == HANDLES, SOON_S)
     cloud.http("admin", "POST", f"/devices/{device['uuid']}/enable")
-    until(lambda: reserved_units(cloud, placement, root) == 0, SOON_S)
+    until(lambda: reserved_units(placement, root) == 0, SOON_S)
 
     cloud.create_profile("fpga")
     instance = str(uuid.uuid4())
@@ -83,13 +83,15 @@ def test_placement_and_nova_follow_the_hardware_through_binds_outages_and_kills(
     until(lambda: nova.received_statuses().get(request["uuid"]) == ["completed"], SOON_S)
 
     placement.stop()
-    cloud.http("admin", "POST", f"/devices/{device['uuid']}/disable")
-    until(lambda: any(row[0] == "provider" and row[1] for row in list_intents(cloud)), SOON_S)
-    assert cloud.http("admin", "GET", "/devices").status_code == 200
-    for worker in cloud.product.workers("work", 2):
-        os.kill(worker.pid, signal.SIGKILL)
-    placement.start()
-    until(lambda: reserved_units(cloud, placement, root) == HANDLES, 60.0)
+    try:
+        cloud.http("admin", "POST", f"/devices/{device['uuid']}/disable")
+        until(lambda: any(row[0] == "provider" and row[1] for row in list_intents(cloud)), SOON_S)
+        assert cloud.http("admin", "GET", "/devices").status_code == 200
+        for worker in cloud.product.workers("work", 2):
+            os.kill(worker.pid, signal.SIGKILL)
+    finally:
+        placement.start()  # other tests of this process use it, too
+    until(lambda: reserved_units(placement, root) == HANDLES, 60.0)
     until(lambda: not list_intents(cloud), SOON_S)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -366,9 +365,6 @@ def test_invalid_driver_changes_are_refused_with_a_message(change: DriverChange,
     with pytest.raises(RefusedError, match=says) as refused:
         check_driver_change(change)
     assert refused.value.reason == RefusalReason.INVALID
-
-
-Choice = Callable[[], list[Host]]
 
 
 def test_hosts_are_chosen_by_name_pattern_and_driver() -> None:

@@ -198,5 +198,6 @@ def test_X1_a_host_can_neither_receive_nor_answer_commands_of_another_host(
         command.refresh_from_db()
         assert (command.state, command.outcome) == ("taken", "")
         send_result(socket, heard, text="a\0b")
-        assert is_closed(socket) or is_closed(socket)
+        refusal = wire.decode_from_gateway(socket.recv(timeout=10))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed" and is_closed(socket)
     until(lambda: Event.objects.filter(action="agent.refused", host="cmp1").exists())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -47,7 +46,6 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     fresh = database_outage.OutageLog()
     monkeypatch.setattr(database_outage, "log_outage", fresh.log_outage)
     monkeypatch.setattr(database_outage, "log_recovery", fresh.log_recovery)
-    caplog.set_level(logging.WARNING)
     return lambda text: [line for line in caplog.text.splitlines() if text in line]
 
 

@@ -117,7 +117,7 @@ def test_an_epoch_far_in_the_future_is_refused(agent: WireAgent, gateway: AgentG
 
 
 def test_samples_of_a_second_connection_do_not_replace_those_of_the_active_one(
-    agent: WireAgent, gateway: AgentGateway
+    agent: WireAgent, gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = wire.encode_message(wire.Samples((wire.DeviceLoad("pci:0", {"power_watts": 1.0}),)))
     with agent.connect_and_say_hello() as first, agent.connect() as second:
@@ -128,12 +128,18 @@ def test_samples_of_a_second_connection_do_not_replace_those_of_the_active_one(
             return list(gateway.sample_cache.iterate_samples([host]))
 
         until(known)
+        assert ask(first, wire.Beat(1)) == wire.Ack(1, "Beat")  # All its samples have been handled.
         (before,) = gateway.sample_cache.iterate_samples([host])
+        accepted = list[str]()
+        accept = gateway.sample_cache.accept_message
+        monkeypatch.setattr(
+            gateway.sample_cache, "accept_message", lambda *args: accepted.append("samples") or accept(*args)
+        )
         second.send(said.replace("1.0", "2.0"))
-        assert ask(first, wire.Beat(1)) == wire.Ack(1, "Beat")
         # Unlike samples, a Beat lets this connection of the same agent process replace the first one.
         second.send(wire.encode_message(wire.Beat(1)))
         assert wire.decode_from_gateway(second.recv(timeout=10)) == wire.Ack(1, "Beat")
+        assert not accepted, "the samples that came before the Beat"
         assert [one[2] for one in gateway.sample_cache.iterate_samples([host])] in ([], [before[2]])
 
 
@@ -201,8 +207,7 @@ def test_the_writer_queue_stays_short_during_a_database_outage(
             return [*writer._other_jobs, *writer._urgent_reports, *writer._normal_reports]
 
         # The writer drops the admission of a refused agent before its next try, which comes after at most 2 s.
-        until(lambda: all(isinstance(job, CommandJob) for job in held()))
-        assert len(held()) <= 6
+        until(lambda: (jobs := held()) and len(jobs) <= 6 and all(isinstance(job, CommandJob) for job in jobs))
         writer._process_batch = served  # type: ignore[method-assign]
         until(lambda: not writer._other_jobs)
     assert Agent.objects.filter(host__name="cmp2").count() == 0

@@ -80,7 +80,7 @@ class FakeGateway:
     requests: list[str] = field(default_factory=list)
     sockets: list[ServerConnection] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
-    """Errors of sessions. `open` raises the first one at its end, because websockets only logs them."""
+    """Errors of requests and sessions. `open` raises the first one at its end, because websockets only logs them."""
     address: str = ""
     listen_address: str = "127.0.0.1"
     port: int = 0
@@ -88,26 +88,39 @@ class FakeGateway:
 
     @asynccontextmanager
     async def open(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeGateway]:
-        """Listen on a free port (the same one after a restart). At its end, raise the first error of a session."""
+        """Listen on a free port (the same one after a restart). At its end, raise the first of `errors`."""
         server: Server
         async with serve(
             self._run_session,
             self.listen_address,
             self.port,
             subprotocols=list(wire.VERSIONS),  # type: ignore[arg-type]
-            process_request=self._request,
+            process_request=self._answer_request,
             compression=None,
             ssl=tls,
         ) as server:
             self.port = next(iter(server.sockets)).getsockname()[1]
             self.address = f"{'https' if tls else 'http'}://{self.listen_address}:{self.port}"
-            yield self
+            try:
+                yield self
+            except Exception as failed:
+                if self.errors:  # what the test waited for did not come because a session ended with an error
+                    raise self.errors[0] from failed
+                raise
         if self.errors:
             raise self.errors[0]
 
     def gateway(self, secret: str = "") -> GatewayEndpoint:
         """Return the gateway's endpoint, as an agent reads it from its join token."""
         return GatewayEndpoint(self.address, self.fingerprint, secret)
+
+    def _answer_request(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer a request, and keep its error: websockets would only answer 500, and the agent would try again."""
+        try:
+            return self._request(connection, request)
+        except Exception as error:
+            self.errors.append(error)
+            raise
 
     def _request(self, connection: ServerConnection, request: Request) -> Response | None:
         self.requests.append(request.path)
@@ -121,8 +134,11 @@ class FakeGateway:
             return connection.respond(http.HTTPStatus.OK, body.decode())
         if request.path.startswith(wire.IMAGE_PATH):
             self._verify_credential(request)
+            image = self.images.get(request.path.removeprefix(wire.IMAGE_PATH))
+            if image is None:
+                return connection.respond(http.HTTPStatus.NOT_FOUND, "")
             response = connection.respond(http.HTTPStatus.OK, "")
-            response.body = self.images[request.path.removeprefix(wire.IMAGE_PATH)]
+            response.body = image
             del response.headers["Content-Length"]
             response.headers["Content-Length"] = str(len(response.body))
             return response

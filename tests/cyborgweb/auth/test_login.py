@@ -239,6 +239,7 @@ def test_neither_passwords_nor_tokens_are_logged_or_stored(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     assert log_in(client, "admin") == "" and log_in(client, "admin", password=PASSWORD + "!") == REFUSED_TEXT
+    assert caplog.records and keystone.tokens, "there is something to look for, and a text to look in"
     assert PASSWORD not in caplog.text and not any(token in caplog.text for token in keystone.tokens)
     assert not get_token_cache()._valid and not get_token_cache()._unknown
     assert PASSWORD not in str(list(User.objects.values()))

@@ -240,7 +240,7 @@ def test_inactive_users_switched_off_and_later_subscriptions_get_no_deliveries(
 @pytest.mark.exhaustive
 def test_fan_out_to_a_hundred_subscriptions_takes_a_constant_number_of_statements_a_batch(subscribe: Subscribe) -> None:
     first = subscribe(kinds=["request.failed"])
-    made = Subscription.objects.bulk_create(
+    Subscription.objects.bulk_create(
         Subscription(
             name=f"s{n}",
             project_id=f"p{n}",
@@ -262,7 +262,6 @@ def test_fan_out_to_a_hundred_subscriptions_takes_a_constant_number_of_statement
     assert not list_kinds(first)
     assert Delivery.objects.count() == 9900
     assert set(Counter(Delivery.objects.values_list("subscription", flat=True)).values()) == {100}
-    assert len(made) == 99
 
 
 INSERT_MANY_EVENTS_SQL = """

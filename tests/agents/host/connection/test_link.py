@@ -7,7 +7,6 @@ import datetime
 import hashlib
 import ipaddress
 import json
-import logging
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -213,7 +212,6 @@ def test_a_refusal_is_logged_with_the_servers_message_and_the_agent_tries_again(
             await wait_until(lambda: host.journal.acknowledged)
             assert [credential.token for credential in server.credentials] == ["tok", "", "tok", ""]
 
-    caplog.set_level(logging.INFO, "cyborg.link")
     asyncio.run(story())
     said = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert f": the gateway refused ({status}): this key is not enrolled; next attempt in" in said[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -94,7 +93,6 @@ def test_a_failing_driver_affects_only_its_own_devices_and_is_asked_again(
             bad.answer = driver_report("bad")
             await wait_until(lambda: journal.seq == 3)  # The reporter asks a failed driver again by itself.
 
-    caplog.set_level(logging.INFO)
     asyncio.run(story())
     assert caplog.text.count("driver bad: it broke") == 1
     assert "driver bad answers again" in caplog.text
