@@ -30,7 +30,10 @@ class Action(StrEnum):
 
 ACTION_DESCRIPTIONS = {
     Action.ENABLE: "Offer the device; this also ends a drain.",
-    Action.DRAIN: "Take the device out of offer now and record when its last request is gone; nothing is evicted.",
+    Action.DRAIN: (
+        "Take the device out of offer now; when its last request ends, the device is in maintenance or retired. "
+        "Nothing is evicted."
+    ),
     Action.DISABLE: "Take the device out of offer; bound requests stay bound.",
     Action.RELEASE: "End the quarantine of the device; it is in maintenance then.",
     Action.QUARANTINE: "Take the device out of offer because it cannot be trusted; bound requests stay bound.",

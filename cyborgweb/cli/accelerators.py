@@ -38,14 +38,21 @@ MAX_UNITS = 65_535
 @click.option("--backend", help="Only of backends with this name.")
 @click.option("--device", help="Only of this device.")
 @click.option(
-    "--attached", "which", flag_value="attached", default="attached", help="Units that are held; the default."
+    "--attached",
+    "which",
+    flag_value="attached",
+    default="attached",
+    help="Units that are held; the default of cyborg.",
 )
 @click.option("--free", "which", flag_value="free", help="Units that nobody holds.")
-@click.option("--all", "which", flag_value="all", help="All units.")
+@click.option("--all", "which", flag_value="all", help="All units; the default of manage.py.")
 @options.limit_option
 @pass_cli_context
 def accelerator_list(cli_context: CliContext, limit: int, which: str, device: str | None, **filters: Any) -> None:
-    """List accelerators. Each row is one unit, with the instance that holds it. A project sees only its own units."""
+    """List accelerators. Each row is one unit, with the instance that holds it.
+
+    In cyborg, members of a project see only the units that their project holds.
+    """
     filters["device"] = names.resolve_device(cli_context.api, device) if device else None
     if which != "attached":
         filters |= {"attached": False} | ({"state": "free"} if which == "free" else {})
@@ -59,7 +66,7 @@ generation_option = click.option(
 
 
 def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the parameters that accelerator-create and accelerator-delete share: targets, count, layout, reason, waiting.
+    """Add the parameters that accelerator-create and accelerator-delete share: targets, layout, reason, waiting.
 
     The targets are the devices that are named by arguments and options.
     """
@@ -73,11 +80,6 @@ def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 "backends",
                 multiple=True,
                 help="On all devices of this backend of --host; can be repeated.",
-            ),
-            click.option(
-                "--count",
-                type=click.IntRange(1, MAX_UNITS),
-                help="Number of units on each device. Without it, one is created, or all are deleted.",
             ),
             options.layout_option(
                 help="Settings of the driver in addition to the number, such as type=nvidia-63; can be repeated."
@@ -96,19 +98,31 @@ def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
     "accelerator-create --device 3f1c --count 4\naccelerator-create cmp1/nics cmp2/nics --count 2",
 )
 @add_target_options
+@click.option(
+    "--count",
+    type=click.IntRange(1, MAX_UNITS),
+    default=1,
+    show_default=True,
+    help="Number of units to add to each device.",
+)
 @pass_cli_context
-def accelerator_create(cli_context: CliContext, count: int | None, **target_options: Any) -> None:
+def accelerator_create(cli_context: CliContext, count: int, **target_options: Any) -> None:
     """Create more units on devices. The driver decides what a unit is, such as a virtual function or a mediated device.
 
     Each device is changed independently of the others.
     """
-    _change_units(cli_context, "accelerators/", "create", count or 1, **target_options)
+    _change_units(cli_context, "accelerators/", "create", count, **target_options)
 
 
 @verb_command(
     "accelerator-delete", "accelerator-delete --device 3f1c --count 2\naccelerator-delete --device 3f1c --yes"
 )
 @add_target_options
+@click.option(
+    "--count",
+    type=click.IntRange(1, MAX_UNITS),
+    help="Number of units to remove from each device; all by default.",
+)
 @options.yes_option
 @pass_cli_context
 def accelerator_delete(cli_context: CliContext, count: int | None, yes: bool, **target_options: Any) -> None:
@@ -131,7 +145,7 @@ def accelerator_delete(cli_context: CliContext, count: int | None, yes: bool, **
 @options.wait_option
 @pass_cli_context
 def accelerator_update(cli_context: CliContext, device: str, wait: bool, **changes: Any) -> None:
-    """Change the layout of a device. The driver defines the layout's names. Refused while one of its units is held."""
+    """Change the layout of a device. The driver defines the layout's keys. Refused while one of its units is held."""
     uuid = names.resolve_device(cli_context.api, device)
     command = cli_context.api.patch(f"devices/{uuid}/", options.drop_empty(changes))
     row = {

@@ -40,7 +40,7 @@ def attach_instance(
 ) -> None:
     """Attach accelerators to an instance. They are claimed, bound and prepared; if a step fails, all steps are undone.
 
-    Nova does not plug them into a running machine. The answer says what remains to be done, with the necessary data.
+    Nova does not plug them into a running guest. The answer says what remains to be done, with the necessary data.
     """
     if bool(profile) == bool(device):
         raise click.UsageError("Select what to attach: give --profile or --device.")
@@ -76,7 +76,7 @@ def detach_instance(
         raise CliError(ExitCode.NOT_FOUND, f"Instance {instance} has nothing that attach-instance attached.")
     if len(open_uuids) > 1 and not every:
         raise click.UsageError(f"It has the attachments {', '.join(open_uuids)}: give --attachment UUID, or --all.")
-    options.confirm(f"Detach {', '.join(open_uuids)}? Unplug the accelerators from the machine first.", yes)
+    options.confirm(f"Detach {', '.join(open_uuids)}? Unplug the accelerators from the guest first.", yes)
 
     _detach(cli_context, open_uuids, reason, wait)
 
@@ -88,8 +88,8 @@ def detach_instance(
 @options.wait_option
 @pass_cli_context
 def attachment_detach(cli_context: CliContext, attachment: UUID, yes: bool, reason: str, wait: bool) -> None:
-    """Detach one attachment, in any state."""
-    options.confirm(f"Detach {attachment}? Unplug the accelerators from the machine first.", yes)
+    """Detach one attachment. If it is not attached yet, it is undone."""
+    options.confirm(f"Detach {attachment}? Unplug the accelerators from the guest first.", yes)
     _detach(cli_context, [str(attachment)], reason, wait)
 
 

@@ -84,14 +84,17 @@ def service_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 @verb_command("discover-services", "discover-services cmp1.example --driver generic_driver")
 @click.argument("hosts", nargs=-1)
 @click.option("--all-hosts", is_flag=True, help="On every host.")
-@click.option("--driver", help="Only this driver, which also ends its quarantine.")
-@options.reason_option
+@click.option("--driver", help="Only this driver. A rescan also ends the quarantine of the drivers that it asks.")
+@options.command_reason_option
 @options.wait_option
 @pass_cli_context
 def discover_services(
     cli_context: CliContext, hosts: Sequence[str], all_hosts: bool, driver: str | None, reason: str, wait: bool
 ) -> None:
-    """Make the drivers of hosts rescan now. Afterwards service-list shows what they found."""
+    """Make drivers look for devices now: like host-rescan, for several hosts.
+
+    Afterwards service-list shows what they found.
+    """
     if bool(hosts) == all_hosts:
         raise click.UsageError("Select hosts: name them, or give --all-hosts.")
     if all_hosts:

@@ -26,7 +26,7 @@ def _split_host_names(context: click.Context, parameter: click.Parameter, value:
 
 
 @verb_command("load-census", "load-census --profile gpu-small --count 4")
-@click.option("--profile", help="Search room for requests of this device profile; without it, for any unit.")
+@click.option("--profile", help="Look for room for requests of this device profile; without it, for any free unit.")
 @click.option(
     "--count",
     "--before",

@@ -26,7 +26,12 @@ MAX_COMMANDS = 50
 @click.option("--device", help="Only of this device.")
 @click.option("--open/--ended", "is_open", default=None, help="Only commands that have not ended, or only the others.")
 @click.option(
-    "--limit", "max_rows", type=click.IntRange(1), default=MAX_COMMANDS, show_default=True, help="Number of rows."
+    "--limit",
+    "max_rows",
+    type=click.IntRange(1),
+    default=MAX_COMMANDS,
+    show_default=True,
+    help="Largest number of rows.",
 )
 @pass_cli_context
 def command_list(
@@ -56,7 +61,7 @@ def _make_order_verb(name: str, text: str, example: str, *parameters: Decorator)
     target_kind, _, op = name.partition("-")
     resolve_target = names.resolve_device if target_kind == "device" else names.resolve_host
 
-    @options.reason_option
+    @options.command_reason_option
     @options.wait_option
     @pass_cli_context
     def order(cli_context: CliContext, wait: bool, **values: Any) -> None:
@@ -81,7 +86,7 @@ ORDER_VERBS = {
         _make_order_verb("device-reset", "Reset the hardware. Its programmed image may be lost.", "3f1c"),
         _make_order_verb(
             "device-partition",
-            "Divide a device into units. The driver defines the layout's names.",
+            "Divide a device into units. The driver defines the layout's keys.",
             '3f1c --layout vfs=4 --reason "four instances"',
             options.layout_option(required=True),
         ),
@@ -99,7 +104,7 @@ ORDER_VERBS = {
         ),
         _make_order_verb(
             "host-rescan",
-            "Make a host's drivers look for devices now. This ends a driver's quarantine.",
+            "Make a host's drivers look for devices now. This also ends the quarantine of the drivers that it asks.",
             "cmp1.example --driver pci_driver",
             _driver_option,
         ),

@@ -57,6 +57,7 @@ def device_list(cli_context: CliContext, limit: int, kind: str | None, quiet: bo
 @click.option(
     "--history/--no-history",
     default=False,
+    show_default=True,
     help=f"Show its latest {MAX_HISTORY} commands and {MAX_HISTORY} events, too.",
 )
 @pass_cli_context
@@ -72,6 +73,7 @@ def device_show(cli_context: CliContext, device: str, history: bool) -> None:
     print_row(row, cli_context.output)
 
 
+DASH_HELP = "Name devices, or write - to read their names from standard input."
 devices_argument = click.argument("devices", nargs=-1, required=True, callback=options.read_dash)
 
 
@@ -81,7 +83,7 @@ devices_argument = click.argument("devices", nargs=-1, required=True, callback=o
 @options.wait_option
 @pass_cli_context
 def device_ready(cli_context: CliContext, devices: Sequence[str], reason: str, wait: bool) -> None:
-    """Offer devices to instances. A device that must be installed on its host first is followed until that ends.
+    """Offer devices to instances. If a device must be prepared on its host first, --wait waits for that.
 
     Name devices, or write - to read their names from standard input.
     """
@@ -92,9 +94,12 @@ def device_ready(cli_context: CliContext, devices: Sequence[str], reason: str, w
 
 
 def _make_action_verb(name: str, action: str, text: str, example: str) -> click.Command:
-    """Return the verb that applies `action` to devices, without any further options; `text` is its help."""
+    """Return the verb that applies `action` to devices, without any further options.
 
-    @verb_command(name, example, text)
+    `text` is the first paragraph of its help.
+    """
+
+    @verb_command(name, example, f"{text}\n\n{DASH_HELP}")
     @devices_argument
     @options.reason_option
     @pass_cli_context
@@ -137,7 +142,8 @@ device_reinstate = _make_action_verb(
     "--then",
     type=click.Choice(["maintenance", "retired"]),
     default="maintenance",
-    help="The state that they get when they are free.",
+    show_default=True,
+    help="State of the devices when they are free.",
 )
 @options.reason_option
 @pass_cli_context
@@ -146,6 +152,8 @@ def device_drain(cli_context: CliContext, devices: Sequence[str], then: str, rea
 
     The command returns at once and shows how many requests still hold each device. The state given in --then applies
     when the last of them ends.
+
+    Name devices, or write - to read their names from standard input.
     """
     rows = _apply_action(cli_context, devices, "drain", {"reason": reason, "then": then})
     show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
@@ -157,7 +165,10 @@ def device_drain(cli_context: CliContext, devices: Sequence[str], then: str, rea
 @options.yes_option
 @pass_cli_context
 def device_retire(cli_context: CliContext, devices: Sequence[str], reason: str, yes: bool) -> None:
-    """Take devices out of use permanently. Refused while a device is offered, or while a request holds it."""
+    """Take devices out of use permanently. Refused while a device is offered, or while a request holds it.
+
+    Name devices, or write - to read their names from standard input.
+    """
     options.confirm(f"Retire {', '.join(devices)} permanently?", yes)
     show_and_exit(_apply_action(cli_context, devices, "retire", {"reason": reason}), ACTION_COLUMNS, cli_context.output)
 

@@ -224,7 +224,7 @@ def rollout_show(cli_context: CliContext, rollout: UUID | None, wait: bool) -> N
 @click.argument("rollout", type=click.UUID)
 @pass_cli_context
 def rollout_cancel(cli_context: CliContext, rollout: UUID) -> None:
-    """Start no further host of a rollout. Hosts that have been started are finished."""
+    """Cancel a rollout. Hosts where the change has begun finish it; no further host is changed."""
     print_row(cli_context.api.post(f"rollouts/{rollout}/cancel/", {}), cli_context.output)
 
 

@@ -20,7 +20,8 @@ First steps:
 
 \b
 Exit codes: 0 done, 1 refused or failed, 2 usage, 3 not found, 4 not allowed or
-not logged in, 5 cannot be reached or busy, 6 done in part, 130 interrupted.
+not logged in, 5 cannot be reached, cannot be trusted or busy, 6 partly done,
+130 interrupted.
 """
 
 

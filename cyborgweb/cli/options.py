@@ -175,12 +175,12 @@ limit_option = click.option(
     help="Largest number of rows.",
 )
 wait_option = click.option(
-    "--wait/--no-wait", default=True, show_default=True, help="Wait until the work has ended, or only order it."
+    "--wait/--no-wait", default=True, show_default=True, help="Wait until the work has ended, or return at once."
 )
 follow_option = click.option(
     "--wait", is_flag=True, help="Wait until it has ended. The exit code is then 1 if it failed."
 )
-yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation. manage.py never asks.")
 
 
 def validate_reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -192,6 +192,9 @@ def validate_reason(context: click.Context, parameter: click.Parameter, value: s
 
 reason_option = click.option(
     "--reason", default="", callback=validate_reason, help="The reason, which is shown with the change and its events."
+)
+command_reason_option = click.option(
+    "--reason", default="", callback=validate_reason, help="The reason, which is shown with the command and its events."
 )
 
 
@@ -206,17 +209,17 @@ def drop_empty(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_key_values(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
-    """Parse options of the form WORD=VALUE, such as `vfs=4`, into a dict. Raises BadParameter."""
+    """Parse options of the form KEY=VALUE, such as `vfs=4`, into a dict. Raises BadParameter."""
     pairs = [text.partition("=") for text in value]
-    if len(pairs) > MAX_KEY_VALUES or not all(word and mark and said for word, mark, said in pairs):
-        raise click.BadParameter(f"Write WORD=VALUE, such as vfs=4; at most {MAX_KEY_VALUES} times.")
-    return {word: said for word, _, said in pairs}
+    if len(pairs) > MAX_KEY_VALUES or not all(key and mark and text for key, mark, text in pairs):
+        raise click.BadParameter(f"Write KEY=VALUE, such as vfs=4; at most {MAX_KEY_VALUES} times.")
+    return {key: text for key, _, text in pairs}
 
 
 def layout_option(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the option --layout, with further attributes of click's options."""
     attributes.setdefault("help", "Settings of the device's driver, see `changeable` of device-show; can be repeated.")
-    return click.option("--layout", multiple=True, metavar="WORD=VALUE", callback=parse_key_values, **attributes)
+    return click.option("--layout", multiple=True, metavar="KEY=VALUE", callback=parse_key_values, **attributes)
 
 
 def confirm(question: str, is_confirmed: bool) -> None:

@@ -16,7 +16,11 @@ UNIT_COLUMNS = ("total", "held", "free", "reserved", "sampled=load.sampled", *LO
 
 
 @verb_command("usage", "usage --by host,type --type GPU")
-@click.option("--by", metavar="WHAT[,WHAT]", help="One or two of host, type, resource_class, project.")
+@click.option(
+    "--by",
+    metavar="WHAT[,WHAT]",
+    help="One or two of host, type, resource_class, project. By default resource_class, or project for members.",
+)
 @click.option("--host", help="Only of this host.")
 @click.option("--type", "kind", help="Only of this type: GPU, FPGA, NIC, …")
 @click.option("--resource-class", help="Only of this resource class.")

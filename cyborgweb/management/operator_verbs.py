@@ -88,7 +88,7 @@ SPELLINGS = {"agent-list": "manage.py agents"} | {
 class VerbsCommand(BaseCommand):
     """A command of `manage.py` that passes its words to the verbs in `VERBS[noun]`. `help` is shown above them.
 
-    The exit status is 2 for wrong usage and 1 for everything else that does not succeed.
+    The exit code is 2 for wrong usage and 1 for everything else that does not succeed.
     """
 
     noun: str

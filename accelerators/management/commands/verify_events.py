@@ -27,7 +27,7 @@ seal elsewhere from time to time, and compare the chain with the stored seals:
   manage.py verify_events --anchor >> /elsewhere/anchors
   manage.py verify_events --seal-file /elsewhere/anchors
 
-Exit status 1: something does not match. docs/audit.md describes how to verify events without this program.
+Exit code 1: something does not match. docs/audit.md describes how to verify events without this program.
 """
 ANCHOR_LINE = re.compile(r"(\d{1,18}) ([0-9a-f]{64})")
 BAR_WIDTH = 40

@@ -22,7 +22,7 @@ COLUMNS = ("host", "state", "version", "wire", "since", "note")
 
 class Command(BaseCommand):
     help = (
-        "List agents and their state: up, late or down by when they were last heard; revoked; or clone, if two "
+        "List agents and their state: up, late or down, depending on the last heartbeat; revoked; or clone, if two "
         "machines used one key. --admit and --rotate change one agent; see also `join_token` and `revoke_agent`."
     )
 
@@ -32,7 +32,7 @@ class Command(BaseCommand):
             "--state", choices=[state.value for state in AgentState], help="list only agents in this state"
         )
         decision = parser.add_mutually_exclusive_group()
-        decision.add_argument("--admit", metavar="HOST", help="admit again an agent that was barred as a clone")
+        decision.add_argument("--admit", metavar="HOST", help="let an agent that was barred as a clone connect again")
         decision.add_argument("--rotate", metavar="HOST", help="ask an agent for a new key when it is connected")
 
     def handle(self, *args: Any, **options: Any) -> None:

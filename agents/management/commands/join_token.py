@@ -25,7 +25,8 @@ class Command(BaseCommand):
         parser.add_argument(
             "--unpinned",
             action="store_true",
-            help="pin no certificate: the address is https and has a certificate that the host already trusts",
+            help="do not pin a certificate; use this only if the address is https and the host already trusts its "
+            "certificate",
         )
         parser.add_argument("--hours", type=int, default=24, help="how long the token is valid (default: 24)")
 

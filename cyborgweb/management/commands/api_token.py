@@ -27,7 +27,12 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("name", help="purpose of the token, which the console shows")
-        parser.add_argument("--role", default="admin", choices=[*IMPLIED_ROLES, "reader", "service"])
+        parser.add_argument(
+            "--role",
+            default="admin",
+            choices=[*IMPLIED_ROLES, "reader", "service"],
+            help="role of the token (default: admin)",
+        )
         parser.add_argument(
             "--project", default="local", help="id of the project to which the token is scoped (default: local)"
         )

@@ -15,7 +15,7 @@ class Command(VerbsCommand):
     attachment that fails is undone completely.
 
     \b
-    manage.py attachment attach 5e1f… --profile fpga-one --reason "ticket 4711" --wait
-    manage.py attachment list --instance 5e1f…
-    manage.py attachment detach 9b02… --wait
+    manage.py attachment attach INSTANCE --profile fpga-one --reason "ticket 4711" --wait
+    manage.py attachment list --instance INSTANCE
+    manage.py attachment detach ATTACHMENT --wait
     """

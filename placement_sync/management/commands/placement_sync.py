@@ -23,7 +23,8 @@ This command does the same now, for one host or for all, and shows what was diff
   manage.py placement_sync --dry-run            show what would be written, but write nothing
   manage.py placement_sync --host cmp1.example  one host only
 
-+ is new in Placement, - is removed, ~ is changed, ! could not be done. Exit status 1: not everything is in step.
++ is new in Placement, - is removed, ~ is changed, ! could not be done.
+Exit code 1: something could not be done for at least one host.
 """
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from accelerators import conductor
 from accelerators.models import Device
 from cyborgweb.auth.keystone import service_session
-from cyborgweb.cli import connection, many_targets, output
+from cyborgweb.cli import connection, many_targets, options, output
 from cyborgweb.cli.exit_codes import ExitCode, to_printable_line
 from cyborgweb.cli.main import VERB_COMMANDS
 from cyborgweb.models import ApiToken
@@ -53,6 +53,20 @@ def test_the_manual_describes_every_verb_and_every_exit_code() -> None:
     manual = (ROOT / "docs" / "cli.md").read_text()
     assert [verb.name for verb in VERB_COMMANDS if f"$ cyborg {verb.name} " not in manual.replace("\n", " ")] == []
     assert [code for code in ExitCode if f"| {code.value} |" not in manual] == []
+
+
+def test_verbs_that_read_names_from_standard_input_say_so() -> None:
+    readers = [verb for verb in VERB_COMMANDS if any(one.callback is options.read_dash for one in verb.params)]
+    assert len(readers) > 1
+    assert [verb.name for verb in readers if "standard input" not in " ".join((verb.help or "").split())] == []
+
+
+def test_the_manual_names_exactly_the_verbs_that_ask_for_confirmation() -> None:
+    asking = {verb.name for verb in VERB_COMMANDS if any("--yes" in one.opts for one in verb.params)}
+    sentence = (
+        (ROOT / "docs" / "cli.md").read_text().partition("These verbs ask for confirmation:")[2].partition(";")[0]
+    )
+    assert set(sentence.split("`")[1::2]) - {"--count"} == asking
 
 
 def test_shell_completion_offers_verbs_and_option_values() -> None:

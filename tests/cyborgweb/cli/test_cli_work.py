@@ -126,7 +126,7 @@ def test_accelerator_create_reports_each_device_and_its_refusal(cyborg: Cyborg, 
     assert mixed.exit_code == 6 and "is busy with partition" in json.loads(mixed.stdout)[0]["text"]
     assert_refused(cyborg("accelerator-delete", "--device", "cmp1/0000:01:00.0"), 2, "give --yes")
     assert_refused(cyborg("accelerator-create", "--host", "cmp1"), 2, "--device, or --host and --backend")
-    assert_refused(cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--layout", "vfs"), 2, "WORD=VALUE")
+    assert_refused(cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--layout", "vfs"), 2, "KEY=VALUE")
 
 
 def test_accelerator_update_with_an_outdated_generation_is_refused(cyborg: Cyborg, host: Host) -> None:
