@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
@@ -29,7 +29,7 @@ from accelerators.models import (
     Intent,
 )
 from accelerators.models.commands import COMMAND_IS_OPEN
-from accelerators.requests import binding
+from accelerators.requests import binding, binding_sql, candidates
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -78,6 +78,18 @@ def lock_all_rows(model: type[Model]) -> Iterator[None]:
     finally:
         over.set()
         thread.join(10)
+
+
+def hold_handle(handle: AttachHandle) -> None:
+    """Create a bound request that holds the handle."""
+    AcceleratorRequest.objects.create(
+        project_id="p1",
+        state="Bound",
+        profile=DeviceProfile.objects.get(name="plain"),
+        group={},
+        deployable=handle.deployable,
+        attach_handle=handle,
+    )
 
 
 def make_handles_pci() -> None:
@@ -234,6 +246,33 @@ def test_requests_for_pci_functions_of_one_card_share_the_outcome_of_one_program
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("state", ["ready", "maintenance"])
+@pytest.mark.parametrize(
+    ("change", "is_free"),
+    [
+        (lambda handle: None, True),
+        (lambda handle: Device.objects.update(busy_with=uuid4()), False),
+        (lambda handle: Deployable.objects.update(missing_since=datetime.now(UTC)), False),
+        (lambda handle: AttachHandle.objects.filter(pk=handle.pk).update(missing_since=datetime.now(UTC)), False),
+        (lambda handle: AttachHandle.objects.filter(pk=handle.pk).update(attach_type="DEV"), False),
+        (hold_handle, False),
+    ],
+    ids=["unchanged", "busy", "deployable missing", "handle missing", "device node", "held"],
+)
+def test_a_candidate_and_a_bind_have_the_same_free_handles(
+    handle: AttachHandle, state: str, change: Callable[[AttachHandle], object], is_free: bool
+) -> None:
+    with conductor.writing():
+        Device.objects.update(state=state)
+        AttachHandle.objects.exclude(pk=handle.pk).delete()
+        change(handle)
+    offered_count = sum(one.free for one in candidates.find_candidates(get_or_create_host()))
+    with connection.cursor() as cursor:
+        cursor.execute(binding_sql.RESERVE_HANDLES, {"rp": PROVIDER, "count": 3})
+        reserved_count = len(cursor.fetchall())
+    assert offered_count == reserved_count == (is_free and state == "ready")
+
+
 def test_a_bind_whose_handles_are_locked_by_others_is_refused_and_can_be_retried(
     handle: AttachHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
