@@ -275,9 +275,27 @@ def test_comparing_unchanged_hosts_reads_nothing_and_costs_constant_statements()
     assert placement_session.seen_calls == []
 
 
+def test_a_comparison_reads_only_the_columns_that_it_uses_and_stores_claims_as_one_set() -> None:
+    make_bound_cards(2)
+    WrittenProvider.objects.update(claims=None)
+    statements = _capture_statements()
+    assert not WrittenProvider.objects.filter(claims__consumers=None).exists()
+    (holdings,) = [text for text in statements if '"accelerators_attachhandle"' in text]
+    assert "state_reason" in holdings
+    assert not any(column in holdings for column in ("attach_info", '"group"', "num_accelerators", "serial"))
+    (claims_update,) = [
+        text for text in statements if text.replace('"', "").lstrip().startswith("UPDATE placement_sync_writtenprov")
+    ]
+    assert "CASE" not in claims_update, "it would have one expression per provider"
+
+
 def _count_statements() -> int:
+    return len(_capture_statements())
+
+
+def _capture_statements() -> list[str]:
     Tree.objects.update(compared_at=None)
     placement_session.seen_calls.clear()
     with CaptureQueriesContext(connection) as asked:
         discrepancies.step()
-    return len(asked)
+    return [query["sql"] for query in asked]
