@@ -181,6 +181,18 @@ def test_an_expired_attach_fails_the_bind_and_a_late_success_is_detached_once(ha
     assert get_open_command("detach").arguments["consumer"] == attach.arguments["consumer"]
 
 
+@pytest.mark.parametrize(("absent", "consumers"), [("uuid", []), ("consumer", [""])])
+def test_an_attach_without_an_argument_needs_no_detach_or_one_without_a_consumer(
+    handle: AttachHandle, absent: str, consumers: list[str]
+) -> None:
+    create_and_bind()
+    attach = get_open_command("attach")
+    with conductor.writing():
+        Command.objects.update(arguments={name: value for name, value in attach.arguments.items() if name != absent})
+        command_queue.order_missing_detaches([attach.pk])
+    assert [command.arguments["consumer"] for command in Command.objects.filter(op="detach")] == consumers
+
+
 def test_a_bind_past_its_deadline_fails_and_orders_a_detach(handle: AttachHandle) -> None:
     (request,) = create_and_bind()
     with conductor.writing():
@@ -245,7 +257,6 @@ def test_requests_for_pci_functions_of_one_card_share_the_outcome_of_one_program
     assert get_state_and_fault(first) == get_state_and_fault(second) == ("Bound", "")
 
 
-@pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("state", ["ready", "maintenance"])
 @pytest.mark.parametrize(
     ("change", "is_free"),
@@ -273,6 +284,7 @@ def test_a_candidate_and_a_bind_have_the_same_free_handles(
     assert offered_count == reserved_count == (is_free and state == "ready")
 
 
+@pytest.mark.django_db(transaction=True)
 def test_a_bind_whose_handles_are_locked_by_others_is_refused_and_can_be_retried(
     handle: AttachHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
