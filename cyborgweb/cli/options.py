@@ -208,9 +208,9 @@ def drop_empty(values: dict[str, Any]) -> dict[str, Any]:
 def parse_key_values(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
     """Parse options of the form WORD=VALUE, such as `vfs=4`, into a dict. Raises BadParameter."""
     pairs = [text.partition("=") for text in value]
-    if len(pairs) > MAX_KEY_VALUES or not all(word and mark and said for word, mark, said in pairs):
+    if len(pairs) > MAX_KEY_VALUES or not all(word and mark and setting for word, mark, setting in pairs):
         raise click.BadParameter(f"Write WORD=VALUE, such as vfs=4; at most {MAX_KEY_VALUES} times.")
-    return {word: said for word, _, said in pairs}
+    return {word: setting for word, _, setting in pairs}
 
 
 def layout_option(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
