@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import http.client
 import io
+import re
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -209,7 +210,8 @@ async def _read_rest(reader: asyncio.StreamReader, content_length: str = "") -> 
 
     A proxy may keep the connection open after the body.
     """
-    length = int(content_length) if content_length.isdecimal() else MAX_RESPONSE_BYTES
+    # A number with more digits is above the limit, and `int` refuses thousands of digits.
+    length = int(content_length) if re.fullmatch("[0-9]{1,9}", content_length) else MAX_RESPONSE_BYTES
     try:
         return await reader.readexactly(min(length, MAX_RESPONSE_BYTES))
     except asyncio.IncompleteReadError as error:
