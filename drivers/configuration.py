@@ -14,12 +14,12 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from drivers.errors import DriversError
+from drivers.errors import DriversBaseError
 
 ConfigurationT = TypeVar("ConfigurationT")
 
 
-class ConfigurationError(DriversError, ValueError):
+class ConfigurationError(DriversBaseError, ValueError):
     """A configuration value or file is unusable; the message names the key or file and the reason."""
 
 

@@ -2,7 +2,7 @@
 
 All exceptions of this package, each with the module that defines it:
 
-    DriversError                        drivers.errors
+    DriversBaseError                    drivers.errors
       DriverError                       drivers.errors
         Invalid                         drivers.errors
         Unsupported                     drivers.errors
@@ -24,11 +24,11 @@ from __future__ import annotations
 import errno
 
 
-class DriversError(Exception):
+class DriversBaseError(Exception):
     """Base class of all exceptions of `drivers`."""
 
 
-class DriverError(DriversError):
+class DriverError(DriversBaseError):
     """Base class of all driver errors; the text is a sentence for the operator that states the reason."""
 
 

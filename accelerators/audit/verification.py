@@ -97,7 +97,8 @@ def verify_seals(
         events_from_seal = Event.objects.filter(tx__gte=newest_seal.tx)
         result.unsealed = events_from_seal.exclude(tx=newest_seal.tx, id__lte=newest_seal.event).count()
         # No transaction has a negative number: somebody inserted such an event in front of the first seal.
-        if inserted_event := Event.objects.filter(tx__lt=0).order_by("tx", "id").values_list("id", flat=True).first():
+        inserted_event = Event.objects.filter(tx__lt=0).order_by("tx", "id").values_list("id", flat=True).first()
+        if inserted_event is not None:
             text = f"event {inserted_event} was inserted: no transaction wrote it"
             result.findings.append(SealFinding(0, inserted_event, text))
     return result

@@ -339,19 +339,19 @@ def order_missing_detaches(numbers: Sequence[int]) -> None:
         later_detaches = Command.objects.filter(request=OuterRef("request"), op="detach", id__gt=OuterRef("id"))
         attaches = list(Command.objects.filter(~Exists(later_detaches), id__in=numbers, op="attach").order_by("id"))
         handles = AttachHandle.objects.filter(
-            uuid__in=[command.arguments["uuid"] for command in attaches], attach_type__in=TYPES_CREATED_ON_HOST
+            uuid__in=[command.arguments.get("uuid") for command in attaches], attach_type__in=TYPES_CREATED_ON_HOST
         )
         handle_ids = {str(uuid): id for uuid, id in handles.values_list("uuid", "id")}
         place_commands(
             [
                 build_detach_order(
                     handle_ids[command.arguments["uuid"]],
-                    command.arguments["consumer"],
+                    command.arguments.get("consumer"),
                     command.request,
                     "its request does not need it any more",
                 )
                 for command in attaches
-                if command.arguments["uuid"] in handle_ids
+                if command.arguments.get("uuid") in handle_ids
             ]
         )
 

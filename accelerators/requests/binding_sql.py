@@ -71,9 +71,7 @@ WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready' 
   AND t.attach_type <> 'DEV'
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
 """
-"""FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`.
-
-`candidates.find_candidates_by_host` has the same conditions."""
+"""FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`."""
 OFFERED_COUNT = "least({free}, greatest(p.num_accelerators - {held}, 0))"
 """Expression: how many handles of the deployable `p` requests can still get. It is limited by the deployable's total,
 because Placement never allocates more than that, even if more handles are free."""

@@ -296,7 +296,9 @@ class DatabaseWriter(threading.Thread):
                 raise
             except DatabaseError as error:
                 log.exception("enrolling %s failed", job.credential.host)
-                outcome = ConnectionRejectedError(503, "database", f"authentication failed: {type(error).__name__}")
+                outcome = ConnectionRejectedError(
+                    503, "database", f"the agent could not be admitted now: {type(error).__name__}"
+                )
             results.append((job.future, outcome))
         return results
 

@@ -211,9 +211,9 @@ def drop_empty(values: dict[str, Any]) -> dict[str, Any]:
 def parse_key_values(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
     """Parse options of the form KEY=VALUE, such as `vfs=4`, into a dict. Raises BadParameter."""
     pairs = [text.partition("=") for text in value]
-    if len(pairs) > MAX_KEY_VALUES or not all(key and mark and text for key, mark, text in pairs):
+    if len(pairs) > MAX_KEY_VALUES or not all(key and mark and setting for key, mark, setting in pairs):
         raise click.BadParameter(f"Write KEY=VALUE, such as vfs=4; at most {MAX_KEY_VALUES} times.")
-    return {key: text for key, _, text in pairs}
+    return {key: setting for key, _, setting in pairs}
 
 
 def layout_option(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -13,7 +13,7 @@ import signal
 from collections import deque
 from typing import cast
 
-from drivers.errors import DriversError
+from drivers.errors import DriversBaseError
 
 MAX_STDERR = 1024 * 1024
 """Maximum bytes on stderr per request; more is an error. The last MAX_STDERR_TAIL bytes are kept for error messages."""
@@ -26,7 +26,7 @@ REAP_S = 2.0
 """How long after SIGKILL, in seconds, a process that has not ended counts as stuck in the kernel."""
 
 
-class PipeError(DriversError):
+class PipeError(DriversBaseError):
     """Communication with the process is no longer possible; the text states the reason."""
 
 

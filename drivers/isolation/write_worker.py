@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from drivers.errors import DriversError
+from drivers.errors import DriversBaseError
 from drivers.isolation.process import die_with_parent
 
 CHUNK_BYTES = 64 * 1024
 POLL_S = 0.1
 
 
-class OrderFailedError(DriversError):
+class OrderFailedError(DriversBaseError):
     """An order failed; `answer` is the answer to send."""
 
     def __init__(self, **answer: object) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import User
+from django.db import connection
 from django.db.models import Model
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
@@ -29,7 +31,6 @@ from placement_sync.models import Discrepancy, DiscrepancyKind, Tree, WrittenPro
 from tests.placement_sync.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.nova import FakeNova, running_nova
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
-from tests.support.statements import count_call_statements
 
 pytestmark = pytest.mark.django_db
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
@@ -274,8 +275,29 @@ def test_comparing_unchanged_hosts_reads_nothing_and_costs_constant_statements()
     assert placement_session.seen_calls == []
 
 
+def test_a_comparison_reads_only_the_columns_that_it_uses_and_stores_claims_as_one_set() -> None:
+    make_bound_cards(2)
+    WrittenProvider.objects.update(claims=None)
+    statements = _capture_statements()
+    assert not WrittenProvider.objects.filter(claims__consumers=None).exists()
+    (holdings,) = [text for text in statements if '"accelerators_attachhandle"' in text]
+    assert "state_reason" in holdings
+    assert not any(column in holdings for column in ("attach_info", '"group"', "num_accelerators", "serial"))
+    (claims_update,) = [
+        text for text in statements if text.replace('"', "").lstrip().startswith("UPDATE placement_sync_writtenprov")
+    ]
+    assert "CASE" not in claims_update, "it would have one expression per provider"
+
+
 def _count_step_statements() -> int:
-    """Make all hosts due, forget the calls to Placement so far, and return how many statements comparing them costs."""
+    """Return how many statements a comparison of all hosts costs."""
+    return len(_capture_statements())
+
+
+def _capture_statements() -> list[str]:
+    """Make all hosts due, forget the calls to Placement so far, compare them and return the statements of that."""
     Tree.objects.update(compared_at=None)
     placement_session.seen_calls.clear()
-    return count_call_statements(discrepancies.step)
+    with CaptureQueriesContext(connection) as asked:
+        discrepancies.step()
+    return [query["sql"] for query in asked]

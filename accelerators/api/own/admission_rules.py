@@ -71,7 +71,7 @@ class RuleView(CollectionView):
 
     def create(self, request: Request) -> Response:
         """Create a rule."""
-        return self.respond_with_row(admission_rules.create_rule(self.validate_body(), self.caller).uuid)
+        return self.respond_with_row(admission_rules.create_rule(self.validate_body(), self.caller))
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Edit a rule. Devices that it has admitted keep their state."""

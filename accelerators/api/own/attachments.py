@@ -162,7 +162,7 @@ class AttachmentView(ProjectOwnedView):
             source=self.caller.event_source,
             all_projects=self.can_see_all_projects(),
         )
-        return self.respond_with_row(attachment.uuid, 202)
+        return self.respond_with_stored_row(attachment.uuid, 202)
 
     def detach(self, request: Request, **kwargs: str) -> Response:
         """Detach, in whatever state the attachment is: 202. Detaching twice has the same effect as detaching once."""
@@ -171,7 +171,7 @@ class AttachmentView(ProjectOwnedView):
         attachment_orders.order_detachment(
             uuid, self.caller, reason, self.caller.event_source, all_projects=self.can_see_all_projects()
         )
-        return self.respond_with_row(uuid, 202)
+        return self.respond_with_stored_row(uuid, 202)
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> tuple[str, ...]:
         """Offer `detach`, unless the attachment is already being detached or has been detached."""

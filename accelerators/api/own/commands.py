@@ -270,7 +270,7 @@ class CommandView(CollectionView):
             if refused.reason is RefusalReason.NOT_FOUND:
                 raise serializers.ValidationError({"device" if device else "host": refused.text}) from refused
             raise
-        return self.respond_with_row(command.uuid)
+        return self.respond_with_stored_row(command.uuid)
 
 
 def _get_requested_op(request: Request) -> Any:

@@ -115,7 +115,7 @@ class ImageView(CollectionView):
             image = store.store_upload(chunks, size, name, properties, self.caller, source)
         finally:
             _upload_slots.release()
-        return self.respond_with_row(image.uuid)
+        return self.respond_with_stored_row(image.uuid)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Delete an image that no open command will use. If it is a copy from Glance, Glance keeps the original."""

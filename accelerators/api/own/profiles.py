@@ -104,7 +104,7 @@ class ProfileView(CollectionView):
         """Create a device profile."""
         values = self.validate_body()
         uuid = profiles.create_profile(values["name"], values["groups"], values.get("description"), None, self.caller)
-        return self.respond_with_row(uuid)
+        return self.respond_with_stored_row(uuid)
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Edit a device profile; 409 while requests made from it exist."""

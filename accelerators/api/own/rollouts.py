@@ -212,7 +212,7 @@ class RolloutView(CollectionView):
             reason=values.get("reason", ""),
             source=self.caller.event_source,
         )
-        return self.respond_with_row(rollout.uuid, 202)
+        return self.respond_with_stored_row(rollout.uuid, 202)
 
     def cancel(self, request: Request, **kwargs: str) -> Response:
         """Start no further hosts. Hosts that have been started are finished."""

@@ -22,6 +22,7 @@ from django.http import HttpResponse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django_filters.rest_framework import DjangoFilterBackend
 from rest_framework.exceptions import ParseError, PermissionDenied
+from rest_framework.generics import get_object_or_404
 from rest_framework.parsers import BaseParser
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -241,10 +242,18 @@ class CollectionView(GenericViewSet[Any]):
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
-    def respond_with_row(self, uuid: UUID, status: int = 201) -> Response:
-        """Return the answer of an action that creates a row: the row, and its address in the header Location."""
-        rows = self.load_row_details([self.get_queryset().get(uuid=uuid)])
-        data = self.get_serializer(rows[0]).data
+    def respond_with_stored_row(self, uuid: UUID, status: int = 201) -> Response:
+        """Read the row that an action has created or changed, and return it with `respond_with_row`; raise 404 if it
+        has been deleted since."""
+        (row,) = self.load_row_details([get_object_or_404(self.get_queryset(), uuid=uuid)])
+        return self.respond_with_row(row, status)
+
+    def respond_with_row(self, row: Any, status: int = 201) -> Response:
+        """Return the answer of an action that creates a row: the row, and its address in the header Location.
+
+        The row must have everything that the serializer shows.
+        """
+        data = self.get_serializer(row).data
         return Response(data, status, headers={"Location": data["url"]})
 
     def get_offered_actions(self, data: Mapping[str, Any]) -> Iterable[str]:

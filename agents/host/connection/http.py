@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import http.client
 import io
+import re
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -167,7 +168,7 @@ async def download_file(
                 raise wire.MalformedMessageError(f"{gateway.address} answers, but not with HTTP") from None
             status, headers, _ = _parse_response(head, gateway.address, method="HEAD")
             if status != 200:
-                raise parse_refusal(status, headers, await _read_rest(reader))
+                raise parse_refusal(status, headers, await _read_rest(reader, headers.get("Content-Length", "")))
         while True:
             async with asyncio.timeout(IO_TIMEOUT_S):
                 piece = await reader.read(MAX_RESPONSE_BYTES)
@@ -203,10 +204,16 @@ async def _open_request(
         writer.transport.abort()
 
 
-async def _read_rest(reader: asyncio.StreamReader) -> bytes:
-    """Read to the end of the connection, at most MAX_RESPONSE_BYTES bytes."""
+async def _read_rest(reader: asyncio.StreamReader, content_length: str = "") -> bytes:
+    """Read to the end of the connection, but at most `content_length` bytes if the header gave it, and at most
+    MAX_RESPONSE_BYTES.
+
+    A proxy may keep the connection open after the body.
+    """
+    # A number with more digits is above the limit, and `int` refuses thousands of digits.
+    length = int(content_length) if re.fullmatch("[0-9]{1,9}", content_length) else MAX_RESPONSE_BYTES
     try:
-        return await reader.readexactly(MAX_RESPONSE_BYTES)
+        return await reader.readexactly(min(length, MAX_RESPONSE_BYTES))
     except asyncio.IncompleteReadError as error:
         return error.partial
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
@@ -29,7 +29,7 @@ from accelerators.models import (
     Intent,
 )
 from accelerators.models.commands import COMMAND_IS_OPEN
-from accelerators.requests import binding
+from accelerators.requests import binding, binding_sql, candidates
 from accelerators.requests.binding import BindSpec
 from accelerators.workflows import command_endings
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -78,6 +78,18 @@ def lock_all_rows(model: type[Model]) -> Iterator[None]:
     finally:
         over.set()
         thread.join(10)
+
+
+def hold_handle(handle: AttachHandle) -> None:
+    """Create a bound request that holds the handle."""
+    AcceleratorRequest.objects.create(
+        project_id="p1",
+        state="Bound",
+        profile=DeviceProfile.objects.get(name="plain"),
+        group={},
+        deployable=handle.deployable,
+        attach_handle=handle,
+    )
 
 
 def make_handles_pci() -> None:
@@ -169,6 +181,18 @@ def test_an_expired_attach_fails_the_bind_and_a_late_success_is_detached_once(ha
     assert get_open_command("detach").arguments["consumer"] == attach.arguments["consumer"]
 
 
+@pytest.mark.parametrize(("absent", "consumers"), [("uuid", []), ("consumer", [""])])
+def test_an_attach_without_an_argument_needs_no_detach_or_one_without_a_consumer(
+    handle: AttachHandle, absent: str, consumers: list[str]
+) -> None:
+    create_and_bind()
+    attach = get_open_command("attach")
+    with conductor.writing():
+        Command.objects.update(arguments={name: value for name, value in attach.arguments.items() if name != absent})
+        command_queue.order_missing_detaches([attach.pk])
+    assert [command.arguments["consumer"] for command in Command.objects.filter(op="detach")] == consumers
+
+
 def test_a_bind_past_its_deadline_fails_and_orders_a_detach(handle: AttachHandle) -> None:
     (request,) = create_and_bind()
     with conductor.writing():
@@ -231,6 +255,33 @@ def test_requests_for_pci_functions_of_one_card_share_the_outcome_of_one_program
     command_queue.mark_image_ready(get_open_command("attach").id, ADDER_IMAGE)
     answer_command(get_open_command("attach"))
     assert get_state_and_fault(first) == get_state_and_fault(second) == ("Bound", "")
+
+
+@pytest.mark.parametrize("state", ["ready", "maintenance"])
+@pytest.mark.parametrize(
+    ("change", "is_free"),
+    [
+        (lambda handle: None, True),
+        (lambda handle: Device.objects.update(busy_with=uuid4()), False),
+        (lambda handle: Deployable.objects.update(missing_since=datetime.now(UTC)), False),
+        (lambda handle: AttachHandle.objects.filter(pk=handle.pk).update(missing_since=datetime.now(UTC)), False),
+        (lambda handle: AttachHandle.objects.filter(pk=handle.pk).update(attach_type="DEV"), False),
+        (hold_handle, False),
+    ],
+    ids=["unchanged", "busy", "deployable missing", "handle missing", "device node", "held"],
+)
+def test_a_candidate_and_a_bind_have_the_same_free_handles(
+    handle: AttachHandle, state: str, change: Callable[[AttachHandle], object], is_free: bool
+) -> None:
+    with conductor.writing():
+        Device.objects.update(state=state)
+        AttachHandle.objects.exclude(pk=handle.pk).delete()
+        change(handle)
+    offered_count = sum(one.free for one in candidates.find_candidates(get_or_create_host()))
+    with connection.cursor() as cursor:
+        cursor.execute(binding_sql.RESERVE_HANDLES, {"rp": PROVIDER, "count": 3})
+        reserved_count = len(cursor.fetchall())
+    assert offered_count == reserved_count == (is_free and state == "ready")
 
 
 @pytest.mark.django_db(transaction=True)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from django.db import IntegrityError
 
 from accelerators import conductor
 from accelerators.models import Host
-from agents import credentials
+from agents import authentication, credentials
+from agents.authentication import ConnectionRejectedError
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.writer import AdmitJob, SpoolJob, WriterJob
 from agents.models import Agent, Spooled
@@ -90,6 +92,17 @@ def test_an_admission_names_no_applied_hash_while_a_report_of_the_host_waits(
     assert writer.enqueue_report(host, 3, R0) and writer.admit_and_get_applied_hash(agent) == "", "of this batch"
     assert writer.admit_and_get_applied_hash(agent) == R0
     assert not Spooled.objects.exists(), "alone it is what is applied"
+
+
+def test_a_database_error_while_an_agent_is_admitted_is_not_called_an_authentication_failure(
+    writer: WriterByHand, agent: WireAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise IntegrityError
+
+    monkeypatch.setattr(authentication, "identify_or_enrol", fail)
+    with pytest.raises(ConnectionRejectedError, match="the agent could not be admitted now: IntegrityError"):
+        writer.admit_and_get_applied_hash(agent)
 
 
 def test_a_report_whose_connection_has_ended_is_not_stored(writer: WriterByHand, agent: WireAgent) -> None:

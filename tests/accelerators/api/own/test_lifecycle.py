@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
 from accelerators.domain.states import DeviceState
 from accelerators.models import AcceleratorRequest, AdmissionRule, Device, Event
-from accelerators.requests import binding
+from accelerators.requests import binding, profiles
 from tests.accelerators.api.own.conftest import Ask, Fill, get_error_message, get_results
 from tests.accelerators.api.own.test_pages import get_page, list_forms
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
@@ -125,9 +128,12 @@ RULE = {"name": "fakes", "driver": "fake_*", "action": "ready", "order": 10}
 
 
 def test_a_rule_is_created_changed_and_deleted_with_events(ask: Ask) -> None:
-    response = ask("/api/rules/", method="POST", data=RULE)
+    with CaptureQueriesContext(connection) as captured:
+        response = ask("/api/rules/", method="POST", data=RULE)
     assert response.status_code == 201, response.content
+    assert not [query for query in captured if query["sql"].startswith('SELECT "accelerators_admissionrule"')]
     rule = json.loads(response.content)
+    assert json.loads(ask(rule["url"].removeprefix("http://testserver")).content) == rule
     assert (rule["order"], rule["host"], rule["enabled"]) == (10, "", True)
     rule_path = rule["url"].removeprefix("http://testserver")
     changed = json.loads(ask(rule_path, method="PATCH", data={"enabled": False, "name": "fakes"}).content)
@@ -140,6 +146,14 @@ def test_a_rule_is_created_changed_and_deleted_with_events(ask: Ask) -> None:
     rule_events = Event.objects.filter(subject=rule["uuid"]).order_by("id").values_list("action", "actor")
     assert [*rule_events] == [("rule.created", "admin-p1"), ("rule.changed", "admin-p1"), ("rule.deleted", "admin-p1")]
     assert Event.objects.get(action="rule.changed").changes == {"enabled": [True, False]}
+
+
+def test_a_row_that_was_deleted_after_its_creation_is_answered_with_404(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "create_profile", lambda *_: uuid4())
+    profile = {"name": "p", "groups": [{"resources:FPGA": "1"}]}
+    get_error_message(ask("/api/profiles/", method="POST", data=profile), 404)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,38 @@ def test_a_redirect_is_an_error_and_a_reason_that_comes_in_pieces_is_shown_whole
     assert requests == [b"GET /base/redirect HTTP/1.0", b"GET /base/image HTTP/1.0"]
 
 
+def test_a_refusal_is_read_by_its_length_when_the_connection_stays_open() -> None:
+    async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
+        body = b'{"error": "too many downloads", "code": "busy"}'
+        writer.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        await asyncio.sleep(20 * PATIENCE)
+
+    async def story() -> None:
+        async with asyncio.timeout(5 * PATIENCE), run_server(answer) as gateway:
+            with pytest.raises(HttpStatusError, match="too many downloads") as refused:
+                await http.download_file(gateway, None, "/image", "a", lambda _: None)
+            assert refused.value.retry_after == 7
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("length", ["", "-1", "x", "9" * 5000])
+def test_a_refusal_with_a_senseless_length_is_read_to_the_end_of_the_connection(length: str) -> None:
+    async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
+        head = f"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: {length}\r\n\r\n"
+        writer.write(head.encode() + b'{"error": "too many downloads"}')
+
+    async def story() -> None:
+        async with run_server(answer) as gateway:
+            with pytest.raises(HttpStatusError, match="too many downloads") as refused:
+                await http.download_file(gateway, None, "/image", "a", lambda _: None)
+            assert refused.value.retry_after == 7
+
+    asyncio.run(story())
+
+
 def test_a_download_that_trickles_ends_at_the_time_limit_of_its_command(tmp_path: Path) -> None:
     async def answer(head: bytes, writer: asyncio.StreamWriter) -> None:
         if wire.CHALLENGE_PATH.encode() in head:
