@@ -156,7 +156,7 @@ settings_options = (
 )
 
 
-@verb_command("install-driver", "install-driver generic_driver --hosts-like 'gpu*' --settings generic.toml")
+@verb_command("install-driver", "install-driver generic_driver --hosts-like 'gpu*' --settings-file generic.toml")
 @add_rollout_options
 @settings_options[0]
 @settings_options[1]
@@ -189,7 +189,7 @@ def update_driver(
     """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held."""
     changes = _merge_settings(file, values) | ({} if enabled is None else {"enabled": enabled})
     if not changes:
-        raise click.UsageError("Select what to change: give --enable, --disable, --settings or --set.")
+        raise click.UsageError("Select what to change: give --enable, --disable, --settings-file or --set.")
     _start_rollout(cli_context, "update", changes, **rollout_options)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import getpass
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.core.management import CommandError
 
 from accelerators.commands import command_queue
@@ -173,6 +175,23 @@ def test_help_lists_the_verbs_and_every_verb_has_an_example(noun: str) -> None:
         assert f"Example:\n    manage.py {noun} {word}" in told and "cyborg" not in told.partition("Example:")[2]
 
 
+@pytest.mark.parametrize("word", ["install", "update"])
+def test_no_option_is_one_that_django_takes_from_the_command_line(word: str, tmp_path: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        arguments = [sys.executable, "manage.py", "driver", word, "pci_driver", *words]
+        return subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=settings.BASE_DIR)
+
+    spellings = {
+        spelling for verbs in VERBS.values() for verb in verbs.values() for p in verb.params for spelling in p.opts
+    }
+    assert spellings.isdisjoint({"--settings", "--pythonpath"}) and "--settings-file" in spellings
+    assert "--settings-file FILE" in (told := run("--help").stdout) and "--settings " not in told.replace(",", " ")
+    file = tmp_path / "wrong.toml"
+    file.write_text("[")
+    done = run("--all", "--settings-file", str(file))
+    assert done.returncode == 2 and "wrong.toml cannot be understood" in done.stderr
+
+
 def test_every_command_that_can_be_ordered_has_a_verb() -> None:
     assert {*device_commands.ORDER_VERBS} == {
         f"{command.target}-{command.op}" for command in ORDERABLE_COMMANDS.values()
@@ -211,6 +230,16 @@ def test_an_action_moves_every_named_device_and_a_refusal_exits_with_1(
     assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["retired", "ready", "retired"]
     assert run_verb("device", "reinstate", third)[0] == 0
     assert Device.objects.get(uuid=third).state == "inactive"
+
+
+@pytest.mark.parametrize("wrong", ["nonsense", "cmp1/0000:77:00.0"])
+def test_a_wrong_name_among_devices_changes_none(cards: list[str], wrong: str) -> None:
+    try:
+        status, _, err = run_verb("device", "enable", cards[0], wrong, cards[1])
+    except CommandError as error:
+        status, err = 1, str(error)
+    assert status and f"{wrong!r}" in err
+    assert Device.objects.filter(state="inactive").count() == 3
 
 
 def test_device_show_prints_facts_actions_commands_and_events(cards: list[str]) -> None:
