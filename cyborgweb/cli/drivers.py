@@ -66,9 +66,10 @@ def read_settings_file(context: click.Context, parameter: click.Parameter, path:
         if len(content) > MAX_SETTINGS_BYTES:
             raise click.BadParameter(f"{path} is larger than {MAX_SETTINGS_BYTES} bytes.")
         parsed = _parse_settings(content.decode(), path) or {}
+        json.dumps(parsed, allow_nan=False)  # TOML and YAML have dates and numbers that JSON has not
     except OSError as error:
         raise click.BadParameter(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise click.BadParameter(f"{path} cannot be understood: {error}") from None
     if not isinstance(parsed, dict):
         raise click.BadParameter(f"{path} has no settings: write names with values.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 from io import BytesIO
+from json import dumps as dump_json
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
@@ -16,6 +17,7 @@ from django.urls import resolve
 from accelerators.domain.caller import Caller
 from cyborgweb.auth.authentication import LocalRequest
 from cyborgweb.cli.connection import ApiClient, decode_response
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 
 
 class LocalApiClient(ApiClient):
@@ -35,11 +37,17 @@ class LocalApiClient(ApiClient):
         self, method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
     ) -> dict[str, Any]:
         """Call the view of the path and return the decoded answer. The API's middleware is not involved."""
-        body = orjson.dumps(json) if data is None else b""
+        try:
+            query = urlencode(params or {}, doseq=True)
+            body = dump_json(json, allow_nan=False).encode() if data is None else b""
+        except (TypeError, ValueError) as error:
+            raise CliError(
+                ExitCode.USAGE, f"The request cannot be written as JSON or as an address: {error}."
+            ) from None
         environ = {
             "REQUEST_METHOD": method,
             "PATH_INFO": f"/api/{path}",
-            "QUERY_STRING": urlencode(params or {}, doseq=True),
+            "QUERY_STRING": query,
             "CONTENT_TYPE": "application/json" if data is None else "application/octet-stream",
             "CONTENT_LENGTH": str(len(body if data is None else data)),
             "HTTP_ACCEPT": "application/json",

@@ -433,6 +433,46 @@ def test_invalid_settings_files_are_wrong_usage(hosts: None, tmp_path: Path, tex
     assert status == 2 and says in err
 
 
+NOT_UTF_8 = "\udcff"
+
+
+@pytest.mark.parametrize("setting", ["a = nan", "a = inf", "a = 2020-01-01", "a = 07:32:00", f"a = {2**64}"])
+def test_settings_that_json_cannot_hold_are_refused_in_one_sentence(hosts: None, tmp_path: Path, setting: str) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(setting)
+    assert_refused_in_one_sentence("driver", "install", "pci_driver", "--all", "--settings-file", str(file))
+    assert not Rollout.objects.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("driver", "install", "pci_driver", "--all", "--set", "a=NaN"),
+        ("driver", "install", "pci_driver", "--all", "--set", f"a={2**64}"),
+        ("driver", "install", "pci_driver", "--all", "--set", f"a={NOT_UTF_8}"),
+        ("driver", "install", "pci_driver", "--host", NOT_UTF_8),
+        ("driver", "install", NOT_UTF_8, "--all", "--reason", "new"),
+        ("driver", "install", "pci_driver", "--all", "--reason", NOT_UTF_8),
+        ("device", "quarantine", "DEVICE", "--reason", NOT_UTF_8),
+        ("device", "list", "--host", NOT_UTF_8),
+        ("accelerator", "update", "DEVICE", "--layout", "vfs=4", "--generation", str(2**64)),
+    ],
+)
+def test_input_that_cannot_be_sent_is_refused_in_one_sentence(hosts: None, words: tuple[str, ...]) -> None:
+    uuid = list_device_uuids()[0]
+    assert_refused_in_one_sentence(*(uuid if word == "DEVICE" else word for word in words))
+    assert not Rollout.objects.exists() and not Device.objects.exclude(state="inactive").exists()
+
+
+def assert_refused_in_one_sentence(*words: str) -> None:
+    """`manage.py` with these words ends with a message of one line, and without a traceback."""
+    try:
+        status, _, err = run_verb(*words)
+    except CommandError as error:
+        status, err = 1, str(error)
+    assert status and err.encode() and len(err.splitlines()[-1]) > 20, (status, err)
+
+
 @uses_database
 def test_accelerator_list_shows_each_unit_with_its_state_and_instance() -> None:
     report_cards(build_divisible_card(1, 2), build_divisible_card(2, 1, "b"))
