@@ -9,12 +9,13 @@ from json import dumps as dump_json
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
+from uuid import uuid4
 
 import orjson
 from django.db import close_old_connections
 from django.urls import resolve
 
-from accelerators.domain.caller import Caller
+from accelerators.domain.caller import Caller, request_id
 from cyborgweb.auth.authentication import LocalRequest
 from cyborgweb.cli.connection import ApiClient, decode_response
 from cyborgweb.cli.exit_codes import CliError, ExitCode
@@ -56,8 +57,12 @@ class LocalApiClient(ApiClient):
         }
         request = LocalRequest(environ, self.caller)
         match = resolve(request.path_info)
-        response = match.func(request, *match.args, **match.kwargs)
-        response.render()
+        token = request_id.set(f"req-{uuid4()}")  # the API's middleware does this over HTTP
+        try:
+            response = match.func(request, *match.args, **match.kwargs)
+            response.render()
+        finally:
+            request_id.reset(token)
         if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
             close_old_connections()  # a broken one, so that whoever waits goes on when PostgreSQL is back
         answer = SimpleNamespace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from django.core.management import CommandError
 
 from accelerators.commands import command_queue
 from accelerators.commands.catalogue import ORDERABLE_COMMANDS
-from accelerators.devices import admission_rules
-from accelerators.domain.caller import Caller
+from accelerators.devices import admission_rules, lifecycle
+from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.states import EventSource
 from accelerators.models import AttachHandle, Attachment, Command, Device, Event, Rollout
 from accelerators.models.commands import COMMAND_IS_OPEN
@@ -173,6 +174,7 @@ def test_help_lists_the_verbs_and_every_verb_has_an_example(noun: str) -> None:
         told = run_verb(noun, word, "--help")[1]
         assert f"Usage: manage.py {noun} {word} " in told
         assert f"Example:\n    manage.py {noun} {word}" in told and "cyborg" not in told.partition("Example:")[2]
+        assert not re.search(r"device-(show|program)", told)
 
 
 @pytest.mark.parametrize("word", ["install", "update"])
@@ -240,6 +242,21 @@ def test_a_wrong_name_among_devices_changes_none(cards: list[str], wrong: str) -
         status, err = 1, str(error)
     assert status and f"{wrong!r}" in err
     assert Device.objects.filter(state="inactive").count() == 3
+
+
+def test_each_request_has_an_id_that_its_events_and_a_failure_name(
+    cards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_verb("device", "quarantine", *cards)
+    ids = {*Event.objects.filter(action="device.quarantined").values_list("request_id", flat=True)}
+    assert len(ids) == 3 and all(one.startswith("req-") for one in ids) and request_id.get() == ""
+
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(lifecycle, "apply_action_to_device", fail)
+    with pytest.raises(CommandError, match=r"its log says why, under this answer's request id\. \(request req-"):
+        run_verb("device", "release", cards[0])
 
 
 def test_device_show_prints_facts_actions_commands_and_events(cards: list[str]) -> None:
@@ -501,6 +518,7 @@ def test_create_delete_and_update_order_partitions_and_report_refusals() -> None
     command = Command.objects.get()
     assert (status, command.arguments["layout"], command.reason) == (1, {"vfs": "4"}, "guests")
     assert ordered["command"] == str(command.uuid) and refused["text"].startswith("Host cmp1 has no device")
+    assert refused["reason"] == "not_found"
     other = str(get_device(2).uuid)
     status, out, _ = run_verb("accelerator", "delete", other, "--json")
     assert (status, json.loads(out)[0]["outcome"]) == (0, "ordered")
