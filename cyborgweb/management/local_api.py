@@ -53,7 +53,7 @@ class LocalApiClient(ApiClient):
             "CONTENT_LENGTH": str(len(body if data is None else data)),
             "HTTP_ACCEPT": "application/json",
             "wsgi.input": BytesIO(body) if data is None else data,
-            "wsgi.url_scheme": "http",
+            "wsgi.url_scheme": "https",
         }
         request = LocalRequest(environ, self.caller)
         match = resolve(request.path_info)
