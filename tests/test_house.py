@@ -119,6 +119,18 @@ def test_one_statement_inserts_events() -> None:
     assert product == [Path("accelerators/conductor_sql.py")], "call `conductor_sql.build_event_insert`"
 
 
+def test_only_commands_of_manage_py_create_the_local_operator() -> None:
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in SOURCES}
+    product = {name: text for name, text in texts.items() if not name.startswith("tests/")}
+    assert [name for name, text in product.items() if re.search(r"\bis_local\W*=", text)] == [
+        "accelerators/management/shell.py"
+    ]
+    assert [name for name, text in product.items() if "LocalRequest" in text] == [
+        "cyborgweb/auth/authentication.py",
+        "cyborgweb/management/local_api.py",
+    ]
+
+
 @pytest.mark.django_db
 def test_migrations_match_the_models() -> None:
     from django.core.management import call_command

@@ -27,10 +27,6 @@ TIME_LIMIT_S = 20.0
 """Seconds after which a call begins no further device. A holder check without an answer may take seconds per device."""
 
 
-KIND_BY_REASON = {RefusalReason.NOT_FOUND: "unknown", RefusalReason.IN_USE: "held", RefusalReason.UNAVAILABLE: "away"}
-"""Words of the field `kind` that differ from the reason's code."""
-
-
 @dataclass(frozen=True)
 class PartitionTarget:
     """One device; or all devices of the backend `backend` on host `host` whose number of units can be chosen."""
@@ -66,11 +62,6 @@ class PartitionResult:
     command: Command | None
     refused: str = ""
     reason: RefusalReason | None = None
-
-    @property
-    def kind(self) -> str:
-        """The word for the reason in the field `kind` of results, '' if nothing was refused."""
-        return KIND_BY_REASON.get(self.reason, self.reason.value) if self.reason else ""
 
 
 def partition_devices(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from accelerators.domain.states import EventSource
 
@@ -28,7 +28,7 @@ class Caller:
     system_scope: str = ""
     domain_id: str = ""
     is_authenticated: bool = True
-    is_local: bool = False
+    is_local: bool = field(default=False, kw_only=True)
     """True for the person at the server who runs `manage.py`. No policy rule applies to them."""
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -129,7 +128,7 @@ def _check_settings(value: Any, path: str = "settings", depth: int = 0) -> None:
         raise RefusedError(RefusalReason.INVALID, f"{path!r} holds characters that cannot be stored.")
     elif not isinstance(value, str | int | float | None):
         raise RefusedError(RefusalReason.INVALID, f"{path}: JSON has no {type(value).__name__}; give it as text.")
-    elif (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) > 2**63):
+    elif isinstance(value, int | float) and not abs(value) <= 2**63:  # of floats, too: jsonb returns them as integers
         raise RefusedError(RefusalReason.INVALID, f"{path}: the number is out of range.")
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.core.handlers.wsgi import WSGIRequest
@@ -54,8 +55,8 @@ class LocalRequest(WSGIRequest):
         self.caller = caller
 
     def get_host(self) -> str:
-        """Return `localhost`; the host names that the web process accepts do not matter here."""
-        return "localhost"
+        """Return the host of CYBORG_PUBLIC_URL, "" if it is not set: addresses in answers are then paths."""
+        return urlsplit(get_keys().public_url).netloc
 
 
 class CallerAuthentication(BaseAuthentication):

@@ -27,7 +27,7 @@ LIST_COLUMNS = (
     "label",
 )
 CHANGE_COLUMNS = ("device", "outcome", "state", "target", "text")
-EXIT_CODE_BY_KIND = {"unknown": ExitCode.NOT_FOUND, "away": ExitCode.AWAY}
+EXIT_CODE_BY_REASON = {"not_found": ExitCode.NOT_FOUND, "unavailable": ExitCode.AWAY}
 MAX_UNITS = 65_535
 
 
@@ -196,7 +196,8 @@ def _build_result_row(result: dict[str, Any], name_by_uuid: dict[str, str]) -> d
     return row | {
         "outcome": "refused",
         "text": result["refused"],
-        "code": EXIT_CODE_BY_KIND.get(result["kind"], ExitCode.REFUSED),
+        "reason": result["reason"],
+        "code": EXIT_CODE_BY_REASON.get(result["reason"], ExitCode.REFUSED),
     }
 
 

@@ -187,18 +187,17 @@ def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 def _apply_action(
     cli_context: CliContext, devices: Sequence[str], action: str, body: dict[str, str]
 ) -> list[dict[str, Any]]:
+    """Apply an action to devices and return a row for each. Nothing is changed if a name is wrong."""
+    uuids = names.resolve_devices(cli_context.api, devices)
     numbers = itertools.count(1)
 
-    def apply_to_device(text: str) -> dict[str, Any]:
+    def apply_to_device(uuid: str) -> dict[str, Any]:
         number = next(numbers)
-        if len(devices) > PROGRESS_STEP and number % PROGRESS_STEP == 0:
-            click.echo(f"{number} of {len(devices)}", err=True)
-        shown = cli_context.api.post(
-            f"devices/{names.resolve_device(cli_context.api, text)}/{action}/", options.drop_empty(body)
-        )
-        return _build_device_row(shown)
+        if len(uuids) > PROGRESS_STEP and number % PROGRESS_STEP == 0:
+            click.echo(f"{number} of {len(uuids)}", err=True)
+        return _build_device_row(cli_context.api.post(f"devices/{uuid}/{action}/", options.drop_empty(body)))
 
-    return run_for_each(devices, apply_to_device)
+    return run_for_each(uuids, apply_to_device)
 
 
 def _build_device_row(shown: dict[str, Any]) -> dict[str, Any]:

@@ -66,9 +66,10 @@ def read_settings_file(context: click.Context, parameter: click.Parameter, path:
         if len(content) > MAX_SETTINGS_BYTES:
             raise click.BadParameter(f"{path} is larger than {MAX_SETTINGS_BYTES} bytes.")
         parsed = _parse_settings(content.decode(), path) or {}
+        json.dumps(parsed, allow_nan=False)  # TOML and YAML have dates and numbers that JSON has not
     except OSError as error:
         raise click.BadParameter(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise click.BadParameter(f"{path} cannot be understood: {error}") from None
     if not isinstance(parsed, dict):
         raise click.BadParameter(f"{path} has no settings: write names with values.")
@@ -156,7 +157,7 @@ settings_options = (
 )
 
 
-@verb_command("install-driver", "install-driver generic_driver --hosts-like 'gpu*' --settings generic.toml")
+@verb_command("install-driver", "install-driver generic_driver --hosts-like 'gpu*' --settings-file generic.toml")
 @add_rollout_options
 @settings_options[0]
 @settings_options[1]
@@ -189,7 +190,7 @@ def update_driver(
     """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held."""
     changes = _merge_settings(file, values) | ({} if enabled is None else {"enabled": enabled})
     if not changes:
-        raise click.UsageError("Select what to change: give --enable, --disable, --settings or --set.")
+        raise click.UsageError("Select what to change: give --enable, --disable, --settings-file or --set.")
     _start_rollout(cli_context, "update", changes, **rollout_options)
 
 

@@ -67,7 +67,7 @@ def _check_properties(context: click.Context, parameter: click.Parameter, values
 )
 @pass_cli_context
 def image_upload(cli_context: CliContext, file: str, name: str | None, properties: Sequence[str]) -> None:
-    """Store a file as an image, and print its uuid. Devices are programmed with it by device-program."""
+    """Store a file as an image, and print its uuid. Devices can then be programmed with it."""
     path = Path(file)
     try:
         with path.open("rb") as opened:

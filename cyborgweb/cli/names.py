@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from uuid import UUID
 
 import click
@@ -52,6 +53,11 @@ def resolve_device(api: ApiClient, text: str) -> str:
         lister = api.spell_verb("device-list")
         raise CliError(ExitCode.NOT_FOUND, f"There is no device {text!r}: `{lister}` lists all devices.")
     return str(matching_uuids[0])
+
+
+def resolve_devices(api: ApiClient, texts: Iterable[str]) -> list[str]:
+    """Return the uuids of devices, each once; raises as `resolve_device` does for the first wrong name."""
+    return list(dict.fromkeys(resolve_device(api, text) for text in texts))
 
 
 def resolve_host(api: ApiClient, name: str) -> str:

@@ -218,7 +218,9 @@ def parse_key_values(context: click.Context, parameter: click.Parameter, value: 
 
 def layout_option(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the option --layout, with further attributes of click's options."""
-    attributes.setdefault("help", "Settings of the device's driver, see `changeable` of device-show; can be repeated.")
+    attributes.setdefault(
+        "help", "Settings of the device's driver; the field `changeable` of a device lists them; can be repeated."
+    )
     return click.option("--layout", multiple=True, metavar="KEY=VALUE", callback=parse_key_values, **attributes)
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 from io import BytesIO
+from json import dumps as dump_json
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
+from uuid import uuid4
 
 import orjson
 from django.db import close_old_connections
 from django.urls import resolve
 
-from accelerators.domain.caller import Caller
+from accelerators.domain.caller import Caller, request_id
 from cyborgweb.auth.authentication import LocalRequest
 from cyborgweb.cli.connection import ApiClient, decode_response
+from cyborgweb.cli.exit_codes import CliError, ExitCode
 
 
 class LocalApiClient(ApiClient):
@@ -35,21 +38,31 @@ class LocalApiClient(ApiClient):
         self, method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
     ) -> dict[str, Any]:
         """Call the view of the path and return the decoded answer. The API's middleware is not involved."""
-        body = orjson.dumps(json) if data is None else b""
+        try:
+            query = urlencode(params or {}, doseq=True)
+            body = dump_json(json, allow_nan=False).encode() if data is None else b""
+        except (TypeError, ValueError) as error:
+            raise CliError(
+                ExitCode.USAGE, f"The request cannot be written as JSON or as an address: {error}."
+            ) from None
         environ = {
             "REQUEST_METHOD": method,
             "PATH_INFO": f"/api/{path}",
-            "QUERY_STRING": urlencode(params or {}, doseq=True),
+            "QUERY_STRING": query,
             "CONTENT_TYPE": "application/json" if data is None else "application/octet-stream",
             "CONTENT_LENGTH": str(len(body if data is None else data)),
             "HTTP_ACCEPT": "application/json",
             "wsgi.input": BytesIO(body) if data is None else data,
-            "wsgi.url_scheme": "http",
+            "wsgi.url_scheme": "https",
         }
         request = LocalRequest(environ, self.caller)
         match = resolve(request.path_info)
-        response = match.func(request, *match.args, **match.kwargs)
-        response.render()
+        token = request_id.set(f"req-{uuid4()}")  # the API's middleware does this over HTTP
+        try:
+            response = match.func(request, *match.args, **match.kwargs)
+            response.render()
+        finally:
+            request_id.reset(token)
         if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
             close_old_connections()  # a broken one, so that whoever waits goes on when PostgreSQL is back
         answer = SimpleNamespace(

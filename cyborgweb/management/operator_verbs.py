@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,6 +25,19 @@ from cyborgweb.management.local_api import LocalApiClient
 
 DEFAULTS = {"wait": False, "yes": True, "history": True, "which": "all", "limit": 1_000_000}
 """Defaults of options that differ from those of `cyborg`: scripts of operators do not expect to wait or to be asked."""
+
+
+DJANGO_OPTIONS = {"--settings", "--pythonpath"}
+"""Options that Django takes from the command line itself, before it runs a command of `manage.py`."""
+
+
+def _drop_django_options(verb: click.Command) -> click.Command:
+    """Return the verb without the spellings in DJANGO_OPTIONS of its options; their other spellings stay."""
+    copied = copy.copy(verb)
+    copied.params = [copy.copy(parameter) for parameter in verb.params]
+    for parameter in copied.params:
+        parameter.opts = [spelling for spelling in parameter.opts if spelling not in DJANGO_OPTIONS]
+    return copied
 
 
 @verb_command("admit", "admit --dry-run")
@@ -54,8 +68,8 @@ VERBS: Mapping[str, Mapping[str, click.Command]] = {
     },
     "driver": {
         "list": drivers.driver_list,
-        "install": drivers.install_driver,
-        "update": drivers.update_driver,
+        "install": _drop_django_options(drivers.install_driver),
+        "update": _drop_django_options(drivers.update_driver),
         "uninstall": drivers.uninstall_driver,
         "rollout": drivers.rollout_show,
         "cancel": drivers.rollout_cancel,

@@ -226,9 +226,6 @@ class ResultSerializer(serializers.Serializer[Any]):
         read_only=True, allow_null=True, help_text="The command, see /api/commands/; null if it was refused."
     )
     refused = serializers.CharField(read_only=True, help_text="Why it was refused; empty if there is a command.")
-    kind = serializers.CharField(
-        read_only=True, help_text="The kind of refusal: held, away, conflict, invalid or unknown."
-    )
     reason = serializers.CharField(
         read_only=True, help_text="The stable code of the refusal, as in the body of an error; empty if not refused."
     )
@@ -343,6 +340,5 @@ def _describe_result(result: partitioning.PartitionResult) -> dict[str, Any]:
         "device": result.device,
         "command": result.command and result.command.uuid,
         "refused": result.refused,
-        "kind": result.kind,
         "reason": result.reason.value if result.reason else "",
     }

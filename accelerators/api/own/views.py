@@ -204,8 +204,12 @@ class CollectionView(GenericViewSet[Any]):
         return requested
 
     def get_serializer_context(self) -> dict[str, Any]:
-        """Add the base of all addresses (`base`) and the requested fields (`fields`) to the serializer context."""
-        base = f"{self.request.scheme}://{self.request.get_host()}" if self.request else ""
+        """Add the base of all addresses (`base`) and the requested fields (`fields`) to the serializer context.
+
+        Without a host the base is "", so that addresses are paths.
+        """
+        host = self.request.get_host() if self.request else ""
+        base = f"{self.request.scheme}://{host}" if host else ""
         return {**super().get_serializer_context(), "base": base, "fields": getattr(self, "chosen_fields", ())}
 
     # Stands before `list`, which hides the type of that name from the annotations below it.

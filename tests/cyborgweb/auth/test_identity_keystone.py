@@ -48,6 +48,11 @@ def test_a_token_gives_the_callers_name_id_roles_project_and_scope(keystone: Key
     assert get_caller(keystone.token(unscoped=True)) == Caller("alice", "u-alice", frozenset(), "")
 
 
+def test_no_caller_with_a_keystone_token_is_the_local_operator(keystone: Keystone) -> None:
+    for token in (keystone.token("admin"), keystone.token("admin", system=True), keystone.token(unscoped=True)):
+        assert get_caller(token).is_local is False
+
+
 def test_a_project_token_is_accepted_and_validated_only_once(client: Client, keystone: Keystone) -> None:
     token = keystone.token("reader")
     assert [get_devices(client, token).status_code for _ in range(3)] == [200] * 3

@@ -6,13 +6,14 @@ import json
 
 import pytest
 from django.contrib.auth.models import User
+from django.core.handlers.wsgi import WSGIHandler
 from django.test import Client, RequestFactory
 from pytest_django import DjangoAssertNumQueries
 from rest_framework.exceptions import AuthenticationFailed, PermissionDenied
 from rest_framework.request import Request
 
 from accelerators.domain.caller import Caller
-from cyborgweb.auth.authentication import CallerAuthentication
+from cyborgweb.auth.authentication import CallerAuthentication, LocalRequest
 from cyborgweb.models import ApiToken
 
 pytestmark = pytest.mark.django_db
@@ -94,3 +95,17 @@ def test_unsafe_methods_with_a_session_need_the_csrf_token() -> None:
     request.user, request.session, request.COOKIES["sessionid"] = User.objects.get(), client.session, "its"
     with pytest.raises(PermissionDenied, match="CSRF"):
         authenticate_request(request)
+
+
+def test_no_caller_over_http_is_the_local_operator(client: Client, owner: User) -> None:
+    token = ApiToken.create_with_secret("admin", owner, ["admin"], "p1")
+    service = ApiToken.create_with_secret("nova", owner, ["service"], "service")
+    client.force_login(User.objects.create_superuser("root"))
+    from_session = RequestFactory().get("/", REMOTE_ADDR="127.0.0.1")
+    from_session.user, from_session.session = User.objects.get(username="root"), client.session
+    from_session.COOKIES["sessionid"] = "its"
+    for caller in (get_caller(token), get_caller(token, service), authenticate_request(from_session)):
+        assert caller.is_admin and caller.is_local is False
+    assert not issubclass(WSGIHandler.request_class, LocalRequest)
+    with pytest.raises(TypeError):
+        Caller("ci", "", frozenset(), "", False, "", "", True, True)  # type: ignore[call-arg, misc]

@@ -166,16 +166,26 @@ def test_discover_services_without_hosts_succeeds(cyborg: Cyborg) -> None:
 @uses_database
 def test_an_action_on_several_devices_reports_each_outcome_and_exits_with_6(cyborg: Cyborg) -> None:
     create_heard_host("cmp1", 2)
-    done = cyborg("device-maintain", "cmp1/0000:00:00.0", "cmp1/0000:09:00.0", "-f", "json")
+    unknown = "00000000-0000-4000-8000-000000000000"
+    done = cyborg("device-maintain", "cmp1/0000:00:00.0", unknown, "cmp1/0000:00:00.0", "-f", "json")
     assert done.exit_code == 6
-    assert [(row["outcome"], row["text"][:18]) for row in json.loads(done.stdout)] == [
+    assert [(row["outcome"], row["text"][:16]) for row in json.loads(done.stdout)] == [
         ("done", ""),
-        ("refused", "There is no device"),
+        ("refused", "Device not found"),
     ]
     barred = cyborg("device-ready", "cmp1/0000:00:00.0", "cmp1/0000:01:00.0", "-f", "csv", role="manager")
     assert barred.exit_code == 4 and ",Not tried: " in barred.stdout.splitlines()[2]
     barred = cyborg("device-ready", "cmp1/0000:00:00.0", "cmp1/0000:01:00.0", "-f", "json", role="manager")
     assert [row["reason"] for row in json.loads(barred.stdout)] == ["not_allowed", "not_allowed"]
+
+
+@uses_database
+@pytest.mark.parametrize(("wrong", "code"), [("cmp1/0000:09:00.0", 3), ("abcdabcd", 3), ("the fast one", 2)])
+def test_a_wrong_name_among_devices_changes_none(cyborg: Cyborg, wrong: str, code: int) -> None:
+    create_heard_host("cmp1", 2)
+    words = ("device-ready", "cmp1/0000:00:00.0", wrong, "cmp1/0000:01:00.0")
+    assert_refused(cyborg(*words), code, f"{wrong!r}")
+    assert Device.objects.filter(state="inactive").count() == 2
 
 
 @uses_database

@@ -124,6 +124,8 @@ def test_accelerator_create_reports_each_device_and_its_refusal(cyborg: Cyborg, 
     busy = ("accelerator-create", "--device", "cmp1/0000:01:00.0", "--device", "cmp1/0000:02:00.0", "--count", "2")
     mixed = cyborg(*busy, "--no-wait", "-f", "json")
     assert mixed.exit_code == 6 and "is busy with partition" in json.loads(mixed.stdout)[0]["text"]
+    assert json.loads(mixed.stdout)[0]["reason"] == "conflict"
+    assert cyborg("accelerator-create", "cmp1/disks").exit_code == 3
     assert_refused(cyborg("accelerator-delete", "--device", "cmp1/0000:01:00.0"), 2, "give --yes")
     assert_refused(cyborg("accelerator-create", "--host", "cmp1"), 2, "--device, or --host and --backend")
     assert_refused(cyborg("accelerator-create", "--device", "cmp1/0000:01:00.0", "--layout", "vfs"), 2, "KEY=VALUE")
