@@ -56,7 +56,7 @@ class Fleet(ChildProcess):
     """The process `tests.fleet.hosts`: `fleet.ask("change", share=0.1)` runs its command `change`."""
 
     def __init__(self, lab: Lab) -> None:
-        with lab.log("fleet") as log:
+        with lab.open_log("fleet") as log:
             super().__init__("tests.fleet.hosts", log)
 
 
