@@ -38,7 +38,10 @@ def build_tree(buses: Iterable[BusPosition]) -> list[TreeBranch]:
 
 
 def _iterate_branches(buses: Sequence[BusPosition], common: int, depth: int) -> Iterator[TreeBranch]:
-    """Yield the branches of buses that have their first `common` bridges in common, without these bridges."""
+    """Yield the branches of buses that have their first `common` bridges in common, without these bridges.
+
+    `depth` is the depth of the branches; boxes are not nested deeper than MAX_BOX_DEPTH.
+    """
     ports: dict[BridgePath, list[BusPosition]] = {}
     for bus in buses:
         ports.setdefault(bus[1][common : common + 1] or bus[:1], []).append(bus)
