@@ -76,9 +76,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """Return whether the URL may filter by `lookup`: `host__name`, which the page of a host uses, and Django's own
-        ones.
-        """
+        """Return whether the URL may filter by `lookup`: `host__name`, used by the page of a host, and Django's own."""
         return lookup == "host__name" or super().lookup_allowed(lookup, value, request)
 
     @display(description="State", ordering="state")
@@ -366,8 +364,7 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
     empty = "No attach handles yet. Each deployable that an agent reports brings its own."
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """Return whether the URL may filter by `lookup`: DEVICE_PARAM, which selects one device, and Django's own ones.
-        """
+        """Return whether the URL may filter by `lookup`: DEVICE_PARAM, which selects one device, and Django's own."""
         return lookup == DEVICE_PARAM or super().lookup_allowed(lookup, value, request)
 
     @display(description="Handle", ordering="attach_info")

@@ -255,9 +255,7 @@ class IntentAdmin(ReadOnlyModelAdmin):
 
     @display(description="Progress", ordering="attempts")
     def progress(self, intent: Intent) -> SafeString:
-        """Render a badge by the number of failed attempts: waiting, retrying or stuck. The last error is shown on
-        hover.
-        """
+        """Render a badge by the number of failed attempts (waiting, retrying, stuck), with the last error on hover."""
         if intent.attempts >= STUCK_AFTER:
             return badges.render_badge("stuck", "bad", intent.last_error)
         return (

@@ -82,10 +82,10 @@ def _build_event_entry(event: Event) -> TimelineEntry:
 
 
 def _iterate_command_entries(command: Command) -> Iterator[TimelineEntry]:
-    """Yield the entries of a command: when its agent took it, when it started and, once it has ended, its answer or
-    end.
+    """Yield an entry for when the agent took the command, when it started, and when it was answered.
 
-    The order itself is left out, because the event that caused it, such as `request.bind_started`, is in the timeline.
+    The last one comes only when the command has ended; its time is that of the end if there was no answer. The order
+    itself is left out, because the event that caused it, such as `request.bind_started`, is in the timeline.
     """
     op, agent, url = command.op, f"agent of {command.host.name}", badges.page_url("command", command.pk)
     if command.taken_at:

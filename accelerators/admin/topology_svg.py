@@ -37,9 +37,7 @@ class HandleState(Choice):
 
     @property
     def glyph(self) -> str:
-        """Return the glyph in the handle's cell: that of its tone, except for `reserved`, which must differ from
-        `free`.
-        """
+        """Return the glyph in the handle's cell: that of its tone; `reserved` has its own, to differ from `free`."""
         return "–" if self is HandleState.RESERVED else GLYPHS[self.tone]
 
 
@@ -317,8 +315,7 @@ def _wrap_in_svg(width: int, height: int, name: str, description: str, content: 
 
 
 def _draw_area(area: NumaArea) -> str:
-    """Return the SVG group of one NUMA node: its background, heading with the number of held handles, tree and cards.
-    """
+    """Return the SVG group of one NUMA node: background, heading with the number of held handles, tree and cards."""
     cards = [placed.card for placed in area.placed_cards]
     name = f"NUMA node {area.numa}" if area.numa >= 0 else "NUMA node unknown"
     held_count, handle_count = sum(card.held_count for card in cards), sum(card.handle_counts.total() for card in cards)
@@ -423,8 +420,7 @@ def _draw_card(placed: PlacedCard) -> str:
 
 
 def _draw_cells(placed: PlacedCard) -> str:
-    """Return the cells of a card's handles and, if some have no cell, their number; or a text if there are no handles.
-    """
+    """Return the cells of a card's handles and, if some have no cell, their number; a text if there are none."""
     card, per_row = placed.card, placed.cells_per_row
     if not card.handle_counts.total():
         return f'<text class="small" x="{ICON_SPACE}" y="{CARD_HEAD + 14}">no attach handles</text>'

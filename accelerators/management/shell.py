@@ -24,7 +24,9 @@ class OperatorCommand(BaseCommand):
 
 
 def current_operator() -> Caller:
-    """Return the caller for the person who runs `manage.py`, named by the login name. No policy rule applies to them.
+    """Return the caller for the person who runs `manage.py`, named by the login name.
+
+    No policy rule applies to this caller.
     """
     return Caller(getpass.getuser(), "", frozenset({ADMIN_ROLE}), "", is_local=True)
 

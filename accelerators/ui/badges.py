@@ -241,7 +241,9 @@ def _render_former_duration(fields: dict[str, Any]) -> SafeString | str:
 
 
 def _render_change(name: str, values: Any, former_duration: SafeString | str = "") -> SafeString:
-    """Render one change as `field before → after`, followed by `former_duration`; `values` is a pair, or the new value.
+    """Render one change as `field before → after`, followed by `former_duration`.
+
+    `values` is the pair of both values; anything else is the new value.
     """
     before, after = values if isinstance(values, list) and len(values) == 2 else (None, values)
     return format_html(

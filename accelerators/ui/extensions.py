@@ -25,7 +25,10 @@ template's variable: `host.load`. The pages of hosts, devices and requests call 
 
 
 def build_sections(page: str, row: Any) -> dict[str, Any]:
-    """Return the template variables of all sections that are registered for this page."""
+    """Return the template variables of all sections that are registered for this page, by name without the page.
+
+    Calls each registered function with `row`.
+    """
     return {
         name.removeprefix(f"{page}."): build(row)
         for name, build in PAGE_SECTIONS.items()
