@@ -106,8 +106,7 @@ class AgentAdmin(ReadOnlyModelAdmin):
     )
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Agent | None:
-        """Return an agent by its id, with host and lease; None if `object_id` is no number or there is no such agent.
-        """
+        """Return an agent by its id, with host and lease; None if `object_id` is no number or no agent has it."""
         agents = self.get_queryset(request).select_related("host__lease")
         is_valid_id = object_id.isdecimal() and len(object_id) < 19
         return agents.filter(pk=int(object_id)).first() if is_valid_id else None
@@ -119,8 +118,7 @@ class AgentAdmin(ReadOnlyModelAdmin):
 
     @display(description="Liveness", ordering="host__lease__seen_at")
     def shown_liveness(self, agent: Agent) -> SafeString:
-        """Render the agent's state as a badge, with the time when it was last heard, or the reason of its bar, on
-        hover.
+        """Render the agent's state as a badge. The time when it was last heard, or the reason of its bar, is on hover.
         """
         return render_liveness_badge(agent)
 
@@ -176,8 +174,9 @@ class AgentAdmin(ReadOnlyModelAdmin):
 
     @admin.action(description="Ask for new keys", permissions=["decide"])
     def rotate(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
-        """Ask the selected agents for new keys, now or when they connect next; barred agents are refused with a
-        message.
+        """Ask the selected agents for new keys, now or when they connect next.
+
+        Barred agents are refused, with a message for each.
         """
         self._apply_to_selected(request, agents, "asked for a new key", key_revocation.request_key_rotation)
 

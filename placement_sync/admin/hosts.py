@@ -76,7 +76,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:
         """Return the rows with their written providers loaded, each annotated with `waiting`.
 
-        `waiting` is the last error of the host's open intent ('' if it was not tried yet), None if the host has no open
+        `waiting` is the last error of the host's open intent ('' if it has not failed), None if the host has no open
         intent.
         """
         open_intents = Intent.objects.filter(kind=tasks.KIND, key=Cast(OuterRef("host__uuid"), CharField()))

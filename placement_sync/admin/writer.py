@@ -76,10 +76,9 @@ class WriterAdmin(RefusalAsMessage):
         return bool(request.user.has_perm("accelerators.change_host"))
 
     def save_model(self, request: HttpRequest, obj: Writer, form: forms.ModelForm[Writer], change: bool) -> None:
-        """Switch the writer, with its event, instead of saving the row. Raises RefusedError INVALID for an unusable
-        reason.
+        """Switch the writer, with its event, instead of saving the row.
 
-        Nothing happens if the chosen one is the writer already.
+        Nothing happens if the chosen one is the writer already. Raises RefusedError INVALID for an unusable reason.
         """
         actor = device_actions.get_caller(request).name
         writer_election.switch_writer(form.cleaned_data["who"], actor, form.cleaned_data["reason"])
@@ -116,8 +115,7 @@ class WriterAdmin(RefusalAsMessage):
 
     @display(description="Hosts whose agent cannot write, so the conductor writes")
     def shown_unable(self, writer: Writer) -> SafeString | str:
-        """Render a table of at most MAX_SHOWN hosts whose agent cannot write, each with the reason; "none" if all can.
-        """
+        """Render a table of at most MAX_SHOWN hosts whose agent cannot write, with the reasons; "none" if all can."""
         unable = writer_election.list_hosts_without_writer(Host.objects.order_by("name"))
         rows = format_html_join("", "<tr><td>{}</td><td>{}</td></tr>", unable[:MAX_SHOWN])
         more = (
