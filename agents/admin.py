@@ -118,8 +118,7 @@ class AgentAdmin(ReadOnlyModelAdmin):
 
     @display(description="Liveness", ordering="host__lease__seen_at")
     def shown_liveness(self, agent: Agent) -> SafeString:
-        """Render the agent's state as a badge. The time when it was last heard, or the reason of its bar, is on hover.
-        """
+        """Render the agent's state as a badge, with the same text on hover as `render_liveness_badge`."""
         return render_liveness_badge(agent)
 
     @display(description="Writes to Placement itself")

@@ -99,8 +99,9 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
     def apply_view(self, request: HttpRequest) -> HttpResponse:
         """GET: show how many inactive devices each rule would move. POST: move them and redirect to the list.
 
-        Raises PermissionDenied for a user who may not view rules, or whom neither the rule `cyborg:rule:update` nor
-        Django's permission `accelerators.change_device` allows to change them.
+        Devices are moved in slices, each in one transaction. Raises PermissionDenied for a user who may not view rules,
+        or whom neither the rule `cyborg:rule:update` nor Django's permission `accelerators.change_device` allows to
+        change them.
         """
         permissions.require_permission(request, permissions.UPDATE_RULES)
         if not self.has_view_permission(request):

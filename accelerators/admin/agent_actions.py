@@ -54,8 +54,8 @@ def handle_order(admin: Any, request: HttpRequest, target: Device | Host) -> Htt
 
     A destructive command on a device first answers with a confirmation page. If the command is refused, redirects to
     the page of the device or host with the reason as a message. Answers 405 to other methods than POST. Raises
-    PermissionDenied for users who may not order the command, and for a command that does not exist for this kind of
-    target.
+    PermissionDenied for users who may not order the command (`rescan` has a policy rule of its own), and for a command
+    that does not exist for this kind of target.
     """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])

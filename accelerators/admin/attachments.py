@@ -73,7 +73,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
 
     @display(description="By", ordering="actor")
     def by(self, row: Attachment) -> str:
-        """Return the name of the person who ordered the attachment."""
+        """Return the name of the caller who ordered the attachment."""
         return str(row.actor)
 
     @display(description="When", ordering="-id")

@@ -286,7 +286,10 @@ def command_list_url(bulk: Bulk) -> str:
 
 
 def build_progress_context(bulk: Bulk) -> dict[str, Any]:
-    """Return the context of `bulk_now.html`: state, progress, counts and duration."""
+    """Return the context of `bulk_now.html`: state, progress, counts and duration.
+
+    `piece` is the URL that the page polls, '' unless the bulk action is running. Costs no statement.
+    """
     running = bulk.state == BulkState.RUNNING
     return {
         "bulk": bulk,

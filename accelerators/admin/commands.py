@@ -242,8 +242,8 @@ def describe_waiting(command: Command) -> str:
 def build_progress_context(command: Command) -> dict[str, Any]:
     """Return the context of `command_now.html`: the command's stages with their times, and its progress.
 
-    Stages that were not reached are left out once the command has ended. Costs no statement except for loading the
-    host.
+    Stages that were not reached are left out once the command has ended. `piece` is the URL that the page polls, ''
+    once it has ended. Costs no statement except for loading the host.
     """
     stages = [
         ("ordered", command.created_at, "" if command.answered_at or command.taken_at else describe_waiting(command)),

@@ -141,7 +141,10 @@ def find_choice_of_bulk(bulk: Bulk) -> StateChoice | CommandChoice:
 
 
 def get_caller(request: HttpRequest) -> Caller:
-    """Return the logged-in user as the caller that events name: user name and id, without roles and project."""
+    """Return the logged-in user as the caller that events name: user name and id, without roles and project.
+
+    Do not check policy rules with it; `accelerators.ui.permissions` does that.
+    """
     return Caller(request.user.get_username(), str(request.user.pk), frozenset(), "")
 
 
@@ -168,9 +171,9 @@ def handle_state_change(admin: Any, request: HttpRequest, device: Device) -> Htt
     """Handle the POST of a device's page: change the device's state and redirect to its page with a message.
 
     An action with `danger` first answers with a confirmation page. If requests hold the device, every action does so,
-    and the user has to type the device's address, or its key if it has none. A device whose state changed since the
-    page was shown is left as it is. Refusals become messages. Answers 405 to other methods than POST. Raises
-    PermissionDenied for users who may not change devices, and for unknown actions.
+    and the user has to type the device's address, or its key if it has none. If the form says which state the user saw
+    (`seen`), a device whose state has changed since then is left as it is. Refusals become messages. Answers 405 to
+    other methods than POST. Raises PermissionDenied for users who may not change devices, and for unknown actions.
     """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])

@@ -276,7 +276,8 @@ def render_rollout_state(rollout: Rollout) -> SafeString:
 def build_progress_context(rollout: Rollout) -> dict[str, Any]:
     """Return the context of `rollout_now.html`: the rollout's progress, counts, and at most MAX_HOST_ROWS hosts.
 
-    Hosts that failed come first, then those that are under way. Costs two statements.
+    Hosts that failed come first, then those that are under way. `piece` is the URL that the page polls, '' once the
+    rollout has ended. Costs two statements.
     """
     step_counts = driver_rollouts.count_steps_by_state(rollout)
     finished_count = sum(

@@ -221,7 +221,7 @@ def _is_exact_term(term: str) -> bool:
 
 
 def _parse_time(text: str) -> datetime:
-    """Parse an ISO time, in UTC unless it has an offset. Raises ValueError."""
+    """Parse an ISO time; it is in UTC unless it has an offset. Raises ValueError for text that is no ISO time."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 

@@ -30,7 +30,8 @@ CHANGE_SIGNS = {"more": 1, "fewer": -1, "none": 0}
 def change_units(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
     """Admin action: show the page for those selected devices whose number of units can be changed.
 
-    If there are none, or more than `partitioning.MAX_DEVICES`, stays on the list with a message.
+    If there are none, or more than `partitioning.MAX_DEVICES`, returns None and adds a message: the list is shown
+    again. Nothing is changed here.
     """
     devices = list(
         queryset.exclude(sized_by="").select_related("host").order_by("host_id", "key")[: partitioning.MAX_DEVICES + 1]

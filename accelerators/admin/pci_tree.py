@@ -33,7 +33,10 @@ class TreeBranch:
 
 
 def build_tree(buses: Iterable[BusPosition]) -> list[TreeBranch]:
-    """Return the tree as a list in drawing order: a box comes before everything behind it, else the order is kept."""
+    """Return the tree as a list in drawing order: a box comes before everything behind it.
+
+    Buses that have a bridge in common come together, at the place of the first of them; otherwise the order is kept.
+    """
     return list(_iterate_branches(list(buses), 0, 0))
 
 

@@ -124,7 +124,8 @@ class NoticeRow:
 def list_notices(request: AcceleratorRequest, events: Iterable[Event]) -> list[NoticeRow]:
     """Return the notices to Nova about a request, the oldest first, and at the end the one still to be sent, if any.
 
-    While Nova cannot be reached only the last try is stored. Costs one statement, for the waiting notice.
+    `events` are those of the request. While Nova cannot be reached only the last try is stored. Costs one statement,
+    for the waiting notice.
     """
     notice_rows = [
         _build_notice_row(event)

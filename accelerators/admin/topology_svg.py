@@ -173,7 +173,8 @@ class PlacedBranch:
 
 @dataclass(frozen=True)
 class NumaArea:
-    """A NUMA node with its position, its size and its columns of branches."""
+    """A NUMA node with its position, its size and its columns of branches. `numa` is negative if the node is unknown.
+    """
 
     numa: int
     x: int

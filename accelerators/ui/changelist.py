@@ -97,7 +97,10 @@ class ConsoleChangeList(ChangeList):
         ]
 
     def saved_views(self) -> Any:
-        """Return this user's saved views of this list and those that others share."""
+        """Return the saved views of this list that this user may see, as the function in LIST_MEMORY finds them.
+
+        These are the user's own and, unless the user is limited to one project, those that others share.
+        """
         return self.model_admin.load_list_memory(self.request).views
 
     def shareable_query(self) -> str:
@@ -125,7 +128,10 @@ class ConsoleChangeList(ChangeList):
 
 
 class ConsoleModelAdmin(ModelAdmin):
-    """Base class of all lists. `empty` is the sentence that an empty list shows; it says how rows come into being."""
+    """Base class of all lists.
+
+    `empty` is the sentence that an empty list shows; it says how rows come into being.
+    """
 
     list_per_page = 50
     list_max_show_all = 50
@@ -204,7 +210,8 @@ class ConsoleModelAdmin(ModelAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the rows that this user may see: those of one project if the user is limited to it (promise X4).
 
-        Lists, pages, exports and the live feed all start from this query.
+        A model without `project_field` is not limited. Lists, pages, exports and the live feed all start from this
+        query.
         """
         rows: QuerySet[Any] = super().get_queryset(request)
         project = USER_PROJECT.only()(request.user) if self.project_field else ""

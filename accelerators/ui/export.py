@@ -114,7 +114,7 @@ def _stream_and_record(
     """Yield the file in chunks and then record the event `list.exported` with the number of rows that were read.
 
     All rows are read in one transaction, which PostgreSQL ends after STALL_TIMEOUT if the client reads nothing. The
-    event is recorded also if the client disconnects or the query fails, but not if nothing was read at all.
+    event is recorded also if the client disconnects or the query fails, but not if the iteration never begins.
     """
     row_counter = [0]
     try:
@@ -155,7 +155,10 @@ def _write_csv(names: list[str], chunks: Iterator[list[Sequence[Any]]]) -> Itera
 
 
 def _to_csv_cell(value: Any) -> Any:
-    """Return a value as text that a spreadsheet shows but does not evaluate; numbers and None are left as they are."""
+    """Return a value as text that a spreadsheet shows but does not evaluate; numbers and None are left as they are.
+
+    A `'` is put before text that begins with one of FORMULA_PREFIXES. Times are in UTC; lists and dicts become JSON.
+    """
     if value is None or isinstance(value, (int, float)):
         return value
     if isinstance(value, datetime):

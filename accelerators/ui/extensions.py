@@ -41,7 +41,8 @@ class SearchProvider:
     """Rows that the search page finds; their model has a list in the console.
 
     `uuid_fields` and `name_fields` are fields that are searched by prefix. `result_text` and `side_text` are database
-    expressions for the result's text and the text next to it; `describe` makes the shown text of the former.
+    expressions for the result's text and the text next to it; `describe` turns the value of `result_text` into the text
+    that is shown.
     """
 
     model: type[Any]

@@ -278,7 +278,7 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
 
     @display(description="Device")
     def shown_device(self, row: Discrepancy) -> SafeString:
-        """Render the device as a link; a dash if it was removed."""
+        """Render the device as a link; a dash if the discrepancy concerns no present device."""
         return badges.render_page_link("device", row.device_id, row.device) if row.device else badges.DASH
 
     @display(description="Provider")

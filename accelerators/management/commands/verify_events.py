@@ -40,6 +40,7 @@ class Command(shell.OperatorCommand):
     help = "Verify the hash chain over events, or print its newest seal, to be stored elsewhere."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options `--from`, `--to`, `--seal-file`, `--anchor` and `--json`."""
         parser.add_argument("--from", dest="first", type=int, default=1, metavar="N", help="start with this seal")
         parser.add_argument("--to", dest="last", type=int, metavar="N", help="end with this seal")
         parser.add_argument("--seal-file", type=Path, help="file of stored seals: a number and a hash per line")
