@@ -114,7 +114,7 @@ class HostAdmin(ReadOnlyModelAdmin):
 
     @display(description="Last change", ordering="-reported_at")
     def reported(self, host: Host) -> SafeString:
-        """Render the time `reported_at` of the host."""
+        """Render when the host's last report was applied; a dash if never."""
         return badges.render_relative_time(host.reported_at)
 
     def get_urls(self) -> list[Any]:

@@ -173,8 +173,7 @@ class PlacedBranch:
 
 @dataclass(frozen=True)
 class NumaArea:
-    """A NUMA node with its position, its size and its columns of branches. `numa` is negative if the node is unknown.
-    """
+    """A NUMA node with its position, its size and its columns of branches; `numa` is negative if it is unknown."""
 
     numa: int
     x: int
