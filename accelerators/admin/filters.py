@@ -25,7 +25,10 @@ class DeviceFreshnessListFilter(admin.SimpleListFilter):
         return [("yes", "stale"), ("no", "live")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:
-        """Return the stale devices, the live ones or, if nothing is chosen, all."""
+        """Return the stale devices, the live ones or, if nothing is chosen, all.
+
+        If on a host only backends failed, their devices are in neither result (see `_select_hosts_with_stale_devices`).
+        """
         if self.value() not in ("yes", "no"):
             return queryset
         stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
@@ -38,9 +41,9 @@ class DeviceFreshnessListFilter(admin.SimpleListFilter):
 
 
 def _select_hosts_with_stale_devices() -> QuerySet[Host]:
-    """Query the hosts that can have stale devices.
+    """Query the hosts whose agent has not been heard from, or one of whose drivers has an error.
 
-    Their agent has not been heard from, or one of their drivers or backends failed.
+    An error of a backend whose driver has none is not found.
     """
     has_error = Func(
         F("drivers"),
