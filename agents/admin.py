@@ -28,14 +28,21 @@ from agents.models import Agent, JoinToken
 
 
 def render_liveness_badge(agent: Agent) -> SafeString:
-    """Return the badge of an agent's state: up, late or down by the age of its lease, or revoked or clone if barred."""
+    """Return the badge of an agent's state: up, late or down by the age of its lease, or revoked or clone if barred.
+
+    The time when it was last heard, or the reason of the bar, is shown on hover. Runs up to two queries unless
+    `host__lease` was loaded with select_related.
+    """
     state, last_heard = get_agent_state(agent), get_last_heard(agent)
     heard = f"last heard {last_heard:%Y-%m-%d %H:%M:%S} UTC" if last_heard else "never heard since it enrolled"
     return badges.render_choice(state, agent.barred_reason if agent.barred else heard)
 
 
 def build_host_section(host: Host) -> dict[str, Any] | None:
-    """Return the agent of a host and how long it is there, for the host's page; None if no agent has joined."""
+    """Return the agent of a host, with its state and the times since when it is connected and enrolled, for its page.
+
+    Returns None if no agent has joined for the host.
+    """
     agent: Agent | None = getattr(host, "agent", None)
     if agent is None:
         return None
@@ -55,9 +62,11 @@ class LivenessFilter(admin.SimpleListFilter):
     title, parameter_name = "liveness", "is"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the states of `AgentState` as choices."""
         return AgentState.choices()
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Agent]) -> QuerySet[Agent]:
+        """Return the agents in the chosen state; all if none, or no existing state, is chosen."""
         return queryset.filter(build_state_condition(str(self.value()))) if self.value() in [*AgentState] else queryset
 
 
@@ -97,42 +106,56 @@ class AgentAdmin(ReadOnlyModelAdmin):
     )
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Agent | None:
+        """Return an agent by its id, with host and lease; None if `object_id` is no number or no agent has it."""
         agents = self.get_queryset(request).select_related("host__lease")
         is_valid_id = object_id.isdecimal() and len(object_id) < 19
         return agents.filter(pk=int(object_id)).first() if is_valid_id else None
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, agent: Agent) -> SafeString:
+        """Render the agent's host as a link."""
         return badges.render_page_link("host", agent.host_id, agent.host.name)
 
     @display(description="Liveness", ordering="host__lease__seen_at")
     def shown_liveness(self, agent: Agent) -> SafeString:
+        """Render the agent's state as a badge, with the same text on hover as `render_liveness_badge`."""
         return render_liveness_badge(agent)
 
     @display(description="Writes to Placement itself")
     def shown_writes(self, agent: Agent) -> str:
-        """Whether the agent can write to Placement itself, or why it cannot."""
+        """Return "yes" if the agent can write to Placement itself, otherwise why it cannot."""
         return explain_cannot_write(agent) or "yes"
 
     @display(description="Last heard", ordering="-host__lease__seen_at")
     def heard(self, agent: Agent) -> SafeString:
+        """Render when the agent was last heard; a dash if never."""
         return badges.render_relative_time(get_last_heard(agent))
 
     @display(description="Boot", ordering="boot_id")
     def shown_boot(self, agent: Agent) -> SafeString:
+        """Render the boot id of the agent's host; a dash if it is not known."""
         return badges.render_identifier(agent.boot_id)
 
     @display(description="Connected", ordering="-connected_at")
     def connected(self, agent: Agent) -> SafeString:
+        """Render when the agent last connected; a dash if never."""
         return badges.render_relative_time(agent.connected_at)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
-        """Return whether the user may run the actions: that needs the permission to change agents."""
+        """Return whether the user may run the actions; Django asks this for the permission `decide`.
+
+        The rule `cyborg:agent:update` or Django's permission `agents.change_agent` allows it, but not while everything
+        is read only.
+        """
         return permissions.is_allowed(request, permissions.UPDATE_AGENTS, "agents.change_agent")
 
     @admin.action(description="Revoke: close their connections and bar their keys", permissions=["decide"])
     def revoke(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
-        """Revoke the selected agents."""
+        """Revoke the selected agents: end their connections, bar their keys and expire their hosts' join tokens.
+
+        A host comes back only with a new join token and a new key. Agents that are revoked already are left as they
+        are.
+        """
         self._apply_to_selected(
             request,
             agents,
@@ -142,18 +165,28 @@ class AgentAdmin(ReadOnlyModelAdmin):
 
     @admin.action(description="Admit again agents that were barred as clones", permissions=["decide"])
     def admit(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
-        """Lift the bars of selected agents that were barred as clones."""
+        """Lift the bars of those selected agents that were barred as clones; agents without a bar are left as they are.
+
+        Revoked agents are refused, with a message for each.
+        """
         self._apply_to_selected(request, agents, "admitted", key_revocation.lift_clone_bar)
 
     @admin.action(description="Ask for new keys", permissions=["decide"])
     def rotate(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
-        """Ask the selected agents for new keys."""
+        """Ask the selected agents for new keys, now or when they connect next.
+
+        Barred agents are refused, with a message for each.
+        """
         self._apply_to_selected(request, agents, "asked for a new key", key_revocation.request_key_rotation)
 
     def _apply_to_selected(
         self, request: HttpRequest, agents: QuerySet[Agent], done_text: str, decision: Callable[[Agent, str], object]
     ) -> None:
-        """Apply `decide` to each selected agent, and show which were changed and why others were refused."""
+        """Call `decision` for each selected agent with the user's name, each in a transaction of its own.
+
+        Shows an error message for each agent that is refused (RefusedError), and a message with the hosts that were
+        changed. An agent for which `decision` returns False counts as not changed.
+        """
         hosts = []
         for agent in agents.select_related("host"):
             try:
@@ -175,9 +208,11 @@ class TokenUseFilter(admin.SimpleListFilter):
     title, parameter_name = "use", "use"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the three choices: open, used and expired."""
         return [("open", "open"), ("used", "used"), ("expired", "expired")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[JoinToken]) -> QuerySet[JoinToken]:
+        """Return the join tokens with the chosen use; all if none is chosen."""
         now = datetime.now(UTC)
         conditions = {
             "open": Q(used_at__isnull=True, expires_at__gte=now),
@@ -190,7 +225,7 @@ class TokenUseFilter(admin.SimpleListFilter):
 
 @admin.register(JoinToken)
 class JoinTokenAdmin(ConsoleModelAdmin):
-    """Pages of join tokens. They are made by `manage.py join_token`, which alone shows the secret.
+    """List of join tokens and the page of one. They are made by `manage.py join_token`, which alone shows the secret.
 
     They cannot be changed. Deleting a token withdraws it.
     """
@@ -206,13 +241,16 @@ class JoinTokenAdmin(ConsoleModelAdmin):
     empty = "No join tokens yet. “manage.py join_token HOST” makes one and prints it, once."
 
     def has_add_permission(self, request: HttpRequest) -> bool:
+        """Return False: only `manage.py join_token` makes tokens."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return False: join tokens cannot be changed."""
         return False
 
     @display(description="Use")
     def shown_use(self, token: JoinToken) -> SafeString:
+        """Render a badge: used, with the time on hover, expired without having been used, or open."""
         if token.used_at:
             return badges.render_badge("used", "good", f"at {token.used_at:%Y-%m-%d %H:%M:%S} UTC")
         if token.expires_at < datetime.now(UTC):
@@ -221,12 +259,15 @@ class JoinTokenAdmin(ConsoleModelAdmin):
 
     @display(description="Bound key", ordering="public_key")
     def shown_key(self, token: JoinToken) -> SafeString:
+        """Render the first 12 characters of the public key to which the token is bound; a dash if there is none."""
         return badges.render_identifier(token.public_key[:12] and f"{token.public_key[:12]}…")
 
     @display(description="Made", ordering="-created_at")
     def created(self, token: JoinToken) -> SafeString:
+        """Render when the token was made."""
         return badges.render_relative_time(token.created_at)
 
     @display(description="Expires", ordering="expires_at")
     def expires(self, token: JoinToken) -> SafeString:
+        """Render when the token expires."""
         return badges.render_relative_time(token.expires_at)

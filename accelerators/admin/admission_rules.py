@@ -46,24 +46,33 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
 
     @display(description="In force", ordering="enabled")
     def shown_enabled(self, rule: AdmissionRule) -> SafeString:
+        """Render whether the rule is in force as a badge: on or off."""
         return badges.render_badge("on", "good") if rule.enabled else badges.render_badge("off", "calm")
 
     @display(description="Found devices become", ordering="action")
     def shown_action(self, rule: AdmissionRule) -> SafeString:
+        """Render the state that the rule gives to the devices that it matches, as a badge."""
         return badges.render_device_state(rule.action)
 
     @display(description="If they match")
     def shown_fits(self, rule: AdmissionRule) -> str:
+        """Return the conditions of the rule as text, such as "host cmp1, vendor 10de"; "always" if it has none."""
         conditions = {name: getattr(rule, name) for name in ("host", "driver", "vendor", "model", "type")}
         return ", ".join(f"{name} {value}" for name, value in conditions.items() if value) or "always"
 
     @display(description="Changed", ordering="-updated_at")
     def updated(self, rule: AdmissionRule) -> SafeString:
+        """Render when the rule was last changed or, if it never was, when it was created."""
         return badges.render_relative_time(rule.updated_at or rule.created_at)
 
     def save_model(
         self, request: HttpRequest, obj: AdmissionRule, form: ModelForm[AdmissionRule], change: bool
     ) -> None:
+        """Create or change the rule, with an event, by `accelerators.devices.admission_rules`.
+
+        Raises RefusedError: CONFLICT for a name that is in use or too many rules, NOT_FOUND if the rule was deleted
+        meanwhile. Devices that the rule admitted before keep their state.
+        """
         values, caller = {name: form.cleaned_data[name] for name in self.fields}, device_actions.get_caller(request)
         if change:
             admission_rules.edit_rule(obj.uuid, values, caller, EventSource.PERSON)
@@ -71,18 +80,29 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
             obj.pk = admission_rules.create_rule(values | {"uuid": obj.uuid}, caller, EventSource.PERSON).pk
 
     def delete_model(self, request: HttpRequest, obj: AdmissionRule) -> None:
+        """Delete the rule, with an event; devices that it admitted keep their state. Raises RefusedError NOT_FOUND."""
         admission_rules.delete_rule(obj.uuid, device_actions.get_caller(request), EventSource.PERSON)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[AdmissionRule]) -> None:
+        """Delete the selected rules one by one, each in a transaction of its own and with an event.
+
+        Raises RefusedError NOT_FOUND if one was deleted meanwhile.
+        """
         for rule in queryset:
             self.delete_model(request, rule)
 
     def get_urls(self) -> list[Any]:
+        """Add the URL of `apply_view`."""
         apply_view = self.admin_site.admin_view(self.apply_view)
         return [path("apply/", apply_view, name="accelerators_admissionrule_apply"), *super().get_urls()]
 
     def apply_view(self, request: HttpRequest) -> HttpResponse:
-        """GET: show how many inactive devices each rule would move. POST: move them."""
+        """GET: show how many inactive devices each rule would move. POST: move them and redirect to the list.
+
+        Devices are moved in slices, each in one transaction. Raises PermissionDenied for a user who may not view rules,
+        or whom neither the rule `cyborg:rule:update` nor Django's permission `accelerators.change_device` allows to
+        change them.
+        """
         permissions.require_permission(request, permissions.UPDATE_RULES)
         if not self.has_view_permission(request):
             raise PermissionDenied
@@ -103,4 +123,5 @@ class AdmissionRuleAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return TemplateResponse(request, "accelerators/rules_apply.html", context)
 
     def _select_counted_rules(self, counts: dict[str, int]) -> QuerySet[AdmissionRule]:
+        """Query the rules whose names are keys of `counts`, in the order in which they are tried."""
         return AdmissionRule.objects.filter(name__in=counts)

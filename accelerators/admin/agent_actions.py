@@ -32,7 +32,8 @@ OP_PARTICIPLES = {"uninstall": "uninstalled", "program": "programmed", "partitio
 def list_available_commands(request: HttpRequest, device: Device, held: int) -> list[OrderableCommand]:
     """Return the commands that this user can order for a device now; none if the user may not order commands.
 
-    `held` is the number of our requests that hold the device.
+    `held` is the number of our requests that hold the device. Placement, Nova and the agent's connection are not
+    checked.
     """
     if not permissions.is_allowed(request, permissions.CREATE_COMMAND):
         return []
@@ -51,9 +52,10 @@ def select_images(offered_commands: list[OrderableCommand]) -> QuerySet[Image] |
 def handle_order(admin: Any, request: HttpRequest, target: Device | Host) -> HttpResponse:
     """Handle the POST of a button: place the command and redirect to its page.
 
-    A dangerous command on a device first answers with a confirmation page. If the command is refused, redirects to the
-    page of the device or host with the reason as a message. Raises PermissionDenied for users who may not order it, and
-    for commands that do not exist there.
+    A destructive command on a device first answers with a confirmation page. If the command is refused, redirects to
+    the page of the device or host with the reason as a message. Answers 405 to other methods than POST. Raises
+    PermissionDenied for users who may not order the command (`rescan` has a policy rule of its own), and for a command
+    that does not exist for this kind of target.
     """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
@@ -75,7 +77,10 @@ def handle_order(admin: Any, request: HttpRequest, target: Device | Host) -> Htt
 
 
 def _parse_arguments(request: HttpRequest, act: OrderableCommand) -> dict[str, Any]:
-    """Return the arguments of a command from the form's fields. Raises RefusedError INVALID."""
+    """Return the arguments of a command from the form's fields; {} if the command takes none.
+
+    Raises RefusedError INVALID for a layout that is empty or incomplete, or an image or deployable that is not a uuid.
+    """
     text = request.POST.get(act.takes, "").strip() if act.takes else ""
     deployable = request.POST.get("deployable", "")
     match act.takes:
@@ -96,6 +101,7 @@ def _parse_arguments(request: HttpRequest, act: OrderableCommand) -> dict[str, A
 def _place_command(
     request: HttpRequest, act: OrderableCommand, target: Device | Host, arguments: dict[str, Any]
 ) -> Command:
+    """Place the command for the device or host and return its row. Raises RefusedError if it is not possible."""
     place = command_queue.order_device_command if isinstance(target, Device) else command_queue.order_host_command
     reason = request.POST.get("reason", "")
     return place(
@@ -104,7 +110,11 @@ def _place_command(
 
 
 def _render_confirmation(admin: Any, request: HttpRequest, act: OrderableCommand, device: Device) -> HttpResponse:
-    """Show the confirmation page; if somebody holds the device, or that cannot be checked, it says so."""
+    """Answer with the confirmation page of a destructive command; nothing is ordered or locked.
+
+    All holder checks are made. If somebody holds the device, or a check cannot answer, the page shows that instead of
+    the button.
+    """
     try:
         safety.refuse_unless_free(device, OP_PARTICIPLES[act.op])
         refusal = ""

@@ -44,38 +44,54 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
     empty = "Nothing was attached to a running instance yet. Nova's own requests are listed under Requests."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the user may view attachments: with Django's view permission, or if they may attach.
+
+        The rule `cyborg:attachment:elevated` or Django's permission `accelerators.change_device` allows a user to
+        attach. While everything is read only, only the view permission counts.
+        """
         return super().has_view_permission(request, obj) or permissions.is_allowed(request, permissions.ATTACH)
 
     @display(description="Attachment", ordering="uuid")
     def shown_uuid(self, row: Attachment) -> SafeString:
+        """Render the first eight characters of the attachment's uuid."""
         return badges.render_short_uuid(row.uuid)
 
     @display(description="State", ordering="state")
     def shown_state(self, row: Attachment) -> SafeString:
+        """Render the attachment's state as a badge, with its fault on hover."""
         return render_attachment_state(row)
 
     @display(description="Instance", ordering="instance")
     def shown_instance(self, row: Attachment) -> SafeString:
+        """Render the first eight characters of the instance's uuid."""
         return badges.render_short_uuid(row.instance)
 
     @display(description="Profile or device")
     def what(self, row: Attachment) -> SafeString | str:
+        """Return the name of the attached device profile; if a device was named instead, render its shortened uuid."""
         return row.profile or badges.render_short_uuid(row.device)
 
     @display(description="By", ordering="actor")
     def by(self, row: Attachment) -> str:
+        """Return the name of the caller who ordered the attachment."""
         return str(row.actor)
 
     @display(description="When", ordering="-id")
     def when(self, row: Attachment) -> SafeString:
+        """Render when the attachment was ordered."""
         return badges.render_relative_time(row.created_at)
 
     def get_urls(self) -> list[Any]:
+        """Add the URL of `attach_view`."""
         attach_view = self.admin_site.admin_view(self.attach_view)
         return [path("attach/", attach_view, name="accelerators_attachment_attach"), *super().get_urls()]
 
     def attach_view(self, request: HttpRequest) -> HttpResponse:
-        """GET: show the form. POST: start the attachment and redirect to its page; if it is refused, show the form."""
+        """GET: show the form. POST: order the attachment and redirect to its page.
+
+        The job `attachments` attaches the devices later. If the order is refused, the form is shown again with the
+        reason. Raises PermissionDenied for a user who may not attach.
+        """
         permissions.require_permission(request, permissions.ATTACH)
         if request.method == "POST":
             try:
@@ -96,7 +112,11 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: show the attachment's state, its steps so far, and what a person has to do. POST: detach it."""
+        """GET: show the attachment's state, its steps so far, and what a person has to do. POST: order its detachment.
+
+        Raises Http404 if there is no such attachment, and PermissionDenied for a user who may not view it or, on POST,
+        may not detach it.
+        """
         row: Attachment | None = self.get_object(request, object_id)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -131,6 +151,10 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
         return TemplateResponse(request, "accelerators/attachment.html", context)
 
     def _handle_detach(self, request: HttpRequest, row: Attachment) -> HttpResponse:
+        """Order the detachment and redirect to the attachment's page; a refusal becomes a message there.
+
+        Raises PermissionDenied for a user who may not detach.
+        """
         permissions.require_permission(request, permissions.DETACH)
         try:
             attachment_orders.order_detachment(
@@ -147,6 +171,10 @@ def render_attachment_state(row: Attachment) -> SafeString:
 
 
 def _start_attachment(request: HttpRequest) -> Attachment:
+    """Order the attachment that the form asks for, and return its row; the job `attachments` does the work later.
+
+    Raises RefusedError: INVALID if the instance or the device is not a uuid, and whatever `order_attachment` refuses.
+    """
     form_values = {name: request.POST.get(name, "").strip() for name in ("instance", "profile", "device")}
     try:
         instance, device = UUID(form_values["instance"]), UUID(form_values["device"]) if form_values["device"] else None

@@ -40,7 +40,7 @@ MOVED_PREDICTED = "will be done"
 class BulkAdmin(ReadOnlyModelAdmin):
     """List of bulk actions with their author, progress and outcomes, and the page of one.
 
-    Users who may decide about devices can view it without Django's view permission.
+    Users who may change the state of devices can view it without Django's view permission.
     """
 
     list_display = ("shown_state", "what", "shown_progress", "by", "when")
@@ -52,18 +52,26 @@ class BulkAdmin(ReadOnlyModelAdmin):
     empty = "No bulk actions yet. To make one, select devices in the list of devices and choose an action."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the user may view bulk actions: with Django's view permission, or if they may change devices.
+
+        The rule `cyborg:device:update` or Django's permission `accelerators.change_device` allows a user to change
+        devices. While everything is read only, only the view permission counts.
+        """
         return super().has_view_permission(request, obj) or permissions.is_allowed(request)
 
     @display(description="State", ordering="state")
     def shown_state(self, bulk: Bulk) -> SafeString:
+        """Render the state of the bulk action as a badge; a running dry run is shown as "dry run"."""
         return render_bulk_state(bulk)
 
     @display(description="What", ordering="action")
     def what(self, bulk: Bulk) -> str:
+        """Return the label of the action and its number of devices."""
         return describe_bulk(bulk)
 
     @display(description="Devices")
     def shown_progress(self, bulk: Bulk) -> SafeString | str:
+        """Render a progress bar while the bulk action runs, otherwise its outcomes with their numbers as badges."""
         return (
             render_bulk_progress(bulk)
             if bulk.state == BulkState.RUNNING
@@ -72,26 +80,33 @@ class BulkAdmin(ReadOnlyModelAdmin):
 
     @display(description="By, and why", ordering="actor")
     def by(self, bulk: Bulk) -> SafeString:
+        """Render the name of the author with the reason below."""
         return format_html('{}<span class="reason">{}</span>', bulk.actor, bulk.reason)
 
     @display(description="When", ordering="-id")
     def when(self, bulk: Bulk) -> SafeString:
+        """Render when the bulk action was started or, if it never was, when it was made."""
         return badges.render_relative_time(bulk.started_at or bulk.created_at)
 
     def get_urls(self) -> list[Any]:
+        """Add the URL of `progress_view`."""
         progress_view = self.admin_site.admin_view(self.progress_view)
         return [path("<int:pk>/now/", progress_view, name="accelerators_bulk_now"), *super().get_urls()]
 
     def progress_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Answer with the part of a bulk action's page that shows its progress; the page polls it until it has ended.
 
-        Answers 404 if there is no such bulk action.
+        Answers 404 if there is no such bulk action. Raises PermissionDenied for a user who may not view bulk actions.
         """
         bulk = self._require_view_permission(request, Bulk.objects.filter(pk=pk).first())
         context = build_progress_context(bulk) if bulk else {}
         return TemplateResponse(request, "accelerators/bulk_now.html", context, status=200 if bulk else 404)
 
     def _require_view_permission(self, request: HttpRequest, bulk: Bulk | None) -> Bulk | None:
+        """Return `bulk`, which may be None, unchanged.
+
+        Raises PermissionDenied for a user who may not view bulk actions.
+        """
         if not self.has_view_permission(request):
             raise PermissionDenied
         return bulk
@@ -101,8 +116,9 @@ class BulkAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """GET: show the confirmation question, the progress or the result.
 
-        POST: confirm it, start a dry run, cancel it, or make a new draft of the refused devices. If the POST is
-        refused, the page is shown again with the reason.
+        POST: confirm the bulk action, start a dry run, cancel it, or make a new draft of the refused devices, then
+        redirect. If the POST is refused, the page is shown again with the reason. Raises Http404 if there is no such
+        bulk action, and PermissionDenied for a user who may not view it or, on POST, may not change devices.
         """
         bulk = self._require_view_permission(request, self.get_object(request, object_id))
         if bulk is None:
@@ -126,9 +142,11 @@ class BulkAdmin(ReadOnlyModelAdmin):
     def _handle_post(self, request: HttpRequest, bulk: Bulk) -> HttpResponse:
         """Perform the verb of a POST: `confirm`, `try` (dry run), `cancel` or `again` (a new draft of refused devices).
 
+        Redirects to the page of the bulk action or, after `again`, of the new draft; an unknown verb does nothing else.
         A repeated `confirm`, `try` or `cancel` has no effect; each `again` makes another draft. Only the author of a
-        bulk action may confirm it or try it (else PermissionDenied). If it would touch held devices, `confirm` does
-        nothing unless the user typed the number of devices.
+        bulk action may confirm or try it (else PermissionDenied). If the action would change held devices, `confirm`
+        does nothing unless the user typed the number of devices. Raises RefusedError INVALID for an unusable reason,
+        and for `again` if no refused device exists any more.
         """
         caller, target_url = device_actions.get_caller(request), badges.page_url("bulk", bulk.uuid)
         match request.POST.get("do"):
@@ -172,22 +190,27 @@ class BulkItemAdmin(ReadOnlyModelAdmin):
     empty = "No devices here. The page of each bulk action links to the list of its devices."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return the same as `BulkAdmin.has_view_permission`, with the view permission for bulk items."""
         return super().has_view_permission(request, obj) or permissions.is_allowed(request)
 
     @display(description="Device", ordering="device_name")
     def shown_device(self, item: BulkItem) -> SafeString | str:
+        """Render the device as a link if it still exists, else its name."""
         return render_item_device(item)
 
     @display(description="Host", ordering="host")
     def shown_host(self, item: BulkItem) -> SafeString:
+        """Render the device's host as a link."""
         return badges.render_page_link("host", item.host, item.host)
 
     @display(description="Outcome", ordering="outcome")
     def shown_outcome(self, item: BulkItem) -> SafeString:
+        """Render the outcome of the device as a badge; "not done" if the device was not processed."""
         return render_item_outcome(item.outcome, item.bulk)
 
     @display(description="State afterwards", ordering="state")
     def shown_state(self, item: BulkItem) -> SafeString | str:
+        """Render the state of the device after the action; a dash if none was stored."""
         return badges.render_device_state(item.state) if item.state else badges.DASH
 
 
@@ -203,14 +226,17 @@ def describe_bulk(bulk: Bulk) -> str:
 
 
 def render_bulk_progress(bulk: Bulk) -> SafeString:
-    """Render a progress bar that says how many of the devices have been processed."""
+    """Render a progress bar in percent that says how many of the devices have been processed."""
     return badges.render_progress_bar(
         100 * bulk.finished_count // max(bulk.total, 1), f"{bulk.finished_count} of {bulk.total}"
     )
 
 
 def count_outcomes(bulk: Bulk) -> list[tuple[SafeString, int]]:
-    """Return a badge and a number for each outcome that occurred, and for the devices that are not processed."""
+    """Return a badge and a number of devices for each outcome that occurred, and for the devices not processed yet.
+
+    Uses the counts in the row, so it costs no statement.
+    """
     numbers = {outcome: getattr(bulk, outcome) for outcome in DeviceOutcome}
     remaining = bulk.total - bulk.finished_count
     return [
@@ -260,7 +286,10 @@ def command_list_url(bulk: Bulk) -> str:
 
 
 def build_progress_context(bulk: Bulk) -> dict[str, Any]:
-    """Return the context of `bulk_now.html`: state, progress, counts and duration."""
+    """Return the context of `bulk_now.html`: state, progress, counts and duration.
+
+    `piece` is the URL that the page polls, '' unless the bulk action is running. Costs no statement.
+    """
     running = bulk.state == BulkState.RUNNING
     return {
         "bulk": bulk,
@@ -274,6 +303,7 @@ def build_progress_context(bulk: Bulk) -> dict[str, Any]:
 
 
 def _affects_held_devices(bulk: Bulk) -> bool:
+    """Return whether the action, confirmed now, would change a device that one of our requests holds. One statement."""
     return any(
         prediction.held and prediction.outcome == DeviceOutcome.MOVED for prediction in bulk_actions.forecast_bulk(bulk)
     )
@@ -282,7 +312,8 @@ def _affects_held_devices(bulk: Bulk) -> bool:
 def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     """Return the context of the confirmation: predicted outcomes, holders, and the first devices of the set.
 
-    Costs at most four statements.
+    At most MAX_PREVIEW_ROWS devices are listed, and as many held ones. Costs a constant number of statements, and locks
+    nothing.
     """
     predictions = bulk_actions.forecast_bulk(bulk)
     held_items = (
@@ -322,8 +353,9 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
 
 
 def _build_result_context(bulk: Bulk) -> dict[str, Any]:
-    """Return the context of the result: at most MAX_RESULT_ROWS devices with their outcomes, refused ones first; one
-    statement.
+    """Return the context of the result: at most MAX_RESULT_ROWS processed devices with their outcomes.
+
+    Refused devices come first. Costs one statement.
     """
     refused_first = Case(When(outcome=DeviceOutcome.REFUSED, then=0), default=1)
     items = list(bulk.items.exclude(outcome="").order_by(refused_first, "id")[:MAX_RESULT_ROWS])

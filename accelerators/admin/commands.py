@@ -31,14 +31,16 @@ MAX_LATEST = 8
 
 
 class CommandProgressListFilter(admin.SimpleListFilter):
-    """Filter by whether the command is still under way."""
+    """Filter by whether the command is still open or has ended."""
 
     title, parameter_name = "progress", "open"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the two choices: under way and ended."""
         return [("yes", "under way"), ("no", "ended")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Command]) -> QuerySet[Command]:
+        """Return the open commands, the ended ones or, if nothing is chosen, all."""
         if self.value() == "yes":
             return queryset.filter(COMMAND_IS_OPEN)
         return queryset.exclude(COMMAND_IS_OPEN) if self.value() == "no" else queryset
@@ -53,10 +55,12 @@ class RequestIdListFilter(admin.SimpleListFilter):
     title, parameter_name = "ordered with request", "together"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the request id in the URL as the only choice; none if the URL has none."""
         request_id = request.GET.get("together", "")
         return [(request_id, request_id)] if request_id else []
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Command]) -> QuerySet[Command]:
+        """Return the commands that were ordered with the request id in the URL; all if there is none."""
         return queryset.filter(request_id=self.value()) if self.value() else queryset
 
 
@@ -87,33 +91,41 @@ class CommandAdmin(ReadOnlyModelAdmin):
 
     @display(description="State", ordering="state")
     def shown_state(self, command: Command) -> SafeString:
+        """Render the command's state as a badge, with its result text on hover."""
         return render_command_state(command)
 
     @display(description="Operation", ordering="op")
     def shown_op(self, command: Command) -> str:
+        """Return the command's operation, such as `reset`."""
         return command.op
 
     @display(description="Device", ordering="device_name")
     def shown_device(self, command: Command) -> SafeString | str:
+        """Render the command's device as a link; its last name if it was deleted; a dash for a command to a host."""
         return render_command_device(command)
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, command: Command) -> SafeString:
+        """Render the command's host as a link."""
         return badges.render_page_link("host", command.host_id, command.host.name)
 
     @display(description="By, and why", ordering="actor")
     def by(self, command: Command) -> SafeString:
+        """Render who ordered the command, with the reason below."""
         return format_html('{}<span class="reason">{}</span>', command.actor, command.reason)
 
     @display(description="When", ordering="-id")
     def since(self, command: Command) -> SafeString:
+        """Render when the command was ordered and, if it has ended, how long it took."""
         return render_order_time(command)
 
     @display(description="Result")
     def result(self, command: Command) -> SafeString:
+        """Render the command's result, or its progress while it is open."""
         return render_command_result(command)
 
     def get_urls(self) -> list[Any]:
+        """Add the URLs of `latest_commands_view` and `progress_view`."""
         progress_view, latest_view = (
             self.admin_site.admin_view(self.progress_view),
             self.admin_site.admin_view(self.latest_commands_view),
@@ -127,14 +139,18 @@ class CommandAdmin(ReadOnlyModelAdmin):
     def progress_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Answer with the part of a command's page that shows its progress; the page polls it until the command ends.
 
-        Answers 404 if there is no such command.
+        Answers 404 if there is no such command. Raises PermissionDenied for a user who may not view commands.
         """
         command = self._require_view_permission(request, Command.objects.filter(pk=pk)).first()
         context = build_progress_context(command) if command else {}
         return TemplateResponse(request, "accelerators/command_now.html", context, status=200 if command else 404)
 
     def latest_commands_view(self, request: HttpRequest, owner_type: str, pk: int) -> HttpResponse:
-        """Answer with the part of a device's or host's page that lists its newest commands; polled while one runs."""
+        """Answer with the part of a device's or host's page that lists its newest commands; polled while one runs.
+
+        `pk` is the id of the device if `owner_type` is "device", else of the host. The list is empty if there is none
+        with this id. Raises PermissionDenied for a user who may not view commands.
+        """
         owner_type = "device" if owner_type == "device" else "host"
         commands = self._require_view_permission(request, Command.objects.filter(**{owner_type: pk}))
         return TemplateResponse(
@@ -142,6 +158,7 @@ class CommandAdmin(ReadOnlyModelAdmin):
         )
 
     def _require_view_permission(self, request: HttpRequest, commands: QuerySet[Command]) -> QuerySet[Command]:
+        """Return `commands` unchanged. Raises PermissionDenied for a user who may not view commands."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         return commands
@@ -149,7 +166,11 @@ class CommandAdmin(ReadOnlyModelAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show the page of one command: what was ordered, by whom and why, its progress, result and events."""
+        """Show the page of one command: what was ordered, by whom and why, its progress, result and events.
+
+        Raises Http404 if there is no such command; PermissionDenied for a user who may not view it, and for methods
+        other than GET and HEAD.
+        """
         command: Command | None = self.get_object(request, object_id)
         if command is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -167,7 +188,10 @@ class CommandAdmin(ReadOnlyModelAdmin):
         return TemplateResponse(request, "accelerators/command.html", context)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Command]:
-        """Query commands without `detail`, which can be as long as a report and is shown only on a command's page."""
+        """Return the commands with host and device, but without `detail`, which is loaded only when a page reads it.
+
+        `detail` can be as long as a report and is shown only on a command's page.
+        """
         return super().get_queryset(request).select_related("host", "device").defer("detail")
 
 
@@ -192,7 +216,11 @@ def render_order_time(command: Command) -> SafeString:
 
 
 def render_command_result(command: Command) -> SafeString:
-    """Render the command's result text, or its outcome if there is none; until it ends, its progress."""
+    """Render the command's result text, or its outcome if there is none; until it ends, its progress.
+
+    The progress is a bar in percent as soon as the agent has started. Before, it is the stored progress text or, if
+    there is none, what the command waits for.
+    """
     if command.ended_at:
         return format_html('<span class="reason">{}</span>', command.text or command.outcome)
     if command.started_at or command.percent:
@@ -212,7 +240,11 @@ def describe_waiting(command: Command) -> str:
 
 
 def build_progress_context(command: Command) -> dict[str, Any]:
-    """Return the context of `command_now.html`: the command's stages with their times, and its progress."""
+    """Return the context of `command_now.html`: the command's stages with their times, and its progress.
+
+    Stages that were not reached are left out once the command has ended. `piece` is the URL that the page polls, ''
+    once it has ended. Costs no statement except for loading the host.
+    """
     stages = [
         ("ordered", command.created_at, "" if command.answered_at or command.taken_at else describe_waiting(command)),
         ("taken by the agent", command.taken_at, f"must happen by {command.start_by:%H:%M:%S} UTC, else it expires"),
@@ -248,7 +280,7 @@ def build_progress_context(command: Command) -> dict[str, Any]:
 def build_latest_context(commands: QuerySet[Command], owner_type: str, pk: int) -> dict[str, Any]:
     """Return the context of `command_lately.html` with the MAX_LATEST newest of `commands`; costs one statement.
 
-    `owner_type` is "device" or "host", `pk` the id of the one whose page shows them.
+    `owner_type` is "device" or "host", and `pk` is the id of that device or host, whose page shows the commands.
     """
     newest = list(commands.select_related("host").defer("detail").order_by("-id")[:MAX_LATEST])
     rows = [
@@ -273,9 +305,9 @@ def build_latest_context(commands: QuerySet[Command], owner_type: str, pk: int) 
 
 
 def load_latest_context(request: HttpRequest, owner: Device | Host) -> dict[str, Any]:
-    """Return the context with the latest commands of a device or host; without commands if the user may not view them.
+    """Return the context with the latest commands of a device or host.
 
-    Costs one statement.
+    `commands` is None if the user may not view commands. Costs one statement.
     """
     if not request.user.has_perm("accelerators.view_command"):
         return {"commands": None}
@@ -284,7 +316,7 @@ def load_latest_context(request: HttpRequest, owner: Device | Host) -> dict[str,
 
 
 def _list_arguments(command: Command) -> Iterator[tuple[str, Any]]:
-    """Return the command's arguments as pairs of name and value; empty ones are left out."""
+    """Yield the command's arguments as pairs of name and value; empty ones are left out."""
     arguments = command.arguments
     pairs = {name: arguments.get(name) for name in ("driver", "deployable", "uuid", "consumer")}
     pairs |= arguments.get("layout", {})
@@ -296,9 +328,10 @@ def _list_arguments(command: Command) -> Iterator[tuple[str, Any]]:
 
 
 def _iterate_details(command: Command) -> Iterator[dict[str, Any]]:
-    """Yield the details of the result, one dict per detail, for the template.
+    """Yield the details of the command's result by name, one dict per detail, for the template.
 
-    A JSON list of objects has `columns` and `rows` and becomes a table; text of several lines has `long` set.
+    A JSON list of objects has `columns` and `rows` and becomes a table; text of several lines has `long` set. Empty
+    details are left out.
     """
     for name, value in sorted(command.detail.items()):
         rows = _parse_object_list(value)

@@ -1,7 +1,7 @@
 """Change the state of devices from the console: the buttons of a device's page, and the actions of the device list.
 
-Every change is a POST. An action that cannot be undone, or on a device that somebody holds, asks for confirmation. An
-action on many devices is a bulk action (`accelerators.admin.bulk_actions`).
+Every change is a POST. To retire a device, or to change one that a request holds, needs a confirmation. An action on
+many devices is a bulk action (`accelerators.admin.bulk_actions`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from accelerators.workflows import bulk_actions
 class StateChoice:
     """A button that changes a device's state.
 
-    `action` is the change, `then` the state in which a drain ends; with `danger` the button always asks for
+    `action` is the change, `then` the state in which a drain ends. With `danger` the button always asks for
     confirmation.
     """
 
@@ -51,9 +51,10 @@ class StateChoice:
         return device_actions.ACTION_DESCRIPTIONS[self.action] + retirement_text
 
     def is_offered(self, current: LifecycleState) -> bool:
-        """Return whether the button is shown: the action is legal now, and would change something.
+        """Return whether the button is shown: the action is possible now, and would change something.
 
-        Only our own requests count as holders; Placement and Nova are not asked.
+        "Retire" is not shown while one of our requests holds the device. "Drain, then retire" is shown only while a
+        request holds the device, or while it is offered or being installed. Placement and Nova are not asked.
         """
         try:
             changes = device_actions.state_after_action(self.action, current, self.then) != current
@@ -102,7 +103,7 @@ STATE_CHOICES = {
 class CommandChoice:
     """An action of the device list that orders a command from each device's agent and does not change its state.
 
-    It has those attributes of `StateChoice` that bulk actions need, so that a bulk action can be made from either.
+    It has the attributes of `StateChoice` that bulk actions need, so that a bulk action can be made from either class.
     """
 
     name: str
@@ -111,7 +112,7 @@ class CommandChoice:
 
     @property
     def action(self) -> str:
-        """Return the name under which a bulk action stores it."""
+        """Return the command's operation, under which a bulk action stores it."""
         return self.name
 
     @property
@@ -132,17 +133,26 @@ LIST_CHOICES: tuple[StateChoice | CommandChoice, ...] = (*STATE_CHOICES.values()
 
 
 def find_choice_of_bulk(bulk: Bulk) -> StateChoice | CommandChoice:
-    """Return the action of the list with which a bulk action was made."""
+    """Return the action of the list with which a bulk action was made.
+
+    Raises StopIteration if the list has no such action any more.
+    """
     return next(choice for choice in LIST_CHOICES if choice.action == bulk.action and choice.then == bulk.then)
 
 
 def get_caller(request: HttpRequest) -> Caller:
-    """Return the logged-in user as the caller that events name: user name and id, without roles and project."""
+    """Return the logged-in user as the caller that events name: user name and id, without roles and project.
+
+    Do not check policy rules with it; `accelerators.ui.permissions` does that.
+    """
     return Caller(request.user.get_username(), str(request.user.pk), frozenset(), "")
 
 
 def list_available_choices(device: Device, held: int) -> list[StateChoice]:
-    """Return the actions whose buttons a device's page shows; `held` is the number of our requests that hold it."""
+    """Return the actions whose buttons a device's page shows; `held` is the number of our requests that hold it.
+
+    The user's permission is not checked.
+    """
     current = lifecycle.build_lifecycle_state(device, held)
     return [choice for choice in STATE_CHOICES.values() if choice.is_offered(current)]
 
@@ -160,10 +170,10 @@ def explain_unavailable_choices(device: Device, held: int) -> list[tuple[str, st
 def handle_state_change(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
     """Handle the POST of a device's page: change the device's state and redirect to its page with a message.
 
-    An action that cannot be undone first answers with a confirmation page. If requests hold the device, any action does
-    so, and the user has to type the device's address, or its key if it has none. A device that changed since the page
-    was shown is left as it is. Refusals become messages; raises PermissionDenied for users who may not decide, and for
-    unknown actions.
+    An action with `danger` first answers with a confirmation page. If requests hold the device, every action does so,
+    and the user has to type the device's address, or its key if it has none. If the form says which state the user saw
+    (`seen`), a device whose state has changed since then is left as it is. Refusals become messages. Answers 405 to
+    other methods than POST. Raises PermissionDenied for users who may not change devices, and for unknown actions.
     """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
@@ -206,6 +216,7 @@ def _build_list_action(choice: StateChoice | CommandChoice) -> Callable[..., Htt
     """
 
     def create_draft(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
+        """Store the selected devices as a draft and redirect to its page; show the list again if that is refused."""
         selection = request.GET.urlencode()
         try:
             bulk = bulk_actions.create_draft(choice.action, choice.then, queryset, get_caller(request), selection)
@@ -223,9 +234,9 @@ def _build_list_action(choice: StateChoice | CommandChoice) -> Callable[..., Htt
 def _render_confirmation(
     admin: Any, request: HttpRequest, choice: StateChoice, device: Device, holders: tuple[str, ...], error: str = ""
 ) -> HttpResponse:
-    """Show the confirmation page: what will happen, and which requests hold the device.
+    """Answer with the confirmation page: what will happen, and which requests hold the device. Changes nothing.
 
-    `error` is the message shown if the typed address was wrong.
+    `error` is a message on the page, shown after the typed address was wrong.
     """
     context = admin.admin_site.each_context(request) | {
         "title": f"{choice.label}: {device}?",

@@ -59,7 +59,10 @@ def load_cards(devices: Sequence[Device], max_cells: int = MAX_CELLS) -> list[De
 
 
 def _load_cells(handles: QuerySet[AttachHandle], max_cells: int) -> dict[int, list[HandleCell]]:
-    """Return at most `max_cells` handles per device id, by deployable and id; held and missing ones are preferred."""
+    """Return at most `max_cells` handles per device id, by deployable and id; held and missing ones are preferred.
+
+    Devices without handles are left out. One statement.
+    """
     is_idle = ExpressionWrapper(Q(request__isnull=True, missing_since__isnull=True), output_field=BooleanField())
     position = Window(RowNumber(), partition_by=F(DEVICE_ID), order_by=[is_idle.asc(), F("id").asc()])
     selected = handles.annotate(place=position).filter(place__lte=max_cells).order_by("deployable_id", "id")
@@ -84,6 +87,10 @@ CELL_COLUMNS = (
 
 
 def _build_cell(url: str, info: str, state: str, deployable_id: int, attach_type: str, *holder: object) -> HandleCell:
+    """Build the cell of one handle.
+
+    `holder` has the values of the last four CELL_COLUMNS; they are None if no request holds the handle.
+    """
     return HandleCell(
         badges.describe_handle(info), state, url, deployable_id, attach_type, info, *(str(one or "") for one in holder)
     )
@@ -95,6 +102,10 @@ def _page_url_template(model: str) -> str:
 
 
 def _build_card(device: Device, cells: Sequence[HandleCell], counts: Counter[str]) -> DeviceCard:
+    """Build the card of a device. Its badges are the state and, if they apply, its health, "draining" and "stale".
+
+    Health is shown unless it is `ok` or `unknown`. The device's `host` must be loaded.
+    """
     stale = bool(device.host.stale_reason(device.driver, device.backend))
     other_badges: tuple[tuple[str, Tone, bool], ...] = (
         (f"health {device.status}", Health(device.status).tone, device.status not in ("ok", "unknown")),

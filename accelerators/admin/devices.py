@@ -76,10 +76,12 @@ class DeviceAdmin(ReadOnlyModelAdmin):
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        """Return whether the URL may filter by `lookup`: `host__name`, used by the page of a host, and Django's own."""
         return lookup == "host__name" or super().lookup_allowed(lookup, value, request)
 
     @display(description="State", ordering="state")
     def shown_state(self, device: Device) -> SafeString:
+        """Render badges of the device's state, its drain and whether its data is stale, with the reasons on hover."""
         return badges.join_badges(
             badges.render_device_state(device.state, device.state_reason),
             badges.render_drain_badge(device.drain_to),
@@ -88,29 +90,39 @@ class DeviceAdmin(ReadOnlyModelAdmin):
 
     @display(description="Health", ordering="status")
     def shown_health(self, device: Device) -> SafeString:
+        """Render the device's health as a badge, with the reason on hover."""
         return badges.render_health(device.status, device.status_reason)
 
     @display(description="Model", ordering="model")
     def shown_model(self, device: Device) -> SafeString:
+        """Render the device's model and vendor."""
         return format_html('{} <span class="faint">{}</span>', device.model, device.vendor)
 
     @display(description="Address", ordering="address")
     def shown_address(self, device: Device) -> SafeString:
+        """Render the device's PCI address or, if it has none, its key."""
         return badges.render_identifier(device.address or device.key)
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, device: Device) -> SafeString:
+        """Render the device's host as a link."""
         return badges.render_page_link("host", device.host_id, device.host.name)
 
     @display(description="Since", ordering="-state_since")
     def since(self, device: Device) -> SafeString:
+        """Render since when the device has its state."""
         return badges.render_relative_time(device.state_since)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
-        """Return whether the user may run actions of this list that require the permission `decide`; Django asks it."""
+        """Return whether the user may run the actions of this list; Django asks this for the permission `decide`.
+
+        The rule `cyborg:device:update` or Django's permission `accelerators.change_device` allows it, but not while
+        everything is read only.
+        """
         return permissions.is_allowed(request)
 
     def get_urls(self) -> list[Any]:
+        """Add the URLs of `units_view`, `decide_view` and `order_view`."""
         decide, order = (self.admin_site.admin_view(view) for view in (self.decide_view, self.order_view))
         return [
             path("units/", self.admin_site.admin_view(self.units_view), name="accelerators_device_units"),
@@ -120,18 +132,19 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         ]
 
     def decide_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Handle POST of the buttons of a device's page that change its state."""
+        """Handle POST of the buttons that change the device's state. Raises Http404 if there is no such device."""
         return self._forward_post(device_actions.handle_state_change, request, object_id)
 
     def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Handle POST of the buttons of a device's page that order a command from its agent."""
+        """Handle POST of the buttons that order a command from its agent. Raises Http404 if there is no such device."""
         return self._forward_post(agent_actions.handle_order, request, object_id)
 
     def units_view(self, request: HttpRequest) -> HttpResponse:
-        """Show and handle the page that changes the number of units of one or many devices."""
+        """Show and handle the page that changes the number of units of devices, by `partitioning.handle_units_page`."""
         return partitioning.handle_units_page(self, request)
 
     def _forward_post(self, handler: Callable[..., HttpResponse], request: HttpRequest, object_id: str) -> HttpResponse:
+        """Load the device and return the answer of `handler`. Raises Http404 if there is no such device."""
         device: Device | None = self.get_object(request, object_id)
         if device is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -142,7 +155,8 @@ class DeviceAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """Show the page of one device: its hardware, its state with the reason, its holders, commands and events.
 
-        Raises PermissionDenied for methods other than GET and HEAD.
+        Raises Http404 if there is no such device; PermissionDenied for a user who may not view it, and for methods
+        other than GET and HEAD.
         """
         device: Device | None = self.get_object(request, object_id)
         if device is None:
@@ -196,11 +210,15 @@ class DeviceAdmin(ReadOnlyModelAdmin):
         return TemplateResponse(request, "accelerators/device.html", context | build_sections("device", device))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Device]:
+        """Return the devices that this user may see, with their hosts loaded."""
         return super().get_queryset(request).select_related("host")
 
 
 def _build_deployable_rows(device: Device, card: topology_svg.DeviceCard) -> list[dict[str, Any]]:
-    """Return a device's deployables with their attributes and those handles that are shown. Costs two statements."""
+    """Return one dict for each deployable of a device, with its attributes and its handles. Costs two statements.
+
+    Only those handles are included that have a cell in `card`; the counts `handles` and `held` include all.
+    """
     counted = device.deployables.annotate(handles=Count("attach_handles"), held=Count("attach_handles__request"))
     deployables = counted.order_by("id").prefetch_related("attributes")
     return [
@@ -230,25 +248,30 @@ def handle_list_url(device: Device) -> str:
 
 
 def request_list_url(instance: str) -> str:
-    """Return the URL of the list of an instance's requests; '' if `instance` is empty."""
+    """Return the URL of the list of requests, searched for an instance; '' if `instance` is empty."""
     url = reverse("admin:accelerators_acceleratorrequest_changelist")
     return f"{url}?{urlencode({'q': instance})}" if instance else ""
 
 
 def get_holder(handle: AttachHandle) -> Model | None:
-    """Return the request that holds a handle, None if it is free."""
+    """Return the request that holds a handle, None if no request holds it.
+
+    Costs one statement unless `request` was loaded with select_related.
+    """
     return getattr(handle, "request", None)
 
 
 class PresenceListFilter(admin.SimpleListFilter):
-    """Filter by whether the driver's last report still contains the object."""
+    """Filter by whether the object is present or missing, that is, absent from its driver's last answer."""
 
     title, parameter_name = "presence", "presence"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the two choices: present and missing."""
         return [("present", "present"), ("missing", "missing")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Return the present objects (without `missing_since`), the missing ones or, if nothing is chosen, all."""
         return queryset.filter(missing_since__isnull=self.value() == "present") if self.value() else queryset
 
 
@@ -267,14 +290,17 @@ class DeployableAdmin(ReadOnlyModelAdmin):
 
     @display(description="Device", ordering="device__model")
     def shown_device(self, deployable: Deployable) -> SafeString:
+        """Render the deployable's device as a link."""
         return badges.render_page_link("device", deployable.device_id, deployable.device)
 
     @display(description="Host", ordering="device__host__name")
     def shown_host(self, deployable: Deployable) -> SafeString:
+        """Render the device's host as a link."""
         return badges.render_page_link("host", deployable.device.host_id, deployable.device.host.name)
 
     @display(description="Presence", ordering="missing_since")
     def shown_missing(self, deployable: Deployable) -> SafeString:
+        """Render whether the driver's report contains the deployable: present, or missing with the time on hover."""
         return render_presence(deployable.missing_since)
 
 
@@ -284,9 +310,11 @@ class HandleUseListFilter(admin.SimpleListFilter):
     title, parameter_name = "use", "use"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the two choices: held and free."""
         return [("held", "held"), ("free", "free")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[AttachHandle]) -> QuerySet[AttachHandle]:
+        """Return the handles that a request holds, those that no request holds or, if nothing is chosen, all."""
         return queryset.filter(request__isnull=self.value() == "free") if self.value() else queryset
 
 
@@ -336,16 +364,23 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
     empty = "No attach handles yet. Each deployable that an agent reports brings its own."
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        """Return whether the URL may filter by `lookup`: DEVICE_PARAM, which selects one device, and Django's own."""
         return lookup == DEVICE_PARAM or super().lookup_allowed(lookup, value, request)
 
     @display(description="Handle", ordering="attach_info")
     def shown_name(self, handle: AttachHandle) -> SafeString:
+        """Render the handle's readable name, with the JSON of its attach info on hover."""
         return format_html(
             '<span class="mono" title="{}">{}</span>', handle.attach_info, badges.describe_handle(handle.attach_info)
         )
 
     @display(description="Held by")
     def shown_holder(self, handle: AttachHandle) -> SafeString:
+        """Render the request that holds the handle as a link.
+
+        Without a holder, render the badge "free", or "not offered" with the reason if the handle is never offered to
+        Nova.
+        """
         request = get_holder(handle)
         if handle.reason_not_offered and not request:
             return badges.render_badge("not offered", "calm", handle.reason_not_offered)
@@ -357,23 +392,28 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
 
     @display(description="Instance")
     def instance(self, handle: AttachHandle) -> SafeString:
+        """Render the shortened uuid of the holder's instance; a dash if there is none."""
         return badges.render_short_uuid(getattr(get_holder(handle), "instance_uuid", None))
 
     @display(description="Project")
     def project(self, handle: AttachHandle) -> SafeString:
+        """Render the shortened id of the holder's project; a dash if no request holds the handle."""
         return badges.render_short_uuid(getattr(get_holder(handle), "project_id", None))
 
     @display(description="Device")
     def shown_device(self, handle: AttachHandle) -> SafeString:
+        """Render the handle's device as a link."""
         return badges.render_page_link("device", handle.deployable.device_id, handle.deployable.device)
 
     @display(description="Host")
     def shown_host(self, handle: AttachHandle) -> SafeString:
+        """Render the device's host as a link."""
         device = handle.deployable.device
         return badges.render_page_link("host", device.host_id, device.host.name)
 
     @display(description="Presence", ordering="missing_since")
     def shown_missing(self, handle: AttachHandle) -> SafeString:
+        """Render whether the driver's report contains the handle: present, or missing with the time on hover."""
         return render_presence(handle.missing_since)
 
 

@@ -48,6 +48,7 @@ class DriverStateListFilter(admin.SimpleListFilter):
     title, parameter_name = "seen", "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the states of `DriverState` as choices."""
         return [(word.value, word.value) for word in DriverState]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[HostDriver]) -> QuerySet[HostDriver]:
@@ -76,26 +77,32 @@ class DriverAdmin(ReadOnlyModelAdmin):
 
     @display(description="Driver", ordering="driver")
     def shown_driver(self, row: HostDriver) -> str:
+        """Return the driver's name."""
         return row.driver
 
     @display(description="Host", ordering="place")
     def shown_host(self, row: HostDriver) -> SafeString:
+        """Render the driver's host as a link."""
         return badges.render_page_link("host", row.host_id, row.host.name)
 
     @display(description="Reported", ordering="state")
     def shown_seen(self, row: HostDriver) -> SafeString:
+        """Render the driver's state and version as its agent reported them."""
         return render_reported_state(row)
 
     @display(description="Wanted")
     def shown_wanted(self, row: HostDriver) -> SafeString:
+        """Render the wanted state of the driver and its generation."""
         return render_wanted_state(row)
 
     @display(description="Drift", ordering="drifts")
     def shown_drift(self, row: HostDriver) -> SafeString | str:
+        """Render a badge if the reported state differs from the wanted one; a dash if it does not."""
         return render_drift(row) or badges.DASH
 
     @display(description="Message")
     def said(self, row: HostDriver) -> str:
+        """Return the driver's error, or the result of its last command while it drifts; at most 200 characters."""
         return Truncator(row.text).chars(200)
 
     def change_view(
@@ -103,7 +110,9 @@ class DriverAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """GET: show the wanted and the reported state of a driver on a host. POST: start a rollout and show its page.
 
-        If the rollout is refused, the page is shown again with the reason and the submitted values.
+        If the rollout is refused, the page is shown again with the reason and the submitted values. Raises Http404 if
+        there is no such driver on that host, and PermissionDenied for a user who may not view it or, on POST, may not
+        start rollouts.
         """
         row: HostDriver | None = self.get_object(request, object_id)
         if row is None:
@@ -153,40 +162,50 @@ class RolloutAdmin(ReadOnlyModelAdmin):
     empty = "No rollouts yet. Start one on the page of a driver."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Rollout]:
+        """Return the rollouts, each annotated with its number of hosts for each state of a step.
+
+        The attributes are named after the states: `waiting_steps`, `done_steps` and so on.
+        """
         number = {f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in RolloutStepState}
         rows: QuerySet[Rollout] = super().get_queryset(request)
         return rows.annotate(**number)
 
     @display(description="State", ordering="state")
     def shown_state(self, rollout: Rollout) -> SafeString:
+        """Render the rollout's state as a badge."""
         return render_rollout_state(rollout)
 
     @display(description="What", ordering="driver")
     def what(self, rollout: Rollout) -> str:
+        """Return the rollout's operation, driver and number of hosts as text."""
         return str(rollout)
 
     @display(description="Hosts")
     def shown_counts(self, rollout: Rollout) -> SafeString:
+        """Render the numbers of hosts by state of the step as badges."""
         return badges.join_badges(
             *_render_step_counts({word: getattr(rollout, f"{word}_steps") for word in RolloutStepState})
         )
 
     @display(description="By, and why", ordering="actor")
     def by(self, rollout: Rollout) -> SafeString:
+        """Render who started the rollout, with the reason below."""
         return format_html('{}<span class="reason">{}</span>', rollout.actor, rollout.reason)
 
     @display(description="When", ordering="-id")
     def when(self, rollout: Rollout) -> SafeString:
+        """Render when the rollout was started."""
         return badges.render_relative_time(rollout.created_at)
 
     def get_urls(self) -> list[Any]:
+        """Add the URL of `progress_view`."""
         progress_view = self.admin_site.admin_view(self.progress_view)
         return [path("<int:pk>/now/", progress_view, name="accelerators_rollout_now"), *super().get_urls()]
 
     def progress_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Answer with the part of a rollout's page that shows its progress; the page polls it until the rollout ends.
 
-        Answers 404 if there is no such rollout.
+        Answers 404 if there is no such rollout. Raises PermissionDenied for a user who may not view rollouts.
         """
         if not self.has_view_permission(request):
             raise PermissionDenied
@@ -197,7 +216,11 @@ class RolloutAdmin(ReadOnlyModelAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: show a rollout's progress, host by host. POST: cancel it; hosts that have not begun are left alone."""
+        """GET: show a rollout's progress, host by host. POST: cancel it and redirect to its page.
+
+        After a cancel, no further host is begun; commands that were placed already go on. Raises Http404 if there is no
+        such rollout, and PermissionDenied for a user who may not view it or, on POST, may not start rollouts.
+        """
         rollout: Rollout | None = self.get_object(request, object_id)
         if rollout is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -231,7 +254,10 @@ def render_wanted_state(row: HostDriver) -> SafeString:
 
 
 def render_drift(row: HostDriver) -> SafeString | str:
-    """Render a badge if the reported state differs from the wanted one, with both generations on hover; else ''."""
+    """Render a badge if the reported state or generation differs from the wanted one; else return ''.
+
+    Both generations are shown on hover.
+    """
     if not row.drifts or row.wish is None:
         return ""
     applied_generation = (row.reported or {}).get("generation", 0)
@@ -248,7 +274,11 @@ def render_rollout_state(rollout: Rollout) -> SafeString:
 
 
 def build_progress_context(rollout: Rollout) -> dict[str, Any]:
-    """Return the context of `rollout_now.html`: the rollout's progress, counts, and at most MAX_HOST_ROWS hosts."""
+    """Return the context of `rollout_now.html`: the rollout's progress, counts, and at most MAX_HOST_ROWS hosts.
+
+    Hosts that failed come first, then those that are under way. `piece` is the URL that the page polls, '' once the
+    rollout has ended. Costs two statements.
+    """
     step_counts = driver_rollouts.count_steps_by_state(rollout)
     finished_count = sum(
         number
@@ -278,6 +308,7 @@ def build_progress_context(rollout: Rollout) -> dict[str, Any]:
 
 
 def _build_step_row(step: RolloutStep) -> dict[str, Any]:
+    """Return the row of one host of a rollout: its link (its name if it was deleted), state, text and command."""
     host = badges.render_page_link("host", step.host_id, step.host_name) if step.host_id else step.host_name
     command = badges.render_page_link("command", step.command_id, "command") if step.command_id else ""
     return {
@@ -289,6 +320,10 @@ def _build_step_row(step: RolloutStep) -> dict[str, Any]:
 
 
 def _render_step_counts(step_counts: Any) -> list[SafeString]:
+    """Render a badge for each state of a step that occurs, with its number of hosts.
+
+    `step_counts` maps every state to its number.
+    """
     return [
         badges.render_badge(f"{step_counts[state]} {state.label}", state.tone)
         for state in RolloutStepState
@@ -297,15 +332,17 @@ def _render_step_counts(step_counts: Any) -> list[SafeString]:
 
 
 def _select_newest_rollouts(row: HostDriver) -> QuerySet[Rollout]:
-    """Return the five newest rollouts of this driver that include this host."""
+    """Query the five newest rollouts of this driver that include this host."""
     return Rollout.objects.filter(driver=row.driver, steps__host=row.host_id).order_by("-id")[:5]
 
 
 def _start_rollout(request: HttpRequest, row: HostDriver) -> Rollout:
-    """Start the rollout that a button of a driver's page asks for.
+    """Start the rollout that a button of a driver's page asks for, and return it.
 
-    Raises RefusedError INVALID if the settings are not a JSON object, and what `driver_rollouts` refuses; raises
-    PermissionDenied for users who may not start rollouts, and for unknown buttons.
+    It is for the driver's host or, if the form says so, for all hosts where the driver runs or is wanted; an
+    installation is then for every host. A `max_parallel` that is no number of at most three digits becomes
+    DEFAULT_PARALLEL. Raises RefusedError INVALID if the settings are not a JSON object, and whatever `driver_rollouts`
+    refuses; raises PermissionDenied for users who may not start rollouts, and for unknown buttons.
     """
     permissions.require_permission(request, permissions.START_ROLLOUT)
     if request.POST.get("do") not in BUTTON_OPERATIONS:

@@ -48,9 +48,11 @@ class EventAgeListFilter(admin.SimpleListFilter):
     HOURS = {"hour": 1, "day": 24, "week": 168}
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the choices: last hour, last day, last week."""
         return [(name, f"last {name}") for name in self.HOURS]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Event]) -> QuerySet[Event]:
+        """Return the events of the chosen period before now; all if none is chosen."""
         hours = self.HOURS.get(self.value() or "")
         return queryset.filter(at__gte=datetime.now(UTC) - timedelta(hours=hours)) if hours else queryset
 
@@ -58,12 +60,17 @@ class EventAgeListFilter(admin.SimpleListFilter):
 class EventChangeList(ConsoleChangeList):
     """List of events that finds all matches of a search first and then sorts them.
 
-    Otherwise the database would read events from the newest on until a page is full. For words that are frequent alone
-    but rare together it read a million events. If there are more matches than are counted exactly, they are read from
-    the newest on all the same, because pages fill quickly then.
+    Otherwise the database would read events from the newest on until a page is full. For words that are each frequent
+    but rare together, it read a million events. A search with more matches than are counted exactly is still read from
+    the newest event on, because its pages fill quickly.
     """
 
     def get_results(self, request: HttpRequest) -> None:
+        """Load the rows of the page.
+
+        The rows of a search with at most `BoundedPaginator.EXACT` matches are sorted by an expression that no index
+        has, so that the database finds all matches first.
+        """
         super().get_results(request)
         if self.query and self.result_count and not self.paginator.estimated:
             offset = (self.page_num - 1) * self.list_per_page
@@ -77,9 +84,11 @@ class SubjectTypeListFilter(admin.SimpleListFilter):
     title, parameter_name = "subject", "about"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the types of SUBJECT_TYPES as choices."""
         return [(word, word) for word in SUBJECT_TYPES]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Event]) -> QuerySet[Event]:
+        """Return the events about subjects of the chosen type; all if none is chosen."""
         return queryset.filter(subject_type=self.value()) if self.value() else queryset
 
 
@@ -105,6 +114,7 @@ class EventAdmin(ReadOnlyModelAdmin):
     empty = "No events yet. Every change of the inventory is recorded as an event."
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Event | None:
+        """Return an event by its id; None if `object_id` is no number or there is no such event."""
         is_id = object_id.isdecimal() and len(object_id) < 19
         return Event.objects.filter(pk=int(object_id)).first() if is_id else None
 
@@ -113,8 +123,9 @@ class EventAdmin(ReadOnlyModelAdmin):
     ) -> tuple[QuerySet[Event], bool]:
         """Search events; every kind of search term uses an index, and all terms must match.
 
-        A uuid is that of the subject. A term with a prefix of EXACT_LOOKUPS matches the whole value. Every other term
-        must be the beginning of a word of the event (`event_has_words`). Raises ValueError for an invalid time.
+        A uuid is that of the subject. A term with a prefix of EXACT_LOOKUPS matches the whole value; `since:` and
+        `until:` limit the time. Every other term must be the beginning of a word of the event (`event_has_words`).
+        Terms after the first MAX_SEARCH_TERMS are ignored. Raises ValueError for an invalid time.
         """
         terms = search_term.split()[:MAX_SEARCH_TERMS]
         for name, _, value in [term.partition(":") for term in terms if _is_exact_term(term)]:
@@ -131,6 +142,7 @@ class EventAdmin(ReadOnlyModelAdmin):
         return (queryset.filter(event_has_words(*words)) if words else queryset), False
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ConsoleChangeList]:
+        """Return `EventChangeList`."""
         return EventChangeList
 
     def change_view(
@@ -138,7 +150,9 @@ class EventAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """Show the page of one event: what changed, by whom and why, its seal, and related events.
 
-        Related events are those with the same request id, and the latest ones of the same subject.
+        Related events are those with the same request id, and the latest ones of the same subject. Raises Http404 if
+        there is no such event; PermissionDenied for a user who may not view it, and for methods other than GET and
+        HEAD.
         """
         event = self.get_object(request, object_id)
         if event is None:
@@ -169,38 +183,45 @@ class EventAdmin(ReadOnlyModelAdmin):
 
     @display(description="Time")
     def time(self, event: Event) -> SafeString:
+        """Render when the event happened."""
         return badges.render_relative_time(event.at)
 
     @display(description="Action")
     def shown_action(self, event: Event) -> SafeString:
+        """Render the event's action as a badge."""
         return badges.render_event_action(event.action)
 
     @display(description="Subject")
     def shown_subject(self, event: Event) -> SafeString | str:
+        """Render the event's subject: as a link if its type has a page, else as its name."""
         return timeline.render_subject(event)
 
     @display(description="Host")
     def shown_host(self, event: Event) -> SafeString | str:
+        """Render the event's host as a link; a dash if it has none."""
         return timeline.render_host(event)
 
     @display(description="By")
     def by(self, event: Event) -> str:
+        """Return the event's actor and source."""
         return timeline.describe_actor(event)
 
     @display(description="What changed, and why")
     def shown_changes(self, event: Event) -> SafeString:
+        """Render at most two changes of the event, and its reason; a dash if it has neither."""
         changes = badges.render_changes(event.changes, max_changes=2) if event.changes else ""
         reason = format_html('<span class="reason">{}</span>', event.reason) if event.reason else ""
         return format_html("{}{}", changes, reason) if changes or reason else badges.DASH
 
 
 def _is_exact_term(term: str) -> bool:
+    """Return whether the search term has a prefix of EXACT_LOOKUPS and a value, as `actor:olga` has."""
     name, _, value = term.partition(":")
     return bool(value) and name in EXACT_LOOKUPS
 
 
 def _parse_time(text: str) -> datetime:
-    """Parse an ISO time, in UTC unless it has an offset. Raises ValueError."""
+    """Parse an ISO time; it is in UTC unless it has an offset. Raises ValueError for text that is no ISO time."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
@@ -211,9 +232,11 @@ class StuckIntentListFilter(admin.SimpleListFilter):
     title, parameter_name = "progress", "stuck"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the two choices: stuck and waiting."""
         return [("yes", "stuck"), ("no", "waiting")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Intent]) -> QuerySet[Intent]:
+        """Return the stuck intents, the others or, if nothing is chosen, all."""
         if self.value() == "yes":
             return queryset.filter(attempts__gte=STUCK_AFTER)
         return queryset.filter(attempts__lt=STUCK_AFTER) if self.value() == "no" else queryset
@@ -232,7 +255,7 @@ class IntentAdmin(ReadOnlyModelAdmin):
 
     @display(description="Progress", ordering="attempts")
     def progress(self, intent: Intent) -> SafeString:
-        """Badge: waiting, retrying or stuck, by the number of failed attempts; the last error is its tooltip."""
+        """Render a badge by the number of failed attempts (waiting, retrying, stuck), with the last error on hover."""
         if intent.attempts >= STUCK_AFTER:
             return badges.render_badge("stuck", "bad", intent.last_error)
         return (
@@ -243,8 +266,10 @@ class IntentAdmin(ReadOnlyModelAdmin):
 
     @display(description="Next try", ordering="next_at")
     def next(self, intent: Intent) -> SafeString:
+        """Render when the intent is tried next."""
         return badges.render_relative_time(intent.next_at)
 
     @display(description="Since", ordering="-created_at")
     def created(self, intent: Intent) -> SafeString:
+        """Render when the intent was made."""
         return badges.render_relative_time(intent.created_at)

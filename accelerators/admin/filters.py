@@ -15,15 +15,20 @@ from accelerators.models.devices import build_driver_error_expression
 class DeviceFreshnessListFilter(admin.SimpleListFilter):
     """Filter by whether a device's data is live or stale.
 
-    It is stale if the host's agent has not been heard from, or the device's driver failed.
+    It is stale if the host's agent has not been heard from, or if the device's driver or backend failed.
     """
 
     title, parameter_name = "freshness", "stale"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the two choices: stale and live."""
         return [("yes", "stale"), ("no", "live")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:
+        """Return the stale devices, the live ones or, if nothing is chosen, all.
+
+        If on a host only backends failed, their devices are in neither result (see `_select_hosts_with_stale_devices`).
+        """
         if self.value() not in ("yes", "no"):
             return queryset
         stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
@@ -36,9 +41,9 @@ class DeviceFreshnessListFilter(admin.SimpleListFilter):
 
 
 def _select_hosts_with_stale_devices() -> QuerySet[Host]:
-    """Query the hosts that can have stale devices.
+    """Query the hosts whose agent has not been heard from, or one of whose drivers has an error.
 
-    Their agent has not been heard from, or one of their drivers or backends failed.
+    An error of a backend whose driver has none is not found.
     """
     has_error = Func(
         F("drivers"),
@@ -56,9 +61,11 @@ class DrainingListFilter(admin.SimpleListFilter):
     title, parameter_name = "drain", "draining"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the two choices: draining and not draining."""
         return [("yes", "draining"), ("no", "not draining")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:
+        """Return the draining devices, the others or, if nothing is chosen, all."""
         return queryset.filter(drain_to__isnull=self.value() == "no") if self.value() else queryset
 
 
@@ -68,9 +75,11 @@ class DriverListFilter(admin.SimpleListFilter):
     title, parameter_name = "driver", "driver"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the names of all drivers in `Host.drivers` as choices, sorted. Costs one statement."""
         driver_names = Func(F("drivers"), function="jsonb_object_keys", output_field=CharField())
         known = Host.objects.order_by().annotate(known=driver_names).values_list("known", flat=True).distinct()
         return [(name, name) for name in sorted(known)]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:
+        """Return the devices of the chosen driver; all if none is chosen."""
         return queryset.filter(driver=self.value()) if self.value() else queryset

@@ -29,14 +29,16 @@ MAX_DEVICE_ROWS = 64
 
 
 class HostFreshnessListFilter(admin.SimpleListFilter):
-    """Filter by whether the host's agent is heard of (live) or not (stale)."""
+    """Filter by whether the host's data is live or stale: the agent of a stale host has not been heard from."""
 
     title, parameter_name = "freshness", "stale"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the two choices: stale and live."""
         return [("yes", "stale"), ("no", "live")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Host]) -> QuerySet[Host]:
+        """Return the stale hosts, the live ones or, if nothing is chosen, all."""
         if self.value() not in ("yes", "no"):
             return queryset
         return queryset.filter(stale_since__isnull=self.value() == "no")
@@ -57,6 +59,7 @@ class HostAdmin(ReadOnlyModelAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
+        """Return the hosts, each annotated with `number_of_devices`."""
         devices_per_host = (
             Device.objects.filter(host=OuterRef("pk")).order_by().values("host").annotate(n=Count("*")).values("n")
         )
@@ -71,10 +74,16 @@ class HostAdmin(ReadOnlyModelAdmin):
 
     @display(description="Freshness", ordering="stale_since")
     def shown_live(self, host: Host) -> SafeString:
+        """Render whether the host's data is live or stale."""
         return render_freshness(host)
 
     @display(description="Drivers")
     def shown_drivers(self, host: Host) -> SafeString:
+        """Render a badge with the number of failing drivers, else of failing backends, else of answering drivers.
+
+        Errors, or the names of the answering drivers, are shown on hover. A dash if there are no drivers, or if all are
+        disabled or absent and have no error.
+        """
         failing_drivers = {name: entry["error"] for name, entry in host.drivers.items() if entry.get("error")}
         failing_backends = {
             f"{name}:{backend}": backend_entry["error"]
@@ -94,23 +103,30 @@ class HostAdmin(ReadOnlyModelAdmin):
 
     @display(description="Devices", ordering="number_of_devices")
     def shown_devices(self, host: Host) -> SafeString:
+        """Render the number of the host's devices as a link to their list. The host must come from `get_queryset`."""
         device_count = cast("Any", host).number_of_devices  # annotated by `get_queryset`
         return format_html('<a href="{}">{}</a>', device_list_url(host), device_count)
 
     @display(description="Node", ordering="node")
     def shown_node(self, host: Host) -> str:
+        """Return the host's node name."""
         return str(host.node)
 
     @display(description="Last change", ordering="-reported_at")
     def reported(self, host: Host) -> SafeString:
+        """Render when the host's last report was applied; a dash if never."""
         return badges.render_relative_time(host.reported_at)
 
     def get_urls(self) -> list[Any]:
+        """Add the URL of `order_view`."""
         order = self.admin_site.admin_view(self.order_view)
         return [path("<path:object_id>/order/", order, name="accelerators_host_order"), *super().get_urls()]
 
     def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Handle POST of the buttons of a host's page, which order commands from its agent."""
+        """Handle POST of the buttons of a host's page, which order commands from its agent.
+
+        Raises Http404 if there is no such host.
+        """
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -121,7 +137,8 @@ class HostAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """Show the page of one host with its drivers, devices, commands and events.
 
-        Raises PermissionDenied for methods other than GET and HEAD.
+        At most MAX_DEVICE_ROWS devices are drawn and listed. Raises Http404 if there is no such host; PermissionDenied
+        for a user who may not view it, and for methods other than GET and HEAD.
         """
         host = self.get_object(request, object_id)
         if host is None:
@@ -172,6 +189,10 @@ def device_list_url(host: Host) -> str:
 
 
 def _build_driver_row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of one driver of a host's page: its answer as a badge, error, faults and backends.
+
+    `entry` is the driver's value in `Host.drivers`.
+    """
     error = entry.get("error", "")
     answer_badge = (
         badges.render_badge("answering", "good")
@@ -190,6 +211,7 @@ def _build_driver_row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build_backend_row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of one backend of a driver: its answer as a badge, error, labels and services."""
     error = entry["error"]
     return {
         "name": name,
@@ -211,6 +233,7 @@ def _render_service(service: dict[str, Any]) -> SafeString:
 
 
 def _build_device_row(device: Device, card: topology_svg.DeviceCard) -> dict[str, Any]:
+    """Return the row of one device of a host's page: its badges, its counts of handles, and the handles of `card`."""
     return {
         "device": device,
         "state": badges.render_device_state(device.state, device.state_reason),

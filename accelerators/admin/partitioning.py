@@ -30,7 +30,8 @@ CHANGE_SIGNS = {"more": 1, "fewer": -1, "none": 0}
 def change_units(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
     """Admin action: show the page for those selected devices whose number of units can be changed.
 
-    If there are none, or more than `partitioning.MAX_DEVICES`, stays on the list with a message.
+    If there are none, or more than `partitioning.MAX_DEVICES`, returns None and adds a message: the list is shown
+    again. Nothing is changed here.
     """
     devices = list(
         queryset.exclude(sized_by="").select_related("host").order_by("host_id", "key")[: partitioning.MAX_DEVICES + 1]
@@ -49,9 +50,10 @@ change_units.allowed_permissions = ("decide",)  # type: ignore[attr-defined]
 
 
 def build_units_context(request: HttpRequest, device: Device) -> dict[str, Any]:
-    """Return the context with a device's number of units and the URL of this page.
+    """Return the template context with a device's number of units and the URL of the page that changes it.
 
-    Empty if the number cannot be changed, or the user may not change it.
+    Empty if the device does not let its number of units be chosen, or if the user may not change it. Costs one
+    statement.
     """
     if not (device.sized_by and permissions.is_allowed(request, permissions.CHANGE_UNITS)):
         return {}
@@ -61,7 +63,10 @@ def build_units_context(request: HttpRequest, device: Device) -> dict[str, Any]:
 def handle_units_page(admin: Any, request: HttpRequest) -> HttpResponse:
     """GET: show the devices and the form. POST: order the change and show the result for each device.
 
-    If one device was changed, redirects to its command instead. Raises PermissionDenied for users who may not do this.
+    If the only device got a command, redirects to that command instead. Redirects to the list of devices if no valid
+    device is chosen. If the whole change is refused, the page is shown with the reason. Raises PermissionDenied for
+    users whom neither the rule `cyborg:accelerator:create` nor Django's permission `accelerators.change_device` allows
+    this.
     """
     permissions.require_permission(request, permissions.CHANGE_UNITS)
     devices = _load_chosen_devices(request)
@@ -87,6 +92,10 @@ def handle_units_page(admin: Any, request: HttpRequest) -> HttpResponse:
 
 
 def _load_chosen_devices(request: HttpRequest) -> list[Device]:
+    """Return the devices that the form or the URL names and whose number of units can be changed, with their hosts.
+
+    Reads at most `partitioning.MAX_DEVICES` uuids. Returns [] if one of them is not a uuid. One statement, no locks.
+    """
     form_values = request.POST if request.method == "POST" else request.GET
     try:
         uuids = [UUID(text) for text in form_values.getlist("device")[: partitioning.MAX_DEVICES]]
@@ -97,9 +106,9 @@ def _load_chosen_devices(request: HttpRequest) -> list[Device]:
 
 
 def _parse_change(request: HttpRequest, devices: list[Device]) -> PartitionChange:
-    """Return the change that the form asks for. Raises RefusedError INVALID.
+    """Return the change that the form asks for. Raises RefusedError INVALID for a wrong count or layout.
 
-    The generation that the form has seen counts only if there is one device.
+    The generation that the form has seen is used only if there is one device.
     """
     sign, count = CHANGE_SIGNS.get(request.POST.get("change", "")), request.POST.get("count", "")
     if sign is None or (sign and not (count.isascii() and count.isdecimal() and len(count) <= 5)):
@@ -120,6 +129,10 @@ def _parse_change(request: HttpRequest, devices: list[Device]) -> PartitionChang
 def _render_page(
     admin: Any, request: HttpRequest, devices: list[Device], results: list[PartitionResult] | None = None
 ) -> HttpResponse:
+    """Render the page with the devices and their present numbers of units; after a change also with its `results`.
+
+    `results` is None as long as nothing was ordered. Costs one statement.
+    """
     unit_counts, results_by_device = (
         partitioning.count_units(devices),
         {result.device: result for result in results or ()},
@@ -149,9 +162,11 @@ def _render_page(
 
 
 def _describe_layout(result: PartitionResult | None) -> str:
+    """Return the layout that a placed command asks for, such as "vfs=4"; '' if there is no command."""
     layout = result.command.arguments["layout"] if result and result.command else {}
     return ", ".join(f"{word}={value}" for word, value in layout.items())
 
 
 def _page_url() -> str:
+    """Return the URL of the page that changes the number of units."""
     return reverse("admin:accelerators_device_units")

@@ -33,12 +33,18 @@ class TreeBranch:
 
 
 def build_tree(buses: Iterable[BusPosition]) -> list[TreeBranch]:
-    """Return the tree as a list in drawing order: a box comes before everything behind it, else the order is kept."""
+    """Return the tree as a list in drawing order: a box comes before everything behind it.
+
+    Buses that have a bridge in common come together, at the place of the first of them; otherwise the order is kept.
+    """
     return list(_iterate_branches(list(buses), 0, 0))
 
 
 def _iterate_branches(buses: Sequence[BusPosition], common: int, depth: int) -> Iterator[TreeBranch]:
-    """Yield the branches of buses that have their first `common` bridges in common, without these bridges."""
+    """Yield the branches of buses that have their first `common` bridges in common, without these bridges.
+
+    `depth` is the depth of the branches; boxes are not nested deeper than MAX_BOX_DEPTH.
+    """
     ports: dict[BridgePath, list[BusPosition]] = {}
     for bus in buses:
         ports.setdefault(bus[1][common : common + 1] or bus[:1], []).append(bus)

@@ -52,7 +52,7 @@ def load_last_signals(request: HttpRequest, device: Device) -> dict[str, Any] | 
 def _parse_rows(text: Any) -> list[dict[str, Any]]:
     """Parse a JSON list of objects, the form in which drivers return signals and samples.
 
-    Returns [] for text that is not a JSON list; elements that are not objects are dropped.
+    Returns [] for anything that is not such a list; elements that are not objects are dropped.
     """
     try:
         parsed = json.loads(text or "[]")
@@ -73,6 +73,10 @@ def dump_inventory(device: Device, deployables: list[dict[str, Any]]) -> str:
 
 
 def _build_deployable_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a deployable as a report would contain it; attributes that an operator set are left out.
+
+    `row` comes from `devices._build_deployable_rows`.
+    """
     deployable = row["deployable"]
     return {
         "name": deployable.name,

@@ -53,7 +53,10 @@ class RenderedTimelineEntry:
 
 
 def build_timeline(events: Iterable[Event], commands: Iterable[Command]) -> list[RenderedTimelineEntry]:
-    """Merge events and commands into one timeline, the oldest entry first."""
+    """Merge events and commands into one timeline, the oldest entry first.
+
+    The commands must have their `host` loaded, otherwise each costs a statement.
+    """
     entries = [
         *map(_build_event_entry, events),
         *(one for command in commands for one in _iterate_command_entries(command)),
@@ -72,15 +75,17 @@ def build_timeline(events: Iterable[Event], commands: Iterable[Command]) -> list
 
 
 def _build_event_entry(event: Event) -> TimelineEntry:
+    """Build the timeline entry of an event, with the word and tone of EVENT_WORDS or else the verb of its action."""
     default: tuple[str, Tone] = (event.action.rpartition(".")[2].replace("_", " "), "calm")
     word, tone = EVENT_WORDS.get(event.action, default)
     return TimelineEntry(event.at, word, tone, event.reason, describe_actor(event))
 
 
 def _iterate_command_entries(command: Command) -> Iterator[TimelineEntry]:
-    """Yield when a command was taken by its agent, started and answered.
+    """Yield an entry for when the agent took the command, when it started, and when it was answered.
 
-    The order itself is left out, because the event that caused it, such as `request.bind_started`, is in the timeline.
+    The last one comes only when the command has ended; its time is that of the end if there was no answer. The order
+    itself is left out, because the event that caused it, such as `request.bind_started`, is in the timeline.
     """
     op, agent, url = command.op, f"agent of {command.host.name}", badges.page_url("command", command.pk)
     if command.taken_at:
@@ -119,7 +124,8 @@ class NoticeRow:
 def list_notices(request: AcceleratorRequest, events: Iterable[Event]) -> list[NoticeRow]:
     """Return the notices to Nova about a request, the oldest first, and at the end the one still to be sent, if any.
 
-    While Nova cannot be reached only the last try is stored. Costs one statement, for the waiting notice.
+    `events` are those of the request. While Nova cannot be reached only the last try is stored. Costs one statement,
+    for the waiting notice.
     """
     notice_rows = [
         _build_notice_row(event)
@@ -147,6 +153,7 @@ def list_notices(request: AcceleratorRequest, events: Iterable[Event]) -> list[N
 
 
 def _build_notice_row(event: Event) -> NoticeRow:
+    """Build the row of an event about a notice to Nova: answered or refused, the status that was sent, the answer."""
     status = str((event.changes.get("notice") or [None, ""])[1])
     badge = badges.render_badge(
         "answered" if event.action == NOTICE_ACTIONS[0] else "refused", EVENT_WORDS[event.action][1]

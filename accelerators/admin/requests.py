@@ -39,12 +39,14 @@ class DeviceProfileAdmin(ReadOnlyModelAdmin):
 
     @display(description="Groups")
     def shown_groups(self, profile: DeviceProfile) -> SafeString:
+        """Render each request group of the profile on a line of its own, as `key=value` pairs."""
         groups = profile.groups if isinstance(profile.groups, list) else []
         lines = ((", ".join(f"{key}={value}" for key, value in group.items()),) for group in groups)
         return format_html('<span class="lines mono">{}</span>', format_html_join("", "<span>{}</span>", lines))
 
     @display(description="Created", ordering="-created_at")
     def created(self, profile: DeviceProfile) -> SafeString:
+        """Render when the profile was created."""
         return badges.render_relative_time(profile.created_at)
 
 
@@ -81,13 +83,18 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
     empty = "No requests yet. Nova makes one for each accelerator of an instance when a flavor names a device profile."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[AcceleratorRequest]:
+        """Return the requests that this user may see, with profile, held handle and its deployable loaded."""
         return super().get_queryset(request).select_related("profile", "attach_handle__deployable")
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show the page of one request: its owner, its handle, the course of its bind with durations, and the notices
-        to Nova."""
+        """Show the page of one request: owner, handle, the steps of its bind with durations, and the notices to Nova.
+
+        Other requests of the same instance are listed, too. Raises Http404 if there is no such request, or if this user
+        may not see its project; PermissionDenied for a user who may not view requests, and for methods other than GET
+        and HEAD.
+        """
         arq: AcceleratorRequest | None = self.get_object(request, object_id)
         if arq is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -119,26 +126,32 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
 
     @display(description="Request", ordering="uuid")
     def shown_uuid(self, request: AcceleratorRequest) -> SafeString:
+        """Render the first eight characters of the request's uuid."""
         return badges.render_short_uuid(request.uuid)
 
     @display(description="State", ordering="state")
     def shown_state(self, request: AcceleratorRequest) -> SafeString:
+        """Render the request's state as a badge, with its fault on hover."""
         return render_request_state(request)
 
     @display(description="Profile", ordering="profile__name")
     def shown_profile(self, request: AcceleratorRequest) -> SafeString:
+        """Render the request's device profile as a link."""
         return badges.render_page_link("deviceprofile", request.profile_id, request.profile.name)
 
     @display(description="Instance", ordering="instance_uuid")
     def shown_instance(self, request: AcceleratorRequest) -> SafeString:
+        """Render the shortened uuid of the request's instance; a dash if it has none."""
         return badges.render_short_uuid(request.instance_uuid)
 
     @display(description="Project", ordering="project_id")
     def project(self, request: AcceleratorRequest) -> SafeString:
+        """Render the shortened id of the project that owns the request."""
         return badges.render_short_uuid(request.project_id)
 
     @display(description="Holds")
     def handle(self, request: AcceleratorRequest) -> SafeString:
+        """Render the handle that the request holds as a link to its device; a dash if it holds none."""
         attach_handle = request.attach_handle
         return (
             badges.render_page_link(
@@ -150,6 +163,7 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
 
     @display(description="Created", ordering="-created_at")
     def created(self, request: AcceleratorRequest) -> SafeString:
+        """Render when the request was created."""
         return badges.render_relative_time(request.created_at)
 
 

@@ -37,7 +37,7 @@ class HandleState(Choice):
 
     @property
     def glyph(self) -> str:
-        """The glyph in its cell: that of its tone, except for `reserved`, which must differ from `free`."""
+        """Return the glyph in the handle's cell: that of its tone; `reserved` has its own, to differ from `free`."""
         return "–" if self is HandleState.RESERVED else GLYPHS[self.tone]
 
 
@@ -79,7 +79,8 @@ NUMA_NODE_ICON = "M5 5h14v14H5zM9 9h6v6H9zM9 2v3M15 2v3M9 19v3M15 19v3M2 9h3M2 1
 class HandleCell:
     """An attach handle and its holder.
 
-    `state` is a value of `HandleState`, `deployable_id` the id of its deployable.
+    `state` is a value of `HandleState`, `deployable_id` the id of its deployable. `request`, `profile`, `instance` and
+    `project` are '' if no request holds the handle.
     """
 
     name: str
@@ -145,7 +146,7 @@ class PlacedCard:
 
     @property
     def height(self) -> int:
-        """Return the height of the card, which depends on its number of cells."""
+        """Return the height of the card in units of the drawing; it depends on the number of cells."""
         cells = len(self.card.cells) + bool(self.card.hidden_counts)
         return CARD_HEAD + CELL_PITCH * max(1, -(-cells // self.cells_per_row)) + 8
 
@@ -172,7 +173,7 @@ class PlacedBranch:
 
 @dataclass(frozen=True)
 class NumaArea:
-    """A NUMA node with its position, its size and its columns of branches."""
+    """A NUMA node with its position, its size and its columns of branches; `numa` is negative if it is unknown."""
 
     numa: int
     x: int
@@ -224,6 +225,7 @@ def place_cards(cards: Iterable[DeviceCard]) -> list[NumaArea]:
 
 
 def _group_by_bus(cards: Iterable[DeviceCard]) -> dict[BusPosition, list[DeviceCard]]:
+    """Return the cards by bus address and bridges, in the order in which the buses first occur."""
     buses: dict[BusPosition, list[DeviceCard]] = {}
     for card in cards:
         buses.setdefault((card.bus, card.bridges), []).append(card)
@@ -235,7 +237,7 @@ def _place_columns(
 ) -> tuple[tuple[PlacedBranch, ...], ...]:
     """Place the branches below each other in at most `max_columns` columns of about the same height.
 
-    A column never begins inside a box of bridges.
+    A column never begins inside a box of bridges. `gutter` is the width left of the cards, for the tree.
     """
     width = COLUMN_WIDTH - gutter
     heights = [
@@ -264,7 +266,7 @@ def _place_columns(
 
 
 def draw_host(cards: Iterable[DeviceCard], name: str) -> SafeString:
-    """Draw all cards of a host as one SVG; '' if there are none."""
+    """Draw all cards of a host as one SVG; return '' if there are none. Texts from drivers are escaped."""
     areas = place_cards(cards)
     if not areas:
         return SafeString()
@@ -280,7 +282,7 @@ def draw_host(cards: Iterable[DeviceCard], name: str) -> SafeString:
 
 
 def draw_device(card: DeviceCard) -> SafeString:
-    """Draw one card as an SVG."""
+    """Draw one card as an SVG. Texts from drivers are escaped."""
     placed = PlacedCard(card, 0, 0)
     return _wrap_in_svg(
         CARD_WIDTH, placed.height, f"The parts of {card.name}", f"One card, {CELLS_DESCRIPTION}", _draw_card(placed)
@@ -305,6 +307,7 @@ def render_handle_state(state: str) -> SafeString:
 
 
 def _wrap_in_svg(width: int, height: int, name: str, description: str, content: str) -> SafeString:
+    """Return the `svg` element around `content`, which must be SVG already; `name` and `description` are escaped."""
     # One unit of margin on each side, so that lines on the edge are not cut.
     size_attributes = f'viewBox="-1 -1 {width + 2} {height + 2}" width="{width + 2}" height="{height + 2}"'
     svg = f'<svg class="picture" {size_attributes} role="group" aria-label="{escape(name)}">'
@@ -312,6 +315,7 @@ def _wrap_in_svg(width: int, height: int, name: str, description: str, content: 
 
 
 def _draw_area(area: NumaArea) -> str:
+    """Return the SVG group of one NUMA node: background, heading with the number of held handles, tree and cards."""
     cards = [placed.card for placed in area.placed_cards]
     name = f"NUMA node {area.numa}" if area.numa >= 0 else "NUMA node unknown"
     held_count, handle_count = sum(card.held_count for card in cards), sum(card.handle_counts.total() for card in cards)
@@ -354,13 +358,14 @@ def _draw_tree(area: NumaArea) -> str:
 
 
 def _list_branches_behind(box: PlacedBranch, following: Sequence[PlacedBranch]) -> list[PlacedBranch]:
+    """Return the branches of `following`, which come after the box in its column, that are behind the box."""
     return list(takewhile(lambda one: one.branch.depth > box.branch.depth, following))
 
 
 def _draw_bridge_box(placed_box: PlacedBranch, card_count: int) -> str:
     """Draw a box with the addresses of its bridges; of three or more only the first and the last are shown.
 
-    The title has all addresses.
+    All addresses are shown on hover.
     """
     addresses, x = placed_box.branch.bridges, placed_box.x + 12
     name = "switch" if placed_box.branch.switch else f"bridge{'' if len(addresses) == 1 else 's'}"
@@ -377,6 +382,7 @@ def _draw_bridge_box(placed_box: PlacedBranch, card_count: int) -> str:
 
 
 def _draw_bus_label(branch: TreeBranch, x: int, y: int) -> str:
+    """Draw the label of a bus at this position, with the bus address and its bridges on hover; "–" if not on PCI."""
     bus = branch.bus[0] if branch.bus else ""
     bus_text = f"PCI bus {bus}" if bus else "not on PCI"
     bridges_text = f", behind {' › '.join(branch.bridges)}" if branch.bridges else ""
@@ -388,6 +394,7 @@ def _draw_bus_label(branch: TreeBranch, x: int, y: int) -> str:
 
 
 def _draw_card(placed: PlacedCard) -> str:
+    """Return the SVG group of a card, as a link to the device: icon, model, type, address, badges and cells."""
     card, width, height = placed.card, placed.width, placed.height
     (state, tone), *other_badges = card.status_badges
     status_text = ", ".join(word for word, _ in card.status_badges)
@@ -413,6 +420,7 @@ def _draw_card(placed: PlacedCard) -> str:
 
 
 def _draw_cells(placed: PlacedCard) -> str:
+    """Return the cells of a card's handles and, if some have no cell, their number; a text if there are none."""
     card, per_row = placed.card, placed.cells_per_row
     if not card.handle_counts.total():
         return f'<text class="small" x="{ICON_SPACE}" y="{CARD_HEAD + 14}">no attach handles</text>'
@@ -425,10 +433,12 @@ def _draw_cells(placed: PlacedCard) -> str:
 
 
 def _draw_cell(cell: HandleCell, x: int, y: int) -> str:
+    """Return the SVG of one handle's cell, as a link to its holder or to the handle, with its tooltip."""
     return f'<a href="{escape(cell.url)}"><title>{escape(cell.tooltip)}</title>{_draw_cell_box(cell.state, x, y)}</a>'
 
 
 def _draw_cell_box(state: str, x: int, y: int) -> str:
+    """Return the SVG of a cell without link: a square in the style of `state` (a `HandleState`) with its glyph."""
     css_class = state.replace(" ", "-")
     return (
         f'<g class="cell {css_class}">'
@@ -438,6 +448,7 @@ def _draw_cell_box(state: str, x: int, y: int) -> str:
 
 
 def _draw_hidden_count(url: str, tooltip: str, number: int, x: int, y: int) -> str:
+    """Return the SVG of the number of handles without a cell, such as "+12", as a link with a tooltip."""
     return (
         f'<a href="{escape(url)}"><title>{escape(tooltip)}</title>'
         f'<text class="small rest" x="{x + 2}" y="{y + 14}">+{number}</text></a>'
@@ -445,4 +456,5 @@ def _draw_hidden_count(url: str, tooltip: str, number: int, x: int, y: int) -> s
 
 
 def _truncate(text: str) -> str:
+    """Return the text, cut to MAX_TEXT_LENGTH characters with "…" at the end."""
     return text if len(text) <= MAX_TEXT_LENGTH else f"{text[: MAX_TEXT_LENGTH - 1]}…"

@@ -24,11 +24,17 @@ class OperatorCommand(BaseCommand):
 
 
 def current_operator() -> Caller:
-    """Return the caller for whoever runs `manage.py`, named by the login name. Such a person may do everything."""
+    """Return the caller for the person who runs `manage.py`, named by the login name.
+
+    No policy rule applies to this caller.
+    """
     return Caller(getpass.getuser(), "", frozenset({ADMIN_ROLE}), "", is_local=True)
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table with aligned columns; the first row is the heading."""
+    """Yield the lines of a table with aligned columns; the first row is the heading.
+
+    Raises ValueError if the rows do not all have the same number of cells.
+    """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -70,12 +70,15 @@ def join_badges(*badges: SafeString | str) -> SafeString:
 
 
 def render_device_state(device_state: str, tooltip: str = "") -> SafeString:
-    """Render a device's state as a badge; `tooltip` is shown on hover."""
+    """Render a device's state as a badge; `tooltip` is shown on hover. Raises ValueError for an unknown state."""
     return render_choice(DeviceState(device_state), tooltip)
 
 
 def render_health(device_health: str, tooltip: str = "") -> SafeString:
-    """Render a device's health, as its driver reports it, as a badge; `tooltip` is shown on hover."""
+    """Render a device's health, as its driver reports it, as a badge; `tooltip` is shown on hover.
+
+    Raises ValueError for an unknown health.
+    """
     return render_choice(Health(device_health), tooltip)
 
 
@@ -96,7 +99,10 @@ def render_drain_badge(final_state: str | None, remaining: int | None = None) ->
 
 
 def render_progress_bar(percent: int, text: str = "") -> SafeString:
-    """Render a progress bar with the percentage and the text of the current step; needs no scripts or inline styles."""
+    """Render a progress bar with `percent` (0 to 100) and the text of the current step.
+
+    It needs no scripts or inline styles.
+    """
     bar_template = '<span class="progress"><progress max="100" value="{0}">{0} %</progress> {0} %</span>'
     text_html = format_html('<span class="faint">{}</span>', text) if text else ""
     return format_html(bar_template + "{1}", percent, text_html)
@@ -110,7 +116,8 @@ def render_event_action(action_name: str) -> SafeString:
 def render_relative_time(moment: datetime | str | None, now: datetime | None = None) -> SafeString:
     """Render a time relative to `now`, as `3 min ago` or `in 3 min`, with the exact time in UTC on hover.
 
-    Accepts ISO text as well, for times inside JSON. Renders a dash if there is no time.
+    `now` is the present time by default. Accepts ISO text as well, for times inside JSON. Renders a dash if `moment` is
+    empty. A time without a time zone raises TypeError, text that is no time ValueError.
     """
     if not moment:
         return DASH
@@ -126,7 +133,7 @@ def render_relative_time(moment: datetime | str | None, now: datetime | None = N
 
 
 def format_duration(since: datetime, until: datetime | None = None) -> str:
-    """Return the time from `since` to `until` (default: now) as text.
+    """Return the time from `since` to `until` (default: now) as text, such as `1.2 s` or `3 min`; never negative.
 
     Durations below one second are in milliseconds, those below ten seconds have one decimal.
     """
@@ -137,6 +144,7 @@ def format_duration(since: datetime, until: datetime | None = None) -> str:
 
 
 def _format_relative_time(seconds: float) -> str:
+    """Return seconds before now as text: `3 min ago`, `in 3 min` if they are negative, `now` below one second."""
     amount = _format_seconds(abs(seconds))
     if abs(seconds) < 1:
         return "now"
@@ -144,6 +152,7 @@ def _format_relative_time(seconds: float) -> str:
 
 
 def _format_seconds(seconds: float) -> str:
+    """Return a duration of at least 0 seconds in its largest unit (d, h, min, s), rounded down."""
     return next(
         (f"{int(seconds // unit)} {name}" for unit, name in _TIME_UNITS if seconds >= unit), f"{int(seconds)} s"
     )
@@ -168,16 +177,20 @@ def render_page_link(model: str, key: Any, text: Any) -> SafeString:
 
 
 def page_url(model: str, key: Any) -> str:
-    """Return the URL of an object's page; `key` as for `render_page_link`."""
+    """Return the URL of the page of an object of this app; `key` is its id, its uuid, or the name of a host.
+
+    Does not check whether the object exists. Raises NoReverseMatch if no model of this name has a page.
+    """
     from django.contrib.admin.utils import quote
 
     return reverse(f"admin:accelerators_{model}_change", args=[quote(str(key))])
 
 
 def describe_handle(attach_info: str) -> str:
-    """Return readable text for an attach handle's JSON: the mark of a mediated device, a device node, or a PCI address.
+    """Return readable text for an attach handle's JSON.
 
-    Returns `attach_info` itself if it is none of these.
+    That is the mark (`vgpu_mark`) of a mediated device, the path of a device node, or a PCI address. Returns
+    `attach_info` itself if it is none of these.
     """
     try:
         info = json.loads(attach_info)
@@ -189,16 +202,19 @@ def describe_handle(attach_info: str) -> str:
 
 
 def list_changes(fields: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return all changes of an event as (field, value before, value after)."""
+    """Return all changes of an event as (field, value before, value after); an empty value is the text "none".
+
+    A value that is not a pair is taken as the new value.
+    """
     pairs = ((name, v if isinstance(v, list) and len(v) == 2 else (None, v)) for name, v in fields.items())
     return [(_format_field_name(name), _format_value(before), _format_value(after)) for name, (before, after) in pairs]
 
 
 def render_changes(fields: dict[str, Any], max_changes: int = 0) -> SafeString:
-    """Render an event's changes as `field before → after`: at most `max_changes` of them (0: all), and the number of
-    the rest.
+    """Render an event's changes as `field before → after`: at most `max_changes` of them, and the number of the others.
 
-    A change of `state_since` is not listed; the duration of the former state is shown beside the change of `state`.
+    If `max_changes` is 0, all are shown. A change of `state_since` is not listed; the duration of the former state is
+    shown beside the change of `state`.
     """
     visible_changes = [(name, values) for name, values in fields.items() if name != STATE_SINCE_FIELD]
     shown_changes = visible_changes[: max_changes or None]
@@ -215,6 +231,7 @@ def render_changes(fields: dict[str, Any], max_changes: int = 0) -> SafeString:
 
 
 def _render_former_duration(fields: dict[str, Any]) -> SafeString | str:
+    """Render how long the former state lasted, from the change of `state_since`; '' if the event has no such change."""
     before, after = fields.get(STATE_SINCE_FIELD) or (None, None)
     if not before or not after:
         return ""
@@ -224,6 +241,10 @@ def _render_former_duration(fields: dict[str, Any]) -> SafeString | str:
 
 
 def _render_change(name: str, values: Any, former_duration: SafeString | str = "") -> SafeString:
+    """Render one change as `field before → after`, followed by `former_duration`.
+
+    `values` is the pair of both values; anything else is the new value.
+    """
     before, after = values if isinstance(values, list) and len(values) == 2 else (None, values)
     return format_html(
         '<span class="change" title="{}"><span class="faint">{}</span> <del>{}</del> <span aria-label="became">→</span>'
@@ -237,7 +258,7 @@ def _render_change(name: str, values: Any, former_duration: SafeString | str = "
 
 
 def _format_field_name(name: str) -> str:
-    """Return a readable field name. For `handle {…}`, where the JSON is part of the name, show the handle instead."""
+    """Return a readable field name; in `handle {…}`, where JSON is part of the name, the handle replaces the JSON."""
     kind, _, rest = name.partition(" ")
     if not rest:
         return name.replace("_", " ")
@@ -245,4 +266,5 @@ def _format_field_name(name: str) -> str:
 
 
 def _format_value(value: Any) -> str:
+    """Return the value as text; "none" for None and ''."""
     return "none" if value in (None, "") else str(value)

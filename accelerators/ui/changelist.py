@@ -97,7 +97,10 @@ class ConsoleChangeList(ChangeList):
         ]
 
     def saved_views(self) -> Any:
-        """Return this user's saved views of this list and those that others share."""
+        """Return the saved views of this list that this user may see, as the function in LIST_MEMORY finds them.
+
+        These are the user's own and, unless the user is limited to one project, those that others share.
+        """
         return self.model_admin.load_list_memory(self.request).views
 
     def shareable_query(self) -> str:
@@ -112,6 +115,7 @@ class ConsoleChangeList(ChangeList):
         return urlencode(query_params)
 
     def _list_shown_columns(self) -> list[str]:
+        """Return the names of the columns that the list shows, in their order, without the checkbox."""
         return [str(name) for name in self.list_display if name != CHECKBOX_COLUMN]
 
     def applied_filters(self) -> Iterator[dict[str, object]]:
@@ -124,7 +128,10 @@ class ConsoleChangeList(ChangeList):
 
 
 class ConsoleModelAdmin(ModelAdmin):
-    """Base class of all lists. `empty` is the sentence that an empty list shows; it says how rows come into being."""
+    """Base class of all lists.
+
+    `empty` is the sentence that an empty list shows; it says how rows come into being.
+    """
 
     list_per_page = 50
     list_max_show_all = 50
@@ -145,15 +152,17 @@ class ConsoleModelAdmin(ModelAdmin):
         raise Http404(f"There is no {opts.verbose_name} {object_id[:64]!r}; perhaps it was removed.")
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ConsoleChangeList]:
+        """Return `ConsoleChangeList`."""
         return ConsoleChangeList
 
     def get_paginator(
         self, request: HttpRequest, queryset: Any, per_page: int, *args: Any, **kwargs: Any
     ) -> AnyPaginator:
+        """Return a `BoundedPaginator`, which counts exactly only up to a limit."""
         return BoundedPaginator(queryset, per_page, *args, **kwargs)
 
     def get_changelist_instance(self, request: HttpRequest) -> ConsoleChangeList:
-        """Build the list; raise BadRequest if the page, a filter's value or a column in the URL does not exist."""
+        """Build the list. Raises BadRequest if the page, a filter's value or a column in the URL does not exist."""
         try:
             change_list = cast("ConsoleChangeList", super().get_changelist_instance(request))  # see get_changelist
         except (IncorrectLookupParameters, ValidationError, ValueError, DataError) as error:
@@ -177,6 +186,7 @@ class ConsoleModelAdmin(ModelAdmin):
         return [columns_by_url_name[name] for name in dict.fromkeys(names)]
 
     def get_list_display_links(self, request: HttpRequest, list_display: Columns) -> Columns:
+        """Return the shown columns that link to a row's page; if none of the usual ones is shown, the first column."""
         links = super().get_list_display_links(request, list_display) or ()
         return [name for name in links if name in list_display] or list(list_display)[:1]
 
@@ -185,7 +195,8 @@ class ConsoleModelAdmin(ModelAdmin):
     ) -> tuple[QuerySet[Any], bool]:
         """Search for a whole uuid by index in all search fields whose names end in `uuid`; leave other terms to Django.
 
-        If no search field is a uuid, Django searches for a uuid as well.
+        If no search field is a uuid, Django searches for a uuid as well. The second value, whether rows may occur
+        twice, is False for a uuid.
         """
         field_names = [name.removesuffix("__startswith") for name in self.get_search_fields(request)]
         uuid = parse_uuid(search_term)
@@ -199,13 +210,15 @@ class ConsoleModelAdmin(ModelAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the rows that this user may see: those of one project if the user is limited to it (promise X4).
 
-        Lists, pages, exports and the live feed all start from this query.
+        A model without `project_field` is not limited. Lists, pages, exports and the live feed all start from this
+        query.
         """
         rows: QuerySet[Any] = super().get_queryset(request)
         project = USER_PROJECT.only()(request.user) if self.project_field else ""
         return rows.filter(**{self.project_field: project}) if project else rows
 
     def get_urls(self) -> list[Any]:
+        """Add the URL of `export_view`, such as `export.csv`."""
         name = f"{self.opts.app_label}_{self.opts.model_name}_export"
         return [
             path("export.<str:file_format>", self.admin_site.admin_view(self.export_view), name=name),
@@ -213,7 +226,10 @@ class ConsoleModelAdmin(ModelAdmin):
         ]
 
     def export_view(self, request: HttpRequest, file_format: str) -> HttpResponseBase:
-        """Answer with the list as a file in the format `file_format`."""
+        """Answer with the list as a file in the format `file_format`: csv, json, jsonl or yaml.
+
+        Raises and answers as `export.build_export_response` does.
+        """
         return export.build_export_response(self, request, file_format)
 
     @display(description=vars(ModelAdmin.action_checkbox)["short_description"])
@@ -222,14 +238,17 @@ class ConsoleModelAdmin(ModelAdmin):
         return format_html(_checkbox_template(), obj.pk)
 
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
-        """Build the form field; if the model has no help text, use the sentence of FIELD_SENTENCE."""
+        """Build the form field; if it has no help text, use the sentence that FIELD_SENTENCE has for it."""
         form_field = super().formfield_for_dbfield(db_field, request, **kwargs)
         if form_field and not form_field.help_text:
             form_field.help_text = FIELD_SENTENCE.only()(self.opts.model_name or "", db_field.name)
         return form_field
 
     def column_heading(self, column: str) -> str:
-        """Return the heading of a column."""
+        """Return the heading of a column: the description of its display method, else its model field's verbose name.
+
+        Raises FieldDoesNotExist if it is neither.
+        """
         display_method = getattr(self, column, None)
         heading_text = getattr(display_method, "short_description", None)
         if not heading_text:  # then the column is a field of the model itself, not a reverse relation
@@ -251,16 +270,22 @@ class ReadOnlyModelAdmin(ConsoleModelAdmin):
     """
 
     def has_add_permission(self, request: HttpRequest) -> bool:
+        """Return False: nobody can add rows in the console."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return False: nobody can edit rows in the console."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return False: nobody can delete rows in the console."""
         return False
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any | None:
-        """Return an object by id or by uuid, else None. Events link to their subjects by uuid without a query."""
+        """Return the object with this id or uuid that the user may see, else None.
+
+        Events link to their subjects by uuid, so that no query has to look for the id.
+        """
         uuid = parse_uuid(object_id) if hasattr(self.model, "uuid") else None
         if uuid is None:
             return super().get_object(request, object_id, from_field)
@@ -280,6 +305,11 @@ class BoundedPaginator(AnyPaginator):
 
     @cached_property
     def count(self) -> int:
+        """Return the number of rows, exact up to `EXACT`; sets `estimated` if there are more.
+
+        Then it is `EXACT` if the query has a condition, else the database's estimate for the whole table, at least
+        `EXACT`. One or two statements, once per paginator.
+        """
         rows = cast("QuerySet[Any]", self.object_list)  # no list of this console paginates anything else
         exact = rows.order_by()[: self.EXACT + 1].count()
         if exact <= self.EXACT:
@@ -289,6 +319,7 @@ class BoundedPaginator(AnyPaginator):
 
     @cached_property
     def num_pages(self) -> int:
+        """Return the number of pages; rows beyond `EXACT` have no page."""
         return min(super().num_pages, -(-self.EXACT // self.per_page))
 
 
@@ -309,6 +340,10 @@ def estimate_row_count(table: str) -> int:
 
 @lru_cache(maxsize=1)
 def _checkbox_template() -> str:
+    """Return the HTML of a row's checkbox as a format string with one `{}`, for the row's key.
+
+    It is rendered once per process.
+    """
     rendered_checkbox = checkbox.render(ACTION_CHECKBOX_NAME, "VALUE")
     return str(rendered_checkbox).replace("{", "{{").replace("}", "}}").replace("VALUE", "{}")
 

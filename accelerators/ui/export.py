@@ -49,6 +49,7 @@ class ExportResponse(StreamingHttpResponse):
     """
 
     def close(self) -> None:
+        """Close the response and free its place among the exports; a second call does not free another one."""
         super().close()
         if not getattr(self, "_freed", False):
             self._freed = True
@@ -58,8 +59,9 @@ class ExportResponse(StreamingHttpResponse):
 def build_export_response(admin: Any, request: HttpRequest, file_format: str) -> HttpResponse | StreamingHttpResponse:
     """Answer with the list as a file in the format `file_format`: csv, json, jsonl or yaml.
 
-    Raises Http404 for another format and PermissionDenied for a user who may not view the list. Answers 503 with
-    Retry-After while `MAX_CONCURRENT_EXPORTS` other exports run in this process.
+    Raises Http404 for another format, PermissionDenied for a user who may not view the list, and BadRequest if the URL
+    has an invalid filter or column. Answers 503 with Retry-After while `MAX_CONCURRENT_EXPORTS` other exports run in
+    this process. The rows are read while the response is sent.
     """
     if file_format not in FILE_FORMATS:
         raise Http404(f"There is no export format {file_format!r}. The formats are {', '.join(FILE_FORMATS)}.")
@@ -91,6 +93,7 @@ def list_export_fields(admin: Any, request: HttpRequest) -> list[str]:
 
 
 def _fields_of_column(admin: Any, column: str) -> Iterable[str]:
+    """Return the fields that are exported for a column; () if it has none."""
     if column in admin.exports:
         return tuple(admin.exports[column])
     try:
@@ -110,7 +113,8 @@ def _stream_and_record(
 ) -> Iterator[bytes]:
     """Yield the file in chunks and then record the event `list.exported` with the number of rows that were read.
 
-    The event is recorded also if the client disconnects or the query fails.
+    All rows are read in one transaction, which PostgreSQL ends after STALL_TIMEOUT if the client reads nothing. The
+    event is recorded also if the client disconnects or the query fails, but not if the iteration never begins.
     """
     row_counter = [0]
     try:
@@ -135,12 +139,14 @@ def _stream_and_record(
 
 
 def _read_chunks(rows: Iterator[Sequence[Any]], row_counter: list[int]) -> Iterator[list[Sequence[Any]]]:
+    """Yield the rows in lists of at most ROWS_PER_CHUNK, and add their number to `row_counter[0]` beforehand."""
     while chunk := list(islice(rows, ROWS_PER_CHUNK)):
         row_counter[0] += len(chunk)
         yield chunk
 
 
 def _write_csv(names: list[str], chunks: Iterator[list[Sequence[Any]]]) -> Iterator[str]:
+    """Yield the rows as CSV with `names` as the heading, one text per chunk."""
     all_chunks: Iterator[list[Sequence[Any]]] = chain([[names]], chunks)
     for chunk in all_chunks:
         text = io.StringIO()
@@ -149,7 +155,10 @@ def _write_csv(names: list[str], chunks: Iterator[list[Sequence[Any]]]) -> Itera
 
 
 def _to_csv_cell(value: Any) -> Any:
-    """Return a value as text that a spreadsheet shows but does not evaluate; numbers and None are left as they are."""
+    """Return a value as text that a spreadsheet shows but does not evaluate; numbers and None are left as they are.
+
+    A `'` is put before text that begins with one of FORMULA_PREFIXES. Times are in UTC; lists and dicts become JSON.
+    """
     if value is None or isinstance(value, (int, float)):
         return value
     if isinstance(value, datetime):
@@ -165,10 +174,12 @@ def _to_plain_dict(names: list[str], row: Sequence[Any]) -> dict[str, Any]:
 
 
 def _dump_row(names: list[str], row: Sequence[Any]) -> bytes:
+    """Return a row as a JSON object; values that JSON does not know become text."""
     return orjson.dumps(dict(zip(names, row, strict=True)), default=str, option=orjson.OPT_NON_STR_KEYS)
 
 
 def _write_json(names: list[str], chunks: Iterator[list[Sequence[Any]]]) -> Iterator[bytes]:
+    """Yield the rows as one JSON list of objects; `[]` if there are none."""
     separator = b"[\n"
     for chunk in chunks:
         yield separator + b",\n".join(_dump_row(names, row) for row in chunk)
@@ -177,11 +188,13 @@ def _write_json(names: list[str], chunks: Iterator[list[Sequence[Any]]]) -> Iter
 
 
 def _write_jsonl(names: list[str], chunks: Iterator[list[Sequence[Any]]]) -> Iterator[bytes]:
+    """Yield the rows as JSON objects, one per line."""
     for chunk in chunks:
         yield b"".join(_dump_row(names, row) + b"\n" for row in chunk)
 
 
 def _write_yaml(names: list[str], chunks: Iterator[list[Sequence[Any]]]) -> Iterator[str]:
+    """Yield the rows as one YAML list of mappings; `[]` if there are none."""
     written = False
     for chunk in chunks:
         written = True

@@ -25,7 +25,10 @@ template's variable: `host.load`. The pages of hosts, devices and requests call 
 
 
 def build_sections(page: str, row: Any) -> dict[str, Any]:
-    """Return the template variables of all sections that are registered for this page."""
+    """Return the template variables of all sections that are registered for this page, by name without the page.
+
+    Calls each registered function with `row`.
+    """
     return {
         name.removeprefix(f"{page}."): build(row)
         for name, build in PAGE_SECTIONS.items()
@@ -38,7 +41,8 @@ class SearchProvider:
     """Rows that the search page finds; their model has a list in the console.
 
     `uuid_fields` and `name_fields` are fields that are searched by prefix. `result_text` and `side_text` are database
-    expressions for the result's text and the text next to it; `describe` makes the shown text of the former.
+    expressions for the result's text and the text next to it; `describe` turns the value of `result_text` into the text
+    that is shown.
     """
 
     model: type[Any]

@@ -24,22 +24,22 @@ UPDATE_AGENTS = "cyborg:agent:update"
 def explain_denial(
     request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
 ) -> str:
-    """Return why the user may not do what `rule` is about, and what would help; '' if they may.
+    """Return why the user may not do what the policy rule `rule` covers, and what would help; '' if they may.
 
-    Django's `permission` is sufficient, too.
+    The Django permission `permission` is sufficient, too. While everything is read only, nobody may.
     """
     return DENIAL_REASON.only()(request, rule, permission)
 
 
 def is_allowed(request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device") -> bool:
-    """Return whether the user may do what `rule` is about."""
+    """Return whether the user may do what `rule` covers, as `explain_denial` decides; False while all is read only."""
     return not explain_denial(request, rule, permission)
 
 
 def require_permission(
     request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
 ) -> None:
-    """Raise PermissionDenied with the sentence of `explain_denial` if the user may not do what `rule` is about."""
+    """Raise PermissionDenied, with the sentence of `explain_denial`, if the user may not do what `rule` covers."""
     if denial := explain_denial(request, rule, permission):
         raise PermissionDenied(denial)
 
@@ -47,8 +47,6 @@ def require_permission(
 def build_permission_context(
     request: HttpRequest, rule: str = UPDATE_DEVICE, permission: str = "accelerators.change_device"
 ) -> dict[str, Any]:
-    """Return the template context of a page with buttons: `may`, and in `explain_denial` the reason if the user may
-    not.
-    """
+    """Return the template context of a page with buttons: `may`, and in `why_not` the reason if the user may not."""
     denial = explain_denial(request, rule, permission)
     return {"may": not denial, "why_not": denial}

@@ -12,7 +12,10 @@ from accelerators.domain.errors import RefusedError
 
 
 class RefusalAsMessage(ModelAdmin):
-    """Base class of forms whose change the conductor may refuse, for example after a change by somebody else."""
+    """Base class of forms whose change the conductor may refuse (RefusedError), for example because of another change.
+
+    Only the form is covered, not Django's pages and actions that delete.
+    """
 
     def changeform_view(
         self,
@@ -21,7 +24,10 @@ class RefusalAsMessage(ModelAdmin):
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
-        """Show or save the form. A refusal becomes an error message on the same page."""
+        """Show or save the form.
+
+        If the change is refused, redirects to the same page with the reason as a message; the entered values are lost.
+        """
         try:
             return super().changeform_view(request, object_id, form_url, extra_context)
         except RefusedError as refused:

@@ -46,7 +46,7 @@ admin.site.register(Maintenance, MaintenanceAdmin)
 
 @admin.register(User)
 class UserAdmin(AuditedAdminMixin, UserAdminBase, ConsoleModelAdmin):
-    """People who log in to the console, and the owners of API tokens."""
+    """List and form of the people who log in to the console and of the owners of API tokens. Changes become events."""
 
     kind = "user"
     form, add_form, change_password_form = UserChangeForm, UserCreationForm, AdminPasswordChangeForm
@@ -57,6 +57,10 @@ class UserAdmin(AuditedAdminMixin, UserAdminBase, ConsoleModelAdmin):
 
     @display(description="Access")
     def access(self, user: User) -> SafeString:
+        """Render a badge that says where a user may log in.
+
+        The words are "off" (nowhere), "API only", "console", and "everything" for a superuser.
+        """
         if not user.is_active:
             return badges.render_badge("off", "calm")
         if user.is_superuser:
@@ -65,6 +69,7 @@ class UserAdmin(AuditedAdminMixin, UserAdminBase, ConsoleModelAdmin):
 
     @display(description="Last login", ordering="-last_login")
     def shown_login(self, user: User) -> SafeString:
+        """Render when the user last logged in; a dash if never."""
         return badges.render_relative_time(user.last_login)
 
 
@@ -76,6 +81,10 @@ class GroupAdmin(AuditedAdminMixin, StockGroupAdmin, ConsoleModelAdmin):
     list_display = ("name",)
 
     def save_related(self, request: HttpRequest, form: Any, formsets: Any, change: bool) -> None:
+        """Save the form's relations, then set the permissions of a group that is named after a role or project.
+
+        For such a group this replaces the permissions that were chosen in the form.
+        """
         super().save_related(request, form, formsets, change)
         roles.set_permissions(form.instance)
 
@@ -95,18 +104,23 @@ class ApiTokenAdmin(AuditedAdminMixin, ConsoleModelAdmin):
     empty = "No API tokens yet. “manage.py api_token NAME” makes one and prints it, once."
 
     def has_add_permission(self, request: HttpRequest) -> bool:
+        """Return False: only `manage.py api_token` makes tokens."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return False: tokens cannot be changed."""
         return False
 
     @display(description="Roles")
     def shown_roles(self, token: ApiToken) -> str:
+        """Return the roles of the token, separated by commas."""
         return ", ".join(token.roles)
 
     @display(description="Made", ordering="-created_at")
     def created(self, token: ApiToken) -> SafeString:
+        """Render when the token was made."""
         return badges.render_relative_time(token.created_at)
 
     def get_queryset(self, request: HttpRequest) -> Any:
+        """Return the tokens without their hashes, which no page shows."""
         return super().get_queryset(request).defer("token_hash")

@@ -28,6 +28,7 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
     list_display = ("since", "by", "reason")  # of its export; the list itself is not shown
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the user has Django's permission `cyborgweb.change_maintenance`, whatever the switch says."""
         return bool(request.user.has_perm(CHANGE_PERMISSION))
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
@@ -37,9 +38,11 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """On GET show whether everything is read only, since when, by whom and why; on POST switch it.
+        """GET: show whether everything is read only, since when, by whom and why. POST: switch it on or off.
 
-        Raises PermissionDenied for a person without the view permission.
+        After a POST, redirects to the page; a refusal (an unusable reason) becomes a message there. A POST without the
+        permission to change only shows the page. Raises PermissionDenied for a person without the view permission, and
+        for another id than 1.
         """
         if object_id != "1" or not self.has_view_permission(request):
             raise PermissionDenied

@@ -20,9 +20,9 @@ DESCRIBED_FIELDS = ("total", "reserved", "max_unit")
 
 
 def describe_result(result: SyncOutcome | Exception) -> list[str]:
-    """Return a line for each difference from Placement and for each problem of one host; problems begin with `!`.
+    """Return a line for each write to Placement and for each problem of one host; problems begin with `!`.
 
-    Empty if Placement agrees with the inventory.
+    Empty if Placement agrees with the inventory. If `result` is an exception, the only line is its message.
     """
     if not isinstance(result, SyncOutcome):
         return [f"! {result}"]
@@ -30,7 +30,10 @@ def describe_result(result: SyncOutcome | Exception) -> list[str]:
 
 
 def describe_writes(writes: Iterable[ProviderWrite]) -> Iterator[str]:
-    """Yield a line for each difference: `+` is new, `-` is removed, `~` is changed."""
+    """Yield a line for each difference that the writes correct: `+` is new, `-` is removed, `~` is changed.
+
+    Changes of an inventory's fields other than DESCRIBED_FIELDS are left out.
+    """
     for write in writes:
         match write:
             case CreateProvider():
@@ -47,6 +50,7 @@ def describe_writes(writes: Iterable[ProviderWrite]) -> Iterator[str]:
 
 
 def _describe_inventories(write: SetInventories) -> Iterator[str]:
+    """Yield a line for each resource class that is added, removed, or changed in DESCRIBED_FIELDS."""
     for name in sorted(write.inventories.keys() | write.previous.keys()):
         current, previous = write.inventories.get(name), write.previous.get(name)
         if previous is None:
@@ -59,5 +63,6 @@ def _describe_inventories(write: SetInventories) -> Iterator[str]:
 
 
 def _format_amounts(entry: Mapping[str, Any]) -> str:
+    """Return the total of an inventory and, if it is not 0, the reserved amount, such as "8, 2 reserved"."""
     reserved = f", {entry['reserved']} reserved" if entry.get("reserved") else ""
     return f"{entry.get('total')}{reserved}"

@@ -39,10 +39,14 @@ class SyncStateFilter(admin.SimpleListFilter):
     title, parameter_name = "state", "is"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """Return the states of SYNC_STATES as choices."""
         return [(word, word) for word in SYNC_STATES]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Filter the rows of `TreeAdmin.get_queryset`, which annotates them with `waiting`."""
+        """Return the hosts in the chosen state; all if none is chosen.
+
+        `queryset` must come from `TreeAdmin.get_queryset`, which annotates the rows with `waiting`.
+        """
         if self.value() == "problems":
             return queryset.exclude(problems=[])
         if self.value() == "behind":
@@ -54,7 +58,7 @@ class SyncStateFilter(admin.SimpleListFilter):
 class TreeAdmin(ReadOnlyModelAdmin):
     """The hosts whose providers were synchronized with Placement, one row each.
 
-    The actions of the list and the button `retry` raise intents, which the job `placement` processes within seconds.
+    The action of the list and the button `retry` raise intents, which the job `placement` processes within seconds.
     """
 
     actions = ("look_now",)
@@ -70,7 +74,11 @@ class TreeAdmin(ReadOnlyModelAdmin):
     empty = "No host was written to Placement yet. Configure a cloud (docs/configuration.md) and enable a device."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:
-        """Annotate each row with `waiting`: the last error of the host's open intent, None if it has none."""
+        """Return the rows with their written providers loaded, each annotated with `waiting`.
+
+        `waiting` is the last error of the host's open intent ('' if it has not failed), None if the host has no open
+        intent.
+        """
         open_intents = Intent.objects.filter(kind=tasks.KIND, key=Cast(OuterRef("host__uuid"), CharField()))
         rows: QuerySet[Tree] = super().get_queryset(request).prefetch_related("host__written_providers")
         return rows.annotate(waiting=Subquery(open_intents.values("last_error")[:1]))
@@ -90,7 +98,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
         return getattr(host, "placement", None) or Tree(host=host, looked_at=never)
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Show the list, and above it the hosts that wait for their first synchronization."""
+        """Show the list, and above it at most MAX_WAITING_HOSTS hosts that wait for their first synchronization."""
         synchronized = Tree.objects.filter(host__uuid=Cast(OuterRef("key"), UUIDField()))
         waiting = Intent.objects.filter(~Exists(synchronized), kind=tasks.KIND).order_by("id")[: MAX_WAITING_HOSTS + 1]
         waiting_hosts = [(_host_page_url(one.key), one.payload.get("host", one.key), one.last_error) for one in waiting]
@@ -98,13 +106,18 @@ class TreeAdmin(ReadOnlyModelAdmin):
         return super().changelist_view(request, context | (extra_context or {}))
 
     def get_urls(self) -> list[Any]:
+        """Add the URL of `handle_button`."""
         button_view = self.admin_site.admin_view(self.handle_button)
         return [path("<path:object_id>/ask/", button_view, name="placement_sync_tree_ask"), *super().get_urls()]
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show one host's page: the desired providers beside the observed ones."""
+        """Show one host's page: the desired providers beside those observed at the last look. Placement is not asked.
+
+        Raises Http404 if there is no such host; PermissionDenied for a user who may not view it, and for methods other
+        than GET and HEAD.
+        """
         tree = self.get_object(request, object_id)
         if tree is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -113,9 +126,12 @@ class TreeAdmin(ReadOnlyModelAdmin):
         return self._render_page(request, tree)
 
     def handle_button(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Handle the page's two buttons.
+        """Handle the POST of the page's two buttons; `op` in the form names the button.
 
-        `compare` reads from Placement now and writes nothing; `retry` has the job synchronize the host now.
+        `compare` reads from Placement now, writes nothing and shows the differences. Anything else is `retry`: it
+        raises an intent, so that the job synchronizes the host within seconds, and redirects to the page. Raises
+        PermissionDenied for other methods than POST and for a user who may not do this, and Http404 if there is no such
+        host.
         """
         tree = self.get_object(request, object_id)
         if request.method != "POST":
@@ -132,7 +148,10 @@ class TreeAdmin(ReadOnlyModelAdmin):
         return HttpResponseRedirect(_host_page_url(str(tree.host_id)))
 
     def _render_page(self, request: HttpRequest, tree: Tree, comparison_lines: list[str] | None = None) -> HttpResponse:
-        """Render the host's page; `comparison_lines` describe a comparison that was just made."""
+        """Render the host's page from the database; `comparison_lines` describe a comparison that was just made.
+
+        They are None if none was made.
+        """
         host = tree.host
         providers, problems = status.load_comparisons(host)
         intent = Intent.objects.filter(kind=tasks.KIND, key=str(host.uuid)).first()
@@ -159,31 +178,40 @@ class TreeAdmin(ReadOnlyModelAdmin):
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, tree: Tree) -> SafeString:
+        """Render the host as a link to its page."""
         return badges.render_page_link("host", tree.host_id, tree.host.name)
 
     @display(description="State")
     def standing(self, tree: Any) -> SafeString:
+        """Render the host's state as a badge. The row must come from `get_queryset`."""
         return _sync_state_badge(tree, tree.waiting)
 
     @display(description="Providers")
     def providers(self, tree: Tree) -> int:
+        """Return the number of the host's providers to which something was written."""
         return len(tree.host.written_providers.all())
 
     @display(description="Looked at", ordering="-looked_at")
     def looked(self, tree: Tree) -> SafeString:
+        """Render when the host's providers were last compared with Placement."""
         return badges.render_relative_time(tree.looked_at)
 
     @display(description="Compute provider")
     def shown_root(self, tree: Tree) -> SafeString:
+        """Render the uuid of the host's compute provider; a dash if it is not known."""
         return badges.render_identifier(str(tree.root or ""))
 
     def has_look_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may change hosts."""
+        """Return whether the user may have hosts compared; Django asks this for the permission `look`.
+
+        The rule `cyborg:service:discover` or Django's permission `accelerators.change_host` allows it, but not while
+        everything is read only.
+        """
         return permissions.is_allowed(request, permissions.RESCAN, "accelerators.change_host")
 
     @admin.action(description="Compare with Placement now", permissions=["look"])
     def look_now(self, request: HttpRequest, trees: QuerySet[Tree]) -> None:
-        """Have the job synchronize the selected hosts now."""
+        """Raise an intent for each selected host, so that the job synchronizes it with Placement within seconds."""
         hosts = list(Host.objects.filter(placement__in=trees))
         _request_synchronization(hosts)
         subject = "1 host is" if len(hosts) == 1 else f"{len(hosts)} hosts are"
@@ -192,7 +220,10 @@ class TreeAdmin(ReadOnlyModelAdmin):
 
 @admin.register(Discrepancy)
 class DiscrepancyAdmin(ReadOnlyModelAdmin):
-    """The contradictions between our bound requests and Placement, Nova or the hardware, as of the last look."""
+    """List and pages of the contradictions between our bound requests and Placement, Nova or the hardware.
+
+    They are those of the last look at each host; the job `faults` stores and deletes them.
+    """
 
     list_display = ("shown_kind", "shown_said", "shown_where", "shown_since")
     exports = {
@@ -227,54 +258,70 @@ class DiscrepancyAdmin(ReadOnlyModelAdmin):
 
     @display(description="What is wrong", ordering="kind")
     def shown_kind(self, row: Discrepancy) -> SafeString:
+        """Render the kind of the discrepancy as a badge."""
         return badges.render_choice(DiscrepancyKind(row.kind))
 
     @display(description="Why, and what to do")
     def shown_said(self, row: Discrepancy) -> SafeString:
+        """Render what is wrong and what to do."""
         return format_html('<span class="reason">{}</span>', row.said)
 
     @display(description="Where", ordering="host__name")
     def shown_where(self, row: Discrepancy) -> SafeString:
+        """Render the host and the device as links."""
         return format_html('<span class="lines">{}{}</span>', self.shown_host(row), self.shown_device(row))
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, row: Discrepancy) -> SafeString:
+        """Render the host as a link."""
         return badges.render_page_link("host", row.host_id, row.host.name)
 
     @display(description="Device")
     def shown_device(self, row: Discrepancy) -> SafeString:
+        """Render the device as a link; a dash if the discrepancy concerns no present device."""
         return badges.render_page_link("device", row.device_id, row.device) if row.device else badges.DASH
 
     @display(description="Provider")
     def shown_provider(self, row: Discrepancy) -> str:
+        """Return the name and the uuid of the provider."""
         return f"{row.provider_name} ({row.provider})"
 
     @display(description="Instance")
     def shown_instance(self, row: Discrepancy) -> SafeString:
+        """Render the uuid of the instance or other consumer."""
         return badges.render_identifier(row.instance)
 
     @display(description="Since", ordering="-since")
     def shown_since(self, row: Discrepancy) -> SafeString:
+        """Render when the discrepancy was first seen."""
         return badges.render_relative_time(row.since)
 
     @display(description="Last seen", ordering="-seen_at")
     def seen(self, row: Discrepancy) -> SafeString:
+        """Render when the discrepancy was last seen."""
         return badges.render_relative_time(row.seen_at)
 
 
 def _host_page_url(host: str) -> str:
+    """Return the URL of a host's page about Placement; `host` is its id, uuid or name."""
     return reverse("admin:placement_sync_tree_change", args=[host])
 
 
 def _request_synchronization(hosts: list[Host]) -> None:
-    """Raise an intent for these hosts, and have their allocations read again."""
+    """Raise a `provider` intent for each of these hosts, and mark their stored allocations as outdated.
+
+    The next comparison reads the allocations again. One transaction.
+    """
     with conductor.writing():
         conductor.raise_provider_intents(hosts)
         discrepancies.invalidate_claims([host.pk for host in hosts])
 
 
 def _compare_now(host: Host) -> list[str]:
-    """Compare with Placement now and return the lines that `manage.py placement_sync --dry-run` would print."""
+    """Compare a host with Placement now and return the lines that `manage.py placement_sync --dry-run` would print.
+
+    Writes nothing. An error of Placement, or that no cloud is configured, becomes a line that begins with `!`.
+    """
     cloud = get_cloud_session(settings.KEYS.placement_endpoint)
     return (
         [f"! {PLACEMENT_OFF_TEXT}"]
@@ -284,7 +331,10 @@ def _compare_now(host: Host) -> list[str]:
 
 
 def _sync_state_badge(tree: Tree, waiting: str | None) -> SafeString:
-    """Return the badge of a host's state. `waiting` is the last error of its open intent, None if it has none."""
+    """Return the badge of a host's state: behind, problems, in step, or not written yet.
+
+    `waiting` is the last error of its open intent, None if it has none; the host is behind if it has one.
+    """
     if waiting is not None:
         return badges.render_badge("behind", "warn", waiting or "is being written")
     if tree.problems:
@@ -294,7 +344,11 @@ def _sync_state_badge(tree: Tree, waiting: str | None) -> SafeString:
 
 
 def _describe_writer(host: Host) -> str:
-    """Return who writes for this host; if agents write but its agent cannot, also return why."""
+    """Return who writes to Placement for this host: "the conductor" or "its agent".
+
+    If agents write but this host's agent cannot, also return why. A host without an agent counts as one whose agent
+    cannot write.
+    """
     if writer_election.get_writer().who == WriterChoice.CONDUCTOR:
         return "the conductor"
     unable = writer_election.list_hosts_without_writer([host])

@@ -15,17 +15,21 @@ from placement_sync.jobs.discrepancies import (
 
 
 def build_host_section(host: Host) -> list[dict[str, Any]]:
-    """Return the discrepancies of a host as the template `accelerators/faults.html` needs them."""
+    """Return the discrepancies of a host as the template `accelerators/faults.html` needs them. One statement."""
     return _render_discrepancies(list_discrepancies_of_host(host.pk))
 
 
 def build_device_section(device: Device) -> list[dict[str, Any]]:
-    """Do the same as `build_host_section` for a device."""
+    """Return the discrepancies of a device in the same form as `build_host_section`. One statement."""
     return _render_discrepancies(list_discrepancies_of_devices([device.pk]))
 
 
 def build_request_section(request: AcceleratorRequest) -> list[dict[str, Any]]:
-    """Do the same as `build_host_section` for a request: those of its device that are about its instance."""
+    """Return the discrepancies that concern a request: those of its device about its instance.
+
+    They have the same form as in `build_host_section`. Empty if the request has no instance or is not bound to a
+    deployable.
+    """
     if request.instance_uuid is None or request.deployable is None:
         return []
     discrepancies = list_discrepancies_of_devices([request.deployable.device_id])
@@ -33,6 +37,7 @@ def build_request_section(request: AcceleratorRequest) -> list[dict[str, Any]]:
 
 
 def _render_discrepancies(discrepancies: Iterable[DiscrepancySummary]) -> list[dict[str, Any]]:
+    """Return one dict for each discrepancy: its kind as a badge, since when, and what is wrong."""
     return [
         {
             "kind": badges.render_choice(one.kind),

@@ -21,7 +21,10 @@ NOT_SEEN_TEXT = "was not seen in Placement yet"
 
 @dataclass(frozen=True)
 class ProviderComparison:
-    """A provider as desired and as observed, in words. `drift` has one line per difference."""
+    """A provider as desired and as observed, in words. `drift` has one line per difference.
+
+    `generation` is None if Placement has not shown the provider yet.
+    """
 
     uuid: str
     name: str
@@ -35,7 +38,10 @@ class ProviderComparison:
 
 
 def load_comparisons(host: Host) -> tuple[list[ProviderComparison], list[str]]:
-    """Return all providers of the host, ordered by name, and the problems of its deployables. Three statements."""
+    """Return all providers of the host, ordered by name, and the problems of its deployables.
+
+    Reads only the database, with three statements; see `compare_providers`.
+    """
     desired, problems = mapping.compute_desired_providers(repository.load_deployables(host))
     return compare_providers(desired, repository.load_written(host), repository.load_root(host), host.name), problems
 
@@ -75,7 +81,7 @@ def compare_providers(
 
 
 def _describe_desired(desired: DesiredProvider | None) -> tuple[str, ...]:
-    """Describe the desired inventory."""
+    """Return the desired inventory in words; `desired` is None if the device was removed."""
     if desired is None:
         return ("nothing: its device was removed",)
     if not desired.resource_class:
@@ -84,11 +90,15 @@ def _describe_desired(desired: DesiredProvider | None) -> tuple[str, ...]:
 
 
 def _describe_inventory(name: str, entry: Inventory) -> str:
+    """Return the total and the reserved amount of a resource class as text."""
     return f"{name} {entry.get('total', 0)}, {entry.get('reserved', 0)} reserved"
 
 
 def _describe_parent(observed: ObservedProvider | None, root: str, host: str) -> str:
-    """Describe the observed parent: the host's name, another provider, or none."""
+    """Return the observed parent in words: the host's name, another provider, or "none".
+
+    '' if the provider was not observed.
+    """
     if observed is None:
         return ""
     return host if observed.parent == root else f"another provider, {observed.parent}" if observed.parent else "none"

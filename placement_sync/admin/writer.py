@@ -34,6 +34,7 @@ class WriterForm(WriterModelForm):
     """The form starts with an empty reason, because the reason belongs to the next change."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make the form with an empty reason."""
         super().__init__(*args, **kwargs)
         if "reason" in self.fields:
             self.initial["reason"] = ""
@@ -48,7 +49,7 @@ class WriterForm(WriterModelForm):
 
 
 class WriterAdmin(RefusalAsMessage):
-    """The page of the single writer row. Users who may change hosts may change it."""
+    """The page of the single writer row. Users with Django's permission `accelerators.change_host` may change it."""
 
     form = WriterForm
     fields = ("who", "reason", "shown_since", "shown_unable")
@@ -63,16 +64,22 @@ class WriterAdmin(RefusalAsMessage):
         return HttpResponseRedirect(reverse("admin:placement_sync_writer_change", args=[1]))
 
     def has_add_permission(self, request: HttpRequest) -> bool:
+        """Return False: there is always exactly one writer."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return False: there is always exactly one writer."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the user has Django's permission `accelerators.change_host`."""
         return bool(request.user.has_perm("accelerators.change_host"))
 
     def save_model(self, request: HttpRequest, obj: Writer, form: forms.ModelForm[Writer], change: bool) -> None:
-        """Switch the writer, with its event, instead of saving the row."""
+        """Switch the writer, with its event, instead of saving the row.
+
+        Nothing happens if the chosen one is the writer already. Raises RefusedError INVALID for an unusable reason.
+        """
         actor = device_actions.get_caller(request).name
         writer_election.switch_writer(form.cleaned_data["who"], actor, form.cleaned_data["reason"])
 
@@ -83,13 +90,16 @@ class WriterAdmin(RefusalAsMessage):
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
-        """Show or save the form, under a title of its own and without the buttons that a single row does not need."""
+        """Show or save the form, under a title of its own and without the buttons that a single row does not need.
+
+        A refusal becomes a message on the page.
+        """
         context = {"title": "Who writes to Placement", "show_save_and_continue": False, "show_delete": False}
         return super().changeform_view(request, object_id, form_url, context | (extra_context or {}))
 
     @display(description="Now")
     def shown_since(self, writer: Writer) -> SafeString | str:
-        """Show the current writer, and when, by whom and why it was made the writer."""
+        """Render the current writer, with its epoch, and when, by whom and why it was made the writer."""
         active = writer_election.get_writer()
         if not active.epoch:
             return "conductor, since the beginning (epoch 0)"
@@ -105,7 +115,7 @@ class WriterAdmin(RefusalAsMessage):
 
     @display(description="Hosts whose agent cannot write, so the conductor writes")
     def shown_unable(self, writer: Writer) -> SafeString | str:
-        """List the hosts whose agent cannot write, each with the reason."""
+        """Render a table of at most MAX_SHOWN hosts whose agent cannot write, with the reasons; "none" if all can."""
         unable = writer_election.list_hosts_without_writer(Host.objects.order_by("name"))
         rows = format_html_join("", "<tr><td>{}</td><td>{}</td></tr>", unable[:MAX_SHOWN])
         more = (

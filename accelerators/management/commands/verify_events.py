@@ -34,10 +34,13 @@ BAR_WIDTH = 40
 
 
 class Command(shell.OperatorCommand):
+    """The management command `verify_events`."""
+
     epilog = EPILOG
     help = "Verify the hash chain over events, or print its newest seal, to be stored elsewhere."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options `--from`, `--to`, `--seal-file`, `--anchor` and `--json`."""
         parser.add_argument("--from", dest="first", type=int, default=1, metavar="N", help="start with this seal")
         parser.add_argument("--to", dest="last", type=int, metavar="N", help="end with this seal")
         parser.add_argument("--seal-file", type=Path, help="file of stored seals: a number and a hash per line")
@@ -45,6 +48,11 @@ class Command(shell.OperatorCommand):
         parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Verify the seals and print the result; with `--anchor` only print the newest seal. Changes nothing.
+
+        Exits with status 1 if something does not match. Raises CommandError for a wrong range, an unusable file of
+        seals, or `--anchor` while there is no seal.
+        """
         if options["anchor"]:
             last = sealing.get_newest_seal()
             if not last.number:
@@ -63,6 +71,7 @@ class Command(shell.OperatorCommand):
             sys.exit(1)
 
     def _print_proof(self, proof: verification.VerificationResult) -> None:
+        """Print each finding in a line that begins with `!`, then the counts and, if there is one, the newest seal."""
         for finding in proof.findings:
             self.stdout.write(f"! {finding.text}")
         dropped = f", {proof.dropped} dropped by retention" if proof.dropped else ""
@@ -74,6 +83,10 @@ class Command(shell.OperatorCommand):
             self.stdout.write(f"newest seal: {proof.number} {proof.hash}")
 
     def _show_progress(self, done: int, total: int) -> None:
+        """Draw a progress bar on stderr; `done` and `total` are numbers of events.
+
+        Draws nothing if stderr is no terminal, or if `total` is at most `sealing.MAX_EVENTS_PER_SEAL`.
+        """
         if sys.stderr.isatty() and total > sealing.MAX_EVENTS_PER_SEAL:
             filled = BAR_WIDTH * min(done, total) // total
             end = "\n" if done >= total else ""
@@ -82,10 +95,10 @@ class Command(shell.OperatorCommand):
 
 
 def _read_anchors(path: Path) -> dict[int, str]:
-    """Read the kept anchors from a file; return hashes by seal number.
+    """Read stored seals from a file; return the hashes by seal number. Empty lines are skipped.
 
-    Raises CommandError if the file cannot be read or is empty, if a line is no anchor, or if two anchors contradict
-    each other.
+    Raises CommandError if the file cannot be read or has no seals, if a line is not a number and a hash, or if two
+    lines have different hashes for the same seal.
     """
     try:
         lines = path.read_text().split("\n")
