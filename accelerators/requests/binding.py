@@ -85,8 +85,10 @@ class _LockedRequest:
 
 @dataclass(frozen=True)
 class _FreeHandle:
-    """A free handle whose row is locked, with its deployable (`bitstream` is what that was programmed with) and its
-    device."""
+    """A free handle whose row is locked. `deployable` and `device` are the ids of the rows that it belongs to.
+
+    `bitstream` is the id of the image that the deployable was programmed with, None if no image is recorded.
+    """
 
     id: int
     attach_type: str
@@ -240,7 +242,7 @@ def fail_overdue_binds() -> bool:
     """Set at most OVERDUE_BATCH_SIZE BindStarted requests whose deadline has passed to BindFailed; return True if there
     may be more.
 
-    Requests that another transaction has locked are skipped.
+    Requests that another transaction has locked are skipped. What a failed bind entails is done by `finish_binds`.
     """
     with conductor.writing():
         overdue = [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_OVERDUE, {"count": OVERDUE_BATCH_SIZE})]
@@ -257,17 +259,21 @@ def lock_waiting_requests(
     uuids: Sequence[str], instances: Sequence[str], devices: Sequence[int]
 ) -> list[WaitingRequest]:
     """Lock and return the requests in state BindStarted that have one of these uuids, or that belong to one of these
-    instances and hold a handle of one of these devices. Ordered by id; one statement."""
+    instances and hold a handle of one of these devices.
+
+    Ordered by id; one statement. The rows stay locked until the end of the caller's transaction.
+    """
     values = {"uuids": list(uuids), "instances": list(instances), "devices": list(devices)}
     return [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_WAITING, values)]
 
 
 def finish_binds(outcomes: Sequence[BindOutcome], source: EventSource, actor: str) -> None:
-    """Move BindStarted requests to Bound or BindFailed. After the bind was answered, this is the only way there.
+    """Move BindStarted requests to Bound or BindFailed, and write their events and the intents that notify Nova.
 
-    The requests must be locked (`lock_waiting_requests`) in the caller's transaction. Writes their events and the
-    intents that notify Nova. For a failed request, also cancels commands that still wait for their image, and orders a
-    detach if the handle may already exist on the host.
+    After a bind has been answered, only this function makes its requests Bound or BindFailed. The requests must be
+    locked (`lock_waiting_requests`) in the caller's transaction. For a failed request, also cancels commands that still
+    wait for their image, and orders a detach if the handle may already exist on the host. `actor` is the author of the
+    events.
     """
     moves = [_build_finish_row(outcome) for outcome in outcomes]
     _move_requests(moves, source, actor)
@@ -287,7 +293,7 @@ def finish_binds(outcomes: Sequence[BindOutcome], source: EventSource, actor: st
 
 
 def _build_finish_row(outcome: BindOutcome) -> dict[str, Any]:
-    """Build the row for `_move_requests` from BindStarted to Bound or BindFailed."""
+    """Build the row with which `_move_requests` moves the request from BindStarted to Bound or BindFailed."""
     request = outcome.request
     return {
         "id": request.id,
@@ -435,11 +441,12 @@ def _get_wanted_image(group: Mapping[str, str]) -> dict[str, str]:
 def _plan_bind(
     request: _LockedRequest, spec: BindSpec, caller: Caller, handle: _FreeHandle, programmed_by: Mapping[int, int]
 ) -> tuple[dict[str, Any], CommandOrder | None]:
-    """Build the row for `_move_requests`, and the `attach` command if the host has to do something first.
+    """Build the row for `_move_requests`, and the `attach` command if the host has to do something first, otherwise
+    None.
 
     The request becomes Bound if its handle needs nothing on the host and its device is not programmed; otherwise
-    BindStarted with a deadline. Only one request per programmed device gets a command here; the others follow when that
-    command has ended.
+    BindStarted with a deadline. `programmed_by` maps a device to the request whose image it gets. Of the requests on
+    such a device only that one gets a command here; the others follow when the command has ended. Nothing is written.
     """
     move = _build_bind_columns(request, spec, caller) | {
         "state": _S.BOUND,
@@ -462,7 +469,7 @@ def _plan_bind(
 
 
 def _build_failure_row(request: _LockedRequest, spec: BindSpec, caller: Caller, fault: str) -> dict[str, Any]:
-    """Build the row for `_move_requests` to BindFailed."""
+    """Build the row with which `_move_requests` moves the request to BindFailed; `fault` is the reason."""
     return _build_bind_columns(request, spec, caller) | {"state": _S.BIND_FAILED, "fault": fault}
 
 
@@ -490,7 +497,10 @@ def _build_unbind_row(request: _LockedRequest) -> dict[str, Any]:
 
 
 def _move_requests(moves: Sequence[Mapping[str, Any]], source: EventSource, actor: str) -> None:
-    """Update locked requests and write an event for each; one statement. AssertionError if one is not in `was`."""
+    """Update locked requests and write an event for each; one statement. Does nothing if `moves` is empty.
+
+    Raises AssertionError if a request is not in the state `was` of its row.
+    """
     if moves:
         values = {"rows": _json.encode(moves).decode(), "count": len(moves), "source": source.value}
         cursor = conductor.open_cursor()
@@ -512,7 +522,11 @@ def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller) 
 
 
 def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller) -> None:
-    """Cancel commands that still wait for their image, and order a detach of each handle that is made on a host."""
+    """Cancel the commands of these requests that still wait for an image, and order a detach of each handle that is
+    made on a host.
+
+    The requests need not exist any more; their state and handle are those from before the change.
+    """
     command_queue.cancel_preparing_commands([request.uuid for request in requests if request.state == _S.BIND_STARTED])
     to_detach = [
         (held_request, held_request.handle)
@@ -547,9 +561,11 @@ def _get_visible_project(caller: Caller) -> str | None:
 
 
 def _build_actor_values(caller: Caller) -> dict[str, str]:
+    """Return the parameters for an event's author: the caller's name and the id of the current request to the API."""
     return {"actor": caller.name, "request_id": request_id.get()}
 
 
 def _fetch_all(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Execute the statement with these parameters and return all rows."""
     rows: list[tuple[Any, ...]] = conductor.open_cursor().execute(statement, values).fetchall()
     return rows
