@@ -97,6 +97,11 @@ def build_navigation(path: str) -> list[dict[str, Any]]:
 
 
 def _build_page_context(data: Any, view: Any, request: Request, response: Response) -> dict[str, Any]:
+    """Return the variables of the page's template.
+
+    A table, forms and filters are shown only for a successful answer. For an error answer there is the message of the
+    error.
+    """
     base = f"{request.scheme}://{request.get_host()}"
     is_own_api = hasattr(view, "get_serializer")
     succeeded = response.status_code < 400
@@ -133,6 +138,7 @@ def _build_page_context(data: Any, view: Any, request: Request, response: Respon
 
 
 def _build_forms(data: Any, view: Any, request: Request, is_own_api: bool) -> Iterator[forms.ActionForm]:
+    """Yield the forms of the page; for v2, permissions are not checked."""
     return forms.build_own_forms(view, request, data) if is_own_api else forms.build_v2_forms(request.path)
 
 

@@ -30,7 +30,10 @@ LABEL_BY_METHOD = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}
 
 @dataclass(frozen=True)
 class FormField:
-    """One input field. `kind` is text, area, json or choice."""
+    """One input field. `kind` is text, area, json or choice; `value` is the text that it shows at first.
+
+    `choices` are pairs of value and label. Without `max_length` the length is not limited.
+    """
 
     name: str
     value: str = ""
@@ -107,6 +110,7 @@ def _build_fields(view: Any, action: str, method: str, values: Mapping[str, Any]
 
 
 def _is_method_permitted(view: Any, request: Request, method: str) -> bool:
+    """Return whether the caller may use the method on this page; False also if writing is refused at the moment."""
     with override_method(view, request, method) as override_request:
         try:
             view.check_permissions(override_request)
@@ -116,6 +120,7 @@ def _is_method_permitted(view: Any, request: Request, method: str) -> bool:
 
 
 def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value: Any, method: str) -> FormField:
+    """Return the input field for a field of a serializer, filled with `value`; it is required only in a POST."""
     is_json = isinstance(field, JSON_FIELD_TYPES)
     max_length = getattr(field, "max_length", None)
     kind = "json" if is_json else "area" if max_length and max_length > 255 else "text"

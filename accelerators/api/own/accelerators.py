@@ -317,6 +317,11 @@ class AcceleratorView(CollectionView):
         return self._change_unit_count(-1)
 
     def _change_unit_count(self, sign: int) -> Response:
+        """Place the commands that add units (`sign` 1) or remove them (-1), as the body says; 202 with one result per
+        device.
+
+        If the body names a generation, which only a single device can have, its refusal is raised as RefusedError.
+        """
         values = self.validate_body()
         targets = [
             partitioning.PartitionTarget(one.get("device"), one.get("host", ""), one.get("backend", ""))
@@ -333,6 +338,7 @@ class AcceleratorView(CollectionView):
 
 
 def _describe_result(result: partitioning.PartitionResult) -> dict[str, Any]:
+    """Return the result for one device as `ResultSerializer` shows it."""
     target = result.target
     target_fields = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
     return {

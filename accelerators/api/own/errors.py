@@ -61,7 +61,7 @@ REASONS = sorted({*(reason.value for reason in RefusalReason), *REASON_BY_STATUS
 
 
 class ApiError(AcceleratorsError, exceptions.APIException):
-    """An error with its own status and its own sentence, and with its own reason if the status does not say enough."""
+    """An error with its own HTTP status and sentence; its `reason` follows from the status unless one is given."""
 
     def __init__(self, status: int, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -123,6 +123,10 @@ def explain_error(error: Exception) -> tuple[int, str]:
 
 
 def _build_message(error: exceptions.APIException) -> str:
+    """Return the message for an exception of DRF: its own text, or a sentence that says what to do.
+
+    The messages of a validation error are joined to one text.
+    """
     match error:
         case exceptions.ValidationError():
             return "; ".join(_iterate_validation_messages(error.detail))

@@ -124,6 +124,10 @@ class ImageView(CollectionView):
 
 
 def _read_name_and_properties(request: Request) -> tuple[str, dict[str, str]]:
+    """Return the name and the properties in the query of an upload; the name may be ''.
+
+    Raises ParseError (400) for an unknown parameter, RefusedError INVALID for a property that breaks a limit.
+    """
     if unknown := sorted(set(request.query_params) - {*ImageView.upload_parameters}):
         raise ParseError(
             f"{', '.join(unknown)[:200]}: unknown parameter; known are {', '.join(ImageView.upload_parameters)}."
@@ -133,6 +137,11 @@ def _read_name_and_properties(request: Request) -> tuple[str, dict[str, str]]:
 
 
 def _read_size(request: Request) -> int:
+    """Return the number of bytes that an upload announces.
+
+    Raises ApiError: 415 for another media type, 411 without a valid Content-Length, 413 for more bytes than an image
+    may have.
+    """
     if request.content_type.partition(";")[0].strip().lower() != IMAGE_MEDIA_TYPE:
         raise errors.ApiError(415, f"Send the image's bytes as {IMAGE_MEDIA_TYPE}.")
     length = request.META.get("CONTENT_LENGTH") or ""
@@ -146,6 +155,7 @@ def _read_size(request: Request) -> int:
 
 
 def _iterate_body(request: Request) -> Iterator[bytes]:
+    """Yield the body in chunks of at most CHUNK_BYTES; end early, without an error, if the client disconnects."""
     try:
         while chunk := request._request.read(store.CHUNK_BYTES):
             yield chunk

@@ -51,6 +51,7 @@ class PageCursor(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _invalid_cursor_error() -> NotFound:
+    """Return the error 404 for a cursor that cannot be read or does not belong to this list in this order."""
     return NotFound("cursor: it does not belong to this list in this order; leave it out to start at the first page.")
 
 
@@ -96,7 +97,10 @@ class RowPagination(CursorPagination):
     def paginate_queryset(
         self, queryset: QuerySet[Any] | Sequence[Any], request: Request, view: Any = None
     ) -> list[Any]:
-        """Return the rows of the page that `parse_request` has read. Every page takes one statement."""
+        """Return the rows of the page that `parse_request` has read, which must be called before. Takes one statement.
+
+        Raises NotFound (404) if the cursor's value does not fit the sort field.
+        """
         queryset = cast("QuerySet[Any]", queryset)  # DRF allows sequences as well; our views have none.
         cursor, size = self.page_cursor, self.size
         backwards = cursor is not None and cursor.backwards
@@ -116,6 +120,11 @@ class RowPagination(CursorPagination):
         return rows
 
     def _filter_beyond_cursor(self, queryset: QuerySet[Any], cursor: PageCursor, descending: bool) -> QuerySet[Any]:
+        """Keep the rows with a smaller sort value and id than the cursor's if `descending`, otherwise those with
+        greater ones.
+
+        Raises NotFound (404) if the cursor's value does not fit the sort field.
+        """
         try:
             value = _resolve_model_field(queryset.model, self.sort_field).to_python(cursor.value)
             value = value.astimezone(UTC) if isinstance(value, datetime) else value
@@ -133,6 +142,7 @@ class RowPagination(CursorPagination):
         return self._build_page_url(self.rows[0], True) if self.has_previous and self.rows else None
 
     def _build_page_url(self, row: Model, backwards: bool) -> str:
+        """Return the address of the page that begins after `row` or, if `backwards`, ends before it."""
         value: Any = row
         for name in self.sort_field.split("__"):
             value = getattr(value, name)

@@ -55,10 +55,12 @@ class GroupsField(serializers.ListField):
 
 
 def _has_text_values_only(group: Any) -> bool:
+    """Return whether the group is an object whose values are all strings."""
     return isinstance(group, dict) and all(isinstance(value, str) for value in group.values())
 
 
 def _iterate_amounts(data: list[dict[str, str]]) -> Iterator[int]:
+    """Yield the amount of each resource in the groups; skip values that are not a number of at most nine digits."""
     for group in data:
         for key, value in group.items():
             if key.startswith("resources:") and len(value) <= 9 and value.isdecimal():

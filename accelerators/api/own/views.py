@@ -162,7 +162,7 @@ class CollectionView(GenericViewSet[Any]):
         self._check_query(request)
 
     def check_permissions(self, request: Request) -> None:
-        """Raise 405 for a method that this URL does not have, before the policy rules are checked."""
+        """Raise MethodNotAllowed (405) for a method that this URL does not have; then check the policy rules (403)."""
         assert request.method is not None, "only a request that was not received has no method"
         if request.method.lower() not in self.action_map:
             self.http_method_not_allowed(request)
@@ -180,7 +180,10 @@ class CollectionView(GenericViewSet[Any]):
         return True
 
     def require_rule(self, rule: str) -> None:
-        """Raise PermissionDenied unless the caller satisfies `rule`."""
+        """Raise PermissionDenied unless the caller satisfies `rule`, which need not be a rule of this URL.
+
+        Raises KeyError for an unknown rule, and ReadOnlyError for a permitted write while everything is read only.
+        """
         # Permission classes read only this attribute of a view.
         rule_holder: Any = SimpleNamespace(policy_rules={self.request.method: rule})
         if not all(permission.has_permission(self.request, rule_holder) for permission in self.get_permissions()):
@@ -229,6 +232,7 @@ class CollectionView(GenericViewSet[Any]):
         return self._respond_with_etag(request, lambda: self.get_serializer(self.get_object()).data)
 
     def _build_page(self, queryset: QuerySet[Any]) -> Any:
+        """Return the answer of a list: one page of rows (`results`), and the addresses of the pages beside it."""
         rows = self.paginate_queryset(queryset)
         assert rows is not None, "every collection has a paginator"
         return self.get_paginated_response(self.get_serializer(self.load_row_details(rows), many=True).data).data
@@ -265,6 +269,11 @@ class CollectionView(GenericViewSet[Any]):
         return self.member_actions.keys()
 
     def _respond_with_etag(self, request: Request, build_data: Callable[[], Any]) -> HttpResponse:
+        """Return the answer with its ETag; if the client has sent this ETag in If-None-Match, 304 without a body.
+
+        With `etag_collections` the rows are not read for a 304. The ETag also depends on the release, on the projects
+        that the caller may see and on the address. An HTML page has no ETag.
+        """
         if request.accepted_renderer.format != JsonRenderer.format:
             return Response(build_data())
         data = None
@@ -309,4 +318,5 @@ class CollectionView(GenericViewSet[Any]):
 
 
 def _compute_digest(content: bytes) -> str:
+    """Return a short digest for an ETag, in hex; not meant to be secure."""
     return hashlib.blake2b(content, digest_size=9).hexdigest()

@@ -97,6 +97,10 @@ class AttributeDetail(AttributeMethods, V2DetailView):
 
 
 def _parse_deployable_id(value: Any) -> int:
+    """Return the id of a deployable from an integer or a text of digits; raise V2Error 400 for anything else.
+
+    0 is accepted. Whether the deployable exists is not checked.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18:
         return value
     if isinstance(value, str) and _INTEGER.fullmatch(value):

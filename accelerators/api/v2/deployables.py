@@ -102,8 +102,11 @@ class DeployableProgram(V2View):
 
 
 def _check_succeeded(command: Command) -> None:
-    """Raise V2Error unless the command succeeded, with upstream's text where it has one (contract section 2.5) and the
-    driver's reason."""
+    """Raise V2Error unless the command succeeded: 400 if it was refused before it had an image, otherwise 500.
+
+    500 is also raised for a command that has not ended yet. The text is upstream's where upstream has one (contract
+    section 2.5), with the driver's reason.
+    """
     if command.state == CommandState.SUCCEEDED:
         return
     if command.ended_at is None:
@@ -119,6 +122,7 @@ def _check_succeeded(command: Command) -> None:
 
 
 def _describe_progress(command: Command) -> str:
+    """Return the state of a command, followed by its progress if it has any."""
     return f"{command.state}; {command.progress}" if command.progress else command.state
 
 

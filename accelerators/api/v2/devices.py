@@ -81,7 +81,7 @@ class DeviceAction(V2View):
         return Response(None, 204)
 
     def change_state(self, uuid: UUID, caller: Caller) -> None:
-        """Perform the action of this address."""
+        """Change the state of the device as this address says; each subclass defines it. Raises RefusedError."""
         raise NotImplementedError
 
 
@@ -91,7 +91,7 @@ class DeviceEnable(DeviceAction):
     policy_rules = {"POST": "cyborg:device:enable"}
 
     def change_state(self, uuid: UUID, caller: Caller) -> None:
-        """Enable the device."""
+        """Request the state `ready`; raises RefusedError in the same cases as `lifecycle.enable_device`."""
         lifecycle.enable_device(uuid, caller)
 
 
@@ -101,7 +101,7 @@ class DeviceDisable(DeviceAction):
     policy_rules = {"POST": "cyborg:device:disable"}
 
     def change_state(self, uuid: UUID, caller: Caller) -> None:
-        """Disable the device."""
+        """Take the device out of offer; bound requests stay bound. Raises RefusedError NOT_FOUND."""
         lifecycle.disable_device(uuid, caller)
 
 

@@ -129,6 +129,11 @@ class ProfileDetail(ProfileMethods):
 
 
 def _create_profile(body: object, caller: Caller) -> UUID:
+    """Check the body of one profile, store the profile and return its uuid.
+
+    Raises V2Error: 500 for a name that is empty or too long, 400 for everything else that is invalid. Raises
+    RefusedError: CONFLICT if the name is in use, DUPLICATE if the uuid is in use.
+    """
     if not isinstance(body, dict):
         raise V2Error(400, "A device profile must be an object with a name and groups.")
     name = body.get("name")
@@ -150,8 +155,10 @@ def _create_profile(body: object, caller: Caller) -> UUID:
 
 
 def _parse_requested_uuid(uuid: object) -> UUID | None:
-    """Parse the uuid that the caller chose for the new profile, in any valid form; None if there is none. Raise 400
-    otherwise."""
+    """Parse the uuid that the caller chose for the new profile, in any valid form; None if there is none.
+
+    Raises V2Error 400 for anything else.
+    """
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not (canonical := arguments.to_canonical_uuid(uuid)):
@@ -160,9 +167,10 @@ def _parse_requested_uuid(uuid: object) -> UUID | None:
 
 
 def _delete_profiles(value: str, caller: Caller) -> Response:
-    """Delete one profile by uuid, or several by name.
+    """Delete one profile by uuid, or several by name (comma-separated); return 204.
 
-    The first name that does not exist raises 404; profiles named before it have been deleted by then.
+    The first name that does not exist raises 404, and the first profile that requests use raises RefusedError IN_USE
+    (409); profiles named before it have been deleted by then.
     """
     if arguments.to_canonical_uuid(value):
         if not arguments.is_canonical_uuid(value):
@@ -180,4 +188,5 @@ def _delete_profiles(value: str, caller: Caller) -> Response:
 
 
 def _unknown_profile_error(column: str, value: str) -> V2Error:
+    """Return the error 404 for a profile that does not exist; `column` is `uuid` or `name`."""
     return V2Error(404, f"Device Profile not found with {column}={value}")

@@ -157,6 +157,8 @@ class RequestList(RequestMethods, V2ListView):
         )
 
     def _build_params(self, instance: str | None) -> dict[str, Any]:
+        """Return the SQL parameters of the list's conditions: the visible project, the instance and the resolved
+        states."""
         return self.build_visible_params() | {"instance": instance, "resolved": list(BIND_ENDED_STATES)}
 
 

@@ -48,7 +48,10 @@ def make_links_column(uuid_sql: str, **paths: str) -> JsonColumn:
 
 @dataclass(frozen=True)
 class V2Resource:
-    """A collection: its main table (`alias`), the joined tables, the condition for visible rows, and its columns."""
+    """A collection: its main table (`alias`), the joined tables, the condition for visible rows, and its columns.
+
+    `name` is the key of the list in the answer, `noun` the name of an element in error messages.
+    """
 
     name: str
     noun: str
@@ -60,9 +63,9 @@ class V2Resource:
     def fetch_one(
         self, value: str, version: Microversion, base: str, column: str = "uuid", **params: object
     ) -> bytes | None:
-        """Return one element as JSON, or None if it does not exist or is not visible. One statement.
+        """Return the element whose `column` equals `value`, as JSON; None if it does not exist or is not visible.
 
-        `params` are the parameters of the condition `visible_condition`.
+        One statement. Links begin with `base`. `params` are the parameters of the condition `visible_condition`.
         """
         condition = f"{self.visible_condition} AND {self.alias}.{column} = %(value)s"
         values = {"value": value, "base": base, **params}
@@ -103,6 +106,7 @@ class V2Resource:
         return {"id": f"{self.alias}.id"} | {c.name: c.sort_sql for c in self.columns if c.sort_sql}
 
     def _build_element_sql(self, version: Microversion) -> str:
+        """Return the SQL expression of one element as JSON text, with the columns that exist in `version`."""
         columns = ", ".join(f'{c.sql} AS "{c.name}"' for c in self.columns if c.since <= version)
         return f"(SELECT row_to_json(e)::text FROM (SELECT {columns}) AS e)"
 
@@ -119,5 +123,6 @@ class V2Resource:
 
 
 def _fetch_text(sql: str, params: Mapping[str, object]) -> bytes | None:
+    """Execute the query and return the text in the first column of its first row, in UTF-8; None if there is no row."""
     row = conductor.open_cursor().execute(sql, params).fetchone()
     return row[0].encode() if row else None

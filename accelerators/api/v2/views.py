@@ -49,6 +49,8 @@ class V2View(APIView):
         self.check_permissions(request)
 
     def _check_method_and_accept(self, request: Request) -> None:
+        """Raise RouterError 404 or 405 for a method that this URL does not have, 406 if the Accept header excludes
+        JSON."""
         if request.method in self.not_found_methods:
             raise faults.no_such_url_error()
         assert request.method is not None, "only a request that was not received has no method"
