@@ -143,7 +143,10 @@ def _build_forms(data: Any, view: Any, request: Request, is_own_api: bool) -> It
 
 
 def _cut_rows(data: Any) -> tuple[Any, list[Any], int]:
-    """Return the data to show, the rows in it if it is a list, and the number of rows that are left out."""
+    """Return the data to show, the rows in it if it is a list, and the number of rows that are left out.
+
+    At most MAX_ROWS rows are kept, in the data as well.
+    """
     if not isinstance(data, Mapping):
         return data, [], 0
     key = next((key for key, value in data.items() if isinstance(value, list)), None)
@@ -169,7 +172,7 @@ def _build_breadcrumbs(path: str) -> list[tuple[str, str]]:
 
 
 def _extract_error_message(data: Any) -> str:
-    """Return the message of an error answer of either API."""
+    """Return the message of an error answer of either API; '' if it has none."""
     message = data.get("error", {}).get("message") if isinstance(data, Mapping) else None
     if message is None and isinstance(data, Mapping) and isinstance(text := data.get("error_message"), str):
         try:

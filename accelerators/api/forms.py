@@ -68,8 +68,11 @@ class ActionForm:
 
 
 def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionForm]:
-    """Yield the forms of the actions that this caller may perform on this page of our own API, filled with current
-    values."""
+    """Yield the forms of the actions that this caller may perform on this page of our own API.
+
+    A form that changes a member is filled with the current values, `data`. Actions that the policy forbids are left
+    out.
+    """
     if view.detail and view.member_actions and view.is_rule_satisfied(view.policy_rules["POST"]):
         for verb in view.get_offered_actions(data):
             danger = verb in view.actions_to_confirm
@@ -129,7 +132,7 @@ def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value:
 
 
 def build_filter_fields(view: Any, params: Mapping[str, str], reserved: Collection[str] = ()) -> tuple[FormField, ...]:
-    """Return the filter fields of a list of our own API, filled with the query's values."""
+    """Return the filter fields of a list of our own API, and the field `ordering`, filled with the query's values."""
     fields = []
     for name, query_filter in view.get_filters().items():
         options = query_filter.extra.get("choices", ()) or (
@@ -188,5 +191,5 @@ def build_v2_forms(path: str) -> Iterator[ActionForm]:
 
 
 def get_parent_address(path: str) -> str:
-    """Return the address one level above `path`."""
+    """Return the address one level above `path`, with a slash at its end if `path` has one; `/` at the top."""
     return f"{path.rstrip('/').rpartition('/')[0]}{'/' if path.endswith('/') else ''}" or "/"

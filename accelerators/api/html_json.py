@@ -65,7 +65,7 @@ def _render_token(match: re.Match[str], base: str) -> SafeString:
 
 
 class HtmlTable(NamedTuple):
-    """A list, prepared for an HTML table."""
+    """A list, prepared for an HTML table: the headings of its columns, and its rows."""
 
     columns: list[str]
     rows: list[tuple[str, str, list[SafeString | str]]]
@@ -73,7 +73,10 @@ class HtmlTable(NamedTuple):
 
 
 def build_table(rows: list[Any], base: str) -> HtmlTable | None:
-    """Build a table from the rows of a list; return None if there are no rows or they are not objects."""
+    """Build a table from the rows of a list; return None if there are no rows or one of them is no object.
+
+    The columns are the first MAX_COLUMNS keys of the first row, without its title and OMITTED_KEYS.
+    """
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         return None
     columns = [key for key in rows[0] if key not in OMITTED_KEYS and key != _find_title_key(rows[0])][:MAX_COLUMNS]

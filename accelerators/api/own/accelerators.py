@@ -158,7 +158,8 @@ class TargetSerializer(ClosedSerializer):
     backend = StrictTextField(max_length=64, required=False)
 
     def validate(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Require either `device` alone, or `host` and `backend` together."""
+        """Return the values; raise ValidationError (400) unless they are `device` alone, or `host` and `backend`
+        together."""
         if values.keys() not in ({"device"}, {"host", "backend"}):
             raise serializers.ValidationError("Say a device, or a host and a backend.")
         return values
@@ -281,7 +282,7 @@ class AcceleratorView(CollectionView):
         return rows
 
     def get_object(self) -> AttachHandle:
-        """Return one unit, after loading the state of its instance."""
+        """Return one unit, after loading the state of its instance; 404 if the caller may not see the unit."""
         return self.load_row_details([super().get_object()])[0]
 
     def get_serializer_context(self) -> dict[str, Any]:
@@ -289,7 +290,11 @@ class AcceleratorView(CollectionView):
         return super().get_serializer_context() | {"instances": getattr(self, "instance_states", {})}
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Set the label of one unit; a change is recorded as the event `request.labelled`."""
+        """Set the label of the request that holds the unit, and answer with the unit.
+
+        A label that differs from the stored one is recorded as the event `request.labelled`. 404 if the caller may not
+        see the unit, 400 for an invalid body.
+        """
         unit = self.get_object()
         values = self.validate_body(unit)
         holding_request = unit.request

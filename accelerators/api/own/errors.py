@@ -105,7 +105,10 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
 
 
 def explain_error(error: Exception) -> tuple[int, str]:
-    """Return the status and the message for an exception. Logs an unexpected exception, and a database outage."""
+    """Return the HTTP status and the message for an exception.
+
+    An unexpected exception gives 500 and is logged; a database outage gives 503 and is logged.
+    """
     match error:
         case RefusedError():
             return STATUS_BY_REASON.get(error.reason, 409), error.text
@@ -140,7 +143,7 @@ def _build_message(error: exceptions.APIException) -> str:
 
 
 def _iterate_validation_messages(detail: Any, path: str = "") -> Iterator[str]:
-    """Yield the messages of a validation error as `field: sentence`."""
+    """Yield the messages of a validation error as `field: sentence`; the path to a nested field is joined by dots."""
     if isinstance(detail, Mapping):
         for key, inner in detail.items():
             yield from _iterate_validation_messages(

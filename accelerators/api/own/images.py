@@ -90,8 +90,10 @@ class ImageView(CollectionView):
         return [method for method in super().allowed_methods if method != "POST" or not is_page]
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Run the common checks. An upload skips the limit on the body's length and the check of the query string,
-        because an image may be larger and is described by its query."""
+        """Run the checks of `CollectionView.initial`, but for an upload only those of authentication and permissions.
+
+        An upload may be larger than other bodies, and is described by its query, which `create` checks.
+        """
         if self.action == "create":
             super(CollectionView, self).initial(request, *args, **kwargs)
         else:
@@ -118,7 +120,8 @@ class ImageView(CollectionView):
         return self.respond_with_stored_row(image.uuid)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
-        """Delete an image that no open command will use. If it is a copy from Glance, Glance keeps the original."""
+        """Delete an image; 204. 409 while an open command needs it. If it is a copy from Glance, Glance keeps the
+        original."""
         store.delete_image(self.get_object().uuid, self.caller, self.caller.event_source)
         return Response(status=204)
 

@@ -38,7 +38,7 @@ INSTANCE_STATES: Registry[Callable[[Collection[InstanceKey]], Mapping[str, Insta
 
 
 def fetch_instance_states(instances: Collection[InstanceKey]) -> Mapping[str, InstanceState]:
-    """Return what the source knows about these instances, by uuid.
+    """Return what the source knows about these instances, by uuid; an instance may be missing in the answer.
 
     Returns an empty mapping if no source is registered. If the source raises, the error is logged and the mapping is
     empty.

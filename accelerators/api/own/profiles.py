@@ -103,19 +103,19 @@ class ProfileView(CollectionView):
     queryset = DeviceProfile.objects.annotate(used=Exists(AcceleratorRequest.objects.filter(profile=OuterRef("pk"))))
 
     def create(self, request: Request) -> Response:
-        """Create a device profile."""
+        """Create a device profile; 201. 409 if its name is in use, or if it asks for too many accelerators."""
         values = self.validate_body()
         uuid = profiles.create_profile(values["name"], values["groups"], values.get("description"), None, self.caller)
         return self.respond_with_stored_row(uuid)
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Edit a device profile; 409 while requests made from it exist."""
+        """Edit a device profile; 409 while requests made from it exist, or if its new name is in use."""
         profile = self.get_object()
         if values := self.validate_body(profile):
             profiles.edit_profile(profile.uuid, values, self.caller)
         return Response(self.get_serializer(self.get_object()).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
-        """Delete a device profile; 409 while requests made from it exist."""
+        """Delete a device profile; 204. 409 while requests made from it exist."""
         profiles.delete_profile(self.get_object().uuid, self.caller)
         return Response(status=204)

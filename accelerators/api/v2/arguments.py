@@ -67,14 +67,17 @@ def parse_list_query(
 def parse_page_query(
     params: Iterable[tuple[str, list[str]]], known: Collection[str]
 ) -> tuple[ListQuery, Mapping[str, str]]:
-    """Parse paging for a list that handles its own parameters; return the page (oldest first) and the given parameters
-    of `known`."""
+    """Parse the query string of a list that handles its own parameters, those in `known`.
+
+    Returns the page (limit and marker, oldest first) and the given parameters of `known`. Raises V2Error 400.
+    """
     values = _get_last_values(dict(params), {*known, "limit", "marker"})
     return _build_list_query(values, {}, None, None), {name: values[name] for name in known if name in values}
 
 
 def parse_known_arguments(params: Iterable[tuple[str, list[str]]], *known: str) -> Mapping[str, str]:
-    """Return the parameters of the query string; raise V2Error 400 for any that is not in `known`."""
+    """Return the parameters of the query string, each with its last value; raise V2Error 400 for any that is not in
+    `known`."""
     return _get_last_values(dict(params), known)
 
 

@@ -73,7 +73,8 @@ class DeviceAction(V2View):
     """`POST /v2/devices/{uuid}/enable` and `…/disable`. The body is ignored (contract section 2.4)."""
 
     def post(self, request: Request, uuid: str) -> Response:
-        """Perform the action; 204, also if nothing changes."""
+        """Perform the action; 204, also if nothing changes. 404 if there is no such device; 409 or 503 if it is
+        refused."""
         arguments.parse_known_arguments(request.query_params.lists())
         if not arguments.is_canonical_uuid(uuid):
             raise V2Error(404, f"Device not found with uuid={uuid}")

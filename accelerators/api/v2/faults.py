@@ -54,7 +54,10 @@ def missing_argument_error(name: str) -> V2Error:
 
 
 class RouterError(AcceleratorsError):
-    """An error raised before a handler is reached (form B). The answer has only the headers given here."""
+    """An error raised before a handler is reached (form B). The answer has only the headers given here.
+
+    `reason` is the standard text of the status, `detail` what else is to be said.
+    """
 
     def __init__(
         self, status: int, reason: str, detail: str = "", headers: Mapping[str, str] = MappingProxyType({})
