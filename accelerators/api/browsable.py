@@ -61,8 +61,8 @@ base)."""
 
 
 def is_browser_accept_header(accept: str) -> bool:
-    """Return whether an Accept header was sent by a browser: HTML first, XHTML as well, and finally any type. No other
-    client sends this combination."""
+    """Return whether an Accept header looks like a browser's: HTML is named first, and XHTML and `*/*` are named,
+    too."""
     types = [part.partition(";")[0].strip() for part in accept.split(",")]
     return types[0] == "text/html" and "application/xhtml+xml" in types and "*/*" in types
 

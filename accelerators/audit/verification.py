@@ -43,7 +43,10 @@ class SealFinding:
 
 @dataclass
 class VerificationResult:
-    """The result of a verification: how many seals and events were verified, and the findings."""
+    """The result of a verification: how many seals and events were verified, and the findings.
+
+    Without `findings`, everything that was verified is unchanged.
+    """
 
     seals: int = 0
     events: int = 0

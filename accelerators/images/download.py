@@ -78,9 +78,9 @@ class ImageService(Protocol):
         ...
 
     def read(self, uuid: str, start: int) -> tuple[int, Iterator[bytes]]:
-        """Return the image's bytes from `start` on, in chunks, and the offset of the first byte.
+        """Return the offset of the first byte, and the image's bytes from there on, in chunks.
 
-        The offset is 0 if the service cannot begin at `start`.
+        The offset is `start`, or 0 if the service cannot begin at `start`.
         """
         ...
 
@@ -118,7 +118,10 @@ def _load_waiting_commands(tried_ids: set[int]) -> dict[WantedImage, list[int]]:
 
 
 def _give_stored_images(waiting: Mapping[WantedImage, list[int]]) -> dict[WantedImage, list[int]]:
-    """Give commands the images that are stored here, refuse those whose image cannot be had, and return the others."""
+    """Give commands the images that are stored here; return the images that must be fetched, with their commands (ids).
+
+    Commands whose image is ambiguous or invalid are refused, and so are all others if no image service is configured.
+    """
     missing: dict[WantedImage, list[int]] = {}
     for wanted, command_ids in waiting.items():
         try:
@@ -243,7 +246,8 @@ def _fetch_image(service: ImageService, offer: ServiceImage, deadline: float) ->
 
     Returns the image's SHA-256 and the number of bytes that are stored. The SHA-256 is '' if the deadline passes before
     the image is complete. Raises ImageServiceUnavailableError if the transfer breaks off, ImageUnusableError if the
-    size or the digest is wrong (the file is deleted then), and RefusedError UNAVAILABLE if the file cannot be written.
+    size or the digest is wrong (the file is deleted then) or the service refuses, and RefusedError UNAVAILABLE if the
+    file cannot be written.
     """
     with store.open_partial_file(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in DIGEST_ALGORITHMS else "sha256")]
@@ -298,7 +302,7 @@ def _give_image(command_ids: Sequence[int], image: Image) -> None:
 
 
 def _refuse_commands(command_ids: Sequence[int], reason: str) -> None:
-    """End these commands (ids) as refused, with this reason; commands that an agent has taken are skipped."""
+    """Refuse these commands (ids) with this reason, so that they end; commands that an agent has taken are skipped."""
     for command_id in command_ids:
         command_queue.mark_image_failed(command_id, reason)
 

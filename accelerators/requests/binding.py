@@ -165,7 +165,7 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
 
     A request becomes Bound at once if nothing has to be done on its host; otherwise it becomes BindStarted and a
     command for the host is placed. `allow_existing=True` allows an instance that already has other requests; Nova never
-    needs it.
+    needs it. Waits while another transaction binds for the same instance or has locked one of the requests.
 
     Raises RefusedError. With NONE_FREE, with NOT_FOUND for a provider and with INVALID for a group, all requests become
     BindFailed with that reason. With NOT_FOUND for a request, with INVALID for an instance that already has requests
@@ -195,8 +195,8 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
 
     Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
-    made on a host are detached there by a command. Raises RefusedError NOT_FOUND if a request does not exist or is not
-    the caller's.
+    made on a host are detached there by a command, and commands that still wait for an image are cancelled. Locks the
+    requests. Raises RefusedError NOT_FOUND if a request does not exist or is not the caller's.
     """
     with conductor.writing():
         requests = _load_requests_for_update(uuids, caller)
@@ -209,10 +209,11 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
 
 
 def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
-    """Delete all of these requests or none, in any state, and release their handles.
+    """Delete all of these requests or none, in any state, and release their handles; records an event for each.
 
-    Raises RefusedError: NOT_FOUND if a request does not exist or is not the caller's; SERVICE_TOKEN if a request
-    belongs to an instance and the caller sent no service token.
+    Handles that were made on a host are detached there by a command. Raises RefusedError: NOT_FOUND if a request does
+    not exist or is not the caller's; SERVICE_TOKEN if a request belongs to an instance and the caller sent no service
+    token.
     """
     with conductor.writing():
         requests = _load_requests_for_update(uuids, caller)
@@ -318,7 +319,7 @@ def run_deadlines() -> None:
 
 
 def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -> RefusedError | None:
-    """Try the bind once, in the caller's transaction.
+    """Try the bind once, in the caller's transaction; locks the requests and the handles.
 
     Returns None on success. Returns (does not raise) a RefusedError if the requests were moved to BindFailed: the
     caller must commit that and then raise it. A raised RefusedError or _HandlesContendedError means that the
@@ -359,11 +360,12 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
 
 
 def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]]) -> dict[int, _FreeHandle]:
-    """Lock one free handle for each request; return request id → handle.
+    """Lock one free handle for each request, without waiting for locks; return request id → handle. Nothing is written.
 
-    Raises RefusedError: INVALID for a group that names no resource, or that names both a bitstream and a function;
-    NOT_FOUND for a provider that does not exist; NONE_FREE if too few handles are available. Raises
-    _HandlesContendedError if enough handles are free but locked by others.
+    If a request may need programming, the device is locked exclusively, otherwise shared. Raises RefusedError: INVALID
+    for a group that names no resource, or that names both a bitstream and a function; NOT_FOUND for a provider that
+    does not exist; NONE_FREE if too few handles are available. Raises _HandlesContendedError if enough handles are free
+    but locked by others.
     """
     requests_by_provider: dict[str, list[_LockedRequest]] = {}
     for request, spec in pairs:
@@ -556,7 +558,8 @@ def _load_requests_for_update(uuids: Sequence[str], caller: Caller) -> list[_Loc
 
 
 def _get_visible_project(caller: Caller) -> str | None:
-    """Return the value of `project` in the statements: None for an admin, who sees the requests of every project."""
+    """Return the project whose requests the caller may see, as the SQL parameter `project`; None, for all, if an
+    admin."""
     return None if caller.is_admin else caller.project_id
 
 

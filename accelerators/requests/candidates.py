@@ -135,7 +135,10 @@ def count_possible_choices(
     wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate], maximum: int
 ) -> int:
     """Return how many times in a row `choose_providers` could serve these groups from these providers, at most
-    `maximum`."""
+    `maximum`.
+
+    Pure; reserves nothing.
+    """
     plan, fitting, free_handles = (
         groups.list_requested_groups(wanted_groups),
         _match_candidates(wanted_groups, candidates),

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class InstanceKey(NamedTuple):
-    """An instance whose state is looked up."""
+    """An instance whose state is looked up, and the project that it belongs to."""
 
     uuid: str
     project_id: str

@@ -36,8 +36,11 @@ from accelerators.models.devices import build_driver_error_expression
 
 
 def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk") -> Coalesce:
-    """Return an expression that counts the `rows` whose `column` equals `outer_column` of the outer row. It is a
-    subquery of the same statement."""
+    """Return an expression that counts the `rows` whose `column` equals `outer_column` of the outer row; 0 if there are
+    none.
+
+    It is a subquery of the same statement.
+    """
     counts = (
         rows.filter(**{column: OuterRef(outer_column)}).order_by().values(column).annotate(n=Count("*")).values("n")
     )

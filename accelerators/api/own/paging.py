@@ -66,7 +66,7 @@ class RowPagination(CursorPagination):
     base_url: str
 
     def get_page_size(self, request: Request) -> int:
-        """Return the page size; raise ParseError (400) if `limit` is not a number from 1 to 500."""
+        """Return the page size, 50 without `limit`; raise ParseError (400) if `limit` is not a number from 1 to 500."""
         text = request.query_params.get(self.page_size_query_param)
         if text is None:
             return self.page_size
@@ -134,11 +134,11 @@ class RowPagination(CursorPagination):
         return queryset.filter(lookup((F(self.sort_field), F("id")), (value, cursor.id)))
 
     def get_next_link(self) -> str | None:
-        """Return the address of the next page, or None."""
+        """Return the address of the next page, None if this is the last one."""
         return self._build_page_url(self.rows[-1], False) if self.has_next and self.rows else None
 
     def get_previous_link(self) -> str | None:
-        """Return the address of the previous page, or None."""
+        """Return the address of the previous page, None if this is the first one."""
         return self._build_page_url(self.rows[0], True) if self.has_previous and self.rows else None
 
     def _build_page_url(self, row: Model, backwards: bool) -> str:

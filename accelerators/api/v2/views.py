@@ -112,14 +112,14 @@ class V2NotFoundView(V2View):
 
 
 class V2ListView(V2View):
-    """GET of a collection. `column_filters` names the parameters that are compared with a column."""
+    """GET of a collection. `column_filters` names the parameters that are compared with a column of the same name."""
 
     resource: ClassVar[V2Resource]
     column_filters: ClassVar[Collection[str]] = ()
     not_found_methods: ClassVar[Collection[str]] = ("PATCH",)
 
     def get(self, request: Request) -> Response:
-        """Return the visible elements, filtered, sorted and limited as the query string says."""
+        """Return the visible elements, filtered, sorted and limited as the query string says; 400 if it is invalid."""
         query = arguments.parse_list_query(
             request.query_params.lists(), self.column_filters, self.resource.sort_expressions
         )
