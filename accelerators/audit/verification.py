@@ -45,7 +45,7 @@ class SealFinding:
 class VerificationResult:
     """The result of a verification: how many seals and events were verified, and the findings.
 
-    Without `findings`, everything that was verified is unchanged.
+    Without `findings`, nothing that was verified differs from the seals.
     """
 
     seals: int = 0

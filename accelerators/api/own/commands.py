@@ -284,7 +284,7 @@ class CommandView(CollectionView):
 
 
 def _get_requested_op(request: Request) -> Any:
-    """Return the `op` of the request's body; None if it has none or the body cannot be read. Raises nothing."""
+    """Return the `op` of the request's body; None if it has none, or if the body cannot be read as a JSON object."""
     try:
         return request.data.get("op") if isinstance(request.data, Mapping) else None
     except APIException:
