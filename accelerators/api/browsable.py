@@ -61,8 +61,8 @@ base)."""
 
 
 def is_browser_accept_header(accept: str) -> bool:
-    """Return whether an Accept header was sent by a browser: HTML first, XHTML as well, and finally any type. No other
-    client sends this combination."""
+    """Return whether an Accept header looks like a browser's: HTML is named first, and XHTML and `*/*` are named,
+    too."""
     types = [part.partition(";")[0].strip() for part in accept.split(",")]
     return types[0] == "text/html" and "application/xhtml+xml" in types and "*/*" in types
 
@@ -97,6 +97,11 @@ def build_navigation(path: str) -> list[dict[str, Any]]:
 
 
 def _build_page_context(data: Any, view: Any, request: Request, response: Response) -> dict[str, Any]:
+    """Return the variables of the page's template.
+
+    A table, forms and filters are shown only for a successful answer. For an error answer there is the message of the
+    error.
+    """
     base = f"{request.scheme}://{request.get_host()}"
     is_own_api = hasattr(view, "get_serializer")
     succeeded = response.status_code < 400
@@ -133,11 +138,15 @@ def _build_page_context(data: Any, view: Any, request: Request, response: Respon
 
 
 def _build_forms(data: Any, view: Any, request: Request, is_own_api: bool) -> Iterator[forms.ActionForm]:
+    """Yield the forms of the page; for v2, permissions are not checked."""
     return forms.build_own_forms(view, request, data) if is_own_api else forms.build_v2_forms(request.path)
 
 
 def _cut_rows(data: Any) -> tuple[Any, list[Any], int]:
-    """Return the data to show, the rows in it if it is a list, and the number of rows that are left out."""
+    """Return the data to show, the rows in it if it is a list, and the number of rows that are left out.
+
+    At most MAX_ROWS rows are kept, in the data as well.
+    """
     if not isinstance(data, Mapping):
         return data, [], 0
     key = next((key for key, value in data.items() if isinstance(value, list)), None)
@@ -163,7 +172,7 @@ def _build_breadcrumbs(path: str) -> list[tuple[str, str]]:
 
 
 def _extract_error_message(data: Any) -> str:
-    """Return the message of an error answer of either API."""
+    """Return the message of an error answer of either API; '' if it has none."""
     message = data.get("error", {}).get("message") if isinstance(data, Mapping) else None
     if message is None and isinstance(data, Mapping) and isinstance(text := data.get("error_message"), str):
         try:

@@ -30,7 +30,10 @@ LABEL_BY_METHOD = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}
 
 @dataclass(frozen=True)
 class FormField:
-    """One input field. `kind` is text, area, json or choice."""
+    """One input field. `kind` is text, area, json or choice; `value` is the text that it shows at first.
+
+    `choices` are pairs of value and label. Without `max_length` the length is not limited.
+    """
 
     name: str
     value: str = ""
@@ -65,8 +68,11 @@ class ActionForm:
 
 
 def build_own_forms(view: Any, request: Request, data: Any) -> Iterator[ActionForm]:
-    """Yield the forms of the actions that this caller may perform on this page of our own API, filled with current
-    values."""
+    """Yield the forms of the actions that this caller may perform on this page of our own API.
+
+    A form that changes a member is filled with the current values, `data`. Actions that the policy forbids are left
+    out.
+    """
     if view.detail and view.member_actions and view.is_rule_satisfied(view.policy_rules["POST"]):
         for verb in view.get_offered_actions(data):
             danger = verb in view.actions_to_confirm
@@ -107,6 +113,7 @@ def _build_fields(view: Any, action: str, method: str, values: Mapping[str, Any]
 
 
 def _is_method_permitted(view: Any, request: Request, method: str) -> bool:
+    """Return whether the caller may use the method on this page; False also if writing is refused at the moment."""
     with override_method(view, request, method) as override_request:
         try:
             view.check_permissions(override_request)
@@ -116,6 +123,7 @@ def _is_method_permitted(view: Any, request: Request, method: str) -> bool:
 
 
 def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value: Any, method: str) -> FormField:
+    """Return the input field for a field of a serializer, filled with `value`; it is required only in a POST."""
     is_json = isinstance(field, JSON_FIELD_TYPES)
     max_length = getattr(field, "max_length", None)
     kind = "json" if is_json else "area" if max_length and max_length > 255 else "text"
@@ -124,7 +132,7 @@ def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value:
 
 
 def build_filter_fields(view: Any, params: Mapping[str, str], reserved: Collection[str] = ()) -> tuple[FormField, ...]:
-    """Return the filter fields of a list of our own API, filled with the query's values."""
+    """Return the filter fields of a list of our own API, and the field `ordering`, filled with the query's values."""
     fields = []
     for name, query_filter in view.get_filters().items():
         options = query_filter.extra.get("choices", ()) or (
@@ -183,5 +191,5 @@ def build_v2_forms(path: str) -> Iterator[ActionForm]:
 
 
 def get_parent_address(path: str) -> str:
-    """Return the address one level above `path`."""
+    """Return the address one level above `path`, with a slash at its end if `path` has one; `/` at the top."""
     return f"{path.rstrip('/').rpartition('/')[0]}{'/' if path.endswith('/') else ''}" or "/"

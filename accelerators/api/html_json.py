@@ -51,6 +51,8 @@ def render_json(data: Any, base: str) -> SafeString:
 
 
 def _render_token(match: re.Match[str], base: str) -> SafeString:
+    """Render a key, a text or another value of JSON as coloured HTML; a text that is an address below `base` is a
+    link."""
     string, colon = match[1], match[2]
     if string is None:
         return format_html('<span class="value">{}</span>', match[0])
@@ -63,7 +65,7 @@ def _render_token(match: re.Match[str], base: str) -> SafeString:
 
 
 class HtmlTable(NamedTuple):
-    """A list, prepared for an HTML table."""
+    """A list, prepared for an HTML table: the headings of its columns, and its rows."""
 
     columns: list[str]
     rows: list[tuple[str, str, list[SafeString | str]]]
@@ -71,7 +73,10 @@ class HtmlTable(NamedTuple):
 
 
 def build_table(rows: list[Any], base: str) -> HtmlTable | None:
-    """Build a table from the rows of a list; return None if there are no rows or they are not objects."""
+    """Build a table from the rows of a list; return None if there are no rows or one of them is no object.
+
+    The columns are the first MAX_COLUMNS keys of the first row, without its title and OMITTED_KEYS.
+    """
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         return None
     columns = [key for key in rows[0] if key not in OMITTED_KEYS and key != _find_title_key(rows[0])][:MAX_COLUMNS]
@@ -83,10 +88,15 @@ def build_table(rows: list[Any], base: str) -> HtmlTable | None:
 
 
 def _find_title_key(row: Mapping[str, Any]) -> str:
+    """Return the key of the value that names a row: `name` if it is text, else `uuid` if the row has one, else `id`."""
     return "name" if isinstance(row.get("name"), str) else "id" if "uuid" not in row else "uuid"
 
 
 def _build_title(row: Mapping[str, Any]) -> str:
+    """Return the text that names a row: the first eight characters of its uuid, or MAX_CELL_CHARS of its name or id.
+
+    An empty name becomes a dash.
+    """
     title = str(row.get(_find_title_key(row), ""))
     return title[:8] if title == row.get("uuid") else title[:MAX_CELL_CHARS] or "–"
 
@@ -101,6 +111,7 @@ def _find_address(row: Mapping[str, Any], base: str) -> str:
 
 
 def _render_cell(key: str, value: Any, base: str) -> SafeString | str:
+    """Render a value of a row for a table cell: a dash if it is empty, the first four elements of a list."""
     if value is None or value in ("", [], {}):
         return badges.DASH
     if isinstance(value, Mapping):
@@ -116,6 +127,10 @@ def _render_cell(key: str, value: Any, base: str) -> SafeString | str:
 
 
 def _render_text(key: str, value: str, base: str) -> SafeString | str:
+    """Render a text as its key and form suggest: a state as a badge, an address below `base` as a link, a time, a uuid.
+
+    Any other text is cut at MAX_CELL_CHARS.
+    """
     if key in ("state", "status"):
         return badges.render_badge(value, TONE_BY_WORD.get(value, "calm"))
     if value.startswith(f"{base}/"):
@@ -126,6 +141,10 @@ def _render_text(key: str, value: str, base: str) -> SafeString | str:
 
 
 def _render_object(value: Mapping[str, Any], base: str) -> SafeString | str:
+    """Render an object in a table cell: a PCI address, else its name with a link and its state.
+
+    An object without any of NAME_KEYS is shown by its plain values, or by its keys if it has none.
+    """
     key = next((key for key in NAME_KEYS if value.get(key)), "")
     if set(value) >= PCI_KEYS:
         return badges.render_identifier(badges.describe_handle(orjson.dumps(value).decode()))
@@ -139,6 +158,7 @@ def _render_object(value: Mapping[str, Any], base: str) -> SafeString | str:
 
 
 def _parse_time(key: str, value: str) -> datetime | None:
+    """Return the value as a time if the key names a time and the value has an offset from UTC, otherwise None."""
     if not key.endswith(("at", "since", "deadline")):
         return None
     try:

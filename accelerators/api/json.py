@@ -15,7 +15,7 @@ class JsonRenderer(BaseRenderer):
     media_type, format, charset = "application/json", "json", None
 
     def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> bytes:
-        """Return the body as bytes."""
+        """Return the body as bytes; values that JSON does not know become text (`str`)."""
         if data is None:
             return b""
         return data if isinstance(data, bytes) else orjson.dumps(data, default=str)

@@ -51,7 +51,7 @@ def replay_events(events: Iterable[ReplayEvent], state: ReplayedState | None = N
 
     `state` is changed in place; without it, an empty state is created. Events of other kinds than those in
     REPRODUCED_FIELDS, and events without a subject, are ignored. An object appears with the first event that sets one
-    of its fields.
+    of its fields, and disappears with an event of REMOVAL_ACTIONS.
     """
     state = {kind: {} for kind in REPRODUCED_FIELDS} if state is None else state
     for event in events:

@@ -42,7 +42,7 @@ def run() -> None:
 
 
 def create_month_partitions() -> None:
-    """Create the missing partitions for this month and the next two. The job `sweep` calls it.
+    """Create the missing partitions for this month and the next two.
 
     If the lock is not free within LOCK_TIMEOUT (a backup reads for long), this logs a warning and creates nothing: the
     partitions are made long before they are needed, so the next run is early enough.
@@ -58,7 +58,8 @@ def create_month_partitions() -> None:
 def drop_oldest_month(now: datetime | None = None) -> bool:
     """Drop the oldest month of events if it is past its retention; return True if there may be another one to drop.
 
-    Returns False, and logs why, if the month is not dropped because of a lock or because events and seals do not agree.
+    Returns False if no month is past its retention, or if CYBORG_EVENT_RETENTION_MONTHS is 0. Also returns False, and
+    logs why, if the month is not dropped because of a lock or because events and seals do not agree.
     """
     months = settings.KEYS.event_retention_months
     if not months:
@@ -83,8 +84,9 @@ def _get_oldest_month_to_keep(now: datetime, months: int) -> str:
 def _drop_month(partition_month: str, months: int) -> bool:
     """Drop the partition of one month (YYYY_MM) and record it by an event and a seal; in the caller's transaction.
 
-    Deletes the marks of the month's seals, too. Returns False, and logs an error, if the month has more or fewer events
-    than were sealed. Raises OperationalError if a lock is not free within LOCK_TIMEOUT.
+    Clears the column `marks` of the month's seals, too. `months` is the retention, for the reason of the event. Returns
+    False, and logs an error, if the month has more or fewer events than were sealed. Raises OperationalError if a lock
+    is not free within LOCK_TIMEOUT.
     """
     month, table, cursor = (
         partition_month.replace("_", "-"),

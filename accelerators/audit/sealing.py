@@ -75,7 +75,10 @@ def get_newest_seal() -> Seal:
 
 
 def append_seal(last: Seal, month: str, **columns: Any) -> Seal:
-    """Store the seal that follows `last`, with its hash, and return it. `columns` are its other columns."""
+    """Store the seal that follows `last`, with the next number, the present time and its hash, and return it.
+
+    `columns` are the other columns: `tx`, `event`, `events`, `digest`, `drops`.
+    """
     seal = Seal(number=last.number + 1, month=month, sealed_at=datetime.now(UTC), **columns)
     seal.hash = build_link(seal, last.hash).hash
     seal.save(force_insert=True)
@@ -83,7 +86,7 @@ def append_seal(last: Seal, month: str, **columns: Any) -> Seal:
 
 
 def build_link(seal: Seal, previous_hash: str) -> SealContent:
-    """Return the values that the hash of a seal covers; `previous_hash` is that of the previous seal."""
+    """Return the values that the hash of a seal covers; `previous_hash` is the hash of the previous seal."""
     sealed_at = seal.sealed_at.astimezone(UTC).isoformat(timespec="microseconds")
     return SealContent(
         seal.number, previous_hash, seal.month, seal.tx, seal.event, seal.events, seal.digest, seal.drops, sealed_at

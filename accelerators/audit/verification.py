@@ -43,7 +43,10 @@ class SealFinding:
 
 @dataclass
 class VerificationResult:
-    """The result of a verification: how many seals and events were verified, and the findings."""
+    """The result of a verification: how many seals and events were verified, and the findings.
+
+    Without `findings`, nothing that was verified differs from the seals.
+    """
 
     seals: int = 0
     events: int = 0
@@ -66,9 +69,10 @@ def verify_seals(
     """Verify the seals from `first` to `last` with their events, by default all; stop when there are MAX_FINDINGS
     findings.
 
-    `anchors` maps numbers of seals to hashes that were kept outside the database. `progress` is called after each seal
-    with the number of events done and the number of all. Only reads, and takes no lock; costs about one statement per
-    seal, in which the database computes a sha256 of each event.
+    `anchors` maps numbers of seals to hashes that were kept outside the database; those of seals that exist, but are
+    not verified, are not compared. `progress` is called after each seal with the number of events done and the number
+    of all. Only reads, and takes no lock; costs about one statement per seal, in which the database computes a sha256
+    of each event.
     """
     result, newest_seal = VerificationResult(), get_newest_seal()
     result.number, result.hash = newest_seal.number, newest_seal.hash
@@ -137,8 +141,11 @@ def _verify_seal(
 
 
 def _find_first_difference(seal: Seal, ids: list[int], digests: list[bytes]) -> SealFinding:
-    """Return the finding about the first event under a seal that does not fit; `ids` and `digests` are of the events
-    that are there now."""
+    """Return the finding about the first event under a seal that was changed, inserted or removed.
+
+    `ids` and `digests` are those of the events that are stored now. The `event` of the finding is 0 if the last events
+    are gone, or if the marks do not show which event was changed.
+    """
     place = hash_chain.find_first_mismatch(bytes(seal.marks), digests)
     count_text = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} found"
     seal_text = f"under seal №{seal.number} ({seal.events} sealed, {count_text})"

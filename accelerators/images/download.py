@@ -48,8 +48,11 @@ class ImageServiceUnavailableError(AcceleratorsError):
 
 @dataclass(frozen=True)
 class ServiceImage:
-    """An image as the image service describes it. `digest` is made by `algorithm`; both are '' if the service names
-    none."""
+    """An image as the image service describes it. `size` is in bytes.
+
+    `digest` is the digest of the image's bytes in hex, `algorithm` the hash algorithm; both are '' if the service names
+    none that can be checked.
+    """
 
     uuid: str
     name: str
@@ -66,17 +69,18 @@ class ImageService(Protocol):
     """The image service, Glance. Every method may raise ImageUnusableError or ImageServiceUnavailableError."""
 
     def image(self, uuid: str) -> ServiceImage:
-        """Return the image of this id."""
+        """Return the description of the image with this id."""
         ...
 
     def with_function(self, function: str) -> Sequence[ServiceImage]:
-        """Return the images whose property `accel:function_id` is `function`; of several at least two."""
+        """Return the images whose property `accel:function_id` is `function`; if there are several, at least two of
+        them."""
         ...
 
     def read(self, uuid: str, start: int) -> tuple[int, Iterator[bytes]]:
-        """Return the image's bytes from `start` on, in chunks, and the offset of the first byte.
+        """Return the offset of the first byte, and the image's bytes from there on, in chunks.
 
-        The offset is 0 if the service cannot begin at `start`.
+        The offset is `start`, or 0 if the service cannot begin at `start`.
         """
         ...
 
@@ -114,7 +118,10 @@ def _load_waiting_commands(tried_ids: set[int]) -> dict[WantedImage, list[int]]:
 
 
 def _give_stored_images(waiting: Mapping[WantedImage, list[int]]) -> dict[WantedImage, list[int]]:
-    """Give commands the images that are stored here, refuse those whose image cannot be had, and return the others."""
+    """Give commands the images that are stored here; return the images that must be fetched, with their commands (ids).
+
+    Commands whose image is ambiguous or invalid are refused, and so are all others if no image service is configured.
+    """
     missing: dict[WantedImage, list[int]] = {}
     for wanted, command_ids in waiting.items():
         try:
@@ -137,8 +144,9 @@ def _give_stored_images(waiting: Mapping[WantedImage, list[int]]) -> dict[Wanted
 def _find_stored_image(kind: str, value: str) -> Image | None:
     """Return the stored image that a command names; None if it has to be fetched.
 
-    By its function only uploaded images are found: of a copy nobody knows whether the service has others with the same
-    function. Raises ImageUnusableError for an invalid id, or if several images have the function.
+    An image that is named by its function is found only if it was uploaded: for a copy it is unknown whether the
+    service has other images with the same function. Raises ImageUnusableError for an invalid id, if several images have
+    the function, or if the command names no image.
     """
     if kind == "bitstream_id":
         try:
@@ -164,15 +172,16 @@ def _require_at_most_one(images: Sequence[_AnyImage], function: str) -> _AnyImag
 
 
 def _describe_wanted_image(kind: str, value: str) -> str:
-    """Describe a wanted image for messages."""
+    """Describe a wanted image for messages, by its id or as `accel:function_id=VALUE`."""
     return f"{FUNCTION_KEY}={value[:255]}" if kind == "function_id" else f"the id {value[:255]}"
 
 
 def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: float) -> bool:
-    """Fetch these images from the service, until the deadline; return True if some are not complete yet.
+    """Fetch these images from the service, until the deadline; return True if the deadline ended a fetch or came before
+    it.
 
     Commands whose image is complete get it. Commands whose image is unusable are refused. All others show why they
-    wait.
+    wait. A fetch that failed for another reason is not counted: a later run of the job tries again.
     """
     service, offers, command_ids_by_uuid = IMAGE_SERVICE.only(), dict[str, ServiceImage](), dict[str, list[int]]()
     for wanted, command_ids in missing.items():
@@ -212,8 +221,11 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
 
 
 def _find_service_image(service: ImageService, kind: str, value: str) -> ServiceImage:
-    """Ask the service for the wanted image. Raises ImageServiceUnavailableError, and ImageUnusableError also for an
-    image that is empty or too large."""
+    """Ask the service for the description of the wanted image.
+
+    Raises ImageServiceUnavailableError if it cannot be had now. Raises ImageUnusableError if there is no such image, if
+    several images have the function, or if the image is empty or too large.
+    """
     offer: ServiceImage | None
     if kind == "bitstream_id":
         offer = service.image(value)
@@ -234,7 +246,8 @@ def _fetch_image(service: ImageService, offer: ServiceImage, deadline: float) ->
 
     Returns the image's SHA-256 and the number of bytes that are stored. The SHA-256 is '' if the deadline passes before
     the image is complete. Raises ImageServiceUnavailableError if the transfer breaks off, ImageUnusableError if the
-    size or the digest is wrong (the file is deleted then), and RefusedError UNAVAILABLE if the file cannot be written.
+    size or the digest is wrong (the file is deleted then) or the service refuses, and RefusedError UNAVAILABLE if the
+    file cannot be written.
     """
     with store.open_partial_file(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in DIGEST_ALGORITHMS else "sha256")]
@@ -272,12 +285,16 @@ def _fetch_image(service: ImageService, offer: ServiceImage, deadline: float) ->
 
 
 def _update_digests(digests: Sequence[Any], chunk: bytes) -> None:
+    """Add the bytes of `chunk` to each of these hash objects."""
     for digest in digests:
         digest.update(chunk)
 
 
 def _give_image(command_ids: Sequence[int], image: Image) -> None:
-    """Give these commands (ids) their image, so that they are delivered, and note that the image is used."""
+    """Give these commands (ids) their image, so that they are delivered, and set the time at which it was used.
+
+    Commands that no longer wait for an image are skipped.
+    """
     with conductor.writing():
         Image.objects.filter(pk=image.pk).update(used_at=datetime.now(UTC))
     for command_id in command_ids:
@@ -285,13 +302,16 @@ def _give_image(command_ids: Sequence[int], image: Image) -> None:
 
 
 def _refuse_commands(command_ids: Sequence[int], reason: str) -> None:
-    """End these commands (ids) as refused, with this reason."""
+    """Refuse these commands (ids) with this reason, so that they end; commands that an agent has taken are skipped."""
     for command_id in command_ids:
         command_queue.mark_image_failed(command_id, reason)
 
 
 def _set_progress(command_ids: Sequence[int], text: str) -> None:
-    """Store why these commands (ids) wait, to be shown; commands that already have this text are not changed."""
+    """Store as `progress` why these commands (ids) wait, cut at 500 characters, and notify their watchers.
+
+    Commands that already have this text, or wait for no image any more, are not changed.
+    """
     with conductor.writing():
         waiting = Command.objects.filter(IS_WAITING_FOR_IMAGE, id__in=command_ids).exclude(progress=text[:500])
         changed_uuids = [str(uuid) for uuid in waiting.values_list("uuid", flat=True)]

@@ -50,12 +50,12 @@ def get_max_image_bytes() -> int:
 
 
 def get_image_path(uuid: UUID | str) -> Path:
-    """Return the path of an image's complete file."""
+    """Return the path of an image's complete file, which need not exist."""
     return get_image_directory() / str(uuid)
 
 
 def has_complete_file(image: Image) -> bool:
-    """Return whether the image's file exists on this machine and has the right size."""
+    """Return whether the image's file exists on this machine and has the right size; its content is not checked."""
     try:
         return get_image_path(image.uuid).stat().st_size == image.size
     except OSError:
@@ -124,8 +124,10 @@ def store_upload(
 
 
 def delete_image(uuid: UUID, caller: Caller, source: EventSource) -> None:
-    """Delete an image's row and its file. Raises RefusedError: NOT_FOUND, or CONFLICT while an open command needs
-    it."""
+    """Delete an image's row and then its file, and record an event; locks the row.
+
+    Raises RefusedError: NOT_FOUND, or CONFLICT while an open command needs the image.
+    """
     with conductor.writing():
         image = Image.objects.select_for_update().filter(uuid=uuid).first()
         if image is None:
@@ -169,7 +171,8 @@ def add_glance_copy(uuid: UUID, name: str, size: int, sha256: str, properties: M
 def _choose_copies_to_delete(newest: Image) -> list[Image]:
     """Return the copies of Glance's images to delete, so that MAX_COPIES and MAX_COPIES_BYTES hold.
 
-    The longest unused are deleted first. The newest copy and copies that an open command uses are never among them.
+    The longest unused are deleted first. The newest copy and copies that an open command uses are never among them,
+    even if they alone exceed the limits. Only reads.
     """
     open_commands = Command.objects.filter(COMMAND_IS_OPEN, arguments__image__id__isnull=False)
     protected_uuids = {*open_commands.values_list("arguments__image__id", flat=True), str(newest.uuid)}
@@ -184,7 +187,10 @@ def _choose_copies_to_delete(newest: Image) -> list[Image]:
 
 
 def _delete_abandoned_files() -> None:
-    """Delete files without a row to which nothing was written for ABANDONED_S: killed processes left them."""
+    """Delete files without a row to which nothing was written for ABANDONED_S: killed processes left them.
+
+    A file that cannot be deleted is skipped.
+    """
     known_uuids = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
     for file in get_image_directory().iterdir():
         with suppress(OSError):
@@ -193,15 +199,16 @@ def _delete_abandoned_files() -> None:
 
 
 def get_partial_path(uuid: UUID | str) -> Path:
-    """Return the path of an image's file while it is incomplete."""
+    """Return the path of an image's file while it is incomplete; the file need not exist."""
     return get_image_directory() / f"{uuid}.part"
 
 
 @contextmanager
 def open_partial_file(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
-    """Open an image's incomplete file for writing: mode "wb" empties it, "r+b" continues an earlier transfer.
+    """Open an image's incomplete file at its beginning, to read and write; create it if it does not exist.
 
-    If an OSError occurs inside the block, deletes the file and raises RefusedError UNAVAILABLE.
+    Mode "wb" empties the file, "r+b" keeps the bytes of an earlier transfer. If an OSError occurs here or inside the
+    block, deletes the file and raises RefusedError UNAVAILABLE.
     """
     flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if mode == "wb" else 0)
     try:
@@ -215,7 +222,10 @@ def open_partial_file(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
 
 
 def finalize_file(file: IO[bytes], uuid: UUID | str) -> None:
-    """Flush a complete, checked file to the disk and give it its final name, so that it survives a power cut."""
+    """Flush a complete, checked file to the disk and give it its final name, so that it survives a power cut.
+
+    Raises OSError.
+    """
     file.flush()
     os.fsync(file.fileno())
     os.rename(get_partial_path(uuid), get_image_path(uuid))
@@ -239,6 +249,7 @@ def _write_chunks(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
 
 
 def _record_image_event(action: str, image: Image, source: EventSource, actor: str, reason: str) -> None:
+    """Record an event about an image, with its size and SHA-256 as the values before (`image.removed`) or after."""
     facts = {"size": image.size, "sha256": image.sha256}
     changes = {name: [value, None] if action == "image.removed" else [None, value] for name, value in facts.items()}
     conductor.record_event(action, source, actor, subject=(image.uuid, str(image)), changes=changes, reason=reason)

@@ -61,7 +61,7 @@ def remove_attribute(uuid: UUID, caller: Caller) -> None:
 
 
 def _refuse_if_programmed(attribute: Attribute | None) -> None:
-    """Raise RefusedError CONFLICT if programming has written the attribute."""
+    """Raise RefusedError CONFLICT if programming has written the attribute; None is never refused."""
     if attribute is not None and attribute.origin == AttributeOrigin.CONDUCTOR:
         text = f"Attribute {attribute.key} says what was programmed, {attribute.value}: program to change it."
         raise RefusedError(RefusalReason.CONFLICT, text)
@@ -82,7 +82,8 @@ def _load_deployable_with_host_lock(deployable_id: int) -> Deployable:
 def _record_attribute_change(
     deployable: Deployable, key: str, old_value: str | None, value: str | None, caller: Caller
 ) -> None:
-    """Record the change, and have the host's deployables synchronised with Placement.
+    """Record an event of the change, and raise an intent so that the host's deployables are synchronised with
+    Placement.
 
     Also clear the host's `applied_hash`, so that its next report is compared in full: the stored rows are no longer
     what the last report left.

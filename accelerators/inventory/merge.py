@@ -31,9 +31,10 @@ _encode = msgspec.json.Encoder().encode
 def merge_reports(reports: Mapping[int, Iterable[HostReport]]) -> int:
     """Merge `reports` (host id → its reports, in any order); return for how many hosts a report was applied.
 
-    Reports that are not newer than the host's last applied one are dropped. The number of statements does not depend on
-    the size of the batch: one locks the hosts, one loads the stored rows, at most twelve write the differences, and one
-    places `install` commands for devices that a rule admits and that need it. The hosts stay locked until the commit.
+    Reports that are not newer than the host's last applied one are dropped, and so are reports of unknown hosts. The
+    number of statements does not depend on the size of the batch: one locks the hosts, one loads the stored rows, at
+    most twelve write the differences, and one places `install` commands for devices that a rule admits and that need
+    it. The hosts stay locked until the commit.
     """
     started_at = time.monotonic()
     with conductor.writing():
@@ -55,7 +56,7 @@ def merge_reports(reports: Mapping[int, Iterable[HostReport]]) -> int:
 
 
 def _place_install_commands(changes: InventoryChanges) -> None:
-    """Place an `install` command for each device that an admission rule made installing."""
+    """Place an `install` command for each device to which an admission rule gave the state installing."""
     orders = [
         command_queue.CommandOrder("install", uuid, actor=rule.name, reason=f"admitted by {rule.state_by}")
         for uuid, rule in changes.installs
@@ -64,7 +65,7 @@ def _place_install_commands(changes: InventoryChanges) -> None:
 
 
 def _write_changes(cursor: Any, changes: InventoryChanges) -> None:
-    """Write all changes, one statement for each kind of change that occurs."""
+    """Write all changes except the `install` commands, one statement for each kind of change that occurs."""
     for statement, rows in (
         (sql.UPSERT_DEVICES, changes.devices),
         (sql.UPDATE_DEVICE_STATES, changes.state_changes),

@@ -85,8 +85,10 @@ class _LockedRequest:
 
 @dataclass(frozen=True)
 class _FreeHandle:
-    """A free handle whose row is locked, with its deployable (`bitstream` is what that was programmed with) and its
-    device."""
+    """A free handle whose row is locked. `deployable` and `device` are the ids of the rows that it belongs to.
+
+    `bitstream` is the id of the image that the deployable was programmed with, None if no image is recorded.
+    """
 
     id: int
     attach_type: str
@@ -163,7 +165,7 @@ def bind_requests(specs: Sequence[BindSpec], caller: Caller, allow_existing: boo
 
     A request becomes Bound at once if nothing has to be done on its host; otherwise it becomes BindStarted and a
     command for the host is placed. `allow_existing=True` allows an instance that already has other requests; Nova never
-    needs it.
+    needs it. Waits while another transaction binds for the same instance or has locked one of the requests.
 
     Raises RefusedError. With NONE_FREE, with NOT_FOUND for a provider and with INVALID for a group, all requests become
     BindFailed with that reason. With NOT_FOUND for a request, with INVALID for an instance that already has requests
@@ -193,8 +195,8 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
 
     Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
-    made on a host are detached there by a command. Raises RefusedError NOT_FOUND if a request does not exist or is not
-    the caller's.
+    made on a host are detached there by a command, and commands that still wait for an image are cancelled. Locks the
+    requests. Raises RefusedError NOT_FOUND if a request does not exist or is not the caller's.
     """
     with conductor.writing():
         requests = _load_requests_for_update(uuids, caller)
@@ -207,10 +209,11 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
 
 
 def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
-    """Delete all of these requests or none, in any state, and release their handles.
+    """Delete all of these requests or none, in any state, and release their handles; records an event for each.
 
-    Raises RefusedError: NOT_FOUND if a request does not exist or is not the caller's; SERVICE_TOKEN if a request
-    belongs to an instance and the caller sent no service token.
+    Handles that were made on a host are detached there by a command. Raises RefusedError: NOT_FOUND if a request does
+    not exist or is not the caller's; SERVICE_TOKEN if a request belongs to an instance and the caller sent no service
+    token.
     """
     with conductor.writing():
         requests = _load_requests_for_update(uuids, caller)
@@ -240,7 +243,7 @@ def fail_overdue_binds() -> bool:
     """Set at most OVERDUE_BATCH_SIZE BindStarted requests whose deadline has passed to BindFailed; return True if there
     may be more.
 
-    Requests that another transaction has locked are skipped.
+    Requests that another transaction has locked are skipped. What a failed bind entails is done by `finish_binds`.
     """
     with conductor.writing():
         overdue = [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_OVERDUE, {"count": OVERDUE_BATCH_SIZE})]
@@ -257,17 +260,21 @@ def lock_waiting_requests(
     uuids: Sequence[str], instances: Sequence[str], devices: Sequence[int]
 ) -> list[WaitingRequest]:
     """Lock and return the requests in state BindStarted that have one of these uuids, or that belong to one of these
-    instances and hold a handle of one of these devices. Ordered by id; one statement."""
+    instances and hold a handle of one of these devices.
+
+    Ordered by id; one statement. The rows stay locked until the end of the caller's transaction.
+    """
     values = {"uuids": list(uuids), "instances": list(instances), "devices": list(devices)}
     return [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_WAITING, values)]
 
 
 def finish_binds(outcomes: Sequence[BindOutcome], source: EventSource, actor: str) -> None:
-    """Move BindStarted requests to Bound or BindFailed. After the bind was answered, this is the only way there.
+    """Move BindStarted requests to Bound or BindFailed, and write their events and the intents that notify Nova.
 
-    The requests must be locked (`lock_waiting_requests`) in the caller's transaction. Writes their events and the
-    intents that notify Nova. For a failed request, also cancels commands that still wait for their image, and orders a
-    detach if the handle may already exist on the host.
+    After a bind has been answered, only this function makes its requests Bound or BindFailed. The requests must be
+    locked (`lock_waiting_requests`) in the caller's transaction. For a failed request, also cancels commands that still
+    wait for their image, and orders a detach if the handle may already exist on the host. `actor` is the author of the
+    events.
     """
     moves = [_build_finish_row(outcome) for outcome in outcomes]
     _move_requests(moves, source, actor)
@@ -287,7 +294,7 @@ def finish_binds(outcomes: Sequence[BindOutcome], source: EventSource, actor: st
 
 
 def _build_finish_row(outcome: BindOutcome) -> dict[str, Any]:
-    """Build the row for `_move_requests` from BindStarted to Bound or BindFailed."""
+    """Build the row with which `_move_requests` moves the request from BindStarted to Bound or BindFailed."""
     request = outcome.request
     return {
         "id": request.id,
@@ -312,7 +319,7 @@ def run_deadlines() -> None:
 
 
 def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -> RefusedError | None:
-    """Try the bind once, in the caller's transaction.
+    """Try the bind once, in the caller's transaction; locks the requests and the handles.
 
     Returns None on success. Returns (does not raise) a RefusedError if the requests were moved to BindFailed: the
     caller must commit that and then raise it. A raised RefusedError or _HandlesContendedError means that the
@@ -353,11 +360,12 @@ def _try_bind(specs: Sequence[BindSpec], caller: Caller, allow_existing: bool) -
 
 
 def _reserve_handles(pairs: Sequence[tuple[_LockedRequest, BindSpec]]) -> dict[int, _FreeHandle]:
-    """Lock one free handle for each request; return request id → handle.
+    """Lock one free handle for each request, without waiting for locks; return request id → handle. Nothing is written.
 
-    Raises RefusedError: INVALID for a group that names no resource, or that names both a bitstream and a function;
-    NOT_FOUND for a provider that does not exist; NONE_FREE if too few handles are available. Raises
-    _HandlesContendedError if enough handles are free but locked by others.
+    If a request may need programming, the device is locked exclusively, otherwise shared. Raises RefusedError: INVALID
+    for a group that names no resource, or that names both a bitstream and a function; NOT_FOUND for a provider that
+    does not exist; NONE_FREE if too few handles are available. Raises _HandlesContendedError if enough handles are free
+    but locked by others.
     """
     requests_by_provider: dict[str, list[_LockedRequest]] = {}
     for request, spec in pairs:
@@ -435,11 +443,12 @@ def _get_wanted_image(group: Mapping[str, str]) -> dict[str, str]:
 def _plan_bind(
     request: _LockedRequest, spec: BindSpec, caller: Caller, handle: _FreeHandle, programmed_by: Mapping[int, int]
 ) -> tuple[dict[str, Any], CommandOrder | None]:
-    """Build the row for `_move_requests`, and the `attach` command if the host has to do something first.
+    """Build the row for `_move_requests`, and the `attach` command if the host has to do something first, otherwise
+    None.
 
     The request becomes Bound if its handle needs nothing on the host and its device is not programmed; otherwise
-    BindStarted with a deadline. Only one request per programmed device gets a command here; the others follow when that
-    command has ended.
+    BindStarted with a deadline. `programmed_by` maps a device to the request whose image it gets. Of the requests on
+    such a device only that one gets a command here; the others follow when the command has ended. Nothing is written.
     """
     move = _build_bind_columns(request, spec, caller) | {
         "state": _S.BOUND,
@@ -462,7 +471,7 @@ def _plan_bind(
 
 
 def _build_failure_row(request: _LockedRequest, spec: BindSpec, caller: Caller, fault: str) -> dict[str, Any]:
-    """Build the row for `_move_requests` to BindFailed."""
+    """Build the row with which `_move_requests` moves the request to BindFailed; `fault` is the reason."""
     return _build_bind_columns(request, spec, caller) | {"state": _S.BIND_FAILED, "fault": fault}
 
 
@@ -490,7 +499,10 @@ def _build_unbind_row(request: _LockedRequest) -> dict[str, Any]:
 
 
 def _move_requests(moves: Sequence[Mapping[str, Any]], source: EventSource, actor: str) -> None:
-    """Update locked requests and write an event for each; one statement. AssertionError if one is not in `was`."""
+    """Update locked requests and write an event for each; one statement. Does nothing if `moves` is empty.
+
+    Raises AssertionError if a request is not in the state `was` of its row.
+    """
     if moves:
         values = {"rows": _json.encode(moves).decode(), "count": len(moves), "source": source.value}
         cursor = conductor.open_cursor()
@@ -512,7 +524,11 @@ def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller) 
 
 
 def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller) -> None:
-    """Cancel commands that still wait for their image, and order a detach of each handle that is made on a host."""
+    """Cancel the commands of these requests that still wait for an image, and order a detach of each handle that is
+    made on a host.
+
+    The requests need not exist any more; their state and handle are those from before the change.
+    """
     command_queue.cancel_preparing_commands([request.uuid for request in requests if request.state == _S.BIND_STARTED])
     to_detach = [
         (held_request, held_request.handle)
@@ -542,14 +558,17 @@ def _load_requests_for_update(uuids: Sequence[str], caller: Caller) -> list[_Loc
 
 
 def _get_visible_project(caller: Caller) -> str | None:
-    """Return the value of `project` in the statements: None for an admin, who sees the requests of every project."""
+    """Return the project whose requests the caller may see, as the SQL parameter `project`; None, for all, if an
+    admin."""
     return None if caller.is_admin else caller.project_id
 
 
 def _build_actor_values(caller: Caller) -> dict[str, str]:
+    """Return the parameters for an event's author: the caller's name and the id of the current request to the API."""
     return {"actor": caller.name, "request_id": request_id.get()}
 
 
 def _fetch_all(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Execute the statement with these parameters and return all rows."""
     rows: list[tuple[Any, ...]] = conductor.open_cursor().execute(statement, values).fetchall()
     return rows

@@ -38,8 +38,10 @@ handles of 500 hosts it took 31 ms, and the fastest ORM query that counts in the
 
 @dataclass(frozen=True)
 class ProviderCandidate:
-    """A resource provider with free handles. `free` is at most what Placement would still allocate; `attach_types` are
-    those of its free handles."""
+    """A resource provider with free handles. `provider` is its uuid; `attach_types` are those of its free handles.
+
+    `free` is the number of handles that requests can get, at most what Placement would still allocate.
+    """
 
     provider: str
     resource_class: str
@@ -73,14 +75,20 @@ class ProviderChoice:
 
 
 def find_candidates(host: Host, device: UUID | None = None) -> list[ProviderCandidate]:
-    """Return the providers with free handles on a host, or those of one `device` there; one statement."""
+    """Return the providers with free handles on a host, or those of one `device` (uuid) there; one statement.
+
+    Nothing is locked or reserved.
+    """
     return find_candidates_by_host([host.pk], device)[host.pk]
 
 
 def find_candidates_by_host(
     hosts: Collection[int], device: UUID | None = None
 ) -> defaultdict[int, list[ProviderCandidate]]:
-    """Return host id → providers with free handles (of one `device` if it is given), for these hosts; one statement."""
+    """Return host id → providers with free handles (of one `device`, by uuid, if it is given); one statement.
+
+    A host without such providers has an empty list. Nothing is locked or reserved.
+    """
     candidates_by_host = defaultdict(list)
     with connection.cursor() as cursor:
         cursor.execute(SELECT_CANDIDATES, {"hosts": list(hosts), "device": device})
@@ -98,7 +106,7 @@ def choose_providers(
     """Choose a provider for each group of a profile; reserves nothing. Like in Placement, one provider serves the whole
     group.
 
-    Groups that fit the fewest providers are served first. Of the providers that have enough free handles, the one with
+    The groups that the fewest providers fit are served first. Of the providers with enough free handles, the one with
     the fewest is taken. No other combination is tried, so the choice can fail although another combination would fit.
     Raises RefusedError NONE_FREE for the first group without a provider; `place`, such as "Host cmp1", is the subject
     of its sentence.
@@ -127,7 +135,10 @@ def count_possible_choices(
     wanted_groups: Sequence[Mapping[str, str]], candidates: Sequence[ProviderCandidate], maximum: int
 ) -> int:
     """Return how many times in a row `choose_providers` could serve these groups from these providers, at most
-    `maximum`."""
+    `maximum`.
+
+    Pure; reserves nothing.
+    """
     plan, fitting, free_handles = (
         groups.list_requested_groups(wanted_groups),
         _match_candidates(wanted_groups, candidates),
@@ -151,7 +162,9 @@ def _assign_providers(
 ) -> tuple[dict[int, ProviderCandidate], int | None]:
     """Choose a provider for each group and subtract its handles from `free_handles` (provider → free handles).
 
-    Returns group index → provider, and the index of the first group that no provider can serve, or None.
+    `plan` has the index of a group once per request, `fitting` has the suitable providers of each group. Returns group
+    index → provider, and the index of the first group that no provider can serve, or None. Handles that were subtracted
+    before such a group stay subtracted.
     """
     chosen: dict[int, ProviderCandidate] = {}
     for index in sorted(set(plan), key=lambda index: (len(fitting[index]), index)):

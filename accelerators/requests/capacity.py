@@ -82,8 +82,11 @@ FROM units JOIN loads USING (k1, k2) {beyond} ORDER BY place LIMIT %(limit{n})s)
 
 @dataclass(frozen=True, slots=True)
 class LastSample:
-    """The last sample of one device, identified by its host's id and its key: utilisation (percent), memory used and
-    memory size (bytes), power (watts). None for a number that its driver does not give."""
+    """The last sample of one device, which is identified by the id of its host and its key.
+
+    `busy` is the utilisation in percent, `used` and `size` are the memory in bytes, `power` is in watts. A number that
+    the driver does not give is None.
+    """
 
     host: int
     key: str
@@ -95,7 +98,7 @@ class LastSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """The load of a set of `devices`, of which `sampled` have a recent sample.
+    """The load of a set of `devices`, for `sampled` of which a sample was passed in.
 
     `mean` and `highest` are the utilisation in percent, `used` and `size` the memory in bytes of the devices that give
     both numbers, `power` the sum in watts. Each is None if no device gives that number.
@@ -112,8 +115,10 @@ class LoadSummary:
 
 @dataclass(frozen=True)
 class CapacityGroup:
-    """The units of one group. `free` units can be requested now; `reserved` units are those that are neither held nor
-    free, whatever the reason. A group by project counts only what the project holds: its `total` and `free` are None.
+    """The units of one group; `names` are its values of the columns in `CapacityQuery.by`.
+
+    `free` units can be requested now; `reserved` units are those that are neither held nor free, whatever the reason. A
+    group by project counts only what the project holds: its `total` and `free` are None, and its `reserved` is 0.
     """
 
     names: tuple[str, ...]
@@ -151,7 +156,8 @@ class CapacityQuery:
 def query_groups(queries: Sequence[CapacityQuery], samples: Collection[LastSample] = ()) -> list[list[CapacityGroup]]:
     """Return the groups that each query asks for, in the order of the queries. One statement for all of them.
 
-    `samples` are the devices' last samples. Retired devices are not counted.
+    `queries` must not be empty. `samples` are the devices' last samples. Retired devices are not counted, and groups in
+    which no unit exists or is held are left out. Raises KeyError for an unknown column in `by`, or an unknown `order`.
     """
     parameters: dict[str, Any] = dict(_build_sample_arrays(samples))
     for n, query in enumerate(queries):
@@ -170,7 +176,7 @@ def query_groups(queries: Sequence[CapacityQuery], samples: Collection[LastSampl
 
 
 def query_load_by_host(hosts: Collection[int], samples: Collection[LastSample]) -> dict[int, LoadSummary]:
-    """Return host id → load of all its devices together; one statement.
+    """Return the load of each of these hosts (by id), all its devices together; one statement.
 
     Hosts without devices are left out. Retired devices, and samples of unknown devices, are not counted.
     """
@@ -199,6 +205,9 @@ def _build_statement(n: int, query: CapacityQuery) -> str:
 
 
 def _build_sample_arrays(samples: Collection[LastSample]) -> dict[str, list[object]]:
-    """Return the samples as one array per column: PostgreSQL joins arrays much faster than as many rows of VALUES."""
+    """Return the samples as SQL parameters: one array per column.
+
+    PostgreSQL joins arrays much faster than as many rows of VALUES.
+    """
     names = {"hosts": "host", "keys": "key", "busy": "busy", "used": "used", "size": "size", "power": "power"}
     return {column: [getattr(sample, field) for sample in samples] for column, field in names.items()}

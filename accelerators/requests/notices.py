@@ -17,7 +17,10 @@ NOTICE_INTENT = "notice"
 
 
 def raise_notice_intents(moves: Iterable[Mapping[str, Any]]) -> None:
-    """Raise one intent for each of these moves that ends in Bound or BindFailed; one statement."""
+    """Raise one intent for each of these moves that ends in Bound or BindFailed; one statement.
+
+    Does nothing if no job handles these intents. `moves` are rows for `binding._move_requests`.
+    """
     if jobs.has_handler(NOTICE_INTENT):
         conductor.raise_intents(
             NOTICE_INTENT,

@@ -29,7 +29,7 @@ MAX_DESCRIPTION = 65_535
 
 @dataclass(frozen=True)
 class CachedProfile:
-    """A cached profile. Compare `updated_at` with the database to find out whether it is still current."""
+    """A profile as it was when it was read. It is still current if the stored row has the same `updated_at`."""
 
     id: int
     name: str
@@ -55,7 +55,7 @@ def get_profile_by_name(name: str) -> CachedProfile | None:
 
 
 def clear_profile_cache() -> None:
-    """Clear this process's cache of profiles. Call it when a cached profile turned out to be out of date."""
+    """Clear this process's cache of profiles, for example because a cached profile turned out to be out of date."""
     _profiles_by_name.drop_all()
 
 
@@ -70,8 +70,8 @@ def create_profile(
 ) -> UUID:
     """Store a profile and record an event; return its uuid. The caller must have checked the name and the groups.
 
-    Without `uuid` a random one is chosen. Raises RefusedError: CONFLICT if the name is in use, DUPLICATE if the uuid
-    is.
+    Without `uuid` a random one is chosen. Raises RefusedError: CONFLICT if the name is in use, DUPLICATE if the uuid is
+    in use.
     """
     profile_uuid = uuid or uuid4()
     try:
@@ -92,8 +92,9 @@ def create_profile(
 def edit_profile(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
     """Change the name, groups or description of a profile and record an event; locks its row.
 
-    Raises RefusedError: NOT_FOUND; CONFLICT if the new name is in use; IN_USE while there are requests of this profile,
-    because they refer to its groups.
+    `changes` maps these fields to their new values, which the caller must have checked. Raises RefusedError: NOT_FOUND;
+    CONFLICT if the new name is in use; IN_USE while there are requests of this profile, because they refer to its
+    groups.
     """
     try:
         with conductor.writing():
@@ -148,4 +149,5 @@ def _build_duplicate_error(error: IntegrityError, name: str, uuid: UUID) -> Refu
 
 
 def _record_profile_event(verb: str, uuid: UUID, name: str, caller: Caller, changes: dict[str, Any]) -> None:
+    """Write the event `profile.VERB`; `changes` maps each field to its values before and after."""
     conductor.record_event(f"profile.{verb}", EventSource.API, caller.name, subject=(uuid, name), changes=changes)

@@ -158,7 +158,8 @@ class TargetSerializer(ClosedSerializer):
     backend = StrictTextField(max_length=64, required=False)
 
     def validate(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Require either `device` alone, or `host` and `backend` together."""
+        """Return the values; raise ValidationError (400) unless they are `device` alone, or `host` and `backend`
+        together."""
         if values.keys() not in ({"device"}, {"host", "backend"}):
             raise serializers.ValidationError("Say a device, or a host and a backend.")
         return values
@@ -281,7 +282,7 @@ class AcceleratorView(CollectionView):
         return rows
 
     def get_object(self) -> AttachHandle:
-        """Return one unit, after loading the state of its instance."""
+        """Return one unit, after loading the state of its instance; 404 if the caller may not see the unit."""
         return self.load_row_details([super().get_object()])[0]
 
     def get_serializer_context(self) -> dict[str, Any]:
@@ -289,7 +290,11 @@ class AcceleratorView(CollectionView):
         return super().get_serializer_context() | {"instances": getattr(self, "instance_states", {})}
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Set the label of one unit; a change is recorded as the event `request.labelled`."""
+        """Set the label of the request that holds the unit, and answer with the unit.
+
+        A label that differs from the stored one is recorded as the event `request.labelled`. 404 if the caller may not
+        see the unit, 400 for an invalid body.
+        """
         unit = self.get_object()
         values = self.validate_body(unit)
         holding_request = unit.request
@@ -317,6 +322,11 @@ class AcceleratorView(CollectionView):
         return self._change_unit_count(-1)
 
     def _change_unit_count(self, sign: int) -> Response:
+        """Place the commands that add units (`sign` 1) or remove them (-1), as the body says; 202 with one result per
+        device.
+
+        If the body names a generation, which only a single device can have, its refusal is raised as RefusedError.
+        """
         values = self.validate_body()
         targets = [
             partitioning.PartitionTarget(one.get("device"), one.get("host", ""), one.get("backend", ""))
@@ -333,6 +343,7 @@ class AcceleratorView(CollectionView):
 
 
 def _describe_result(result: partitioning.PartitionResult) -> dict[str, Any]:
+    """Return the result for one device as `ResultSerializer` shows it."""
     target = result.target
     target_fields = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
     return {

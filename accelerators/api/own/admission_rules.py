@@ -70,16 +70,16 @@ class RuleView(CollectionView):
     queryset = AdmissionRule.objects.all()
 
     def create(self, request: Request) -> Response:
-        """Create a rule."""
+        """Create a rule; 201. 409 if its name is in use or there are too many rules."""
         return self.respond_with_row(admission_rules.create_rule(self.validate_body(), self.caller))
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Edit a rule. Devices that it has admitted keep their state."""
+        """Edit a rule; 409 if its new name is in use. Devices that it has admitted keep their state."""
         rule = self.get_object()
         edited_rule = admission_rules.edit_rule(rule.uuid, self.validate_body(rule), self.caller)
         return Response(self.get_serializer(edited_rule).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
-        """Delete a rule. Devices that it has admitted keep their state."""
+        """Delete a rule; 204. Devices that it has admitted keep their state."""
         admission_rules.delete_rule(self.get_object().uuid, self.caller)
         return Response(status=204)

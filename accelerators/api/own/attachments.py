@@ -138,7 +138,7 @@ class AttachmentView(ProjectOwnedView):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Map reading to `get`, creating to `create` and detaching to `delete`."""
+        """Map reading to `cyborg:attachment:get`, creating to `…:create` and detaching to `…:delete`."""
         rule = f"cyborg:{self.policy}"
         post = "delete" if self.detail else "create"
         return {"GET": f"{rule}:get", "HEAD": f"{rule}:get", "POST": f"{rule}:{post}"}
@@ -149,7 +149,7 @@ class AttachmentView(ProjectOwnedView):
         return rows
 
     def get_object(self) -> Attachment:
-        """Return one attachment, after loading its attach handles."""
+        """Return one attachment, after loading its attach handles; 404 if the caller may not see it."""
         return self.load_row_details([super().get_object()])[0]
 
     def create(self, request: Request) -> Response:

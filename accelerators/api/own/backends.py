@@ -53,7 +53,7 @@ class BackendSerializer(RowSerializer):
 
 
 class ReadOnlyCollectionView(CollectionView):
-    """A read-only collection whose lists and members share one policy rule."""
+    """A collection that can only be read. Its lists and its members need the same policy rule."""
 
     sort_fields = {"host": "place"}
     default_ordering = "host"

@@ -55,7 +55,7 @@ class CommandFilter(filters.FilterSet):
     ended = filters.BooleanFilter(method="filter_by_ended", help_text="Whether nothing more is to be expected of it.")
 
     def filter_by_ended(self, rows: QuerySet[Command], name: str, wanted: bool) -> QuerySet[Command]:
-        """Keep ended commands if `wanted`, open ones otherwise. Open commands have an index of their own."""
+        """Keep ended commands if `wanted`, open ones (`COMMAND_IS_OPEN`) otherwise."""
         return rows.exclude(COMMAND_IS_OPEN) if wanted else rows.filter(COMMAND_IS_OPEN)
 
 
@@ -197,8 +197,11 @@ class CommandSerializer(RowSerializer):
     }
 
     def validate(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Check that `op` fits the device or host it is for, and that no field is sent that `op` does not accept. Empty
-        values are dropped."""
+        """Return the values without empty ones; `layout` and `driver` are no longer below `arguments`.
+
+        Raises ValidationError (400) unless `op` is one for the device or host that is named, and if a field is sent
+        that `op` does not accept. Required fields of an `op` are not checked here.
+        """
         values = {name: value for name, value in (values | values.pop("arguments", {})).items() if value}
         allowed = {"device": ORDERABLE_DEVICE_OPS, "host": ORDERABLE_HOST_OPS}
         subjects = [name for name in allowed if name in values]
@@ -234,7 +237,7 @@ class CommandView(CollectionView):
     queryset = Command.objects.select_related("device", "host")
 
     def check_permissions(self, request: Request) -> None:
-        """Check the permissions. A caller who may not create commands may still order `rescan`, if
+        """Raise 403 unless the caller may do this. A caller who may not create commands may still order `rescan`, if
         `cyborg:service:discover` allows it."""
         try:
             super().check_permissions(request)
@@ -244,7 +247,10 @@ class CommandView(CollectionView):
             self.require_rule("cyborg:service:discover")
 
     def retrieve(self, request: Request, **kwargs: str) -> HttpResponse:
-        """Return one command; with `wait`, only when it has ended or after `wait` seconds."""
+        """Return one command; with `wait`, only when it has ended or after `wait` seconds.
+
+        Answers at once if MAX_WAITERS requests wait already in this process. 400 unless `wait` is 0 to MAX_WAIT_S.
+        """
         wait = request.query_params.get("wait", "0")
         if not (wait.isascii() and wait.isdecimal() and len(wait) <= 2 and int(wait) <= MAX_WAIT_S):
             raise ParseError(f"wait: say a number of seconds from 0 to {MAX_WAIT_S}.")
@@ -256,7 +262,11 @@ class CommandView(CollectionView):
         return super().retrieve(request, **kwargs)
 
     def create(self, request: Request) -> Response:
-        """Place a command. The answer shows the command itself; read it again later for its progress and its result."""
+        """Place a command; 201. The answer shows the command itself; read it again later for its progress and its
+        result.
+
+        400 if the device or host does not exist or the arguments are wrong; 409 or 503 if the command is refused.
+        """
         values = self.validate_body()
         op, device, host = values.pop("op"), values.pop("device", None), values.pop("host", None)
         values["source"] = self.caller.event_source
@@ -274,7 +284,7 @@ class CommandView(CollectionView):
 
 
 def _get_requested_op(request: Request) -> Any:
-    """Return the `op` of the body, or None if the body cannot be read; such a request is denied anyway."""
+    """Return the `op` of the request's body; None if it has none, or if the body cannot be read as a JSON object."""
     try:
         return request.data.get("op") if isinstance(request.data, Mapping) else None
     except APIException:

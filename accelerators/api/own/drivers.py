@@ -20,7 +20,8 @@ POLICY_RULE_BY_METHOD = {"GET": "cyborg:driver:get", "HEAD": "cyborg:driver:get"
 
 
 class DriverFilter(filters.FilterSet):
-    """Filter by host, driver, state, or whether the driver drifts."""
+    """Filter by host, driver, state, or whether the driver drifts (runs with another configuration than the wanted
+    one)."""
 
     host = host_filter("host__name")
     driver = filters.CharFilter(help_text="Exactly this driver.")

@@ -61,7 +61,7 @@ REASONS = sorted({*(reason.value for reason in RefusalReason), *REASON_BY_STATUS
 
 
 class ApiError(AcceleratorsError, exceptions.APIException):
-    """An error with its own status and its own sentence, and with its own reason if the status does not say enough."""
+    """An error with its own HTTP status and sentence; its `reason` follows from the status unless one is given."""
 
     def __init__(self, status: int, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -105,7 +105,10 @@ def handle_exception(error: Exception, context: Mapping[str, Any]) -> Response:
 
 
 def explain_error(error: Exception) -> tuple[int, str]:
-    """Return the status and the message for an exception. Logs an unexpected exception, and a database outage."""
+    """Return the HTTP status and the message for an exception.
+
+    An unexpected exception gives 500 and is logged; a database outage gives 503 and is logged.
+    """
     match error:
         case RefusedError():
             return STATUS_BY_REASON.get(error.reason, 409), error.text
@@ -123,6 +126,10 @@ def explain_error(error: Exception) -> tuple[int, str]:
 
 
 def _build_message(error: exceptions.APIException) -> str:
+    """Return the message for an exception of DRF: its own text, or a sentence that says what to do.
+
+    The messages of a validation error are joined to one text.
+    """
     match error:
         case exceptions.ValidationError():
             return "; ".join(_iterate_validation_messages(error.detail))
@@ -136,7 +143,7 @@ def _build_message(error: exceptions.APIException) -> str:
 
 
 def _iterate_validation_messages(detail: Any, path: str = "") -> Iterator[str]:
-    """Yield the messages of a validation error as `field: sentence`."""
+    """Yield the messages of a validation error as `field: sentence`; the path to a nested field is joined by dots."""
     if isinstance(detail, Mapping):
         for key, inner in detail.items():
             yield from _iterate_validation_messages(

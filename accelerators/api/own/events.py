@@ -21,7 +21,7 @@ class UtcDateTimeFilter(filters.IsoDateTimeFilter):
     """A filter by time, converted to UTC because the database accepts fewer offsets than ISO 8601 has."""
 
     def filter(self, qs: QuerySet[Event], value: datetime | None) -> QuerySet[Event]:
-        """Filter by the time; raise 400 if in UTC it lies outside the years 1 to 9999."""
+        """Filter by the time; raise ParseError (400) if in UTC it lies outside the years 1 to 9999."""
         try:
             filtered: QuerySet[Event] = super().filter(qs, value and value.astimezone(UTC))
         except OverflowError as error:
@@ -87,7 +87,10 @@ class EventView(CollectionView):
     queryset = Event.objects.all()
 
     def get_queryset(self) -> QuerySet[Event]:
-        """Return the events that the caller may see: all of them, or those of the requests of the caller's project."""
+        """Return the events that the caller may see: all events, or only those about requests of the caller's project.
+
+        Events of deleted requests are seen only by callers who may see all projects.
+        """
         if self.can_see_all_projects():
             return super().get_queryset()
         own_requests = AcceleratorRequest.objects.filter(project_id=self.caller.project_id)

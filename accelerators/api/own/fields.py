@@ -73,7 +73,7 @@ class HandleReference(serializers.Serializer[Any]):
 
 
 def parse_attach_info(text: str) -> dict[str, str]:
-    """Parse the attach information of a handle. Text that is not a JSON object is returned as `{"value": text}`."""
+    """Parse the attach information of a handle, which is a JSON object. Other text is returned as `{"value": text}`."""
     try:
         parsed = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -92,7 +92,7 @@ class StrictTextField(serializers.CharField):
 
 
 class ReasonField(StrictTextField):
-    """The optional reason of a change."""
+    """The optional reason of a change, of at most MAX_REASON characters."""
 
     def __init__(self, help_text: str) -> None:
         super().__init__(max_length=MAX_REASON, allow_blank=True, required=False, help_text=help_text)
@@ -118,7 +118,7 @@ class StrictIntegerField(serializers.IntegerField):
     """An integer field that refuses text. It accepts 5.0, because JSON and JSON Schema do not distinguish it from 5."""
 
     def to_internal_value(self, data: Any) -> int:
-        """Return the value as an int; raise ValidationError (400) for everything else."""
+        """Return the value as an int; raise ValidationError (400) for text, booleans and fractions."""
         if isinstance(data, float) and data.is_integer():
             return int(data)
         return data if isinstance(data, int) and not isinstance(data, bool) else self.fail("invalid")
@@ -153,7 +153,8 @@ class RowSerializer(ChosenFieldsSerializer, ClosedSerializer, serializers.ModelS
     """A serializer of a row. The row's columns are read-only, except for those that the serializer declares."""
 
     def get_extra_kwargs(self) -> dict[str, Any]:
-        """Make the fields read-only that are made from columns; declared fields have their own options."""
+        """Make the fields read-only that are made from columns; fields that the serializer declares are not
+        affected."""
         return {name: {"read_only": True} for name in self.Meta.fields}
 
 

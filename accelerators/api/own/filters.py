@@ -13,20 +13,21 @@ def host_filter(field_name: str | None = None) -> filters.CharFilter:
 
 
 def choice_filter(words: Iterable[str], field_name: str | None = None, **options: str) -> filters.MultipleChoiceFilter:
-    """Build a filter by one or several of `words`, which are an enumeration or plain text."""
+    """Build a filter by one or several of `words`, which are an enumeration or plain text; any other word gives 400."""
     return filters.MultipleChoiceFilter(field_name, choices=list_choices(words), distinct=False, **options)
 
 
 def single_choice_filter(words: Iterable[str], **options: str) -> filters.ChoiceFilter:
-    """Build a filter by one of `words`, which are an enumeration or plain text."""
+    """Build a filter by one of `words`, which are an enumeration or plain text; any other word gives 400."""
     return filters.ChoiceFilter(choices=list_choices(words), **options)
 
 
 def presence_filter(field_name: str, help_text: str = "") -> filters.BooleanFilter:
-    """Build a filter by whether a column has a value."""
+    """Build a filter by whether a column has a value: `true` keeps the rows in which it is not NULL, `false` the
+    others."""
     return filters.BooleanFilter(field_name, "isnull", exclude=True, help_text=help_text)
 
 
 def list_choices(words: Iterable[str]) -> list[tuple[str, str]]:
-    """Return each word with its label, which plain text has not."""
+    """Return each word with its label; plain text, which has none, is its own label."""
     return [(str(word), getattr(word, "label", word)) for word in words]

@@ -90,8 +90,10 @@ class ImageView(CollectionView):
         return [method for method in super().allowed_methods if method != "POST" or not is_page]
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Run the common checks. An upload skips the limit on the body's length and the check of the query string,
-        because an image may be larger and is described by its query."""
+        """Run the checks of `CollectionView.initial`, but for an upload only those of authentication and permissions.
+
+        An upload may be larger than other bodies, and is described by its query, which `create` checks.
+        """
         if self.action == "create":
             super(CollectionView, self).initial(request, *args, **kwargs)
         else:
@@ -118,12 +120,17 @@ class ImageView(CollectionView):
         return self.respond_with_stored_row(image.uuid)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
-        """Delete an image that no open command will use. If it is a copy from Glance, Glance keeps the original."""
+        """Delete an image; 204. 409 while an open command needs it. If it is a copy from Glance, Glance keeps the
+        original."""
         store.delete_image(self.get_object().uuid, self.caller, self.caller.event_source)
         return Response(status=204)
 
 
 def _read_name_and_properties(request: Request) -> tuple[str, dict[str, str]]:
+    """Return the name and the properties in the query of an upload; the name may be ''.
+
+    Raises ParseError (400) for an unknown parameter, RefusedError INVALID for a property that breaks a limit.
+    """
     if unknown := sorted(set(request.query_params) - {*ImageView.upload_parameters}):
         raise ParseError(
             f"{', '.join(unknown)[:200]}: unknown parameter; known are {', '.join(ImageView.upload_parameters)}."
@@ -133,6 +140,11 @@ def _read_name_and_properties(request: Request) -> tuple[str, dict[str, str]]:
 
 
 def _read_size(request: Request) -> int:
+    """Return the number of bytes that an upload announces.
+
+    Raises ApiError: 415 for another media type, 411 without a valid Content-Length, 413 for more bytes than an image
+    may have.
+    """
     if request.content_type.partition(";")[0].strip().lower() != IMAGE_MEDIA_TYPE:
         raise errors.ApiError(415, f"Send the image's bytes as {IMAGE_MEDIA_TYPE}.")
     length = request.META.get("CONTENT_LENGTH") or ""
@@ -146,6 +158,7 @@ def _read_size(request: Request) -> int:
 
 
 def _iterate_body(request: Request) -> Iterator[bytes]:
+    """Yield the body in chunks of at most CHUNK_BYTES; end early, without an error, if the client disconnects."""
     try:
         while chunk := request._request.read(store.CHUNK_BYTES):
             yield chunk

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class InstanceKey(NamedTuple):
-    """An instance whose state is looked up."""
+    """An instance whose state is looked up, and the project that it belongs to."""
 
     uuid: str
     project_id: str
@@ -38,7 +38,7 @@ INSTANCE_STATES: Registry[Callable[[Collection[InstanceKey]], Mapping[str, Insta
 
 
 def fetch_instance_states(instances: Collection[InstanceKey]) -> Mapping[str, InstanceState]:
-    """Return what the source knows about these instances, by uuid.
+    """Return what the source knows about these instances, by uuid; an instance may be missing in the answer.
 
     Returns an empty mapping if no source is registered. If the source raises, the error is logged and the mapping is
     empty.

@@ -36,8 +36,11 @@ from accelerators.models.devices import build_driver_error_expression
 
 
 def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk") -> Coalesce:
-    """Return an expression that counts the `rows` whose `column` equals `outer_column` of the outer row. It is a
-    subquery of the same statement."""
+    """Return an expression that counts the `rows` whose `column` equals `outer_column` of the outer row; 0 if there are
+    none.
+
+    It is a subquery of the same statement.
+    """
     counts = (
         rows.filter(**{column: OuterRef(outer_column)}).order_by().values(column).annotate(n=Count("*")).values("n")
     )
@@ -45,7 +48,7 @@ def count_related_rows(rows: QuerySet[Any], column: str, outer_column: str = "pk
 
 
 class HostFilter(filters.FilterSet):
-    """Filter by name, or by whether the host is stale: its agent is not heard from."""
+    """Filter by name, or by whether the host is stale: its agent has not been heard from."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
     stale = presence_filter("stale_since", "Whether its agent is not heard from.")
@@ -103,8 +106,10 @@ class DeviceFilter(filters.FilterSet):
     stale = filters.BooleanFilter(method="filter_by_staleness", help_text="Whether the shown data may be out of date.")
 
     def filter_by_staleness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
-        """Keep stale devices if `wanted`, others if not. A device is stale if its host's agent is not heard, or if its
-        driver or backend failed."""
+        """Keep stale devices if `wanted`, others if not.
+
+        A device is stale if its host's agent has not been heard from, or if its driver or backend failed.
+        """
         stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
         matching = devices.alias(_error=build_driver_error_expression())
         return matching.filter(stale) if wanted else matching.exclude(stale)
@@ -217,6 +222,11 @@ class DrainSerializer(ReasonSerializer):
 
 
 def _make_action_handler(action: Action) -> Callable[..., Response]:
+    """Return a handler for POST that performs `action` on one device and answers with the device.
+
+    The handler's docstring is the action's description. It raises RefusedError if the action is refused.
+    """
+
     def perform_action(view: CollectionView, request: Request, **kwargs: str) -> Response:
         values = view.validate_body()
         final_state = DrainTarget(values.get("then", DrainTarget.MAINTENANCE))

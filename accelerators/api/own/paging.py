@@ -51,6 +51,7 @@ class PageCursor(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _invalid_cursor_error() -> NotFound:
+    """Return the error 404 for a cursor that cannot be read or does not belong to this list in this order."""
     return NotFound("cursor: it does not belong to this list in this order; leave it out to start at the first page.")
 
 
@@ -65,7 +66,7 @@ class RowPagination(CursorPagination):
     base_url: str
 
     def get_page_size(self, request: Request) -> int:
-        """Return the page size; raise ParseError (400) if `limit` is not a number from 1 to 500."""
+        """Return the page size, 50 without `limit`; raise ParseError (400) if `limit` is not a number from 1 to 500."""
         text = request.query_params.get(self.page_size_query_param)
         if text is None:
             return self.page_size
@@ -96,7 +97,10 @@ class RowPagination(CursorPagination):
     def paginate_queryset(
         self, queryset: QuerySet[Any] | Sequence[Any], request: Request, view: Any = None
     ) -> list[Any]:
-        """Return the rows of the page that `parse_request` has read. Every page takes one statement."""
+        """Return the rows of the page that `parse_request` has read, which must be called before. Takes one statement.
+
+        Raises NotFound (404) if the cursor's value does not fit the sort field.
+        """
         queryset = cast("QuerySet[Any]", queryset)  # DRF allows sequences as well; our views have none.
         cursor, size = self.page_cursor, self.size
         backwards = cursor is not None and cursor.backwards
@@ -116,6 +120,11 @@ class RowPagination(CursorPagination):
         return rows
 
     def _filter_beyond_cursor(self, queryset: QuerySet[Any], cursor: PageCursor, descending: bool) -> QuerySet[Any]:
+        """Keep the rows with a smaller sort value and id than the cursor's if `descending`, otherwise those with
+        greater ones.
+
+        Raises NotFound (404) if the cursor's value does not fit the sort field.
+        """
         try:
             value = _resolve_model_field(queryset.model, self.sort_field).to_python(cursor.value)
             value = value.astimezone(UTC) if isinstance(value, datetime) else value
@@ -125,14 +134,15 @@ class RowPagination(CursorPagination):
         return queryset.filter(lookup((F(self.sort_field), F("id")), (value, cursor.id)))
 
     def get_next_link(self) -> str | None:
-        """Return the address of the next page, or None."""
+        """Return the address of the next page, None if this is the last one."""
         return self._build_page_url(self.rows[-1], False) if self.has_next and self.rows else None
 
     def get_previous_link(self) -> str | None:
-        """Return the address of the previous page, or None."""
+        """Return the address of the previous page, None if this is the first one."""
         return self._build_page_url(self.rows[0], True) if self.has_previous and self.rows else None
 
     def _build_page_url(self, row: Model, backwards: bool) -> str:
+        """Return the address of the page that begins after `row` or, if `backwards`, ends before it."""
         value: Any = row
         for name in self.sort_field.split("__"):
             value = getattr(value, name)

@@ -55,10 +55,12 @@ class GroupsField(serializers.ListField):
 
 
 def _has_text_values_only(group: Any) -> bool:
+    """Return whether the group is an object whose values are all strings."""
     return isinstance(group, dict) and all(isinstance(value, str) for value in group.values())
 
 
 def _iterate_amounts(data: list[dict[str, str]]) -> Iterator[int]:
+    """Yield the amount of each resource in the groups; skip values that are not a number of at most nine digits."""
     for group in data:
         for key, value in group.items():
             if key.startswith("resources:") and len(value) <= 9 and value.isdecimal():
@@ -101,19 +103,19 @@ class ProfileView(CollectionView):
     queryset = DeviceProfile.objects.annotate(used=Exists(AcceleratorRequest.objects.filter(profile=OuterRef("pk"))))
 
     def create(self, request: Request) -> Response:
-        """Create a device profile."""
+        """Create a device profile; 201. 409 if its name is in use, or if it asks for too many accelerators."""
         values = self.validate_body()
         uuid = profiles.create_profile(values["name"], values["groups"], values.get("description"), None, self.caller)
         return self.respond_with_stored_row(uuid)
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Edit a device profile; 409 while requests made from it exist."""
+        """Edit a device profile; 409 while requests made from it exist, or if its new name is in use."""
         profile = self.get_object()
         if values := self.validate_body(profile):
             profiles.edit_profile(profile.uuid, values, self.caller)
         return Response(self.get_serializer(self.get_object()).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
-        """Delete a device profile; 409 while requests made from it exist."""
+        """Delete a device profile; 204. 409 while requests made from it exist."""
         profiles.delete_profile(self.get_object().uuid, self.caller)
         return Response(status=204)

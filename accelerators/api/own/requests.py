@@ -87,7 +87,8 @@ class ProjectOwnedView(CollectionView):
     """Rows that belong to projects. A project sees only its own rows."""
 
     def get_queryset(self) -> QuerySet[Any]:
-        """Return all rows if the caller may see every project's rows, otherwise the rows of the caller's project."""
+        """Return the rows that `can_see_all_projects` allows: those of every project, or only those of the caller's
+        project."""
         rows = super().get_queryset()
         return rows if self.can_see_all_projects() else rows.filter(project_id=self.caller.project_id)
 

@@ -47,7 +47,7 @@ class JsonBodyParser(BaseParser):
     media_type = "application/json"
 
     def parse(self, stream: Any, media_type: str | None = None, parser_context: Any = None) -> Any:
-        """Return the parsed body; raise 413 if it is larger than 1 MiB and 400 if it is not JSON."""
+        """Return the parsed body; raise ApiError 413 if it is larger than 1 MiB, ParseError (400) if it is not JSON."""
         body = stream.read(MAX_BODY_BYTES + 1)
         if len(body) > MAX_BODY_BYTES:
             raise errors.body_too_large_error()
@@ -66,8 +66,8 @@ class DeclaredFilterBackend(DjangoFilterBackend):
     def get_filterset_kwargs(self, request: Request, queryset: Any, view: Any) -> dict[str, Any]:
         """Return the filter set's arguments with the query of this request.
 
-        Raise 400 for an empty value of a filter that is not a text filter, and for a boolean other than `true` and
-        `false`.
+        Raises ParseError (400) for an empty value of a filter that is not a text filter, and for a boolean other than
+        `true` and `false`. Other invalid values are refused later, by the filter set.
         """
         query = request.query_params.copy()
         for name, query_filter in view.get_filters().items():
@@ -162,7 +162,7 @@ class CollectionView(GenericViewSet[Any]):
         self._check_query(request)
 
     def check_permissions(self, request: Request) -> None:
-        """Raise 405 for a method that this URL does not have, before the policy rules are checked."""
+        """Raise MethodNotAllowed (405) for a method that this URL does not have; then check the policy rules (403)."""
         assert request.method is not None, "only a request that was not received has no method"
         if request.method.lower() not in self.action_map:
             self.http_method_not_allowed(request)
@@ -180,15 +180,18 @@ class CollectionView(GenericViewSet[Any]):
         return True
 
     def require_rule(self, rule: str) -> None:
-        """Raise PermissionDenied unless the caller satisfies `rule`."""
+        """Raise PermissionDenied unless the caller satisfies `rule`, which need not be a rule of this URL.
+
+        Raises KeyError for an unknown rule, and ReadOnlyError for a permitted write while everything is read only.
+        """
         # Permission classes read only this attribute of a view.
         rule_holder: Any = SimpleNamespace(policy_rules={self.request.method: rule})
         if not all(permission.has_permission(self.request, rule_holder) for permission in self.get_permissions()):
             raise PermissionDenied
 
     def can_see_all_projects(self) -> bool:
-        """Return whether the caller may see the rows of all projects: an administrator, or whom `elevated_rule` allows
-        it."""
+        """Return whether the caller may see the rows of all projects: an administrator, or a caller whom
+        `elevated_rule` allows."""
         return self.caller.is_admin or (bool(self.elevated_rule) and self.is_rule_satisfied(self.elevated_rule))
 
     def list_orderings(self) -> Sequence[str]:
@@ -196,8 +199,11 @@ class CollectionView(GenericViewSet[Any]):
         return tuple(sign + word for word in self.sort_fields for sign in ("", "-"))
 
     def get_requested_ordering(self, request: Request) -> str:
-        """Return the requested order: a key of `sort_fields`, with a leading `-` for descending. Raise 400 for any
-        other value."""
+        """Return the requested order: a key of `sort_fields`, with a leading `-` for descending; `default_ordering` if
+        none.
+
+        Raises ParseError (400) for any other value.
+        """
         requested = request.query_params.get("ordering", self.default_ordering)
         if requested not in self.list_orderings():
             raise ParseError(f"ordering: say one of {', '.join(self.sort_fields)}; a leading - reverses the order.")
@@ -219,16 +225,20 @@ class CollectionView(GenericViewSet[Any]):
         return rows
 
     def list(self, request: Request) -> HttpResponse:
-        """Return one page of the list. Invalid parameters are refused before the ETag is compared."""
+        """Return one page of the list, or 304 if the client's ETag is still valid.
+
+        Invalid parameters are refused (400, or 404 for the cursor) before the ETag is compared.
+        """
         rows = self.filter_queryset(self.get_queryset())
         self.paginator.parse_request(request, self)
         return self._respond_with_etag(request, lambda: self._build_page(rows))
 
     def retrieve(self, request: Request, **kwargs: str) -> HttpResponse:
-        """Return one member."""
+        """Return one member, or 304 if the client's ETag is still valid; 404 if the caller may not see the member."""
         return self._respond_with_etag(request, lambda: self.get_serializer(self.get_object()).data)
 
     def _build_page(self, queryset: QuerySet[Any]) -> Any:
+        """Return the answer of a list: one page of rows (`results`), and the addresses of the pages beside it."""
         rows = self.paginate_queryset(queryset)
         assert rows is not None, "every collection has a paginator"
         return self.get_paginated_response(self.get_serializer(self.load_row_details(rows), many=True).data).data
@@ -238,8 +248,11 @@ class CollectionView(GenericViewSet[Any]):
         return self.member_actions.get(action) or self.body_serializers.get(action) or self.get_serializer_class()
 
     def validate_body(self, row: Any = None) -> dict[str, Any]:
-        """Validate and return the body of this request; raise 400 if it is invalid. A body that changes `row` may leave
-        fields out."""
+        """Validate the body of this request and return its values by field; raise ValidationError (400) if it is
+        invalid.
+
+        A body that changes `row` may leave fields out.
+        """
         body = self.get_body_serializer_class(self.action)(
             row, data=self.request.data, partial=row is not None, context=self.get_serializer_context()
         )
@@ -253,7 +266,7 @@ class CollectionView(GenericViewSet[Any]):
         return self.respond_with_row(row, status)
 
     def respond_with_row(self, row: Any, status: int = 201) -> Response:
-        """Return the answer of an action that creates a row: the row, and its address in the header Location.
+        """Return the answer of an action that creates a row: the row, its address in the header Location, and `status`.
 
         The row must have everything that the serializer shows.
         """
@@ -265,6 +278,11 @@ class CollectionView(GenericViewSet[Any]):
         return self.member_actions.keys()
 
     def _respond_with_etag(self, request: Request, build_data: Callable[[], Any]) -> HttpResponse:
+        """Return the answer with its ETag; if the client has sent this ETag in If-None-Match, 304 without a body.
+
+        With `etag_collections` the rows are not read for a 304. The ETag also depends on the release, on the projects
+        that the caller may see and on the address. An HTML page has no ETag.
+        """
         if request.accepted_renderer.format != JsonRenderer.format:
             return Response(build_data())
         data = None
@@ -285,9 +303,9 @@ class CollectionView(GenericViewSet[Any]):
         return response
 
     def _check_query(self, request: Request) -> None:
-        """Check the query parameters, and remember the fields that `fields` selects.
+        """Check the query parameters, and store the fields that `fields` selects in `chosen_fields`.
 
-        Raise 400 for an unknown parameter. Only GET and HEAD accept parameters.
+        Raises ParseError (400) for an unknown parameter or field. Only GET and HEAD accept parameters.
         """
         known_parameters: tuple[str, ...] = ()
         if request.method in ("GET", "HEAD"):
@@ -304,9 +322,10 @@ class CollectionView(GenericViewSet[Any]):
         self.chosen_fields = parse_field_names(request.query_params.get("fields", ""), serializer().fields)
 
     def get_filters(self) -> Mapping[str, Any]:
-        """Return the list's filters by name."""
+        """Return the filters of the list by name; empty if the list has none."""
         return self.filterset_class.base_filters if self.filterset_class else {}
 
 
 def _compute_digest(content: bytes) -> str:
+    """Return a short digest for an ETag, in hex; not meant to be secure."""
     return hashlib.blake2b(content, digest_size=9).hexdigest()

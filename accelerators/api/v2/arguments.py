@@ -35,7 +35,10 @@ _LIMIT = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class ListQuery:
-    """The parsed query of a list. `sort` is None for the default order, oldest first."""
+    """The parsed query of a list. `equal_filters` maps columns to the values that they must have.
+
+    `sort` is a key and a direction; None means the default order, oldest first. `limit` None means no limit.
+    """
 
     equal_filters: Mapping[str, str] = field(default_factory=dict)
     sort: tuple[str, str] | None = None
@@ -64,20 +67,27 @@ def parse_list_query(
 def parse_page_query(
     params: Iterable[tuple[str, list[str]]], known: Collection[str]
 ) -> tuple[ListQuery, Mapping[str, str]]:
-    """Parse paging for a list that handles its own parameters; return the page (oldest first) and the given parameters
-    of `known`."""
+    """Parse the query string of a list that handles its own parameters, those in `known`.
+
+    Returns the page (limit and marker, oldest first) and the given parameters of `known`. Raises V2Error 400.
+    """
     values = _get_last_values(dict(params), {*known, "limit", "marker"})
     return _build_list_query(values, {}, None, None), {name: values[name] for name in known if name in values}
 
 
 def parse_known_arguments(params: Iterable[tuple[str, list[str]]], *known: str) -> Mapping[str, str]:
-    """Return the parameters of the query string; raise V2Error 400 for any that is not in `known`."""
+    """Return the parameters of the query string, each with its last value; raise V2Error 400 for any that is not in
+    `known`."""
     return _get_last_values(dict(params), known)
 
 
 def _build_list_query(
     values: Mapping[str, str], equal: Mapping[str, str], sort: tuple[str, str] | None, limit: str | None
 ) -> ListQuery:
+    """Build the query of a list, with the marker and the limit in `values`; `limit` is used if `values` has none.
+
+    Raises V2Error 400 for a marker that is not a uuid and for an invalid limit.
+    """
     marker = values.get("marker")
     if marker is not None and to_canonical_uuid(marker) is None:
         raise unknown_marker_error(marker)
@@ -139,12 +149,17 @@ def _extract_filters(params: QueryParams) -> dict[str, str]:
 
 
 def _pair_filters(fields: list[str], values: list[str]) -> list[tuple[str, str]]:
+    """Return each field with its value; raise V2Error 400 if there are more of one than of the other."""
     if len(fields) != len(values):
         raise missing_argument_error("filters.value" if len(fields) > len(values) else "filters.field")
     return list(zip(fields, values, strict=True))
 
 
 def _extract_indexed_filters(params: QueryParams) -> list[tuple[str, str]]:
+    """Remove the parameters `filters[N].field` and `filters[N].value` from `params`; return the pairs, ordered by N.
+
+    Raises V2Error 400 if one part of a pair is missing.
+    """
     parts_by_index: dict[int, dict[str, str]] = {}
     for name in list(params):
         if match := _INDEXED_FILTER.fullmatch(name):
@@ -157,6 +172,10 @@ def _extract_indexed_filters(params: QueryParams) -> list[tuple[str, str]]:
 
 
 def _parse_sort(filters: Mapping[str, str], sortable: Collection[str]) -> tuple[str, str]:
+    """Return the sort key and the direction that the filters name; `created_at` and `desc` if they name none.
+
+    Raises V2Error 400 for a key that is not in `sortable`, and for another direction than `asc` and `desc`.
+    """
     key, direction = filters.get("sort_key", "created_at"), filters.get("sort_dir", "desc")
     if key not in sortable:
         raise V2Error(400, f'The sort_key value "{key}" is an invalid field for sorting')
@@ -166,6 +185,7 @@ def _parse_sort(filters: Mapping[str, str], sortable: Collection[str]) -> tuple[
 
 
 def _parse_limit(value: str | None) -> int | None:
+    """Return the limit as a number, None if there is none; raise V2Error 400 unless it has 1 to 18 digits."""
     if value is None:
         return None
     if not _LIMIT.fullmatch(value):
@@ -174,5 +194,6 @@ def _parse_limit(value: str | None) -> int | None:
 
 
 def _check_no_nul(name: str, value: str) -> None:
+    """Raise V2Error 400 if the value of the parameter `name` contains NUL."""
     if "\0" in value:
         raise bad_input_error(name, value.replace("\0", "\\0"), "It must not contain NUL.")

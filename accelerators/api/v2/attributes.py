@@ -48,8 +48,11 @@ class AttributeMethods(V2View):
     }
 
     def post(self, request: Request, uuid: str = "") -> Response:
-        """Create an attribute; 201. The body may be bare, or wrapped as openstacksdk sends it. If the key exists
-        already, that attribute becomes the operator's."""
+        """Create an attribute; 201. The body may be bare, or wrapped as openstacksdk sends it.
+
+        If the key exists already, that attribute becomes the operator's. 400 for an invalid body, 404 if there is no
+        such deployable, 409 for an attribute that programming has written.
+        """
         arguments.parse_known_arguments(request.query_params.lists())
         body = bodies.read_json_body(request, "req_attr")
         if isinstance(body, dict) and isinstance(body.get("attribute"), dict):
@@ -66,7 +69,11 @@ class AttributeMethods(V2View):
         return Response(ATTRIBUTES.fetch_one(str(made), self.version, self.base_url), 201)
 
     def delete(self, request: Request, uuid: str = "") -> Response:
-        """Delete an attribute, named in the path or in `?uuid=`; 204."""
+        """Delete an attribute, named in the path or in `?uuid=`; 204. If the agent reports it, its next report brings
+        it back.
+
+        400 without a uuid, 404 if there is no such attribute, 409 for an attribute that programming has written.
+        """
         given = arguments.parse_known_arguments(request.query_params.lists(), *(() if uuid else ("uuid",)))
         attribute_uuid = uuid or given.get("uuid")
         if not attribute_uuid:
@@ -97,6 +104,10 @@ class AttributeDetail(AttributeMethods, V2DetailView):
 
 
 def _parse_deployable_id(value: Any) -> int:
+    """Return the id of a deployable from an integer or a text of digits; raise V2Error 400 for anything else.
+
+    0 is accepted. Whether the deployable exists is not checked.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18:
         return value
     if isinstance(value, str) and _INTEGER.fullmatch(value):

@@ -79,7 +79,10 @@ class DeployableProgram(V2View):
     def patch(self, request: Request, uuid: str) -> Response:
         """Program a free device with an image, wait for the end, and return the deployable with its new `bitstream_id`.
 
-        Raises V2Error 503 without starting anything if MAX_WAITERS requests are waiting already in this process.
+        Waits for at most `program_wait_s` seconds. Raises V2Error: 404 for an unknown deployable; 400 if the image
+        cannot be used; 500 if programming fails or has not ended in time (it goes on); 503 without starting anything if
+        MAX_WAITERS requests are waiting already in this process. Raises RefusedError if the device is held or does not
+        allow the command.
         """
         arguments.parse_known_arguments(request.query_params.lists())
         image = _parse_image_uuid(bodies.read_json_body(request, "program_info"))
@@ -102,8 +105,11 @@ class DeployableProgram(V2View):
 
 
 def _check_succeeded(command: Command) -> None:
-    """Raise V2Error unless the command succeeded, with upstream's text where it has one (contract section 2.5) and the
-    driver's reason."""
+    """Raise V2Error unless the command succeeded: 400 if it was refused before it had an image, otherwise 500.
+
+    500 is also raised for a command that has not ended yet. The text is upstream's where upstream has one (contract
+    section 2.5), with the driver's reason.
+    """
     if command.state == CommandState.SUCCEEDED:
         return
     if command.ended_at is None:
@@ -119,12 +125,15 @@ def _check_succeeded(command: Command) -> None:
 
 
 def _describe_progress(command: Command) -> str:
+    """Return the state of a command, followed by its progress if it has any."""
     return f"{command.state}; {command.progress}" if command.progress else command.state
 
 
 def _parse_image_uuid(operations: object) -> UUID:
-    """Return the image's uuid from the operations; raise V2Error 400. Only the first operation is read, and its path is
-    not compared with /program (contract section 2.5)."""
+    """Return the image's uuid from the operations of the body; raise V2Error 400 if they are invalid.
+
+    Only the first operation is read, and its path need not be /program (contract section 2.5).
+    """
     is_list_of_objects = isinstance(operations, list) and bool(operations) and isinstance(operations[0], dict)
     if not is_list_of_objects:
         raise bad_input_error("program_info", str(operations)[:64], "It must be a list of operations.")

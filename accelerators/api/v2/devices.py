@@ -73,7 +73,8 @@ class DeviceAction(V2View):
     """`POST /v2/devices/{uuid}/enable` and `…/disable`. The body is ignored (contract section 2.4)."""
 
     def post(self, request: Request, uuid: str) -> Response:
-        """Perform the action; 204, also if nothing changes."""
+        """Perform the action; 204, also if nothing changes. 404 if there is no such device; 409 or 503 if it is
+        refused."""
         arguments.parse_known_arguments(request.query_params.lists())
         if not arguments.is_canonical_uuid(uuid):
             raise V2Error(404, f"Device not found with uuid={uuid}")
@@ -81,7 +82,7 @@ class DeviceAction(V2View):
         return Response(None, 204)
 
     def change_state(self, uuid: UUID, caller: Caller) -> None:
-        """Perform the action of this address."""
+        """Change the state of the device as this address says; each subclass defines it. Raises RefusedError."""
         raise NotImplementedError
 
 
@@ -91,7 +92,7 @@ class DeviceEnable(DeviceAction):
     policy_rules = {"POST": "cyborg:device:enable"}
 
     def change_state(self, uuid: UUID, caller: Caller) -> None:
-        """Enable the device."""
+        """Request the state `ready`; raises RefusedError in the same cases as `lifecycle.enable_device`."""
         lifecycle.enable_device(uuid, caller)
 
 
@@ -101,7 +102,7 @@ class DeviceDisable(DeviceAction):
     policy_rules = {"POST": "cyborg:device:disable"}
 
     def change_state(self, uuid: UUID, caller: Caller) -> None:
-        """Disable the device."""
+        """Take the device out of offer; bound requests stay bound. Raises RefusedError NOT_FOUND."""
         lifecycle.disable_device(uuid, caller)
 
 

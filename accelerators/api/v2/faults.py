@@ -35,7 +35,8 @@ STATUS_BY_REASON: Mapping[RefusalReason, int] = {
 
 
 class V2Error(AcceleratorsError):
-    """An error raised by a handler (form A). `text` is the message for people, on one line."""
+    """An error raised by a handler (form A). `status` is the HTTP status, `text` the message for people, on one
+    line."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -53,7 +54,10 @@ def missing_argument_error(name: str) -> V2Error:
 
 
 class RouterError(AcceleratorsError):
-    """An error raised before a handler is reached (form B). The answer has only the headers given here."""
+    """An error raised before a handler is reached (form B). The answer has only the headers given here.
+
+    `reason` is the standard text of the status, `detail` what else is to be said.
+    """
 
     def __init__(
         self, status: int, reason: str, detail: str = "", headers: Mapping[str, str] = MappingProxyType({})
@@ -68,22 +72,27 @@ class RouterError(AcceleratorsError):
         return {"error_message": "" if is_head else self._render_html(accept) if as_html else self._render_text(accept)}
 
     def _fill_template(self, accept: str | None, detail: str) -> str:
+        """Return the message with `<br />` between its parts: the reason, which may quote the Accept header, and
+        `detail`."""
         # Without an Accept header upstream does not replace its placeholder.
         reason = self._reason.replace("${HTTP_ACCEPT}", accept or "${HTTP_ACCEPT}")
         tail = "\n\n" if self.status == HTTPStatus.NOT_FOUND else ""
         return f"{reason}<br /><br />\n{detail}{tail}"
 
     def _render_text(self, accept: str | None) -> str:
+        """Return the plain text: the status line, an empty line and the message."""
         body = self._fill_template(accept, self._detail).replace("\n", " ").replace("<br />", "\n")
         return f"{self._status_line}\n\n{body}"
 
     def _render_html(self, accept: str | None) -> str:
+        """Return the HTML page with the status line and the message; the Accept header and the detail are escaped."""
         body = self._fill_template(accept and escape(accept), escape(self._detail))
         head = f"<html>\n <head>\n  <title>{self._status_line}</title>\n </head>\n"
         return f"{head} <body>\n  <h1>{self._status_line}</h1>\n  {body}\n </body>\n</html>"
 
     @property
     def _status_line(self) -> str:
+        """The status with its standard phrase, for example `404 Not Found`."""
         return f"{self.status} {HTTPStatus(self.status).phrase}"
 
 

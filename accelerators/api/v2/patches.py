@@ -21,15 +21,21 @@ _PROJECT_ID = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 @dataclass(frozen=True)
 class RequestsPatch:
-    """The parsed body. If `binds` is empty, all of `uuids` are to be unbound; otherwise `binds` has one entry per
-    request."""
+    """The parsed body. `uuids` are its keys, which are not checked to be uuids.
+
+    If `binds` is empty, all of `uuids` are to be unbound; otherwise `binds` has one entry per request.
+    """
 
     uuids: list[str]
     binds: list[BindSpec]
 
 
 def parse_patch(body: object, version: Microversion, is_admin: bool) -> RequestsPatch:
-    """Parse the body and check all its operations, in the body's order. Changes nothing; raises V2Error."""
+    """Parse the body and check all its operations, in the body's order. Changes nothing.
+
+    Raises V2Error: 400 for an invalid body; for the field `project_id` 406 below version 2.1, and 403 unless
+    `is_admin`.
+    """
     bodies.check_condition(
         isinstance(body, dict) and bool(body), "The body must map request uuids to lists of operations."
     )
@@ -49,6 +55,11 @@ def parse_patch(body: object, version: Microversion, is_admin: bool) -> Requests
 
 
 def _parse_operations(operations: object, version: Microversion, is_admin: bool) -> tuple[str, dict[str, Any]]:
+    """Check the operations of one request; return their common `op` (add or remove), and their values by path.
+
+    A path is returned without the slash before it. Raises V2Error if an operation is invalid, or if they have different
+    `op`s.
+    """
     message = "The operations of a request must be a list of objects with op and path."
     bodies.check_condition(isinstance(operations, list) and bool(operations), message)
     assert isinstance(operations, list)
@@ -65,6 +76,10 @@ def _parse_operations(operations: object, version: Microversion, is_admin: bool)
 
 
 def _check_path(path: str, version: Microversion, is_admin: bool) -> None:
+    """Raise V2Error unless an operation may name this path: 400 if it is unknown.
+
+    For `project_id` raises 406 below version 2.1, and 403 unless `is_admin`.
+    """
     name = path.lstrip("/")
     if name == PROJECT_FIELD:
         if version < (2, 1):
@@ -76,6 +91,10 @@ def _check_path(path: str, version: Microversion, is_admin: bool) -> None:
 
 
 def _parse_bind(uuid: str, fields: dict[str, Any]) -> BindSpec:
+    """Build the BindSpec of one request from its fields; raise V2Error 400 if one is missing or invalid.
+
+    `project_id` may be missing. `uuid` is not checked.
+    """
     if missing := [name for name in REQUIRED_FIELDS if fields.get(name) is None]:
         raise _patch_error(f"Fields absent in patch {', '.join(missing)}")
     project = fields.get(PROJECT_FIELD)
@@ -86,6 +105,7 @@ def _parse_bind(uuid: str, fields: dict[str, Any]) -> BindSpec:
 
 
 def _get_uuid(fields: dict[str, Any], name: str) -> str:
+    """Return the uuid in the field `name`, in its stored form; raise V2Error 400 if the value is not a uuid."""
     value = fields[name]
     canonical = arguments.to_canonical_uuid(value) if isinstance(value, str) else None
     if canonical is None:
@@ -94,4 +114,5 @@ def _get_uuid(fields: dict[str, Any], name: str) -> str:
 
 
 def _patch_error(reason: str) -> V2Error:
+    """Return the error 400 for a patch that cannot be applied, with the reason."""
     return V2Error(400, f"Couldn't apply patch. Reason: {reason}")

@@ -42,8 +42,10 @@ PROFILES = V2Resource(
 
 
 def _make_printed_time_column(name: str, sql: str) -> JsonColumn:
-    """Return a column with a timestamp as Python prints it, or the text 'None'. Upstream shows a single profile this
-    way."""
+    """Return a column with a timestamp in UTC as Python prints it, to the second, or the text 'None'.
+
+    Upstream shows a single profile this way.
+    """
     return JsonColumn(
         name, f"coalesce(to_char({sql} AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS\"+00:00\"'), 'None')", None
     )
@@ -75,7 +77,11 @@ class ProfileMethods(V2View):
     }
 
     def post(self, request: Request, value: str = "") -> Response:
-        """Create the one profile in the list; 201 with the object, not wrapped."""
+        """Create the one profile in the list; 201 with the object, not wrapped.
+
+        400 for an invalid body and 409 for a name that is in use. As upstream, 500 for an empty or too long name and
+        for a uuid that is in use.
+        """
         arguments.parse_known_arguments(request.query_params.lists())
         body = bodies.read_json_body(request, "req_devprof_list")
         if not isinstance(body, list) or len(body) != 1:
@@ -98,7 +104,10 @@ class ProfileList(ProfileMethods, V2ListView):
         return Response(PROFILES.fetch_list(query, self.version, self.base_url, "p.name = ANY(%(names)s)", names=names))
 
     def delete(self, request: Request) -> Response:
-        """Delete the profiles in `?value=`: one uuid, or a comma-separated list of names; 204."""
+        """Delete the profiles in `?value=`: one uuid, or a comma-separated list of names; 204.
+
+        400 without `value`, 404 for a profile that does not exist, 409 for a profile that requests use.
+        """
         given = arguments.parse_known_arguments(request.query_params.lists(), "value")
         if "value" not in given:
             raise missing_argument_error("value")
@@ -111,7 +120,7 @@ class ProfileDetail(ProfileMethods):
     policy_rules = ProfileMethods.policy_rules | {"GET": "cyborg:device_profile:get_one"}
 
     def get(self, request: Request, value: str) -> Response:
-        """Return one profile, wrapped. A name is accepted since 2.2."""
+        """Return one profile, wrapped; 404 if it does not exist. A name is accepted since version 2.2 (406 before)."""
         arguments.parse_known_arguments(request.query_params.lists())
         column = "uuid" if arguments.to_canonical_uuid(value) else "name"
         if column == "name" and self.version < (2, 2):
@@ -123,12 +132,20 @@ class ProfileDetail(ProfileMethods):
         return Response(b'{"device_profile":%s}' % profile)
 
     def delete(self, request: Request, value: str) -> Response:
-        """Delete the profile with this uuid, or those in a comma-separated list of names; 204."""
+        """Delete the profile with this uuid, or those in a comma-separated list of names; 204.
+
+        404 for a profile that does not exist, 409 for a profile that requests use.
+        """
         arguments.parse_known_arguments(request.query_params.lists())
         return _delete_profiles(value, self.caller)
 
 
 def _create_profile(body: object, caller: Caller) -> UUID:
+    """Check the body of one profile, store the profile and return its uuid.
+
+    Raises V2Error: 500 for a name that is empty or too long, 400 for everything else that is invalid. Raises
+    RefusedError: CONFLICT if the name is in use, DUPLICATE if the uuid is in use.
+    """
     if not isinstance(body, dict):
         raise V2Error(400, "A device profile must be an object with a name and groups.")
     name = body.get("name")
@@ -150,8 +167,10 @@ def _create_profile(body: object, caller: Caller) -> UUID:
 
 
 def _parse_requested_uuid(uuid: object) -> UUID | None:
-    """Parse the uuid that the caller chose for the new profile, in any valid form; None if there is none. Raise 400
-    otherwise."""
+    """Parse the uuid that the caller chose for the new profile, in any valid form; None if there is none.
+
+    Raises V2Error 400 for anything else.
+    """
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not (canonical := arguments.to_canonical_uuid(uuid)):
@@ -160,9 +179,10 @@ def _parse_requested_uuid(uuid: object) -> UUID | None:
 
 
 def _delete_profiles(value: str, caller: Caller) -> Response:
-    """Delete one profile by uuid, or several by name.
+    """Delete one profile by uuid, or several by name (comma-separated); return 204.
 
-    The first name that does not exist raises 404; profiles named before it have been deleted by then.
+    The first name that does not exist raises 404, and the first profile that requests use raises RefusedError IN_USE
+    (409); profiles named before it have been deleted by then.
     """
     if arguments.to_canonical_uuid(value):
         if not arguments.is_canonical_uuid(value):
@@ -180,4 +200,5 @@ def _delete_profiles(value: str, caller: Caller) -> Response:
 
 
 def _unknown_profile_error(column: str, value: str) -> V2Error:
+    """Return the error 404 for a profile that does not exist; `column` is `uuid` or `name`."""
     return V2Error(404, f"Device Profile not found with {column}={value}")

@@ -74,7 +74,10 @@ class RequestMethods(V2View):
         return {"project": None if self.caller.is_admin else self.caller.project_id}
 
     def post(self, request: Request, uuid: str = "") -> Response:
-        """Create the requests of the device profile named `device_profile_name`; 201."""
+        """Create the requests of the device profile named `device_profile_name`; 201 with the list of them.
+
+        400 for an invalid body, 404 if there is no such profile.
+        """
         arguments.parse_known_arguments(request.query_params.lists())
         body = bodies.read_json_body(request, "req")
         bodies.check_condition(isinstance(body, dict), "The body must be an object with a device_profile_name.")
@@ -95,8 +98,11 @@ class RequestMethods(V2View):
         return Response(found, 201)
 
     def patch(self, request: Request, uuid: str = "") -> Response:
-        """Bind or unbind all requests in the body; 202 when all handles are reserved or released. Needs a service
-        token."""
+        """Bind or unbind all requests in the body; 202 when all handles are reserved or released.
+
+        Needs a service token (403). The errors are those of `patches.parse_patch`, `binding.bind_requests` and
+        `binding.unbind_requests`; with an error nothing is bound or unbound.
+        """
         arguments.parse_known_arguments(request.query_params.lists())
         caller = self.caller
         patch = patches.parse_patch(bodies.read_json_body(request, "patch_list"), self.version, caller.is_admin)
@@ -111,7 +117,11 @@ class RequestMethods(V2View):
 
     def delete(self, request: Request, uuid: str = "") -> Response:
         """Delete requests; 204. They are given as a comma-separated list of uuids in the path or in `arqs`, or as all
-        requests of an `instance`. Deleting by instance needs a service token."""
+        requests of an `instance`.
+
+        403 without a service token if an instance is given, or if one of the requests belongs to an instance. 404 if
+        one of the uuids is not a request that the caller may see. With an error nothing is deleted.
+        """
         given = arguments.parse_known_arguments(request.query_params.lists(), "arqs", "instance")
         uuid_list, instance = uuid or given.get("arqs"), given.get("instance")
         if bool(uuid_list) == (instance is not None) or (uuid and "arqs" in given):
@@ -157,6 +167,8 @@ class RequestList(RequestMethods, V2ListView):
         )
 
     def _build_params(self, instance: str | None) -> dict[str, Any]:
+        """Return the SQL parameters of the list's conditions: the visible project, the instance and the resolved
+        states."""
         return self.build_visible_params() | {"instance": instance, "resolved": list(BIND_ENDED_STATES)}
 
 

@@ -17,7 +17,10 @@ from accelerators.api.v2.versions import MIN_VERSION, Microversion
 
 @dataclass(frozen=True)
 class JsonColumn:
-    """One key of the representation: its SQL, its sort expression (None: not sortable), and its first microversion."""
+    """One key of the representation: its SQL expression, its sort expression, and its first microversion.
+
+    `sort_sql` None means that lists cannot be sorted by it.
+    """
 
     name: str
     sql: str
@@ -48,7 +51,10 @@ def make_links_column(uuid_sql: str, **paths: str) -> JsonColumn:
 
 @dataclass(frozen=True)
 class V2Resource:
-    """A collection: its main table (`alias`), the joined tables, the condition for visible rows, and its columns."""
+    """A collection: its main table (`alias`), the joined tables, the condition for visible rows, and its columns.
+
+    `name` is the key of the list in the answer, `noun` the name of an element in error messages.
+    """
 
     name: str
     noun: str
@@ -60,9 +66,9 @@ class V2Resource:
     def fetch_one(
         self, value: str, version: Microversion, base: str, column: str = "uuid", **params: object
     ) -> bytes | None:
-        """Return one element as JSON, or None if it does not exist or is not visible. One statement.
+        """Return the element whose `column` equals `value`, as JSON; None if it does not exist or is not visible.
 
-        `params` are the parameters of the condition `visible_condition`.
+        One statement. Links begin with `base`. `params` are the parameters of the condition `visible_condition`.
         """
         condition = f"{self.visible_condition} AND {self.alias}.{column} = %(value)s"
         values = {"value": value, "base": base, **params}
@@ -71,9 +77,10 @@ class V2Resource:
     def fetch_list(
         self, query: ListQuery, version: Microversion, base: str, condition: str = "TRUE", **params: object
     ) -> bytes:
-        """Return the whole list as JSON; raise V2Error 400 for an unknown marker. One statement, two with a marker.
+        """Return the list as a JSON object: the visible elements, filtered, sorted and limited as `query` says.
 
-        `condition` is a further SQL condition; it may use only constants and `params`.
+        `condition` is a further SQL condition; it may use only constants and `params`. Links begin with `base`. Raises
+        V2Error 400 for an unknown marker. One statement, two with a marker.
         """
         params |= {"base": base, "limit": query.limit, "marker": query.marker, **query.equal_filters}
         sort_sql, direction = self._build_order_sql(query.sort)
@@ -93,16 +100,18 @@ class V2Resource:
         return b'{"%s":[%s]}' % (self.name.encode(), elements)
 
     def has_element(self, condition: str, **params: object) -> bool:
-        """Return whether a visible element meets the condition. One statement."""
+        """Return whether a visible element meets the SQL condition. One statement. `params` are the parameters of both
+        conditions."""
         where = f"{self.visible_condition} AND {condition}"
         return _fetch_text(f"SELECT '1' FROM {self.tables} WHERE {where} LIMIT 1", params) is not None
 
     @cached_property
     def sort_expressions(self) -> Mapping[str, str]:
-        """Return the sort keys of the list, with their SQL."""
+        """Return the sort keys of the list, each with its SQL expression: `id` and the columns that can be sorted."""
         return {"id": f"{self.alias}.id"} | {c.name: c.sort_sql for c in self.columns if c.sort_sql}
 
     def _build_element_sql(self, version: Microversion) -> str:
+        """Return the SQL expression of one element as JSON text, with the columns that exist in `version`."""
         columns = ", ".join(f'{c.sql} AS "{c.name}"' for c in self.columns if c.since <= version)
         return f"(SELECT row_to_json(e)::text FROM (SELECT {columns}) AS e)"
 
@@ -119,5 +128,6 @@ class V2Resource:
 
 
 def _fetch_text(sql: str, params: Mapping[str, object]) -> bytes | None:
+    """Execute the query and return the text in the first column of its first row, in UTF-8; None if there is no row."""
     row = conductor.open_cursor().execute(sql, params).fetchone()
     return row[0].encode() if row else None

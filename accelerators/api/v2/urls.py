@@ -22,6 +22,7 @@ _UUID_SEGMENT = r"/(?P<uuid>[^/]+?)"
 
 
 def _make_route(path: str, view: type[APIView]) -> URLPattern:
+    """Return the route of a view, with or without `v2/` before `path`; a `.json` suffix and a slash may follow it."""
     return re_path(rf"\A(?:v2/)?{path}{_PATH_END}", view.as_view())
 
 

@@ -29,7 +29,7 @@ _SUPPORTED_RANGE = f"The supported version range is: [{format_version(MIN_VERSIO
 
 
 def build_version_headers(version: Microversion) -> dict[str, str]:
-    """Return the version headers of every answer of a handler or of the policy check."""
+    """Return the headers that name the version of an answer and the supported range of versions."""
     return _RANGE_HEADERS | {VERSION_HEADER: f"{SERVICE_TYPE} {format_version(version)}"}
 
 
@@ -67,8 +67,10 @@ def version_too_low_error(minimum: Microversion) -> V2Error:
 
 
 def _extract_own_version(header: str) -> str:
-    """Return our part of a header such as `compute 2.1,accelerator 2.2` (the last one counts). If there is none, return
-    the whole header, because a bare version is accepted."""
+    """Return our version in a header such as `compute 2.1,accelerator 2.2` (the last one counts).
+
+    If our service is not named, return the whole header, because a bare version is accepted.
+    """
     for part in reversed(header.split(",")):
         service, _, version = part.strip().partition(" ")
         if service.lower() == SERVICE_TYPE and version:

@@ -38,8 +38,10 @@ class V2View(APIView):
     version = versions.MIN_VERSION
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Check authentication, microversion, method, Accept and permissions before the handler runs; raise the
-        matching error."""
+        """Check authentication, microversion, method, Accept and permissions, in this order, before the handler runs.
+
+        Sets `version`. The first check that fails raises its error: 401, 406, 404 or 405, 406, 403.
+        """
         self.perform_authentication(request)
         if self.has_microversions:
             self.version = versions.parse_requested_version(request.headers.get(versions.VERSION_HEADER, ""))
@@ -49,6 +51,8 @@ class V2View(APIView):
         self.check_permissions(request)
 
     def _check_method_and_accept(self, request: Request) -> None:
+        """Raise RouterError 404 or 405 for a method that this URL does not have, 406 if the Accept header excludes
+        JSON."""
         if request.method in self.not_found_methods:
             raise faults.no_such_url_error()
         assert request.method is not None, "only a request that was not received has no method"
@@ -67,7 +71,10 @@ class V2View(APIView):
         return JsonRenderer(), JSON_MEDIA_TYPE
 
     def handle_exception(self, exc: Exception) -> Response:
-        """Return the answer for any exception, in the form that upstream uses on the wire."""
+        """Return the answer for any exception, in the form that upstream uses on the wire.
+
+        Adds WWW-Authenticate to a 401 and Retry-After to a 503. Unexpected exceptions are logged and give 500.
+        """
         if isinstance(exc, faults.RouterError):
             self.headers = exc.headers
             accept = self.request.headers.get("Accept")
@@ -89,7 +96,7 @@ class V2View(APIView):
         return cast(Caller, self.request.user)  # Our authentication class sets it; the stub knows only Django's users.
 
     def build_visible_params(self) -> dict[str, Any]:
-        """Return the parameters for the resource's `visible_condition`."""
+        """Return the SQL parameters of the resource's `visible_condition`; by default none."""
         return {}
 
     @property
@@ -105,14 +112,14 @@ class V2NotFoundView(V2View):
 
 
 class V2ListView(V2View):
-    """GET of a collection. `column_filters` names the parameters that are compared with a column."""
+    """GET of a collection. `column_filters` names the parameters that are compared with a column of the same name."""
 
     resource: ClassVar[V2Resource]
     column_filters: ClassVar[Collection[str]] = ()
     not_found_methods: ClassVar[Collection[str]] = ("PATCH",)
 
     def get(self, request: Request) -> Response:
-        """Return the visible elements, filtered, sorted and limited as the query string says."""
+        """Return the visible elements, filtered, sorted and limited as the query string says; 400 if it is invalid."""
         query = arguments.parse_list_query(
             request.query_params.lists(), self.column_filters, self.resource.sort_expressions
         )
