@@ -14,6 +14,7 @@ class AcceleratorsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        """Register the jobs, the holder check `requests` and the search providers, once when Django has started."""
         from accelerators import models, safety
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui import badges

@@ -32,7 +32,10 @@ _encode_json = msgspec.json.Encoder().encode
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Open a transaction in which rows of `accelerators` may be written. Blocks may be nested."""
+    """Open a transaction in which rows of `accelerators` may be written.
+
+    An exception rolls it back. Blocks may be nested: an inner block is a savepoint of the outer one's transaction.
+    """
     token = _writing.set(True)
     try:
         with transaction.atomic():
@@ -59,9 +62,9 @@ def open_cursor() -> Any:
 
 
 def ensure_host(name: str, node: str, actor: str) -> Host:
-    """Return the host `name`, locked; create it if it is new, and store `node` if it has changed.
+    """Return the host `name`, locked until the transaction ends; create it if it is new; store `node` if it has changed.
 
-    Each of the two changes records an event. A changed `node` also clears `applied_hash`, so that the next report of
+    Each of the two changes records an event; `actor` is the actor of the creation, the host that of a changed `node`. A changed `node` also clears `applied_hash`, so that the next report of
     the host is compared in full.
     """
     with writing():
@@ -76,9 +79,10 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
 
 
 def lock_devices(selected: QuerySet[Device]) -> list[Device]:
-    """Lock the selected devices and their hosts; return the devices with `host` filled in.
+    """Lock the selected devices (FOR UPDATE) and their hosts (FOR NO KEY UPDATE) until the transaction ends.
 
-    All code must take these locks in the same order to avoid deadlocks: hosts before devices, each ordered by id.
+    Returns the devices ordered by id, with `host` filled in; waits for locks of others. Call it in a transaction. All
+    code must take these locks in the same order to avoid deadlocks: hosts before devices, each ordered by id.
     """
     hosts = Host.objects.select_for_update(no_key=True).filter(id__in=selected.values("host")).order_by("id")
     hosts_by_id = {host.id: host for host in hosts}
@@ -112,6 +116,7 @@ def set_hosts_stale_since(host_ids: Iterable[int], since: datetime | None) -> in
 
 
 def _to_iso(moment: datetime | None) -> str | None:
+    """Return the moment in ISO 8601, to the second; None stays None."""
     return moment.isoformat(timespec="seconds") if moment else None
 
 
@@ -174,7 +179,7 @@ def raise_intents(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise one intent per key, or renew the existing one; after the commit, wake the job that handles `kind`.
 
     An intent is work to be done outside the database because of this transaction. A renewed intent gets the new payload
-    and is due at once. Costs one statement. Rows are written in the order of `payloads`: callers that raise the same
+    and is due at once; its number of failures stays. Costs one statement. Rows are written in the order of `payloads`: callers that raise the same
     keys must use the same order, or they can deadlock.
     """
     if payloads:

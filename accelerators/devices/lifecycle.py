@@ -103,9 +103,9 @@ class DeviceStateChange:
 
 @dataclass(frozen=True)
 class SeenStates:
-    """The states that the devices showed when a person decided (`LifecycleState.as_text` of each).
+    """The states that the devices showed when a person decided (`LifecycleState.as_text` of each, by the device's uuid).
 
-    `held_too` says that the person confirmed the action for held devices, too.
+    A device that is not in `words_by_device` counts as unchanged. `held_too` says that the person confirmed the action for held devices, too.
     """
 
     words_by_device: Mapping[UUID, str]
@@ -161,8 +161,9 @@ def apply_action(
     source: EventSource = EventSource.API,
     seen: SeenStates | None = None,
 ) -> list[ActionResult]:
-    """Apply an action to at most SLICE_SIZE devices in one transaction; returns one ActionResult per device.
+    """Apply an action to at most SLICE_SIZE devices in one transaction; return one ActionResult per uuid.
 
+    The results have the order of `uuids`, each uuid once; an unknown uuid gives a result that is refused as NOT_FOUND.
     A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
     nothing has to be changed. `drain_to` is the final state of a drain. After a drain, devices that nobody holds get
     that state at once, in a second transaction. Locks the devices and their hosts; makes the holder checks of devices
@@ -405,4 +406,5 @@ def describe_requests_left(number: int) -> str:
 
 
 def _encode_json(rows: object) -> str:
+    """Return the rows as JSON text, for a parameter of a statement."""
     return _json.encode(rows).decode()

@@ -64,6 +64,7 @@ class Registry(Mapping[str, Entry]):
             self._entries = before
 
     def __getitem__(self, name: str) -> Entry:
+        """Return the entry with this name. Raises KeyError, which lists the registered names."""
         try:
             return self._entries[name]
         except KeyError:
