@@ -62,10 +62,11 @@ def open_cursor() -> Any:
 
 
 def ensure_host(name: str, node: str, actor: str) -> Host:
-    """Return the host `name`, locked until the transaction ends; create it if it is new; store `node` if it has changed.
+    """Return the host `name`, locked; create it if it is new, and store `node` if it has changed.
 
-    Each of the two changes records an event; `actor` is the actor of the creation, the host that of a changed `node`. A changed `node` also clears `applied_hash`, so that the next report of
-    the host is compared in full.
+    Each of the two changes records an event: the actor of the creation is `actor`, that of a changed `node` is the
+    host. A changed `node` also clears `applied_hash`, so that the next report of the host is compared in full. The lock
+    ends with the caller's transaction.
     """
     with writing():
         host, created = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
@@ -179,8 +180,8 @@ def raise_intents(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise one intent per key, or renew the existing one; after the commit, wake the job that handles `kind`.
 
     An intent is work to be done outside the database because of this transaction. A renewed intent gets the new payload
-    and is due at once; its number of failures stays. Costs one statement. Rows are written in the order of `payloads`: callers that raise the same
-    keys must use the same order, or they can deadlock.
+    and is due at once; its number of failures stays. Costs one statement. Rows are written in the order of
+    `payloads`: callers that raise the same keys must use the same order, or they can deadlock.
     """
     if payloads:
         rows = [{"kind": kind, "key": key, "payload": payload} for key, payload in payloads.items()]

@@ -14,7 +14,8 @@ class PlacementSyncConfig(AppConfig):
         """Register everything that the configured endpoints allow.
 
         An endpoint that is `off` registers nothing of its service. The job `attachments`, the writer's epoch and the
-        sections of pages are always registered.
+        sections of pages are always registered. The other jobs, the holder checks and the instance lookup also need a
+        configured cloud.
         """
         from django.conf import settings
 

@@ -94,7 +94,7 @@ class Look(models.Model):
 class Vanished(models.Model):
     """An instance that holds requests and is missing from Nova's listing.
 
-    Deleted when a later listing contains it again.
+    Deleted when a later listing contains it again, or when it holds no requests any more.
     """
 
     instance = models.UUIDField(primary_key=True)

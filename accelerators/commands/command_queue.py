@@ -483,7 +483,10 @@ def refuse_if_unreachable(host: Host) -> None:
 
 
 def check_reason(text: str) -> str:
-    """Return the reason without surrounding white space. Raises RefusedError INVALID if it is longer than MAX_REASON or has NUL."""
+    """Return the reason without surrounding white space.
+
+    Raises RefusedError INVALID if it is longer than MAX_REASON characters or contains NUL.
+    """
     text = text.strip()
     if len(text) > MAX_REASON or "\0" in text:
         raise RefusedError(RefusalReason.INVALID, f"A reason is at most {MAX_REASON} characters of text.")

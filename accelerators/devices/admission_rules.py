@@ -60,9 +60,10 @@ def create_rule(values: Mapping[str, Any], caller: Caller, source: EventSource =
 def edit_rule(
     uuid: UUID, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API
 ) -> AdmissionRule:
-    """Change a rule, with an event; write nothing if `values` change nothing. Devices that it admitted keep their state.
+    """Change a rule, with an event; write nothing if `values` change nothing.
 
-    `values` must be validated. Raises RefusedError NOT_FOUND, or CONFLICT if the name is in use.
+    Devices that the rule admitted keep their state. `values` must be validated. Raises RefusedError NOT_FOUND, or
+    CONFLICT if the name is in use.
     """
     try:
         with conductor.writing():

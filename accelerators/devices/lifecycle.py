@@ -103,9 +103,10 @@ class DeviceStateChange:
 
 @dataclass(frozen=True)
 class SeenStates:
-    """The states that the devices showed when a person decided (`LifecycleState.as_text` of each, by the device's uuid).
+    """The states that the devices showed when a person decided (`LifecycleState.as_text`, by the device's uuid).
 
-    A device that is not in `words_by_device` counts as unchanged. `held_too` says that the person confirmed the action for held devices, too.
+    A device that is not in `words_by_device` counts as unchanged. `held_too` says that the person confirmed the action
+    for held devices, too.
     """
 
     words_by_device: Mapping[UUID, str]

@@ -137,7 +137,7 @@ class DeviceOutcome(Choice):
 
 
 class AgentState(Choice):
-    """The state of an agent: by the age of its lease, or that it may not connect."""
+    """The state of an agent. The age of its lease decides between UP, LATE and DOWN; the others may not connect."""
 
     UP = "up", "good"
     LATE = "late", "warn"

@@ -48,7 +48,8 @@ _S = AttachmentState
 def start_attachment(row: Attachment) -> None:
     """Choose providers for a new attachment and create its requests in the instance's project (step `chosen`).
 
-    Asks Nova first. Raises RefusedError; then nothing was created.
+    Asks Nova first. Raises RefusedError, or ConcurrentUpdateError if another process has changed the attachment; then
+    nothing was created.
     """
     host = find_host_of_instance(look_up_instance(str(row.instance)))
     with conductor.writing():
@@ -149,9 +150,10 @@ def end_attachment(row: Attachment, text: str = "") -> None:
 
 
 def is_past_pending_writes(row: Attachment) -> bool:
-    """Return True if taking back began more than LONGEST_WRITE ago.
+    """Return True if the undo or the detach of an attachment began more than LONGEST_WRITE ago.
 
-    Every write to Placement that was sent before that has then either taken effect or never will.
+    `row` must be in the state `undoing` or `detaching`. Every write to Placement that was sent before that has then
+    either taken effect or never will.
     """
     began = next(entry["at"] for entry in row.steps if entry["step"] == row.state)
     return datetime.fromisoformat(began) < datetime.now(UTC) - LONGEST_WRITE

@@ -143,11 +143,11 @@ def _is_storable(text: str) -> bool:
 def order_driver_change(host: Host, change: DriverChange, origin: ChangeOrigin) -> Command | None:
     """Store a change of a driver on this host and place the `configure` command; returns the command.
 
-    Returns None if nothing has to be changed. Locks the host and the driver's devices; the devices are busy until the
-    command has ended. Raises RefusedError: CONFLICT if the driver to be updated is not installed, another change of it
-    or an exclusive command on one of its devices is under way, or the agent takes no commands; IN_USE, naming the
-    holder, if a device of a running driver is held; UNAVAILABLE if a holder check cannot answer, or all of them
-    take longer than HOLDER_CHECKS_TIMEOUT_S.
+    The change must have passed `check_driver_change`. Returns None if nothing has to be changed. Locks the host and the
+    driver's devices; the devices are busy until the command has ended. Raises RefusedError: CONFLICT if the driver to
+    be updated is not installed, another change of it or an exclusive command on one of its devices is under way, or the
+    agent takes no commands; IN_USE, naming the holder, if a device of a running driver is held; UNAVAILABLE if a holder
+    check cannot answer, or all of them take longer than HOLDER_CHECKS_TIMEOUT_S.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)

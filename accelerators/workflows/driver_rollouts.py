@@ -124,7 +124,10 @@ def start_rollout(
 
 
 def cancel_rollout(rollout: Rollout, caller: Caller) -> None:
-    """Cancel a running rollout: no further host is ordered; commands that are placed already go on to their end."""
+    """Cancel a rollout: no further host gets the change; commands that are placed already go on to their end.
+
+    Does nothing if the rollout is not running. Hosts that had no command yet are marked as skipped.
+    """
     with conductor.writing():
         running = Rollout.objects.select_for_update().filter(pk=rollout.pk, state=_R.RUNNING).first()
         if running is not None:
@@ -139,7 +142,10 @@ def run() -> None:
 
 
 def advance_oldest_rollout() -> bool:
-    """Advance the oldest rollout that can advance, in one transaction; False if none can. Skips locked rollouts."""
+    """Advance the oldest rollout that can advance, in one transaction; return False if none can.
+
+    Locks the open rollouts; those that others have locked are skipped.
+    """
     with conductor.writing():
         return any(
             map(
@@ -210,7 +216,10 @@ def _record_ended_commands(rollout: Rollout) -> bool:
 
 
 def _order_host(rollout: Rollout, step_row: RolloutStep) -> None:
-    """Place the command for one host, or mark it as done if nothing has to be changed there. Raises RefusedError."""
+    """Place the command for one host, or mark the host as done if nothing has to be changed there.
+
+    Raises RefusedError as `driver_config.order_driver_change` does, and NOT_FOUND if the host was deleted.
+    """
     if step_row.host is None:
         raise RefusedError(RefusalReason.NOT_FOUND, f"Host {step_row.host_name} does not exist any more.")
     token = request_id.set(rollout.request_id)
@@ -273,5 +282,6 @@ def _is_driver_running(host: Host, driver: str) -> bool:
 
 
 def _record_rollout_event(rollout: Rollout, verb: str, actor: str, changes: dict[str, Any]) -> None:
+    """Record the event `rollout.VERB`, with the rollout's source and reason."""
     subject, source = (rollout.uuid, str(rollout)), EventSource(rollout.source)
     conductor.record_event(f"rollout.{verb}", source, actor, subject=subject, changes=changes, reason=rollout.reason)
