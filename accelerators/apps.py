@@ -10,6 +10,8 @@ from django.db.models.signals import post_migrate
 
 
 class AcceleratorsConfig(AppConfig):
+    """The Django app of `accelerators`; `ready` fills the registries."""
+
     name = "accelerators"
     default_auto_field = "django.db.models.BigAutoField"
 

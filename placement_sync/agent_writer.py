@@ -70,6 +70,7 @@ def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable
     """
 
     def raise_if_stopped() -> None:
+        """Raise WriterStoppedError with the reason if this host may not write any more."""
         if why := refused():
             raise WriterStoppedError(why)
 

@@ -6,6 +6,8 @@ from django.apps import AppConfig
 
 
 class PlacementSyncConfig(AppConfig):
+    """The Django app of `placement_sync`; `ready` fills the registries."""
+
     name = "placement_sync"
     verbose_name = "OpenStack"
     default_auto_field = "django.db.models.BigAutoField"

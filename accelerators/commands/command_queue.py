@@ -360,7 +360,10 @@ def order_missing_detaches(numbers: Sequence[int]) -> None:
 def build_detach_order(
     handle: int, consumer: str | None, request: UUID | str | None, reason: str, actor: str = "binding"
 ) -> CommandOrder:
-    """Build an order that removes from the host what was made there for a request. Nothing is placed."""
+    """Build the order of a `detach` command: the host removes what it has made of this handle for a request.
+
+    `handle` is the primary key, `consumer` the uuid of the instance. The order is returned and not placed.
+    """
     arguments = {"consumer": str(consumer or "")}
     return CommandOrder("detach", handle=handle, arguments=arguments, actor=actor, reason=reason, request=request)
 

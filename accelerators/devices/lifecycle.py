@@ -256,6 +256,7 @@ def run_drains() -> None:
     last_id = 0
 
     def finish_slice() -> bool:
+        """Finish the drains of the next SLICE_SIZE devices by id; return True if there may be more."""
         nonlocal last_id
         holding = AcceleratorRequest.objects.filter(attach_handle__deployable__device=OuterRef("pk"))
         drained_devices = Device.objects.filter(~Exists(holding), drain_to__isnull=False, id__gt=last_id)
@@ -295,7 +296,10 @@ def store_state_changes(state_changes: Sequence[DeviceStateChange], source: Even
 
 
 def _build_state_row(change: DeviceStateChange) -> dict[str, Any]:
-    """Return the row of a state change for UPDATE_STATES; None keeps what is stored."""
+    """Return the row of a state change for UPDATE_STATES; `reason` or `who` None keeps the stored value.
+
+    A device that stays missing keeps both, which say why it is missing.
+    """
     stays_missing = change.after.state == _S.MISSING  # keep the reason why it is missing
     return {
         "id": change.device.id,
@@ -402,7 +406,7 @@ def _build_unknown_result(uuid: UUID) -> ActionResult:
 
 
 def describe_requests_left(number: int) -> str:
-    """Say in words how many requests a drain still waits for."""
+    """Return the number of requests that a drain still waits for as text, such as “1 request left”."""
     return f"{number} request{'' if number == 1 else 's'} left"
 
 

@@ -129,7 +129,8 @@ def update_layout(
 def count_units(devices: Collection[Device]) -> Counter[int]:
     """Count the units into which each device is divided, by device id; one statement.
 
-    A unit that is the whole device, such as a card without virtual functions, is not counted.
+    A unit that is the whole device, such as a card without virtual functions, is not counted, and neither are missing
+    units.
     """
     whole_device_infos = {device.pk: _encode_pci_attach_info(device.address) for device in devices if device.address}
     present = AttachHandle.objects.filter(

@@ -218,7 +218,7 @@ def collect_changes(
 
     That is: rows, device states, events, the host's row with the hash of the applied report, and a `provider` intent if
     Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`. A stored device whose
-    driver or backend did not answer stays as it is, even if another driver reports it.
+    driver or backend reported an error stays as it is, even if another driver reports it.
     """
     stored = {device.key: device for device in host.devices}
     provider_relevant: tuple[list[Any], ...] = (
@@ -371,10 +371,11 @@ def _collect_attribute_changes(
     collected: InventoryChanges,
     changes: dict[str, list[Any]],
 ) -> None:
-    """Append changed attributes to `collected`, and what changed to `changes`.
+    """Append new, changed and removed attributes to `collected`, and store their old and new values in `changes`.
 
-    Only attributes of origin `agent` are changed. If the deployable was programmed, reported function traits are
-    ignored, because the trait that programming has set is the current one.
+    `changes` is for the event; nothing is stored there for a new deployable. Only attributes of origin `agent` are
+    changed. If the deployable was programmed, reported function traits are ignored, because the trait that programming
+    has set is the current one.
     """
     stored_attributes = {a.key: a for a in old.attributes} if old else {}
     programmed = (

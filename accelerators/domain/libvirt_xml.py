@@ -29,7 +29,7 @@ _HEX = re.compile(r"[0-9a-f]{1,4}")
 
 @dataclass(frozen=True)
 class HeldHandle:
-    """An attach handle that a request holds."""
+    """An attach handle that a request holds. `info` is JSON text; for a PCI handle it contains the address."""
 
     uuid: str
     attach_type: str

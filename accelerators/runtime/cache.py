@@ -104,7 +104,7 @@ class GenerationCache(Generic[Value]):
     ) -> None:
         """End the load `load_future`: store `entry`, unless the entries were dropped since the load began.
 
-        If `entry` is None, what is stored for the key is removed.
+        If `entry` is None, a stored entry of the key is removed.
         """
         with self._lock:
             if self._loading.get(key) is load_future:

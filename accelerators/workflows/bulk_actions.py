@@ -237,9 +237,10 @@ def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False
 
 
 def cancel_bulk(bulk: Bulk, caller: Caller) -> None:
-    """Stop a running bulk action; no further device is touched when this returns, and what was done stays done.
+    """Stop a running bulk action: after this has returned, it begins no further device.
 
-    Waits for the slice that is being worked on. A dry run becomes a draft again. Does nothing if it is not running.
+    Devices that were moved stay moved, and commands that were placed go on. Waits for the slice that is being worked
+    on. A dry run becomes a draft again. Does nothing if it is not running.
     """
     with conductor.writing():
         running = Bulk.objects.select_for_update().filter(pk=bulk.pk, state=BulkState.RUNNING).first()

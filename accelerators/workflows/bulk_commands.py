@@ -82,7 +82,10 @@ def place_command_for_each(
 def _place_command(
     op: str, device: Device, word_when_chosen: str, caller: Caller, reason: str, give_up_at: float
 ) -> ActionResult:
-    """Place the command for one locked device, or return the refusal."""
+    """Place the command for one locked device; return the result. A RefusedError becomes a refused result.
+
+    After `give_up_at`, a time of the monotonic clock, a destructive command is refused with UNAVAILABLE.
+    """
     device_columns = (str(device), device.host.name, device.state)
     try:
         if op in DESTRUCTIVE and device.lifecycle_text != word_when_chosen:

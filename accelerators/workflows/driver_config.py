@@ -207,7 +207,7 @@ def _resolve_wanted(
 
 
 def _is_in_effect(wish: DriverWish | None, wanted: WantedDriver, entry: Mapping[str, Any] | None) -> bool:
-    """Return True if this configuration is stored as the wish already, and the agent reports that it is applied."""
+    """Return True if this configuration is stored as the wanted one, and the agent reports that it is applied."""
     if wish is None or WantedDriver(wish.installed, wish.enabled, wish.settings) != wanted:
         return False
     return is_reported_as_wanted(entry, wish.generation, wanted.should_run)
@@ -245,7 +245,10 @@ def _refuse_if_devices_held(devices: Sequence[Device], change: DriverChange, hos
 def _store_wish_and_place_command(
     wish: DriverWish, wanted: WantedDriver, devices: Sequence[Device], origin: ChangeOrigin
 ) -> Command:
-    """Store the wish, place the `configure` command, mark the devices busy until it has ended, write an event."""
+    """Store the wanted configuration, place the `configure` command, mark the devices busy with it, write an event.
+
+    The devices must be locked. Returns the command.
+    """
     before = WantedDriver(wish.installed, wish.enabled, wish.settings) if wish.pk else None
     wish.installed, wish.enabled, wish.settings = wanted.installed, wanted.enabled, wanted.settings
     wish_argument = {name: getattr(wish, name) for name in ("generation", "installed", "enabled", "settings")}

@@ -67,8 +67,8 @@ def step() -> bool:
     """Take one step of the attachment whose intent has waited longest; return True if there may be more to do.
 
     If nothing is due, detach attachments whose requests were deleted by others, and delete old ended attachments. A
-    failed step is recorded with its intent and retried later; no error is raised. If Placement cannot be reached, all
-    due intents are postponed.
+    failed step is recorded with its intent and retried later; its error is not raised. If Placement cannot be reached,
+    all due intents are postponed.
     """
     due = outbox.load_due_intents(KIND, 1)
     if not due:

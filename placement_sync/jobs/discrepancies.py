@@ -322,7 +322,7 @@ def _build_unattached(provider: ComparedProvider, consumer: str, amounts: Mappin
 
 
 def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[list[Contradiction], set[str]]:
-    """Find instances that Nova shows as ACTIVE on their host although what they hold is broken.
+    """Find instances that Nova shows as ACTIVE on their host although the handle that they hold has a defect.
 
     Returns the contradictions, and the instances for which Nova gave no answer. Asks Nova for at most MAX_NOVA_QUERIES
     instances.
@@ -437,13 +437,16 @@ def _describe_defect(handle: AttachHandle) -> str:
 
 
 def _read_allocations(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
-    """Read the allocations of these providers in parallel; leave out those that Placement did not answer.
+    """Return the allocations of these providers, read in parallel: provider → consumer → resource class → amount.
+
+    Providers for which Placement gave no usable answer are left out.
 
     After one call could not reach Placement, the other providers are not read.
     """
     outages: list[Exception] = []
 
     def read_provider(uuid: str) -> dict[str, dict[str, int]] | None:
+        """Return the allocations of one provider, None if Placement gave no usable answer."""
         if outages:
             return None
         try:
@@ -470,7 +473,8 @@ def _store_contradictions(
 ) -> None:
     """Store the contradictions: insert new ones, update known ones, delete those that are resolved; record events.
 
-    The rows in `undecided` are not deleted, because it is unknown whether they are resolved.
+    `stored` are all present rows of the compared hosts. Those in `undecided` are not deleted, because it is unknown
+    whether they are resolved. Call it inside `conductor.writing()`.
     """
     contradiction_by_key = {fault.key: fault for fault in contradictions}
     stored_by_key = {(row.kind, str(row.provider), str(row.instance)): row for row in stored}

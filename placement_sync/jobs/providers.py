@@ -152,6 +152,10 @@ def _synchronize_in_parallel(
     outages: list[PlacementUnavailableError] = []
 
     def synchronize_one(host: Host, *loaded_state: Any) -> SyncResult:
+        """Synchronize one host; `loaded_state` is what `repository` loaded: deployables, written records and root.
+
+        Expected errors are returned. Uses no database, because it runs on threads.
+        """
         if outages:
             return outages[0]
         placement = PlacementClient(cloud, settings.KEYS.placement_endpoint, known_names=known_names)

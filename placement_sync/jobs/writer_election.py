@@ -60,7 +60,7 @@ def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = 
     """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if it is the writer already.
 
     Locks the writer's row and records an event. Agents that are writing stop before their next call; commands that no
-    agent has taken yet are refused. Raises RefusedError INVALID.
+    agent has taken yet are refused. Raises RefusedError INVALID for an unknown writer or an unusable reason.
     """
     if who not in [*WriterChoice]:
         raise RefusedError(
@@ -92,8 +92,8 @@ def decide_turns(already_commanded: Mapping[int, bool]) -> dict[int, WriteTurn]:
     The value in `already_commanded` is true if the host's agent was already sent a command since the change. Then it is
     the conductor's turn when the command has ended: it looks itself and corrects what is still different.
 
-    Also ends the open commands of silent agents. Reads with at most three statements, one while the writer was never
-    changed.
+    Also has the open commands of agents that have stopped writing ended; until that is done, their hosts wait. Reads
+    with at most three statements, one while the writer was never changed.
     """
     writer = get_writer()
     if not writer.epoch:

@@ -52,7 +52,7 @@ def iterate_server_pages(
 ) -> Iterator[list[Mapping[str, Any]]]:
     """Yield a project's servers page by page, until Nova's answer has no link to a next page, or no servers.
 
-    Raises whatever `fetch` raises.
+    Raises whatever `fetch` raises, and KeyError if an answer is not a list of servers.
     """
     params = {"all_tenants": "1", "project_id": project, "limit": str(page_size)}
     while True:
@@ -85,6 +85,7 @@ def make_fetcher(session: Any, endpoint: str = "", timeout_s: float = DEADLINE_S
     endpoint_options = {"endpoint_override": endpoint} if endpoint else {}
 
     def fetch(params: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the decoded body of `GET /servers/detail`; raise keystoneauth1's errors, or ValueError if not JSON."""
         answer = session.get(
             "/servers/detail",
             params=params,
@@ -116,7 +117,7 @@ class NovaServer:
     host_names: frozenset[str] = frozenset()
 
     def is_on_host(self, *names: str) -> bool:
-        """Whether the instance is on a host with one of these names.
+        """Return True if the instance is, or may be, on a host with one of these names.
 
         False if the instance is deleted or shelved-offloaded; otherwise True if Nova does not show the host.
         """
@@ -210,7 +211,7 @@ class InstanceStateCache:
     def __call__(self, instances: Collection[InstanceKey]) -> Mapping[str, InstanceState]:
         """Return what is known within the deadline, by uuid; an instance that is left out is unknown.
 
-        Errors are not raised: the first failed listing is logged and starts the back-off.
+        Errors are not raised. A failed listing starts the back-off, and the first one after a success is logged.
         """
         known, now = self._read_cache(instances), self._monotonic()
         missing = group_by_project(instance for instance in instances if instance.uuid not in known)

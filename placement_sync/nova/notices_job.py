@@ -43,6 +43,7 @@ def step() -> bool:
     outages: list[NoticeResult] = []
 
     def send_to_instance(intents: list[outbox.DueIntent]) -> list[NoticeResult]:
+        """Send the notices of one instance and return their results; make no call once Nova was found away."""
         if outages:
             return outages[:1] * len(intents)
         notices = [Notice(intent.key, intent.payload["instance"], intent.payload["completed"]) for intent in intents]
