@@ -246,7 +246,10 @@ def mark_image_ready(number: int, image: Mapping[str, Any]) -> bool:
 
 
 def mark_image_failed(number: int, text: str) -> None:
-    """Refuse a command whose image cannot be fetched, before its agent receives it. `text` is the reason."""
+    """Refuse a command whose image cannot be fetched, before its agent receives it. `text` is the reason.
+
+    Does nothing if the command does not exist, is answered, or was taken by its agent.
+    """
     refuse_undelivered_commands([number], text)
 
 
@@ -282,7 +285,10 @@ def _refuse(commands: QuerySet[Command], text: str) -> int:
 
 
 def mark_commands_taken(ids: Iterable[CommandId]) -> None:
-    """Mark queued commands as taken: their agents have written them to their journals."""
+    """Mark queued commands as taken: their agents have written them to their journals.
+
+    Commands in another state, or of another host than the id says, are skipped.
+    """
     with conductor.writing():
         pairs = list(ids)
         _execute(sql.MARK_TAKEN, {"hosts": [host for host, _ in pairs], "numbers": [number for _, number in pairs]})

@@ -109,7 +109,8 @@ def count_matching_devices() -> Counter[str]:
 def apply_rules(caller: Caller) -> Iterator[int]:
     """Apply the rules to every inactive device, in slices; yield the number of devices that each slice moved.
 
-    Each slice is one transaction, so slices that are done stay done if the caller stops. The actor of each event is the
+    Each slice is one transaction, which locks its devices and their hosts, so slices that are done stay done if the
+    caller stops. The actor of each event is the
     rule; its reason names the caller.
     """
     last_id = 0

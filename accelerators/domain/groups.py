@@ -38,7 +38,8 @@ def check_profile_name(name: str) -> str:
 def check_groups(groups: object) -> list[ProfileGroup]:
     """Check the groups of a profile; return them as they are stored, or raise GroupError.
 
-    Values become strings; blanks around the names of resources and traits are removed.
+    Values become strings; blanks around the names of resources and traits are removed. At most MAX_GROUPS groups of
+    MAX_KEYS keys each are allowed, and MAX_REQUESTS requests in all.
     """
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise GroupError("The groups of a device profile are a list of objects.")

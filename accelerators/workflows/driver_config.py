@@ -38,7 +38,10 @@ WantedSettings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DriverChange:
-    """A change of a driver. `enabled` or `settings` None: that part stays as it is."""
+    """A change of a driver. None in `enabled` or `settings` leaves that part as it is.
+
+    As an exception, `op` INSTALL enables the driver if `enabled` is None. UNINSTALL allows neither of the two.
+    """
 
     op: RolloutOp
     driver: str
@@ -48,7 +51,7 @@ class DriverChange:
 
 @dataclass(frozen=True)
 class WantedDriver:
-    """The wanted configuration of a driver on a host. `settings` None: those of the host's own file."""
+    """The wanted configuration of a driver on a host. If `settings` is None, those in the host's own file apply."""
 
     installed: bool = True
     enabled: bool = True
@@ -71,6 +74,7 @@ class ChangeOrigin(NamedTuple):
 def check_driver_change(change: DriverChange) -> DriverChange:
     """Check a change and return it. Raises RefusedError INVALID if it makes no sense or its settings are not allowed.
 
+    Only the form of the driver's name is checked, not whether such a driver exists.
     Settings are not allowed if they are too large, nested too deep, hold something that looks like a secret, or values
     that JSON or the database cannot represent, or name `acts`, which only the host's own configuration may set.
     """

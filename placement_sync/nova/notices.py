@@ -32,8 +32,9 @@ class Notice:
 class NoticeResult:
     """The result of a notice.
 
-    `is_final`: no retry is needed. `needs_attention`: a person should look at it. `nova_unavailable`: Nova was
-    unreachable, throttled, refused the credentials or answered unusably, so further calls are pointless for now.
+    `is_final` says that no retry is needed, `needs_attention` that a person should look at it. `nova_unavailable` says
+    that Nova was unreachable, throttled, refused the credentials or answered unusably, so further calls are pointless
+    for now.
     """
 
     is_final: bool
