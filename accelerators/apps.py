@@ -10,10 +10,13 @@ from django.db.models.signals import post_migrate
 
 
 class AcceleratorsConfig(AppConfig):
+    """The Django app of `accelerators`; `ready` fills the registries."""
+
     name = "accelerators"
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        """Register the jobs, the holder check `requests` and the search providers, once when Django has started."""
         from accelerators import models, safety
         from accelerators.runtime.jobs import JOBS, Job
         from accelerators.ui import badges

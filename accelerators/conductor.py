@@ -32,7 +32,10 @@ _encode_json = msgspec.json.Encoder().encode
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Open a transaction in which rows of `accelerators` may be written. Blocks may be nested."""
+    """Open a transaction in which rows of `accelerators` may be written.
+
+    An exception rolls it back. Blocks may be nested: an inner block is a savepoint of the outer one's transaction.
+    """
     token = _writing.set(True)
     try:
         with transaction.atomic():
@@ -61,8 +64,9 @@ def open_cursor() -> Any:
 def ensure_host(name: str, node: str, actor: str) -> Host:
     """Return the host `name`, locked; create it if it is new, and store `node` if it has changed.
 
-    Each of the two changes records an event. A changed `node` also clears `applied_hash`, so that the next report of
-    the host is compared in full.
+    Each of the two changes records an event: the actor of the creation is `actor`, that of a changed `node` is the
+    host. A changed `node` also clears `applied_hash`, so that the next report of the host is compared in full. The lock
+    ends with the caller's transaction.
     """
     with writing():
         host, created = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
@@ -76,9 +80,10 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
 
 
 def lock_devices(selected: QuerySet[Device]) -> list[Device]:
-    """Lock the selected devices and their hosts; return the devices with `host` filled in.
+    """Lock the selected devices (FOR UPDATE) and their hosts (FOR NO KEY UPDATE) until the transaction ends.
 
-    All code must take these locks in the same order to avoid deadlocks: hosts before devices, each ordered by id.
+    Returns the devices ordered by id, with `host` filled in; waits for locks of others. Call it in a transaction. All
+    code must take these locks in the same order to avoid deadlocks: hosts before devices, each ordered by id.
     """
     hosts = Host.objects.select_for_update(no_key=True).filter(id__in=selected.values("host")).order_by("id")
     hosts_by_id = {host.id: host for host in hosts}
@@ -112,6 +117,7 @@ def set_hosts_stale_since(host_ids: Iterable[int], since: datetime | None) -> in
 
 
 def _to_iso(moment: datetime | None) -> str | None:
+    """Return the moment in ISO 8601, to the second; None stays None."""
     return moment.isoformat(timespec="seconds") if moment else None
 
 
@@ -174,8 +180,8 @@ def raise_intents(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise one intent per key, or renew the existing one; after the commit, wake the job that handles `kind`.
 
     An intent is work to be done outside the database because of this transaction. A renewed intent gets the new payload
-    and is due at once. Costs one statement. Rows are written in the order of `payloads`: callers that raise the same
-    keys must use the same order, or they can deadlock.
+    and is due at once; its number of failures stays. Costs one statement. Rows are written in the order of
+    `payloads`: callers that raise the same keys must use the same order, or they can deadlock.
     """
     if payloads:
         rows = [{"kind": kind, "key": key, "payload": payload} for key, payload in payloads.items()]

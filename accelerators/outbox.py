@@ -86,7 +86,7 @@ def record_failures(intents: Iterable[DueIntent], error: str, pause_s: float | N
     """Count a failure of each intent, store `error`, and schedule the retry.
 
     The retry is due after `pause_s` seconds; if that is None, after a back-off that doubles with every failure, from
-    `FIRST_RETRY_S` to `LONGEST_RETRY_S`.
+    `FIRST_RETRY_S` to `LONGEST_RETRY_S`. An intent that was raised again since it was loaded is postponed as well.
     """
     pause = RETRY_PAUSE if pause_s is None else Value(timedelta(seconds=pause_s))
     if ids := [intent.id for intent in intents]:

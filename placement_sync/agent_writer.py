@@ -2,8 +2,8 @@
 
 The agent loads it through the entry point `direct` of the group `cyborg.placement`, because `agents` and
 `placement_sync` do not import each other. The conductor sends what is desired, because only the conductor knows it. The
-rest is the conductor's own code (`reconcile`, `sync`, `client`). Libraries that it needs besides msgspec are imported
-at the first command.
+rest is the conductor's own code (`reconcile`, `apply_writes`, `client`). Libraries that it needs besides msgspec are
+imported at the first command.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable
     """
 
     def raise_if_stopped() -> None:
+        """Raise WriterStoppedError with the reason if this host may not write any more."""
         if why := refused():
             raise WriterStoppedError(why)
 

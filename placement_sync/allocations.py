@@ -51,7 +51,7 @@ class AllocationWrite(msgspec.Struct, frozen=True):
 
     @property
     def is_noop(self) -> bool:
-        """Whether the write changes no amount."""
+        """True if the write changes no amount."""
         return self.before == self.after
 
 

@@ -40,7 +40,11 @@ class ProviderMissingError(PlacementSyncError):
 
 @dataclass
 class SyncOutcome:
-    """The writes that were sent (in a dry run: would be sent), and the problems; store `written` for the next call."""
+    """The result of a synchronization: the writes that were sent (in a dry run: would be sent), and the problems.
+
+    `root` is the uuid of the host's compute provider. `written` maps each provider (uuid) to what has been written to
+    it; the caller stores it and passes it to the next call.
+    """
 
     root: str = ""
     writes: list[ProviderWrite] = field(default_factory=list)

@@ -6,6 +6,8 @@ from django.apps import AppConfig
 
 
 class PlacementSyncConfig(AppConfig):
+    """The Django app of `placement_sync`; `ready` fills the registries."""
+
     name = "placement_sync"
     verbose_name = "OpenStack"
     default_auto_field = "django.db.models.BigAutoField"
@@ -14,7 +16,8 @@ class PlacementSyncConfig(AppConfig):
         """Register everything that the configured endpoints allow.
 
         An endpoint that is `off` registers nothing of its service. The job `attachments`, the writer's epoch and the
-        sections of pages are always registered.
+        sections of pages are always registered. The other jobs, the holder checks and the instance lookup also need a
+        configured cloud.
         """
         from django.conf import settings
 

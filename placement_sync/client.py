@@ -70,7 +70,8 @@ class PlacementClient:
     """A connection to Placement that counts its calls in `reads` and `writes`. Not thread-safe.
 
     `before_call` runs before each call and may raise WriterStoppedError. `known_names` caches which custom resource
-    classes and traits exist; several clients may share one set.
+    classes and traits exist; several clients may share one set. Every method that sends a call may raise
+    PlacementUnavailableError, PlacementConflictError and PlacementRejectedError, and whatever `before_call` raises.
     """
 
     def __init__(
@@ -158,7 +159,10 @@ class PlacementClient:
         self._send_write("PUT", f"/allocations/{uuid}", CONSUMER_VERSION, body)
 
     def create_provider(self, uuid: str, name: str, parent: str) -> int:
-        """Create a provider and return its generation."""
+        """Create a provider and return its generation.
+
+        Raises PlacementConflictError if a provider with this uuid or name exists.
+        """
         body = {"uuid": uuid, "name": name, "parent_provider_uuid": parent}
         return int(self._send_write("POST", "/resource_providers", WRITE_VERSION, body)["generation"])
 
@@ -170,7 +174,8 @@ class PlacementClient:
     def set_inventories(self, uuid: str, generation: int, inventories: Mapping[str, Inventory]) -> int:
         """Replace all inventories of a provider and return its new generation.
 
-        Creates missing custom resource classes first.
+        Creates missing custom resource classes first. Raises PlacementConflictError if `generation` is not the current
+        one, or a class that would be removed has allocations.
         """
         self._ensure_names_exist(inventories, "/resource_classes/", CLASSES_VERSION)
         body = {"resource_provider_generation": generation, "inventories": inventories}
@@ -178,7 +183,10 @@ class PlacementClient:
         return int(answer["resource_provider_generation"])
 
     def set_traits(self, uuid: str, generation: int, traits: Iterable[str]) -> int:
-        """Replace all traits of a provider and return its new generation. Creates missing custom traits first."""
+        """Replace all traits of a provider and return its new generation. Creates missing custom traits first.
+
+        Raises PlacementConflictError if `generation` is not the current one.
+        """
         names = sorted(traits)
         self._ensure_names_exist(names, "/traits/", TRAITS_VERSION)
         body = {"resource_provider_generation": generation, "traits": names}
@@ -203,11 +211,13 @@ class PlacementClient:
                 self._known_names.add(path + name)
 
     def _get(self, path: str, version: str) -> dict[str, Any]:
+        """Send a GET and return the decoded answer. Raises as `_send` does; a 404 is a PlacementRejectedError."""
         return self._send("GET", path, version) or {}
 
     def _send_write(
         self, method: str, path: str, version: str, body: Any, may_be_missing: bool = False
     ) -> dict[str, Any]:
+        """Send a call and return the decoded answer, `{}` if it has no content. Raises as `_send` does."""
         return self._send(method, path, version, body, may_be_missing=may_be_missing) or {}
 
     def _send(
@@ -287,14 +297,17 @@ def _parse_error(answer: Any) -> tuple[str, str]:
 
 
 def _parse_provider(entry: Mapping[str, Any]) -> ObservedProvider:
+    """Convert Placement's record of a provider, without inventories and traits; `parent` is '' for a root provider."""
     return ObservedProvider(
         entry["uuid"], entry["name"], entry.get("parent_provider_uuid") or "", int(entry["generation"])
     )
 
 
 def _strip_generation(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of an inventory record without the provider's generation."""
     return {key: value for key, value in entry.items() if key != "resource_provider_generation"}
 
 
 def _one_line(error: object) -> str:
+    """Return the error's message on one line, cut to 300 characters."""
     return " ".join(str(error).split())[:300]

@@ -17,7 +17,10 @@ configured. Everything here that sends requests to OpenStack calls it."""
 
 
 def get_service_session() -> Any:
-    """Return the service user's session. Raises ConfigurationError if no cloud is configured."""
+    """Return the service user's session.
+
+    Raises ConfigurationError if no cloud is configured, LookupError if nothing is registered in SERVICE_SESSION.
+    """
     return SERVICE_SESSION.only()()
 
 

@@ -47,7 +47,7 @@ class GlanceClient:
     def with_function(self, function: str) -> Sequence[ServiceImage]:
         """Return at most two active images whose property `accel:function_id` is `function`.
 
-        Two are enough to show that the id is ambiguous.
+        Two are enough to show that the id is ambiguous. Raises ImageUnusableError and ImageServiceUnavailableError.
         """
         with _translate_errors():
             answer = self._get_image_proxy().get(
@@ -57,7 +57,11 @@ class GlanceClient:
             return [parse_offer(one) for one in answer.json()["images"] if one.get(FUNCTION_KEY) == function]
 
     def read(self, uuid: str, start: int) -> tuple[int, Iterator[bytes]]:
-        """Return the image's bytes and the offset at which they begin: `start`, or 0 if Glance ignores the range."""
+        """Return the offset at which the bytes begin (`start`, or 0 if Glance ignores the range), and the bytes.
+
+        Raises ImageUnusableError if Glance has no bytes or refuses them, ImageServiceUnavailableError to retry later;
+        the iterator may raise the latter as well.
+        """
         with _translate_errors():
             headers = {"Range": f"bytes={start}-"} if start else {}
             answer = self._get_image_proxy().get(f"/images/{uuid}/file", stream=True, headers=headers)
@@ -112,7 +116,10 @@ def select_properties(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _raise_for_status(answer: Any) -> None:
-    """Raise ImageServiceUnavailableError or ImageUnusableError if Glance answered with an error."""
+    """Raise an error if Glance answered with one.
+
+    It is ImageServiceUnavailableError for 401, 429 and 5xx, ImageUnusableError for every other status from 400 on.
+    """
     status = answer.status_code
     if status < 400:
         return

@@ -62,6 +62,10 @@ def compute_desired_providers(deployables: Iterable[DeployableRecord]) -> tuple[
 
 
 def _build_provider(deployable: DeployableRecord, problems: list[str]) -> DesiredProvider:
+    """Build the desired provider of a deployable; append a sentence to `problems` for each unusable name.
+
+    Without a usable resource class the provider gets no inventory.
+    """
     resource_class = deployable.attributes.get(CLASS_KEY, "")
     if not NAME_PATTERN.fullmatch(resource_class):
         problems.append(
@@ -77,6 +81,7 @@ def _build_provider(deployable: DeployableRecord, problems: list[str]) -> Desire
 
 
 def _collect_traits(deployable: DeployableRecord, problems: list[str]) -> frozenset[str]:
+    """Return the deployable's traits that Placement accepts; append a sentence to `problems` for each of the others."""
     names = {value for key, value in deployable.attributes.items() if key.startswith(TRAIT_KEY)}
     for name in sorted(names):
         if not NAME_PATTERN.fullmatch(name):

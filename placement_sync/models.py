@@ -94,7 +94,8 @@ class Look(models.Model):
 class Vanished(models.Model):
     """An instance that holds requests and is missing from Nova's listing.
 
-    Deleted when a later listing contains it again.
+    Deleted by the first later comparison that does not miss it: it is listed again, or its requests are gone or have
+    just changed.
     """
 
     instance = models.UUIDField(primary_key=True)

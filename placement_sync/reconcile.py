@@ -52,7 +52,7 @@ class CreateProvider:
 
 @dataclass(frozen=True)
 class MoveProvider:
-    """Set a provider's name and parent back to what they shall be; `previous` describes both as observed."""
+    """Set a provider's name and parent to the desired ones; `previous` is a text with the observed ones, for people."""
 
     uuid: str
     name: str
@@ -62,7 +62,7 @@ class MoveProvider:
 
 @dataclass(frozen=True)
 class SetInventories:
-    """Replace all inventories of a provider; `previous` is what was observed."""
+    """Replace all inventories of a provider (by resource class); `previous` are the observed ones."""
 
     uuid: str
     name: str
@@ -72,7 +72,7 @@ class SetInventories:
 
 @dataclass(frozen=True)
 class SetTraits:
-    """Replace all traits of a provider; `previous` is what was observed."""
+    """Replace all traits of a provider; `previous` are the observed ones."""
 
     uuid: str
     name: str

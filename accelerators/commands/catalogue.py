@@ -72,8 +72,10 @@ def list_possible_commands(device: Device, held: int) -> Iterator[OrderableComma
 
 
 def parse_layout(words: Iterable[str]) -> dict[str, str]:
-    """Parse layout words such as `vfs=4` into a dict. Raise RefusedError INVALID if there are none or one is
-    incomplete."""
+    """Parse settings of a layout, such as `vfs=4`, into a dict from key to value; of equal keys the last one counts.
+
+    Raises RefusedError INVALID if `words` is empty, or if one of them lacks the key or the value.
+    """
     pairs = [word.partition("=") for word in words]
     if not pairs or not all(key and value for key, _, value in pairs):
         raise RefusedError(RefusalReason.INVALID, "Give the layout in words of the driver such as vfs=4.")

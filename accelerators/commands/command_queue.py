@@ -246,7 +246,10 @@ def mark_image_ready(number: int, image: Mapping[str, Any]) -> bool:
 
 
 def mark_image_failed(number: int, text: str) -> None:
-    """Refuse a command whose image cannot be fetched, before its agent receives it. `text` is the reason."""
+    """Refuse a command whose image cannot be fetched, before its agent receives it. `text` is the reason.
+
+    Does nothing if the command does not exist, is answered, or was taken by its agent.
+    """
     refuse_undelivered_commands([number], text)
 
 
@@ -282,7 +285,10 @@ def _refuse(commands: QuerySet[Command], text: str) -> int:
 
 
 def mark_commands_taken(ids: Iterable[CommandId]) -> None:
-    """Mark queued commands as taken: their agents have written them to their journals."""
+    """Mark queued commands as taken: their agents have written them to their journals.
+
+    Commands in another state, or of another host than the id says, are skipped.
+    """
     with conductor.writing():
         pairs = list(ids)
         _execute(sql.MARK_TAKEN, {"hosts": [host for host, _ in pairs], "numbers": [number for _, number in pairs]})
@@ -330,10 +336,11 @@ def select_open_commands(ids: Iterable[CommandId]) -> set[CommandId]:
 
 
 def order_missing_detaches(numbers: Sequence[int]) -> None:
-    """Place a `detach` for each of these attachments that may have made something on its host and is no longer wanted.
+    """Place a `detach` for each of these `attach` commands that may have made something on its host.
 
-    Commands that are not such attachments are skipped, and so are those that already have a later `detach`. Call it
-    inside `conductor.writing()`.
+    `numbers` are the commands' primary keys; the caller must know that their requests no longer need the handles. Other
+    commands are skipped, and so are those with a later `detach`, or whose handle is gone or needs nothing on the host.
+    Call it inside `conductor.writing()`.
     """
     if numbers:
         later_detaches = Command.objects.filter(request=OuterRef("request"), op="detach", id__gt=OuterRef("id"))
@@ -359,7 +366,10 @@ def order_missing_detaches(numbers: Sequence[int]) -> None:
 def build_detach_order(
     handle: int, consumer: str | None, request: UUID | str | None, reason: str, actor: str = "binding"
 ) -> CommandOrder:
-    """Build an order that removes from the host what was made there for a request. Nothing is placed."""
+    """Build the order of a `detach` command: the host removes what it has made of this handle for a request.
+
+    `handle` is the primary key, `consumer` the uuid of the instance. The order is returned and not placed.
+    """
     arguments = {"consumer": str(consumer or "")}
     return CommandOrder("detach", handle=handle, arguments=arguments, actor=actor, reason=reason, request=request)
 
@@ -453,9 +463,9 @@ def refuse_if_changed(device: Device, expected_generation: int | None) -> None:
 
 
 def _refuse_unknown_words(device: Device, layout: Mapping[str, str]) -> None:
-    """Raise RefusedError INVALID if the layout has words that the device's driver does not take.
+    """Raise RefusedError INVALID if the layout has keys that the device's driver does not accept.
 
-    If the agent has not reported which words the driver takes, all are accepted here, and the driver decides.
+    If the agent has not reported which keys the driver accepts, all are accepted here, and the driver decides.
     """
     known_words = device.changeable.split()
     if known_words and (unknown_words := sorted(layout.keys() - known_words)):
@@ -482,7 +492,10 @@ def refuse_if_unreachable(host: Host) -> None:
 
 
 def check_reason(text: str) -> str:
-    """Return the reason without surrounding white space. Raise RefusedError INVALID if it is too long or not text."""
+    """Return the reason without surrounding white space.
+
+    Raises RefusedError INVALID if it is longer than MAX_REASON characters or contains NUL.
+    """
     text = text.strip()
     if len(text) > MAX_REASON or "\0" in text:
         raise RefusedError(RefusalReason.INVALID, f"A reason is at most {MAX_REASON} characters of text.")
@@ -490,8 +503,10 @@ def check_reason(text: str) -> str:
 
 
 def _execute(statement: str, values: Mapping[str, Any]) -> Any:
+    """Execute a statement whose parameters are bound on the server; return the cursor."""
     return conductor.open_cursor().execute(statement, values)
 
 
 def _encode_json(value: object) -> str:
+    """Return the value as JSON text, for a parameter of a statement."""
     return _json.encode(value).decode()

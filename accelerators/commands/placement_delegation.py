@@ -40,5 +40,8 @@ WRITER_STATUSES: Registry[Callable[[Collection[int]], dict[int, WriterStatus]]] 
 
 
 def get_writer_statuses(hosts: Collection[int]) -> dict[int, WriterStatus]:
-    """Return for each host (by id) whether its agent can write to Placement; `NO_AGENT` for a host without an agent."""
+    """Return for each host (by id) whether its agent can write to Placement; `NO_AGENT` for a host without an agent.
+
+    Raises LookupError if no function is registered in `WRITER_STATUSES`.
+    """
     return dict.fromkeys(hosts, NO_AGENT) | WRITER_STATUSES.only()(hosts)

@@ -84,7 +84,8 @@ def _store_image_of_deployable(deployable: Deployable, image: Mapping[str, Any],
 def clear_bitstreams(device: int, deployable_name: str) -> None:
     """Forget the bitstream of a deployable (all of the device if the name is ''), because its content is unknown.
 
-    Records one event if any deployable had a bitstream. Call it inside `conductor.writing()`.
+    Records one event if any deployable had a bitstream. Function traits stay as they are. Call it inside
+    `conductor.writing()`.
     """
     programmed_deployables = Deployable.objects.filter(device=device, bitstream_id__isnull=False).select_related(
         "device__host"

@@ -60,8 +60,11 @@ def create_rule(values: Mapping[str, Any], caller: Caller, source: EventSource =
 def edit_rule(
     uuid: UUID, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API
 ) -> AdmissionRule:
-    """Change a rule; devices that it admitted keep their state. Raises RefusedError NOT_FOUND; CONFLICT for a name in
-    use."""
+    """Change a rule, with an event; write nothing if `values` change nothing.
+
+    Devices that the rule admitted keep their state. `values` must be validated. Raises RefusedError NOT_FOUND, or
+    CONFLICT if the name is in use.
+    """
     try:
         with conductor.writing():
             rule = _load_rule_for_update(uuid)
@@ -106,7 +109,8 @@ def count_matching_devices() -> Counter[str]:
 def apply_rules(caller: Caller) -> Iterator[int]:
     """Apply the rules to every inactive device, in slices; yield the number of devices that each slice moved.
 
-    Each slice is one transaction, so slices that are done stay done if the caller stops. The actor of each event is the
+    Each slice is one transaction, which locks its devices and their hosts, so slices that are done stay done if the
+    caller stops. The actor of each event is the
     rule; its reason names the caller.
     """
     last_id = 0
@@ -148,7 +152,7 @@ def _load_enabled_rules() -> tuple[EnabledRule, ...]:
 
 
 def _load_rule_for_update(uuid: UUID) -> AdmissionRule:
-    """Load and lock a rule. Raises RefusedError NOT_FOUND."""
+    """Lock a rule's row and return it. Raises RefusedError NOT_FOUND."""
     rule = AdmissionRule.objects.select_for_update().filter(uuid=uuid).first()
     if rule is None:
         raise RefusedError(RefusalReason.NOT_FOUND, f"There is no admission rule with uuid={uuid}.")
@@ -163,5 +167,5 @@ def _build_name_taken_error(name: str) -> RefusedError:
 def _record_rule_event(
     verb: str, rule: AdmissionRule, changes: dict[str, Any], caller: Caller, source: EventSource
 ) -> None:
-    """Write the event `rule.<what>`."""
+    """Write the event `rule.VERB` about a rule; `changes` maps each changed field to [before, after]."""
     conductor.record_event(f"rule.{verb}", source, caller.name, subject=(rule.uuid, rule.name), changes=changes)

@@ -103,9 +103,10 @@ class DeviceStateChange:
 
 @dataclass(frozen=True)
 class SeenStates:
-    """The states that the devices showed when a person decided (`LifecycleState.as_text` of each).
+    """The states that the devices showed when a person decided (`LifecycleState.as_text`, by the device's uuid).
 
-    `held_too` says that the person confirmed the action for held devices, too.
+    A device that is not in `words_by_device` counts as unchanged. `held_too` says that the person confirmed the action
+    for held devices, too.
     """
 
     words_by_device: Mapping[UUID, str]
@@ -161,8 +162,9 @@ def apply_action(
     source: EventSource = EventSource.API,
     seen: SeenStates | None = None,
 ) -> list[ActionResult]:
-    """Apply an action to at most SLICE_SIZE devices in one transaction; returns one ActionResult per device.
+    """Apply an action to at most SLICE_SIZE devices in one transaction; return one ActionResult per uuid.
 
+    The results have the order of `uuids`, each uuid once; an unknown uuid gives a result that is refused as NOT_FOUND.
     A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
     nothing has to be changed. `drain_to` is the final state of a drain. After a drain, devices that nobody holds get
     that state at once, in a second transaction. Locks the devices and their hosts; makes the holder checks of devices
@@ -254,6 +256,7 @@ def run_drains() -> None:
     last_id = 0
 
     def finish_slice() -> bool:
+        """Finish the drains of the next SLICE_SIZE devices by id; return True if there may be more."""
         nonlocal last_id
         holding = AcceleratorRequest.objects.filter(attach_handle__deployable__device=OuterRef("pk"))
         drained_devices = Device.objects.filter(~Exists(holding), drain_to__isnull=False, id__gt=last_id)
@@ -293,7 +296,10 @@ def store_state_changes(state_changes: Sequence[DeviceStateChange], source: Even
 
 
 def _build_state_row(change: DeviceStateChange) -> dict[str, Any]:
-    """Return the row of a state change for UPDATE_STATES; None keeps what is stored."""
+    """Return the row of a state change for UPDATE_STATES; `reason` or `who` None keeps the stored value.
+
+    A device that stays missing keeps both, which say why it is missing.
+    """
     stays_missing = change.after.state == _S.MISSING  # keep the reason why it is missing
     return {
         "id": change.device.id,
@@ -400,9 +406,10 @@ def _build_unknown_result(uuid: UUID) -> ActionResult:
 
 
 def describe_requests_left(number: int) -> str:
-    """Say in words how many requests a drain still waits for."""
+    """Return the number of requests that a drain still waits for as text, such as “1 request left”."""
     return f"{number} request{'' if number == 1 else 's'} left"
 
 
 def _encode_json(rows: object) -> str:
+    """Return the rows as JSON text, for a parameter of a statement."""
     return _json.encode(rows).decode()

@@ -129,7 +129,8 @@ def update_layout(
 def count_units(devices: Collection[Device]) -> Counter[int]:
     """Count the units into which each device is divided, by device id; one statement.
 
-    A unit that is the whole device, such as a card without virtual functions, is not counted.
+    A unit that is the whole device, such as a card without virtual functions, is not counted, and neither are missing
+    units.
     """
     whole_device_infos = {device.pk: _encode_pci_attach_info(device.address) for device in devices if device.address}
     present = AttachHandle.objects.filter(
@@ -149,7 +150,10 @@ def _encode_pci_attach_info(address: str) -> str:
 
 
 def _resolve_targets(targets: Sequence[PartitionTarget]) -> list[tuple[UUID | None, PartitionTarget]]:
-    """Return each device once, with the first target that names it; None for a target that matches no device."""
+    """Return each device once, with the first target that names it; None for a target that matches no device.
+
+    A uuid that no device has is returned, too. Targets after the first MAX_DEVICES + 1 are ignored.
+    """
     resolved: list[tuple[UUID | None, PartitionTarget]] = []
     known_uuids: set[UUID] = set()
     for target in targets[: MAX_DEVICES + 1]:
@@ -161,7 +165,11 @@ def _resolve_targets(targets: Sequence[PartitionTarget]) -> list[tuple[UUID | No
 
 
 def _query_target_devices(target: PartitionTarget) -> Iterator[UUID]:
-    """Yield the devices of a target; retired and missing ones of a backend are left out."""
+    """Yield the uuids of a target's devices, at most MAX_DEVICES + 1.
+
+    The uuid of a single device is not looked up. Of a backend, retired and missing devices are left out, and devices
+    whose number of units cannot be chosen.
+    """
     if target.device:
         yield target.device
         return
@@ -175,7 +183,7 @@ def _query_target_devices(target: PartitionTarget) -> Iterator[UUID]:
 def _order_partition(
     target: PartitionTarget, uuid: UUID, change: PartitionChange, caller: Caller, reason: str, source: EventSource
 ) -> PartitionResult:
-    """Place the command for one device, in one transaction.
+    """Place the command for one device, in one transaction; return its result. A RefusedError becomes a refused result.
 
     The present units are counted while the device is locked, so the number in the command is right.
     """

@@ -73,7 +73,10 @@ class LifecycleState:
         return f"{self.state}{returns}" + (f", drains to {self.drain_to}" if self.drain_to else "")
 
     def with_state(self, state: DeviceState, drain_to: DrainTarget | None = None) -> LifecycleState:
-        """Return a copy in another state. A missing device stays missing; the state that it returns to is replaced."""
+        """Return a copy in another state, with this `drain_to` (None: it does not drain).
+
+        A missing device stays missing; the state that it returns to is replaced.
+        """
         if self.state == _S.MISSING:
             return replace(self, returns_to=state, drain_to=drain_to)
         return replace(self, state=state, drain_to=drain_to)
@@ -90,6 +93,7 @@ class _ActionRule:
 
 
 def _action_rule(target: DeviceState, moves_from: Set[DeviceState], already_in: Set[DeviceState]) -> _ActionRule:
+    """Build the rule of one action, with the two sets made immutable."""
     return _ActionRule(target, frozenset(moves_from), frozenset(already_in))
 
 
@@ -157,7 +161,10 @@ def _state_after_drain(current: LifecycleState, drain_to: DrainTarget) -> Lifecy
 
 
 def state_after_last_request(current: LifecycleState) -> LifecycleState:
-    """Return what becomes of a draining device when its last request is gone: retired, or no longer draining."""
+    """Return what becomes of a draining device when its last request is gone: retired, or no longer draining.
+
+    `holding_requests` is not looked at: the caller must check that no request is left.
+    """
     return (
         current.with_state(_S.RETIRED) if current.drain_to is DrainTarget.RETIRED else replace(current, drain_to=None)
     )

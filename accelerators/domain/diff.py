@@ -160,10 +160,10 @@ class CombinedDriverReport:
     answered_backends: frozenset[str] = frozenset()
 
     def updated_by(self, later_report: DriverReport) -> CombinedDriverReport:
-        """Return this answer updated by a later report `later_report`.
+        """Return a copy of this answer that includes the driver's next report.
 
-        If the driver now reports an error, its devices of the earlier reports are kept. If only a backend does, the
-        devices of this backend are kept.
+        If the driver now reports an error, its devices and backends of the earlier reports are kept. If only a backend
+        reports an error, the devices of this backend are kept.
         """
         if later_report.error:
             return replace(self, error=later_report.error, faults=later_report.faults)
@@ -189,8 +189,9 @@ def combine_reports(
 ) -> tuple[HostReport, dict[str, CombinedDriverReport]] | None:
     """Combine the reports of one host that are later than `after`, an (epoch, seq) pair.
 
-    Returns the latest report, and for each driver that it is about (`select_reported_drivers`) the combined answer of
-    all these reports: if a driver or a backend answered in one report and failed in a later one, its answer is kept.
+    Returns the latest report, and by name the combined answer of each driver whose devices the latest report may change
+    (`select_reported_drivers`). If a driver or a backend answered in one report and failed in a later one, its answer
+    is kept.
     Returns None if no report is later than `after`.
     """
     new_reports = sorted((r for r in reports if (r.epoch, r.seq) > after), key=lambda r: (r.epoch, r.seq))
@@ -216,7 +217,8 @@ def collect_changes(
     """Compare a stored host with the result of `combine_reports`, and append all changes to `collected`.
 
     That is: rows, device states, events, the host's row with the hash of the applied report, and a `provider` intent if
-    Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`.
+    Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`. A stored device whose
+    driver or backend reported an error stays as it is, even if another driver reports it.
     """
     stored = {device.key: device for device in host.devices}
     provider_relevant: tuple[list[Any], ...] = (
@@ -289,7 +291,7 @@ def apply_admission_rules(collected: InventoryChanges, rules: Sequence[EnabledRu
 def _collect_device_changes(
     host: StoredHost, driver: str, device: Device, old: StoredDevice | None, now: str, collected: InventoryChanges
 ) -> None:
-    """Append the changes of one reported device; `old` is the stored one, None if the device is new.
+    """Append the changes of one reported device and of its deployables; `old` is the stored one, None if it is new.
 
     A device that was missing moves to the state that it returns to. There is at most one event: found, changed or back.
     """
@@ -369,10 +371,11 @@ def _collect_attribute_changes(
     collected: InventoryChanges,
     changes: dict[str, list[Any]],
 ) -> None:
-    """Append changed attributes to `collected`, and what changed to `changes`.
+    """Append new, changed and removed attributes to `collected`, and store their old and new values in `changes`.
 
-    Only attributes of origin `agent` are changed. If the deployable was programmed, reported function traits are
-    ignored, because the trait that programming has set is the current one.
+    `changes` is for the event; nothing is stored there for a new deployable. Only attributes of origin `agent` are
+    changed. If the deployable was programmed, reported function traits are ignored, because the trait that programming
+    has set is the current one.
     """
     stored_attributes = {a.key: a for a in old.attributes} if old else {}
     programmed = (
@@ -506,7 +509,10 @@ def _build_backend_entries(
 def _build_agent_event(
     host: StoredHost, action: str, subject: str | None, name: str, changes: RowValues, reason: str
 ) -> RowValues:
-    """Build the row of an event whose actor and source are the host's agent."""
+    """Build the row of an event whose actor is the host's agent; `name` is cut at 255 characters.
+
+    The row has no `source`: the statement that inserts events then stores `agent`.
+    """
     return {
         "actor": host.name,
         "action": action,

@@ -29,7 +29,7 @@ class GroupError(AcceleratorsError):
 
 
 def check_profile_name(name: str) -> str:
-    """Return the name of a profile unchanged; raise GroupError if it is invalid."""
+    """Return the name of a profile unchanged; raise GroupError unless it consists of ASCII letters, digits, - and _."""
     if not _PROFILE_NAME.fullmatch(name):
         raise GroupError("Device profile name must be of the form ^[a-zA-Z0-9-_]+$")
     return name
@@ -38,7 +38,8 @@ def check_profile_name(name: str) -> str:
 def check_groups(groups: object) -> list[ProfileGroup]:
     """Check the groups of a profile; return them as they are stored, or raise GroupError.
 
-    Values become strings; blanks around the names of resources and traits are removed.
+    Values become strings; blanks around the names of resources and traits are removed. At most MAX_GROUPS groups of
+    MAX_KEYS keys each are allowed, and MAX_REQUESTS requests in all.
     """
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise GroupError("The groups of a device profile are a list of objects.")
@@ -53,8 +54,9 @@ def check_groups(groups: object) -> list[ProfileGroup]:
 def list_requested_groups(groups: Iterable[Mapping[str, str]]) -> list[int]:
     """Return one entry per request that the groups ask for: the index of its group, in the order of the groups.
 
-    A Xilinx FPGA has two functions, so a group that requires such an FPGA makes two requests for each FPGA, as upstream
-    does (contract section 2.3).
+    A Xilinx FPGA has two functions, so a group that requires such an FPGA makes two requests for each FPGA and none for
+    its other resources, as upstream does (contract section 2.3). A group gets at most MAX_REQUESTS + 1 entries, none if
+    its amount is negative. Raises ValueError if an amount is no number; `check_groups` excludes that.
     """
     group_indexes: list[int] = []
     for index, group in enumerate(groups):
@@ -67,7 +69,7 @@ def list_requested_groups(groups: Iterable[Mapping[str, str]]) -> list[int]:
 
 
 def first_resource_class(group: Mapping[str, str]) -> str:
-    """Return the group's first resource class, '' if it has none."""
+    """Return the group's first resource class without the prefix `resources:`, '' if it has none."""
     return next((key.removeprefix("resources:") for key in group if key.startswith("resources:")), "")
 
 
@@ -84,7 +86,7 @@ def needs_programming(group: Mapping[str, str], loaded_bitstream: str | None) ->
 
 
 def _check_group(group: Mapping[str, object]) -> ProfileGroup:
-    """Check one group; return it as it is stored, or raise GroupError."""
+    """Check one group; return it as it is stored, with values as strings, or raise GroupError."""
     checked: ProfileGroup = {}
     trimmed: ProfileGroup = {}
     for key, value in group.items():

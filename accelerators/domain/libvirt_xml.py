@@ -29,7 +29,7 @@ _HEX = re.compile(r"[0-9a-f]{1,4}")
 
 @dataclass(frozen=True)
 class HeldHandle:
-    """An attach handle that a request holds."""
+    """An attach handle that a request holds. `info` is JSON text; for a PCI handle it contains the address."""
 
     uuid: str
     attach_type: str
@@ -59,7 +59,10 @@ def render_hostdev_elements(handles: Sequence[HeldHandle]) -> list[str]:
 
 
 def _render_element(handle: HeldHandle) -> str:
-    """Return the `hostdev` element of one handle, '' if libvirt cannot plug it."""
+    """Return the `hostdev` element of one handle, '' if it is not of type PCI or MDEV or has no valid PCI address.
+
+    A mediated device has the uuid of its handle.
+    """
     if handle.attach_type == HandleType.MDEV:
         return _build_hostdev({"type": "mdev", "model": "vfio-pci"}, {"uuid": handle.uuid})
     if handle.attach_type != HandleType.PCI:
@@ -79,6 +82,7 @@ def _render_element(handle: HeldHandle) -> str:
 
 
 def _build_hostdev(attributes: dict[str, str], address: dict[str, str]) -> str:
+    """Return a `hostdev` element as XML text, with these attributes, and `address` as the address of its source."""
     element = ElementTree.Element("hostdev", {"mode": "subsystem"} | attributes)
     ElementTree.SubElement(ElementTree.SubElement(element, "source"), "address", address)
     return ElementTree.tostring(element, encoding="unicode")

@@ -1,7 +1,7 @@
-"""The enumerations of the product, and the life cycle of requests as a table. The database's check constraints are made
-from them.
+"""The enumerations of the product, and the life cycle of requests as a table.
 
-The life cycle of devices is in `actions`.
+The database's check constraints are made from the enumerations. The life cycle of devices is in
+`accelerators.domain.device_actions`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class DeviceOutcome(Choice):
 
 
 class AgentState(Choice):
-    """The state of an agent: by the age of its lease, or that it may not connect."""
+    """The state of an agent. The age of its lease decides between UP, LATE and DOWN; the others may not connect."""
 
     UP = "up", "good"
     LATE = "late", "warn"

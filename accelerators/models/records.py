@@ -55,8 +55,8 @@ EVENT_WORDS = Func("action", "actor", "host", "subject_name", "request_id", func
 def event_has_words(*words: str) -> Func:
     """Build a filter for event queries: every one of `words` must be the beginning of a word of the event.
 
-    The words of an event come from its action, the action's verb, its actor, host, subject name and request id. Case is
-    ignored for ASCII letters. The filter uses the index `event_words`.
+    The result is for `filter()`. The words of an event come from its action, the action's verb, its actor, host,
+    subject name and request id. Case is ignored for ASCII letters. The filter uses the index `event_words`.
     """
     lowercase_words = ("".join(char.lower() if char.isascii() else char for char in word) for word in words)
     prefix_terms = ("'" + word.replace("\\", "\\\\").replace("'", "''") + "':*" for word in lowercase_words)

@@ -24,6 +24,8 @@ Value = TypeVar("Value")
 
 @dataclass
 class _CacheEntry(Generic[Value]):
+    """A cached value, its collection's generation when it was loaded, and the time of the clock when it expires."""
+
     value: Value
     generation: int
     valid_until: float
@@ -100,7 +102,10 @@ class GenerationCache(Generic[Value]):
     def _finish_load(
         self, key: str, load_future: Future[Value | None], entry: _CacheEntry[Value] | None, drop_count: int
     ) -> None:
-        """End the load `load_future`: store `entry` unless the cache was dropped since; drop the key if it is None."""
+        """End the load `load_future`: store `entry`, unless the entries were dropped since the load began.
+
+        If `entry` is None, a stored entry of the key is removed.
+        """
         with self._lock:
             if self._loading.get(key) is load_future:
                 del self._loading[key]

@@ -63,7 +63,7 @@ def enqueue_job(name: str) -> None:
     """Wake the job `name`. Call it after the commit of the changes that the job must see.
 
     Costs one statement if the job is awake already. In that case its `tick` row will be deleted later than that commit,
-    so the task that deletes it sees the changes.
+    so the task that deletes it sees the changes. Raises KeyError if no such job is registered.
     """
     _enqueue_jobs([name])
 
@@ -104,7 +104,7 @@ def requeue_all_jobs(cluster: str | None = None) -> None:
 
 
 def enqueue_periodic_jobs() -> None:
-    """Wake all timely jobs. Every gateway calls this every few seconds.
+    """Wake all jobs that are `periodic`. Every gateway calls this every few seconds.
 
     One transaction wakes all of them, because reports wait for the gateway's writer meanwhile, and many statements
     would take long when the database is slow.
@@ -183,7 +183,10 @@ def try_connection_lock(name: str) -> Iterator[bool]:
 
 @contextmanager
 def _try_transaction_lock(name: str) -> Iterator[bool]:
-    """Open a transaction and try to take the job's lock in it; yield True if it was free."""
+    """Open a transaction and try to take the job's lock in it, without waiting; yield True if it was free.
+
+    The transaction ends with the block, and the lock with the transaction.
+    """
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_CLASS, lock_id(name)])
         yield cursor.fetchone()[0]

@@ -110,5 +110,6 @@ def _try_file_lock(path: Path) -> int | None:
 
 
 def _delete_matching_files(directory: Path, pattern: str) -> None:
+    """Delete the files in `directory` whose names match the glob pattern; files that are gone already are no error."""
     for path in directory.glob(pattern):
         path.unlink(missing_ok=True)

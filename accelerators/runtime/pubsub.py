@@ -36,7 +36,8 @@ def publish(topic: str, detail: str = "") -> None:
     """Notify the subscribers of `topic` in every process; those in this process are called before this returns.
 
     Call it after the commit of the changes, not in their transaction: NOTIFY takes a lock that would serialise the
-    commits of large transactions.
+    commits of large transactions. A text longer than MAX_PAYLOAD is cut. If a subscriber of this process raises, its
+    exception is raised here, and the other processes are not notified.
     """
     _call_subscribers(topic, detail)
     with connection.cursor() as cursor:

@@ -64,6 +64,7 @@ class Registry(Mapping[str, Entry]):
             self._entries = before
 
     def __getitem__(self, name: str) -> Entry:
+        """Return the entry with this name. Raises KeyError, which lists the registered names."""
         try:
             return self._entries[name]
         except KeyError:
@@ -71,7 +72,9 @@ class Registry(Mapping[str, Entry]):
             raise KeyError(f"no {self._kind} {name!r} is registered; registered are: {known}") from None
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, in the order of registration."""
         return iter(self._entries)
 
     def __len__(self) -> int:
+        """Return the number of entries."""
         return len(self._entries)

@@ -197,7 +197,10 @@ def advance_attachment(
 
 
 def load_handles(rows: Sequence[Attachment]) -> None:
-    """Load the attach handles of all these attachments in one statement, so that `get_handles` needs no query."""
+    """Load the attach handles of all these attachments into `held`, in one statement, so that `get_handles` needs none.
+
+    An attachment that has ended gets an empty list.
+    """
     request_uuids = [uuid for row in rows if row.state not in ENDED_ATTACHMENT_STATES for uuid in row.requests]
     held = AcceleratorRequest.objects.filter(uuid__in=request_uuids, attach_handle__isnull=False)
     handle_by_request = {
@@ -271,7 +274,10 @@ def _find_profile(name_or_uuid: str) -> DeviceProfile:
 
 
 def _build_no_attachment_error(uuid: UUID, visible: Q) -> RefusedError:
-    """Explain why `uuid` cannot be detached: CONFLICT if it is the uuid of a request, otherwise NOT_FOUND."""
+    """Return the refusal for a `uuid` that no visible attachment has.
+
+    It is CONFLICT if `uuid` is that of a visible request, or of a request of a visible attachment; otherwise NOT_FOUND.
+    """
     if holder := Attachment.objects.filter(visible, requests__contains=[uuid]).values_list("uuid", flat=True).first():
         return RefusedError(
             RefusalReason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that attachment."
@@ -283,12 +289,14 @@ def _build_no_attachment_error(uuid: UUID, visible: Q) -> RefusedError:
 
 
 def _build_history_entry(name: str, text: str) -> dict[str, str]:
+    """Build an entry of `Attachment.steps` for a step that is done now; `at` is in UTC."""
     return {"step": name, "at": datetime.now(UTC).isoformat(timespec="seconds"), "text": text}
 
 
 def _record_attachment_event(
     row: Attachment, verb: str, source: EventSource, actor: str, changes: Mapping[str, Any], reason: str = ""
 ) -> None:
+    """Record the event `attachment.VERB`; `changes` maps each changed field to [before, after]."""
     event_details: Any = {
         "subject": (row.uuid, str(row)),
         "host_name": row.host,

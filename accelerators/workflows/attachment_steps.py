@@ -48,7 +48,8 @@ _S = AttachmentState
 def start_attachment(row: Attachment) -> None:
     """Choose providers for a new attachment and create its requests in the instance's project (step `chosen`).
 
-    Asks Nova first. Raises RefusedError; then nothing was created.
+    Asks Nova first. Raises RefusedError, or ConcurrentUpdateError if another process has changed the attachment; then
+    nothing was created.
     """
     host = find_host_of_instance(look_up_instance(str(row.instance)))
     with conductor.writing():
@@ -97,7 +98,7 @@ def check_bind_progress(row: Attachment) -> bool:
     """Check the requests of an attachment that is being bound, and mark it attached when all of them are Bound.
 
     Returns False while its host is still preparing them. Raises RefusedError CONFLICT if a bind failed or requests are
-    gone.
+    gone, ConcurrentUpdateError if another process has changed the attachment.
     """
     requests = {request.uuid: request for request in AcceleratorRequest.objects.filter(uuid__in=row.requests)}
     states = {request.state for request in requests.values() if request.instance_uuid == row.instance}
@@ -117,12 +118,18 @@ def check_bind_progress(row: Attachment) -> bool:
 
 
 def start_undoing(row: Attachment, fault: str) -> None:
-    """Mark an attachment as failing because of `fault`: the job then takes back the steps that were done."""
+    """Move an attachment to the state `undoing` because of `fault`: the job then takes back the steps that were done.
+
+    Raises ConcurrentUpdateError as `advance_attachment` does.
+    """
     advance_attachment(row, _S.UNDOING, "", fault, fault=fault)
 
 
 def mark_attachment_failed(row: Attachment, fault: str) -> None:
-    """Mark an attachment of which no step was done yet as failed because of `fault`; this ends it."""
+    """Mark an attachment of which no step was done yet as failed because of `fault`; this ends it.
+
+    Raises ConcurrentUpdateError as `advance_attachment` does.
+    """
     advance_attachment(row, _S.FAILED, "", fault, fault=fault, ended_at=datetime.now(UTC))
 
 
@@ -143,15 +150,19 @@ def release_requests(row: Attachment) -> None:
 
 
 def end_attachment(row: Attachment, text: str = "") -> None:
-    """Mark an attachment whose steps are all taken back as ended: detached, or failed if it never was attached."""
+    """Mark an attachment whose steps are all taken back as ended: detached, or failed if it never was attached.
+
+    Raises ConcurrentUpdateError as `advance_attachment` does.
+    """
     final_state = _S.DETACHED if row.state == _S.DETACHING else _S.FAILED
     advance_attachment(row, final_state, "", text, ended_at=datetime.now(UTC))
 
 
 def is_past_pending_writes(row: Attachment) -> bool:
-    """Return True if taking back began more than LONGEST_WRITE ago.
+    """Return True if the undo or the detach of an attachment began more than LONGEST_WRITE ago.
 
-    Every write to Placement that was sent before that has then either taken effect or never will.
+    `row` must be in the state `undoing` or `detaching`. Every write to Placement that was sent before that has then
+    either taken effect or never will.
     """
     began = next(entry["at"] for entry in row.steps if entry["step"] == row.state)
     return datetime.fromisoformat(began) < datetime.now(UTC) - LONGEST_WRITE

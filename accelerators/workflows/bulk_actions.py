@@ -68,7 +68,8 @@ WHERE t.bulk_id = %s AND t.device_uuid = x.uuid
 class BulkForecast:
     """Predicted outcome for one device, or for `number` devices of a set with the same outcome.
 
-    `held` tells whether one of our own requests holds the device; other holder checks are not made.
+    `held` is True if one of our own requests holds the device; other holder checks are not made. For a command that is
+    not destructive it is always False.
     """
 
     outcome: DeviceOutcome
@@ -236,9 +237,10 @@ def confirm_draft(bulk: Bulk, reason: str, held_too: bool, dry_run: bool = False
 
 
 def cancel_bulk(bulk: Bulk, caller: Caller) -> None:
-    """Stop a running bulk action; no further device is touched when this returns, and what was done stays done.
+    """Stop a running bulk action: after this has returned, it begins no further device.
 
-    Waits for the slice that is being worked on. A dry run becomes a draft again. Does nothing if it is not running.
+    Devices that were moved stay moved, and commands that were placed go on. Waits for the slice that is being worked
+    on. A dry run becomes a draft again. Does nothing if it is not running.
     """
     with conductor.writing():
         running = Bulk.objects.select_for_update().filter(pk=bulk.pk, state=BulkState.RUNNING).first()
@@ -254,8 +256,9 @@ def run() -> None:
 def process_next_slice(bulk_id: int | None = None) -> bool:
     """Process one slice of a bulk action: the running one that has waited longest, or the one with the key `bulk_id`.
 
-    One transaction: changes the devices' states, writes the outcome of each, and ends the bulk action after its last
-    device. Returns False if there was nothing to do.
+    One transaction: changes the devices' states or places their commands, writes the outcome of each, and ends the bulk
+    action after its last device. Locks the bulk action, the devices and their hosts. Without `bulk_id`, bulk actions
+    that others have locked are skipped. Returns False if there was nothing to do.
     """
     with conductor.writing():
         running = Bulk.objects.filter(BULK_IS_RUNNING).order_by("updated_at")
@@ -310,6 +313,7 @@ def _end_bulk(bulk: Bulk, state: BulkState, actor: str) -> None:
 
 
 def _record_bulk_event(bulk: Bulk, verb: str, changes: dict[str, Any], actor: str = "") -> None:
+    """Record the event `bulk.VERB`; its actor is `actor`, or the actor of the bulk action if that is ''."""
     subject = (bulk.uuid, str(bulk))
     conductor.record_event(
         f"bulk.{verb}", EventSource.PERSON, actor or bulk.actor, subject=subject, changes=changes, reason=bulk.reason
@@ -317,7 +321,7 @@ def _record_bulk_event(bulk: Bulk, verb: str, changes: dict[str, Any], actor: st
 
 
 def delete_oldest_expired_bulk(now: datetime | None = None) -> bool:
-    """Delete the oldest bulk action that has expired (DRAFT_RETENTION, BULK_RETENTION); True if there may be more."""
+    """Delete the oldest expired bulk action (DRAFT_RETENTION, BULK_RETENTION) and its items; True if it deleted one."""
     now = now or datetime.now(UTC)
     is_expired = Q(state=BulkState.DRAFT, created_at__lt=now - DRAFT_RETENTION) | Q(ended_at__lt=now - BULK_RETENTION)
     with conductor.writing():

@@ -56,6 +56,7 @@ def place_command_for_each(
 ) -> list[ActionResult]:
     """Place command `op` for each of these devices in one transaction; a refusal of one device stops no other.
 
+    Returns one result per device; `moved` means that the command was placed.
     `words_when_chosen` maps each device to its `LifecycleState.as_text` when it was chosen. Locks the devices and their
     hosts. Once HOLDER_CHECKS_TIMEOUT_S have passed, mostly in holder checks, destructive commands for the
     remaining devices are refused with UNAVAILABLE, so that they are tried again. A device that is gone is refused with
@@ -81,7 +82,10 @@ def place_command_for_each(
 def _place_command(
     op: str, device: Device, word_when_chosen: str, caller: Caller, reason: str, give_up_at: float
 ) -> ActionResult:
-    """Place the command for one locked device, or return the refusal."""
+    """Place the command for one locked device; return the result. A RefusedError becomes a refused result.
+
+    After `give_up_at`, a time of the monotonic clock, a destructive command is refused with UNAVAILABLE.
+    """
     device_columns = (str(device), device.host.name, device.state)
     try:
         if op in DESTRUCTIVE and device.lifecycle_text != word_when_chosen:

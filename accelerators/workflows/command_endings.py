@@ -53,7 +53,7 @@ class EndedCommand:
 
     @property
     def succeeded(self) -> bool:
-        """Return True if the command did what was ordered."""
+        """Return True if the final state is `succeeded`."""
         return self.state is _C.SUCCEEDED
 
     @property

@@ -38,7 +38,10 @@ WantedSettings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DriverChange:
-    """A change of a driver. `enabled` or `settings` None: that part stays as it is."""
+    """A change of a driver. None in `enabled` or `settings` leaves that part as it is.
+
+    As an exception, `op` INSTALL enables the driver if `enabled` is None. UNINSTALL allows neither of the two.
+    """
 
     op: RolloutOp
     driver: str
@@ -48,7 +51,7 @@ class DriverChange:
 
 @dataclass(frozen=True)
 class WantedDriver:
-    """The wanted configuration of a driver on a host. `settings` None: those of the host's own file."""
+    """The wanted configuration of a driver on a host. If `settings` is None, those in the host's own file apply."""
 
     installed: bool = True
     enabled: bool = True
@@ -71,6 +74,7 @@ class ChangeOrigin(NamedTuple):
 def check_driver_change(change: DriverChange) -> DriverChange:
     """Check a change and return it. Raises RefusedError INVALID if it makes no sense or its settings are not allowed.
 
+    Only the form of the driver's name is checked, not whether such a driver exists.
     Settings are not allowed if they are too large, nested too deep, hold something that looks like a secret, or values
     that JSON or the database cannot represent, or name `acts`, which only the host's own configuration may set.
     """
@@ -143,11 +147,11 @@ def _is_storable(text: str) -> bool:
 def order_driver_change(host: Host, change: DriverChange, origin: ChangeOrigin) -> Command | None:
     """Store a change of a driver on this host and place the `configure` command; returns the command.
 
-    Returns None if nothing has to be changed. Locks the host and the driver's devices; the devices are busy until the
-    command has ended. Raises RefusedError: CONFLICT if the driver to be updated is not installed, another change of it
-    or an exclusive command on one of its devices is under way, or the agent takes no commands; IN_USE, naming the
-    holder, if a device of a running driver is held; UNAVAILABLE if a holder check cannot answer, or all of them
-    take longer than HOLDER_CHECKS_TIMEOUT_S.
+    The change must have passed `check_driver_change`. Returns None if nothing has to be changed. Locks the host and the
+    driver's devices; the devices are busy until the command has ended. Raises RefusedError: CONFLICT if the driver to
+    be updated is not installed, another change of it or an exclusive command on one of its devices is under way, or the
+    agent takes no commands; IN_USE, naming the holder, if a device of a running driver is held; UNAVAILABLE if a holder
+    check cannot answer, or all of them take longer than HOLDER_CHECKS_TIMEOUT_S.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -207,7 +211,7 @@ def _resolve_wanted(
 
 
 def _is_in_effect(wish: DriverWish | None, wanted: WantedDriver, entry: Mapping[str, Any] | None) -> bool:
-    """Return True if this configuration is stored as the wish already, and the agent reports that it is applied."""
+    """Return True if this configuration is stored as the wanted one, and the agent reports that it is applied."""
     if wish is None or WantedDriver(wish.installed, wish.enabled, wish.settings) != wanted:
         return False
     return is_reported_as_wanted(entry, wish.generation, wanted.should_run)
@@ -245,7 +249,10 @@ def _refuse_if_devices_held(devices: Sequence[Device], change: DriverChange, hos
 def _store_wish_and_place_command(
     wish: DriverWish, wanted: WantedDriver, devices: Sequence[Device], origin: ChangeOrigin
 ) -> Command:
-    """Store the wish, place the `configure` command, mark the devices busy until it has ended, write an event."""
+    """Store the wanted configuration, place the `configure` command, mark the devices busy with it, write an event.
+
+    The devices must be locked. Returns the command.
+    """
     before = WantedDriver(wish.installed, wish.enabled, wish.settings) if wish.pk else None
     wish.installed, wish.enabled, wish.settings = wanted.installed, wanted.enabled, wanted.settings
     wish_argument = {name: getattr(wish, name) for name in ("generation", "installed", "enabled", "settings")}

@@ -1,9 +1,9 @@
 """Driver rollouts: apply one change of a driver to many hosts, a limited number at a time.
 
 A rollout stops at the first failure if that is wanted. Its list of hosts is fixed when it starts. The job `rollouts`
-orders one host per transaction and marks the host's row in the same transaction: wherever a worker is killed, each host
-is ordered once. For a single host the order is placed at once, and a refusal is raised to the caller of
-`start_rollout`.
+places the order for one host per transaction and marks the host's row in the same transaction: wherever a worker is
+killed, each host gets one order. For a single host the order is placed at once, and a refusal is raised to the caller
+of `start_rollout`.
 """
 
 from __future__ import annotations
@@ -88,10 +88,11 @@ def start_rollout(
     reason: str = "",
     source: EventSource,
 ) -> Rollout:
-    """Start a rollout of `change` on these hosts and return it; a single host is ordered when this returns.
+    """Start a rollout of `change` on these hosts and return it.
 
-    Raises RefusedError INVALID, and for a single host whatever `driver_config.order_driver_change` raises; then nothing
-    is stored.
+    For a single host the order is placed when this returns; for more, the job `rollouts` places them. Raises
+    RefusedError INVALID for a wrong change, reason or pace, and for a single host whatever
+    `driver_config.order_driver_change` raises; then nothing is stored.
     """
     driver_config.check_driver_change(change)
     reason = command_queue.check_reason(reason)
@@ -124,7 +125,10 @@ def start_rollout(
 
 
 def cancel_rollout(rollout: Rollout, caller: Caller) -> None:
-    """Cancel a running rollout: no further host is ordered; commands that are placed already go on to their end."""
+    """Cancel a rollout: no further host gets the change; commands that are placed already go on to their end.
+
+    Does nothing if the rollout is not running. Hosts that had no command yet are marked as skipped.
+    """
     with conductor.writing():
         running = Rollout.objects.select_for_update().filter(pk=rollout.pk, state=_R.RUNNING).first()
         if running is not None:
@@ -139,7 +143,10 @@ def run() -> None:
 
 
 def advance_oldest_rollout() -> bool:
-    """Advance the oldest rollout that can advance, in one transaction; False if none can. Skips locked rollouts."""
+    """Advance the oldest rollout that can advance, in one transaction; return False if none can.
+
+    Locks the open rollouts; those that others have locked are skipped.
+    """
     with conductor.writing():
         return any(
             map(
@@ -165,9 +172,9 @@ def count_steps_by_state(rollout: Rollout) -> Counter[str]:
 
 
 def _advance_rollout(rollout: Rollout) -> bool:
-    """Advance one locked rollout: record which hosts have ended, then order one more host, or end the rollout.
+    """Advance one locked rollout: record which hosts have ended, then place one more order, or end the rollout.
 
-    A host that refuses the order is marked as failed. Returns False if nothing has changed.
+    If the order for a host is refused, the host is marked as failed. Returns False if nothing has changed.
     """
     has_changed = _record_ended_commands(rollout)
     step_counts = count_steps_by_state(rollout)
@@ -210,7 +217,10 @@ def _record_ended_commands(rollout: Rollout) -> bool:
 
 
 def _order_host(rollout: Rollout, step_row: RolloutStep) -> None:
-    """Place the command for one host, or mark it as done if nothing has to be changed there. Raises RefusedError."""
+    """Place the command for one host, or mark the host as done if nothing has to be changed there.
+
+    Raises RefusedError as `driver_config.order_driver_change` does, and NOT_FOUND if the host was deleted.
+    """
     if step_row.host is None:
         raise RefusedError(RefusalReason.NOT_FOUND, f"Host {step_row.host_name} does not exist any more.")
     token = request_id.set(rollout.request_id)
@@ -247,7 +257,7 @@ def _end_step(step_row: RolloutStep, state: RolloutStepState, text: str) -> None
 
 
 def _halt_rollout(rollout: Rollout, state: RolloutState, text: str) -> None:
-    """Set the state of a rollout and skip the hosts that are not ordered yet, with `text` as the reason."""
+    """Set the state of a rollout, and mark the hosts that have no order yet as skipped, with `text` as the reason."""
     rollout.state, rollout.updated_at = state.value, datetime.now(UTC)
     rollout.save(update_fields=["state", "updated_at"])
     waiting: QuerySet[RolloutStep] = rollout.steps.filter(state=_S.WAITING)
@@ -273,5 +283,6 @@ def _is_driver_running(host: Host, driver: str) -> bool:
 
 
 def _record_rollout_event(rollout: Rollout, verb: str, actor: str, changes: dict[str, Any]) -> None:
+    """Record the event `rollout.VERB`, with the rollout's source and reason."""
     subject, source = (rollout.uuid, str(rollout)), EventSource(rollout.source)
     conductor.record_event(f"rollout.{verb}", source, actor, subject=subject, changes=changes, reason=rollout.reason)

@@ -62,10 +62,11 @@ def delete_old_commands(now: datetime | None = None) -> bool:
 
 
 def remove_missing_devices(now: datetime | None = None) -> bool:
-    """Remove one batch of devices that have been missing for long and are free; True if there may be more.
+    """Remove one batch of devices that have been missing for CYBORG_MISSING_RETENTION_S and are free.
 
-    A device's deployables, attributes and attach handles are deleted with it. Locks the devices and their hosts, makes
-    all holder checks for each device, and writes an event for each that is removed.
+    Returns True if there may be more; False also if none of a full batch was free. A device's deployables, attributes
+    and attach handles are deleted with it. Locks the devices and their hosts, makes all holder checks for each device,
+    and writes an event for each that is removed; raises a `provider` intent for each of their hosts.
     """
     before = (now or datetime.now(UTC)) - timedelta(seconds=settings.KEYS.missing_retention_s)
     with conductor.writing():

@@ -59,14 +59,16 @@ class RetryLaterError(PlacementSyncError):
 
 
 def run() -> None:
-    """Run the job."""
+    """Run the job `attachments`: take steps until no attachment has a due intent, or its time slice is over."""
     jobs.run_steps(JOB, step)
 
 
 def step() -> bool:
     """Take one step of the attachment whose intent has waited longest; return True if there may be more to do.
 
-    If nothing is due, detach attachments whose requests were deleted by others, and delete old ended attachments.
+    If nothing is due, detach attachments whose requests were deleted by others, and delete old ended attachments. A
+    failed step is recorded with its intent and retried later; its error is not raised. If Placement cannot be reached,
+    all due intents are postponed.
     """
     due = outbox.load_due_intents(KIND, 1)
     if not due:
@@ -138,7 +140,10 @@ def look_up_instance(uuid: str, project: str | None = None) -> NovaInstance:
 
 
 def _parse_instance(uuid: str, answer: Any) -> NovaInstance:
-    """Convert Nova's answer into an Instance. Raises RefusedError NOT_FOUND and NovaUnavailableError."""
+    """Convert Nova's answer into a NovaInstance.
+
+    Raises RefusedError NOT_FOUND if the answer is 404, NovaUnavailableError for any other unusable answer.
+    """
     if answer.status_code == 404:
         raise RefusedError(RefusalReason.NOT_FOUND, UNKNOWN_INSTANCE_TEXT.format(uuid))
     if answer.status_code != 200:
@@ -263,7 +268,7 @@ def _check_turn(row: Attachment) -> None:
 
 
 def _is_concurrent_update(error: PlacementConflictError | PlacementRejectedError) -> bool:
-    """Whether another writer changed the consumer first."""
+    """Return True if another writer changed the consumer first, so that the step can be tried again."""
     return isinstance(error, PlacementConflictError) and error.code == CONCURRENT_UPDATE
 
 
@@ -275,10 +280,12 @@ def _open_placement() -> PlacementClient | None:
 
 
 def _decode_shares(row: Attachment) -> dict[str, ClaimShare]:
+    """Return the stored shares of an attachment, by the provider's uuid."""
     return msgspec.convert(row.shares, dict[str, ClaimShare])
 
 
 def _decode_change(recorded: Any) -> AllocationWrite | None:
+    """Return a write as it was recorded in `claim` or `release`, None if none was recorded."""
     return msgspec.convert(recorded, AllocationWrite) if recorded else None
 
 

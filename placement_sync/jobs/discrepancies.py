@@ -82,7 +82,11 @@ class StoredClaims(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ComparedProvider:
-    """A provider as of the last look. `device_id` is None after removal."""
+    """A provider as Placement showed it at the last look.
+
+    `claims` are the stored allocations, None if they were never read. `device_id` is None if its device was removed.
+    `in_use` says that a request is Bound there.
+    """
 
     uuid: str
     host_id: int
@@ -97,7 +101,8 @@ class ComparedProvider:
 class HoldingRequest:
     """A request that holds a handle.
 
-    `defect` tells what is wrong with the device or handle; it is '' if nothing is.
+    `is_bound` is False while the request is BindStarted; `changed_at` is the time of its last change. `defect` tells
+    what is wrong with the device or handle; it is '' if nothing is.
     """
 
     request_uuid: str
@@ -113,7 +118,7 @@ class HoldingRequest:
 
 @dataclass(frozen=True)
 class Contradiction:
-    """A contradiction, identified by `key`."""
+    """A contradiction that a comparison has found; `explanation` tells a person what is wrong and what to do."""
 
     kind: DiscrepancyKind
     host_id: int
@@ -151,11 +156,15 @@ def list_discrepancies_of_devices(devices: Collection[int]) -> list[DiscrepancyS
 
 
 def list_discrepancies_of_host(host: int) -> list[DiscrepancySummary]:
-    """Return the discrepancies of a host, including those of removed devices, at most MAX_SHOWN. One statement."""
+    """Return the discrepancies of a host, newest first, at most MAX_SHOWN. One statement.
+
+    Those about providers without a device are included.
+    """
     return _summarize_discrepancies(Q(host=host))
 
 
 def _summarize_discrepancies(condition: Q) -> list[DiscrepancySummary]:
+    """Return the discrepancies that the condition selects, the newest first, at most MAX_SHOWN. One statement."""
     return [
         DiscrepancySummary(
             str(row.uuid),
@@ -181,12 +190,17 @@ def invalidate_claims(hosts: Collection[int]) -> None:
 
 
 def run() -> None:
-    """Run the job."""
+    """Run the job `faults`: compare hosts until none is due, or its time slice is over."""
     jobs.run_steps_outside_transaction(JOB, step)
 
 
 def step() -> bool:
-    """Compare one batch of hosts that were looked at since their last comparison; return True if there may be more."""
+    """Compare one batch of due hosts, and store what was found; return True if there may be more.
+
+    A host is due if it was looked at since its last comparison, or if it must be compared again (`compare_at`). Reads
+    allocations from Placement and instances from Nova before the transaction. Does nothing if Placement is switched off
+    or no cloud is configured.
+    """
     if (cloud := get_cloud_session(settings.KEYS.placement_endpoint)) is None:
         return False
     due = _load_due_hosts()
@@ -232,7 +246,7 @@ def step() -> bool:
 
 
 def must_read_allocations(provider: ComparedProvider, has_discrepancy: bool, now: datetime) -> bool:
-    """Whether the provider's allocations must be read again, because the stored ones may be out of date."""
+    """Return True if the provider's allocations must be read again, as the stored ones may be out of date. Pure."""
     stored_claims = provider.claims
     if (
         stored_claims is None
@@ -277,6 +291,7 @@ def compare_allocations(
 
 
 def _build_unclaimed(holding: HoldingRequest) -> Contradiction:
+    """Build the contradiction of a bound request whose instance has no allocation of the provider."""
     explanation = (
         f"Instance {holding.instance} holds request {holding.request_uuid} on {holding.provider_name}, but Placement"
         " has no allocation for it there, so Placement may offer the same part to another instance. Shelve and unshelve"
@@ -288,6 +303,7 @@ def _build_unclaimed(holding: HoldingRequest) -> Contradiction:
 
 
 def _build_unattached(provider: ComparedProvider, consumer: str, amounts: Mapping[str, int]) -> Contradiction:
+    """Build the contradiction of a consumer with an allocation of a provider on which it holds no handle."""
     amounts_text = ", ".join(f"{amount} {name}" for name, amount in sorted(amounts.items()))
     explanation = (
         f"Instance {consumer} has {amounts_text} of {provider.name} allocated in Placement, but no request is bound"
@@ -306,7 +322,7 @@ def _build_unattached(provider: ComparedProvider, consumer: str, amounts: Mappin
 
 
 def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[list[Contradiction], set[str]]:
-    """Find instances that Nova shows as ACTIVE on their host although what they hold is broken.
+    """Find instances that Nova shows as ACTIVE on their host although the handle that they hold has a defect.
 
     Returns the contradictions, and the instances for which Nova gave no answer. Asks Nova for at most MAX_NOVA_QUERIES
     instances.
@@ -339,6 +355,7 @@ def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[lis
 
 
 def _build_contradiction(kind: DiscrepancyKind, holding: HoldingRequest, explanation: str) -> Contradiction:
+    """Build a contradiction about the instance and the provider of this request."""
     return Contradiction(
         kind,
         holding.host_id,
@@ -420,13 +437,16 @@ def _describe_defect(handle: AttachHandle) -> str:
 
 
 def _read_allocations(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
-    """Read the allocations of these providers in parallel; leave out those that Placement did not answer.
+    """Return the allocations of these providers, read in parallel: provider → consumer → resource class → amount.
+
+    Providers for which Placement gave no usable answer are left out.
 
     After one call could not reach Placement, the other providers are not read.
     """
     outages: list[Exception] = []
 
     def read_provider(uuid: str) -> dict[str, dict[str, int]] | None:
+        """Return the allocations of one provider, None if Placement gave no usable answer."""
         if outages:
             return None
         try:
@@ -453,7 +473,8 @@ def _store_contradictions(
 ) -> None:
     """Store the contradictions: insert new ones, update known ones, delete those that are resolved; record events.
 
-    The rows in `undecided` are not deleted, because it is unknown whether they are resolved.
+    `stored` are all present rows of the compared hosts. Those in `undecided` are not deleted, because it is unknown
+    whether they are resolved. Call it inside `conductor.writing()`.
     """
     contradiction_by_key = {fault.key: fault for fault in contradictions}
     stored_by_key = {(row.kind, str(row.provider), str(row.instance)): row for row in stored}
@@ -476,6 +497,7 @@ def _store_contradictions(
 
 
 def _build_row(fault: Contradiction, now: datetime) -> Discrepancy:
+    """Build the row of a contradiction that is seen for the first time; nothing is stored."""
     return Discrepancy(
         kind=fault.kind,
         host_id=fault.host_id,

@@ -45,7 +45,10 @@ _unknown_instances: set[str] = set()
 
 
 def check_placement(device: Device) -> HolderCheckResult:
-    """Return the consumers with an allocation of any of the device's providers, or why that is unknown."""
+    """Return the consumers with an allocation of any of the device's providers, or why that is unknown.
+
+    Nobody holds the device if it has no recorded provider, Placement is switched off, or no cloud is configured.
+    """
     recorded = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
     providers = [str(uuid) for uuid in recorded]
     return _ask_unless_away("placement", settings.KEYS.placement_endpoint, providers, _read_consumers)
@@ -67,7 +70,7 @@ def _read_consumers(cloud: Any, endpoint: str, providers: Sequence[str]) -> Hold
 
 
 def check_nova(device: Device) -> HolderCheckResult:
-    """Return the instances that gave back their request of this device and are still on its host.
+    """Return the instances that gave back their request of this device and are still on its host, or why it is unknown.
 
     Their guests may still use the device. An instance that was deleted, is shelved, or is on another host does not hold
     it any more.
@@ -110,7 +113,11 @@ def _load_former_holders(device: Device) -> list[str]:
 def _find_instances_on_host(
     cloud: Any, endpoint: str, former_holders: Sequence[str], host_names: Sequence[str]
 ) -> HolderCheckResult:
-    """Ask Nova for these instances and return those that are on the host with one of `host_names`."""
+    """Ask Nova for these instances and return those that are on the host with one of `host_names`, at most MAX_SHOWN.
+
+    `unknown` of the result is the first error, if Nova did not answer for an instance. Instances that Nova does not
+    know are remembered, so that they are not asked for again.
+    """
     answers = client.get_servers(cloud, endpoint, former_holders)
     if len(_unknown_instances) > MAX_UNKNOWN_INSTANCES:
         _unknown_instances.clear()

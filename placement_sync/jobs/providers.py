@@ -54,12 +54,17 @@ SyncResult = SyncOutcome | Exception
 
 
 def run() -> None:
-    """Run the job."""
+    """Run the job `placement`: process due intents until none is left, or its time slice is over."""
     jobs.run_steps_outside_transaction(JOB, step)
 
 
 def step() -> bool:
-    """Process one batch of intents; return True if there may be more."""
+    """Process one batch of due intents; return True if there may be more.
+
+    Raises intents for hosts that were not looked at for long first. Every outcome is stored in a transaction of its
+    own. Returns False if Placement cannot be reached, after all due intents were postponed, and does nothing if it is
+    switched off or no cloud is configured.
+    """
     if (cloud := get_cloud_session(settings.KEYS.placement_endpoint)) is None:
         return False
     _enqueue_hosts_to_sweep()
@@ -111,8 +116,8 @@ class AgentWritesError(PlacementSyncError):
 def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list[SyncResult]:
     """Synchronize these hosts now, for a person who asked for it; return the results in the order of `hosts`.
 
-    With `dry_run` nothing is written. Otherwise, where an agent writes, the conductor raises an intent instead, and the
-    result is AgentWritesError.
+    A result is the outcome, which the caller has to store, or the error. With `dry_run` nothing is written. Otherwise,
+    where an agent writes, the conductor raises an intent instead, and the result is AgentWritesError.
     """
     turns = {} if dry_run else writer_election.decide_turns(dict.fromkeys((host.id for host in hosts), False))
     agent_hosts = [host for host in hosts if turns.get(host.id, WriteTurn.CONDUCTOR) is not WriteTurn.CONDUCTOR]
@@ -147,6 +152,10 @@ def _synchronize_in_parallel(
     outages: list[PlacementUnavailableError] = []
 
     def synchronize_one(host: Host, *loaded_state: Any) -> SyncResult:
+        """Synchronize one host; `loaded_state` is what `repository` loaded: deployables, written records and root.
+
+        Expected errors are returned. Uses no database, because it runs on threads.
+        """
         if outages:
             return outages[0]
         placement = PlacementClient(cloud, settings.KEYS.placement_endpoint, known_names=known_names)
@@ -175,6 +184,7 @@ def _synchronize_in_parallel(
 def _bind_programmed_requests(host: str) -> None:
     """Move the requests that waited for this host's programming to Bound, since Placement now shows the result.
 
+    `host` is the host's uuid. Locks the requests, and deletes the intents by which they waited.
     Does nothing if the host has another `provider` intent meanwhile; then the next synchronization does it.
     """
     intents = Intent.objects.filter(kind=binding.PROGRAMMED_INTENT, payload__host=host)

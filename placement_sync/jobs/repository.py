@@ -1,7 +1,7 @@
 """Load what is desired and what was written for one host, and store the outcome of a synchronization.
 
-It connects the tables with the pure code in `mapping` and `sync`. Reading a host costs three statements, storing an
-outcome at most three.
+It connects the tables with `mapping`, `reconcile` and `apply_writes`, which are free of Django. Reading a host costs
+three statements, storing an outcome at most three.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from placement_sync.reconcile import ObservedProvider, WrittenRecord
 
 
 def load_deployables(host: Host) -> list[DeployableRecord]:
-    """Return the host's deployables that are providers. One statement.
+    """Return the host's deployables that are providers, missing ones last and with a total of 0. One statement.
 
     A provider exists from the time when its device first left `inactive` (then its id is recorded) until it is removed.
     Device nodes (attach type DEV) are left out: they are not for guests, so Nova must never be offered one.
@@ -60,7 +60,7 @@ def load_root(host: Host) -> str:
 def store_outcome(host: Host, outcome: SyncOutcome) -> None:
     """Store the outcome of a synchronization, and delete the rows of providers that it no longer contains.
 
-    One transaction.
+    One transaction. The time of the last synchronization is set even if the outcome has problems. Stored claims stay.
     """
     tree = Tree(host=host, root=outcome.root or None, looked_at=Now(), synced_at=Now(), problems=outcome.problems)
     written = [_encode_written(host, uuid, entry) for uuid, entry in sorted(outcome.written.items())]
@@ -81,10 +81,12 @@ def store_outcome(host: Host, outcome: SyncOutcome) -> None:
 
 
 def _decode_written(row: WrittenProvider) -> WrittenRecord:
+    """Convert a row into a WrittenRecord; `seen` is None if Placement has not shown the provider."""
     observed = ObservedProvider(**{**row.seen, "traits": frozenset(row.seen["traits"])}) if row.seen else None
     return WrittenRecord(frozenset(row.classes), frozenset(row.traits), observed)
 
 
 def _encode_written(host: Host, uuid: str, entry: WrittenRecord) -> WrittenProvider:
+    """Build the row of a WrittenRecord, without `claims`; nothing is stored."""
     seen = {**asdict(entry.seen), "traits": sorted(entry.seen.traits)} if entry.seen else None
     return WrittenProvider(uuid=uuid, host=host, classes=sorted(entry.classes), traits=sorted(entry.traits), seen=seen)

@@ -47,7 +47,7 @@ class WriteTurn(Enum):
 
 
 def get_writer() -> Writer:
-    """Return the current writer; the conductor with epoch 0 if the writer was never changed."""
+    """Return the current writer; an unsaved row, the conductor with epoch 0, if the writer was never changed."""
     return Writer.objects.first() or Writer(id=1)
 
 
@@ -60,7 +60,7 @@ def switch_writer(who: str, actor: str, reason: str = "", source: EventSource = 
     """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if it is the writer already.
 
     Locks the writer's row and records an event. Agents that are writing stop before their next call; commands that no
-    agent has taken yet are refused. Raises RefusedError INVALID.
+    agent has taken yet are refused. Raises RefusedError INVALID for an unknown writer or an unusable reason.
     """
     if who not in [*WriterChoice]:
         raise RefusedError(
@@ -92,8 +92,8 @@ def decide_turns(already_commanded: Mapping[int, bool]) -> dict[int, WriteTurn]:
     The value in `already_commanded` is true if the host's agent was already sent a command since the change. Then it is
     the conductor's turn when the command has ended: it looks itself and corrects what is still different.
 
-    Also ends the open commands of silent agents. Reads with at most three statements, one while the writer was never
-    changed.
+    Also has the open commands of agents that have stopped writing ended; until that is done, their hosts wait. Reads
+    with at most three statements, one while the writer was never changed.
     """
     writer = get_writer()
     if not writer.epoch:
@@ -114,7 +114,10 @@ def decide_turns(already_commanded: Mapping[int, bool]) -> dict[int, WriteTurn]:
 
 
 def _end_commands(command_ids: Sequence[int]) -> None:
-    """End these commands now: their agents have stopped by themselves."""
+    """Set the deadlines of these unanswered commands to now, and wake the job `commands`, which ends them.
+
+    The caller must know that their agents have stopped by themselves.
+    """
     if command_ids:
         with conductor.writing():
             Command.objects.filter(id__in=command_ids, answered_at__isnull=True).update(
@@ -126,7 +129,8 @@ def _end_commands(command_ids: Sequence[int]) -> None:
 def delegate_writes(host: Host, outcome: SyncOutcome) -> int:
     """Place a command that has the host's agent write what differs.
 
-    Returns the command's number, or 0 if the work is larger than MAX_PAYLOAD_BYTES.
+    Returns the command's number, or 0 if the work is larger than MAX_PAYLOAD_BYTES: then nothing is placed. The command
+    names the current epoch, and contains all desired providers, not only those in `outcome.writes`.
     """
     desired, _ = mapping.compute_desired_providers(repository.load_deployables(host))
     work = ProviderWork(desired, outcome.written, outcome.root, settings.KEYS.placement_endpoint)
@@ -147,7 +151,7 @@ def delegate_writes(host: Host, outcome: SyncOutcome) -> int:
 
 
 def list_hosts_without_writer(hosts: Iterable[Host]) -> list[tuple[str, str]]:
-    """Return the hosts (name and reason) whose agent cannot write, so that the conductor always writes for them."""
+    """Return name and reason of the hosts whose agent cannot write, sorted by name; the conductor writes for them."""
     name_by_id = {host.id: host.name for host in hosts}
     status_by_host = placement_delegation.get_writer_statuses(name_by_id.keys())
     return sorted((name_by_id[host], hand.reason) for host, hand in status_by_host.items() if hand.reason)

@@ -50,7 +50,10 @@ def group_by_project(instances: Iterable[InstanceKey]) -> dict[str, set[str]]:
 def iterate_server_pages(
     fetch: FetchServers, project: str, page_size: int = PAGE_SIZE
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield a project's servers page by page, until Nova's answer has no link to a next page."""
+    """Yield a project's servers page by page, until Nova's answer has no link to a next page, or no servers.
+
+    Raises whatever `fetch` raises, and KeyError if an answer is not a list of servers.
+    """
     params = {"all_tenants": "1", "project_id": project, "limit": str(page_size)}
     while True:
         body = fetch(params)
@@ -62,7 +65,10 @@ def iterate_server_pages(
 
 
 def look_up_instances(fetch: FetchServers, project: str, uuids: Collection[str]) -> dict[str, InstanceState]:
-    """Return state and name of these instances of a project; an instance that Nova does not list is GONE."""
+    """Return state and name of these instances of a project, by uuid; an instance that Nova does not list is GONE.
+
+    Reads no further page once all of them are found. Raises whatever `fetch` raises.
+    """
     missing, states = set(uuids), {}
     for servers in iterate_server_pages(fetch, project):
         for server in servers:
@@ -79,6 +85,7 @@ def make_fetcher(session: Any, endpoint: str = "", timeout_s: float = DEADLINE_S
     endpoint_options = {"endpoint_override": endpoint} if endpoint else {}
 
     def fetch(params: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the decoded body of `GET /servers/detail`; raise keystoneauth1's errors, or ValueError if not JSON."""
         answer = session.get(
             "/servers/detail",
             params=params,
@@ -110,7 +117,7 @@ class NovaServer:
     host_names: frozenset[str] = frozenset()
 
     def is_on_host(self, *names: str) -> bool:
-        """Whether the instance is on a host with one of these names.
+        """Return True if the instance is, or may be, on a host with one of these names.
 
         False if the instance is deleted or shelved-offloaded; otherwise True if Nova does not show the host.
         """
@@ -159,7 +166,7 @@ def get_server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLI
 def get_servers(
     session: Any, endpoint: str, uuids: Collection[str], deadline_s: float = DEADLINE_S
 ) -> dict[str, NovaServer | NovaUnavailableError | None]:
-    """Return several instances, read in parallel (MAX_PARALLEL_CALLS threads).
+    """Return several instances by uuid, read in parallel (MAX_PARALLEL_CALLS threads); None if Nova answers 404.
 
     An instance maps to NovaUnavailableError if Nova has not answered for it within `deadline_s`, which is for all
     together.
@@ -202,7 +209,10 @@ class InstanceStateCache:
         self._executor = ThreadPoolExecutor(4, thread_name_prefix="nova")
 
     def __call__(self, instances: Collection[InstanceKey]) -> Mapping[str, InstanceState]:
-        """Return what is known within the deadline, by uuid; an instance that is left out is unknown."""
+        """Return what is known within the deadline, by uuid; an instance that is left out is unknown.
+
+        Errors are not raised. A failed listing starts the back-off, and the first one after a success is logged.
+        """
         known, now = self._read_cache(instances), self._monotonic()
         missing = group_by_project(instance for instance in instances if instance.uuid not in known)
         if not missing or now < self._back_off_until:

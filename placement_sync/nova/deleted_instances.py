@@ -42,14 +42,15 @@ MIN_UNCHANGED_S = 60.0
 
 
 def run() -> None:
-    """Run the job."""
+    """Run the job `instances`: make one comparison with Nova, if it is due."""
     jobs.run_steps_outside_transaction(JOB, step)
 
 
 def step() -> bool:
     """Compare the instances that hold requests with Nova, at most every LISTING_INTERVAL_S.
 
-    Always returns False: there is never more.
+    Delete the requests of those that are certainly gone. If Nova does not answer usably, a warning is logged. Does
+    nothing if Nova is switched off or no cloud is configured. Always returns False: there is never more.
     """
     holding = _load_holding_instances()
     missing_since = {str(row.instance): row.since for row in Vanished.objects.all()}
@@ -105,11 +106,12 @@ def _find_missing(holding: Collection[str], listed: Collection[str]) -> set[str]
 
 
 def _delete_vanished(instances: Collection[str]) -> None:
+    """Delete the records (`Vanished`) that these instances were missing from Nova's listing."""
     Vanished.objects.filter(instance__in=list(instances)).delete()
 
 
 def _delete_requests(instance: str) -> None:
-    """Delete the instance's requests and record an event."""
+    """Delete the instance's requests, record an event, and delete the instance's `Vanished` row."""
     requests = AcceleratorRequest.objects.filter(instance_uuid=instance)
     with conductor.writing():
         names = ", ".join(str(uuid) for uuid in requests.values_list("uuid", flat=True))
@@ -135,6 +137,7 @@ class _NovaQueries:
         return {uuid for page in self._iterate_pages() for uuid in page}
 
     def _iterate_pages(self) -> Iterator[list[str]]:
+        """Yield the uuids of each page of the listing. Raises NovaUnavailableError for an unusable answer."""
         params = {"all_tenants": "1", "limit": str(PAGE_SIZE)}
         while True:
             answer = self._get("/servers", params)
@@ -151,8 +154,9 @@ class _NovaQueries:
             params["marker"] = uuids[-1]
 
     def is_gone(self, uuid: str) -> bool:
-        """Whether Nova answers 404 for this instance. Raises NovaUnavailableError if it does not answer."""
+        """Return True if Nova answers 404 for this instance. Raises NovaUnavailableError if there is no answer."""
         return bool(self._get(f"/servers/{uuid}", {}).status_code == 404)
 
     def _get(self, path: str, params: Mapping[str, str]) -> Any:
+        """Send a GET and return Nova's answer, whatever its status. Raises NovaUnavailableError if there is none."""
         return send_get(self._session, self._endpoint, path, params, TIMEOUT_S)

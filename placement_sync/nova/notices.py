@@ -32,8 +32,9 @@ class Notice:
 class NoticeResult:
     """The result of a notice.
 
-    `is_final`: no retry is needed. `needs_attention`: a person should look at it. `nova_unavailable`: Nova was
-    unreachable, throttled, refused the credentials or answered unusably, so further calls are pointless for now.
+    `is_final` says that no retry is needed, `needs_attention` that a person should look at it. `nova_unavailable` says
+    that Nova was unreachable, throttled, refused the credentials or answered unusably, so further calls are pointless
+    for now.
     """
 
     is_final: bool
@@ -58,7 +59,11 @@ def build_body(notices: Sequence[Notice]) -> dict[str, Any]:
 
 
 def interpret_answer(notices: Sequence[Notice], status: int, answer: object) -> list[NoticeResult]:
-    """Return what Nova's answer means for each notice."""
+    """Return what Nova's answer means for each notice, in their order. Pure.
+
+    `status` is the HTTP status, `answer` the decoded body. A notice that the answer lacks is accepted if the status is
+    200, and has to be sent again if it is 207.
+    """
     if status == 404:
         return [NoticeResult(True, "404: Nova does not know the instance")] * len(notices)
     if status >= 500 or status in (401, 403, 408, 429):

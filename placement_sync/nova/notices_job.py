@@ -21,14 +21,15 @@ MAX_PARALLEL_CALLS = 8
 
 
 def run() -> None:
-    """Run the job."""
+    """Run the job `notices`: send notices until none is due, Nova is away, or its time slice is over."""
     jobs.run_steps_outside_transaction(JOB, step)
 
 
 def step() -> bool:
     """Send one batch of notices; return True if there may be more.
 
-    If Nova is off or not configured, the batch is discarded.
+    If Nova is off or not configured, the batch is discarded. After a call that found Nova away, the remaining notices
+    of the batch get its result without a call, and False is returned.
     """
     due = outbox.load_due_intents(KIND, INTENT_BATCH)
     if not due:
@@ -42,6 +43,7 @@ def step() -> bool:
     outages: list[NoticeResult] = []
 
     def send_to_instance(intents: list[outbox.DueIntent]) -> list[NoticeResult]:
+        """Send the notices of one instance and return their results; make no call once Nova was found away."""
         if outages:
             return outages[:1] * len(intents)
         notices = [Notice(intent.key, intent.payload["instance"], intent.payload["completed"]) for intent in intents]
@@ -80,6 +82,7 @@ def _store_results(intents: list[outbox.DueIntent], answers: list[NoticeResult])
 
 
 def _build_event(intent: outbox.DueIntent, answer: NoticeResult) -> dict[str, Any]:
+    """Build the event `request.notified`, or `request.notice_refused` if the notice has to be sent again."""
     status = "completed" if intent.payload["completed"] else "failed"
     return conductor.build_event(
         "request.notified" if answer.is_final else "request.notice_refused",

@@ -37,6 +37,10 @@ class Command(shell.OperatorCommand):
         parser.add_argument("--dry-run", action="store_true", help="show what would be written, but write nothing")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Synchronize the hosts in batches, print what was different, and exit with 1 if a host is not in step.
+
+        Raises CommandError if no cloud is configured, Placement is switched off, or a named host does not exist.
+        """
         cloud = get_cloud_session(settings.KEYS.placement_endpoint)
         if cloud is None:
             raise CommandError("no cloud is configured, or CYBORG_PLACEMENT_ENDPOINT is off: see docs/configuration.md")
@@ -73,6 +77,7 @@ class Command(shell.OperatorCommand):
         return len(ended.writes), not ended.problems
 
     def _print_progress(self, done: int, total: int) -> None:
+        """Draw a progress bar on standard error, if that is a terminal and there is more than one batch."""
         if sys.stderr.isatty() and total > HOST_BATCH:
             filled = 40 * done // total
             end = "\n" if done == total else ""

@@ -34,6 +34,7 @@ class Command(shell.OperatorCommand):
         parser.add_argument("--reason", default="", help="why it is changed; shown here and in the event")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Change the writer if one is named, and print the current one. Raises CommandError for a refused change."""
         try:
             writer = (
                 writer_election.switch_writer(options["who"], "manage.py", options["reason"])
@@ -45,6 +46,7 @@ class Command(shell.OperatorCommand):
         self._print_writer(writer)
 
     def _print_writer(self, writer: Writer) -> None:
+        """Print the writer, its epoch, since when and why, and the hosts whose agent cannot write, with the reason."""
         details = (
             f", since {writer.since:%Y-%m-%d %H:%M:%S} UTC, by {writer.by}: {writer.reason}" if writer.epoch else ""
         )
