@@ -8,6 +8,11 @@ class AgentsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        """Register the jobs `merge` and `leases`, the check whether an agent accepts commands, and the host page's
+        agent section.
+
+        Also register the function that tells whether an agent can write to Placement.
+        """
         from accelerators.commands.command_queue import REACH_CHECKS
         from accelerators.commands.placement_delegation import WRITER_STATUSES
         from accelerators.runtime.jobs import JOBS, Job

@@ -343,8 +343,10 @@ def decode_from_gateway(data: bytes | str) -> FromGateway | UnknownMessage:
 
 
 def _unknown_message_or_raise(data: bytes | str, error: Exception, sender: str) -> UnknownMessage:
-    """Return UnknownMessage if `data` has a type that `sender` does not know; otherwise raise MalformedMessageError
-    with `error`."""
+    """Return UnknownMessage if the type of `data` is none of those that `sender` (a key of `_known_types`) can send.
+
+    Otherwise raise MalformedMessageError with the text of `error`.
+    """
     try:
         name: Any = msgspec.json.decode(_fields_decoder.decode(data).get("type", msgspec.Raw(b"null")))
     except (msgspec.DecodeError, RecursionError):

@@ -139,7 +139,8 @@ class CommandDispatcher(threading.Thread):
         )
 
     def remove_agent(self, session: AgentSession) -> None:
-        """Remove an agent whose connection has ended."""
+        """Remove an agent whose connection has ended; its results are no longer watched. A newer connection of its host
+        stays."""
         self._calls.put(partial(self._unregister_agent, session))
 
     def watch_result(self, session: AgentSession, number: int) -> None:
@@ -147,7 +148,8 @@ class CommandDispatcher(threading.Thread):
         self._calls.put(partial(self._register_result, session, (session.identity.host_id, number)))
 
     def stop(self) -> None:
-        """End the thread and close its database connection. Only tests need this: a real process just ends."""
+        """End the thread and close its database connection. Wait up to 15 s. Only tests need this: a real process just
+        ends."""
         self._stopping = True
         self._calls.put(lambda: None)
         if self.is_alive():
@@ -300,6 +302,8 @@ class CommandDispatcher(threading.Thread):
             text = wire.encode_message(wire.Writer(epoch))
 
             def send_to_outdated() -> None:
+                """Start one task for each outdated agent, so that a slow socket does not delay the others. On the event
+                loop only."""
                 for line in outdated:
                     self._start_task(_send_past_outbox(line.session, text))
 

@@ -157,7 +157,10 @@ class SampleCache:
             census.note_answer(session.identity.host_id)
 
     def unregister(self, session: AgentSession) -> None:
-        """Remove a session that has ended, and its samples. Censuses no longer wait for its host."""
+        """Remove a session that has ended, and its samples. Censuses no longer wait for its host.
+
+        Do nothing if a newer session of the host has replaced this one here.
+        """
         host = session.identity.host_id
         if (state := self._states.get(host)) and state.session is session:
             self._total_bytes -= len(state.samples_json)
@@ -277,19 +280,25 @@ class SampleCache:
             self._start_sending_watch(state, state.requested_interval_s, state.requested_until - time.monotonic())
 
     def _request_one_sample(self, state: _SampleState) -> None:
-        """Ask the agent for samples now, and keep what it was asked for before."""
+        """Ask the agent for samples now, without changing the interval and the duration that it was asked for before.
+
+        Do nothing while another Watch message is being sent to it.
+        """
         if not state.is_sending:
             self._start_sending_watch(
                 state, state.requested_interval_s or MIN_INTERVAL_S, max(0.0, state.requested_until - time.monotonic())
             )
 
     def _start_sending_watch(self, state: _SampleState, every_s: float, for_s: float) -> None:
-        """Start to send a Watch message."""
+        """Set `is_sending`, and start a task that sends the agent a Watch message with this interval and duration."""
         state.is_sending = True
         self._start_task(self._send_text(state, wire.encode_message(wire.Watch(round(every_s, 3), round(for_s, 3)))))
 
     async def _send_text(self, state: _SampleState, text: str) -> None:
-        """Send a text. Until it is sent, `is_sending` keeps a slow socket from being given another one."""
+        """Send a text to the agent, then clear `is_sending`. If the connection is gone, this is only logged.
+
+        While `is_sending` is set, no other Watch message is sent, so that none pile up at a slow socket.
+        """
         try:
             await state.session.send({"type": "websocket.send", "text": text})
         except (RuntimeError, OSError) as error:

@@ -31,6 +31,7 @@ class Command(BaseCommand):
         parser.add_argument("--hours", type=int, default=24, help="how long the token is valid (default: 24)")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Create a join token and print it as the last line. Raise CommandError for a wrong host name or address."""
         if not 0 < len(options["host"]) <= 255:
             raise CommandError("HOST must have 1 to 255 characters")
         requested_address = options["address"] or ""

@@ -22,6 +22,8 @@ class Command(BaseCommand):
         parser.add_argument("--reason", default="", help="why: shown to the agent, in the console, and in the event")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Revoke the host's agent and print the result. Raise CommandError if there is none, or if the reason is too
+        long."""
         host, reason = options["host"], options["reason"]
         if len(reason) > key_revocation.MAX_REASON_CHARS:
             raise CommandError(f"--reason may have at most {key_revocation.MAX_REASON_CHARS} characters")
