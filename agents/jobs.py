@@ -57,11 +57,11 @@ def watch_leases() -> None:
 
 
 def merge_batch() -> bool:
-    """Merge one batch of spooled reports; return False if the spool had none, True if there may be more.
+    """Merge one batch of spooled reports; return False if no report could be taken, True if there may be more.
 
     Hosts with faults come first, except in every OLDEST_FIRST_EVERY-th batch. It must run inside a transaction of the
-    caller. If the database rejects the batch, it is applied host by host; the reports of a host that the database
-    rejects are dropped, and an event is recorded. So is a report that this release cannot decode.
+    caller. If the database rejects the batch, it is applied host by host. The reports of a host that the database
+    rejects even then are dropped, and so is a report that this release cannot decode; each time an event is recorded.
     """
     rows = [] if next(_batches) % OLDEST_FIRST_EVERY == 0 else _take_batch(TAKE_URGENT)
     if not (rows := rows or _take_batch(TAKE_OLDEST)):

@@ -127,6 +127,7 @@ class GatewayLink:
         return delay
 
     def _prepare_next_key(self) -> bool:
+        """Create the next key if there is none; return False, and log the error, when it cannot be written."""
         try:
             self.keys.prepare_next_key()
         except ConfigurationError as error:
@@ -135,6 +136,8 @@ class GatewayLink:
         return True
 
     def _back_off(self, reason: str, at_least: float = 0.0) -> float:
+        """Count and log a failure; return the delay before the next attempt: `at_least` plus the back-off, in
+        seconds."""
         delay = at_least + self._backoff.next_delay()
         self._log_failure(reason, delay)
         return delay
@@ -216,6 +219,11 @@ class GatewayLink:
                 self.sampler.on_disconnect()
 
     async def _receive_welcome(self, socket: ClientConnection) -> wire.Welcome:
+        """Wait for Welcome and return it; messages that come before it are dropped.
+
+        Raises SessionRefusedError for a Refuse, ConnectionLostError and wire.MalformedMessageError. It has no time
+        limit.
+        """
         while True:
             message = await receive_message(socket)
             if isinstance(message, wire.Welcome):

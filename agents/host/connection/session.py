@@ -120,6 +120,7 @@ class GatewaySession:
         )
 
     def _handle_ack(self, ack: wire.Ack) -> None:
+        """Note an Ack: of a heartbeat, or of a report, a result or a new key, which then need not be sent again."""
         self._pending_acks.record_ack(ack.of, ack.seq, self._clock())
         if ack.of == "Report":
             self._acknowledge_report(ack.seq)

@@ -267,7 +267,8 @@ def canonicalize_report(report: DriverReport) -> DriverReport:
 
 
 def apply_failure_marks(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> DriverReport:
-    """Return the report with each device in `failure_marks` shown as failed with the reason given there."""
+    """Return the report with each device in `marks` shown as failed with the reason given there, cut to 4096
+    characters."""
     if not any(driver == report.driver for driver, _ in marks):
         return report
     devices = (

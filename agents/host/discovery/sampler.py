@@ -231,4 +231,5 @@ class HostLoadSampler:
         return tuple(one for one in samples if one.key in device_keys and math.isfinite(one.value))
 
     def _now(self) -> float:
+        """Return the time of the event loop's clock in seconds."""
         return asyncio.get_running_loop().time()

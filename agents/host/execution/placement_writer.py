@@ -49,6 +49,8 @@ class DirectPlacementWriter:
         deadline = min(end_by, loop.time() + MAX_DURATION_S)
 
         def find_refusal() -> str:
+            """Return the reason why the thread must not go on, '' when it may: the deadline has passed, or the
+            authority is lost."""
             time_problem = "" if loop.time() < deadline else "the time limit of the command has passed"
             return time_problem or self.authority.find_refusal(command.writer)
 
