@@ -4,6 +4,8 @@ from django.apps import AppConfig
 
 
 class AgentsConfig(AppConfig):
+    """The Django application `agents`."""
+
     name = "agents"
     default_auto_field = "django.db.models.BigAutoField"
 

@@ -31,7 +31,10 @@ def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]
 
 
 def build_liveness_condition(state: str, lease_path: str = "") -> Q:
-    """Return the query condition for up, late or down; `lease_path` is the lookup path to the lease's `seen_at`."""
+    """Return the query condition for up, late or down; an agent that was never heard is down.
+
+    `lease_path` is the lookup path to the lease's `seen_at`, from Agent if it is ''.
+    """
     path = lease_path or "host__lease__seen_at"
     up, down = compute_thresholds()
     if state == "up":

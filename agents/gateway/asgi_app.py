@@ -51,31 +51,47 @@ CLOSE_MESSAGE_TOO_LARGE = 1009
 
 
 class GatewaySettings(Protocol):
-    """The configuration keys that the gateway reads.
-
-    `beat_s`: seconds between two heartbeats of an agent. `max_message_bytes`: largest message that is accepted.
-    `handshakes`: handshakes in progress at the same time. `agent_connections`: open connections.
-    `pending_report_bytes`: size of the reports that may wait for their commit. `flush_interval_ms` and
-    `flush_max_rows`: pause before each batch of the writer thread, and the number of reports in one commit.
-    `lease_flush_s`: seconds between two writes of leases.
-    """
+    """The configuration keys that the gateway reads."""
 
     @property
-    def beat_s(self) -> float: ...
+    def beat_s(self) -> float:
+        """Return the seconds between two heartbeats of an agent."""
+        ...
+
     @property
-    def max_message_bytes(self) -> int: ...
+    def max_message_bytes(self) -> int:
+        """Return the size in bytes of the largest message that is accepted."""
+        ...
+
     @property
-    def handshakes(self) -> int: ...
+    def handshakes(self) -> int:
+        """Return the maximum number of handshakes in progress at the same time."""
+        ...
+
     @property
-    def agent_connections(self) -> int: ...
+    def agent_connections(self) -> int:
+        """Return the maximum number of open connections."""
+        ...
+
     @property
-    def pending_report_bytes(self) -> int: ...
+    def pending_report_bytes(self) -> int:
+        """Return the size of the reports that may wait for their commit, above which further ones are refused."""
+        ...
+
     @property
-    def flush_interval_ms(self) -> float: ...
+    def flush_interval_ms(self) -> float:
+        """Return the milliseconds that the writer thread waits before each batch, so that jobs collect."""
+        ...
+
     @property
-    def flush_max_rows(self) -> int: ...
+    def flush_max_rows(self) -> int:
+        """Return the maximum number of reports in one commit."""
+        ...
+
     @property
-    def lease_flush_s(self) -> float: ...
+    def lease_flush_s(self) -> float:
+        """Return the seconds between two writes of leases."""
+        ...
 
 
 class AgentGateway:
@@ -378,7 +394,8 @@ class AgentGateway:
     def _store_command_message(self, message: CommandMessage) -> asyncio.Future[bool]:
         """Queue a message about a command for the writer thread.
 
-        After the commit the returned future gives True if the command is settled, so that a Result can be acknowledged.
+        After the commit the returned future gives True if the command is settled, so that a Result can be acknowledged;
+        False also if the database rejects the message.
         """
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._writer.put(CommandJob(future, message))

@@ -181,8 +181,8 @@ class SampleCache:
     def request_periodic_samples(self, hosts: Collection[int], every_s: float, for_s: float) -> None:
         """Make those of these hosts that are connected here send samples every `every_s` seconds for `for_s` seconds.
 
-        Both are limited by MIN_INTERVAL_S and MAX_DURATION_S. A Watch message is sent only to agents that need one.
-        Returns at once.
+        Both are limited by MIN_INTERVAL_S and MAX_DURATION_S. For a host that has MAX_INTERVALS different intervals
+        already, another interval is ignored. A Watch message is sent only to agents that need one. Returns at once.
         """
         interval_s, until = max(MIN_INTERVAL_S, every_s), time.monotonic() + min(for_s, MAX_DURATION_S)
         states = self._find_connected(hosts)

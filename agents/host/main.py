@@ -286,7 +286,7 @@ async def _recover_and_serve(executor: Executor, reporter: InventoryReporter, li
 
 
 async def _forward_changes(change_watcher: ChangeWatcher, reporter: InventoryReporter) -> None:
-    """Have the reporter ask drivers again each time the change watcher names them."""
+    """Have the reporter ask drivers again each time the change watcher names them. Runs until it is cancelled."""
     while True:
         reporter.request_discovery(await change_watcher.wait_for_changes())
 

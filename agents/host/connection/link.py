@@ -184,10 +184,13 @@ class GatewayLink:
             raise http.parse_refusal(response.status_code, response.headers, bytes(response.body or b"")) from None
 
     async def _run_session(self, socket: ClientConnection, secret: str, used_next_key: bool) -> None:
-        """Exchange Welcome and Hello, then run a Session until it fails.
+        """Wait for Welcome, send Hello, and run a GatewaySession until the connection ends. `secret` is that of the
+        token that was sent, else ''.
 
-        If the gateway has seen a later epoch of this host than the journal's, raise the journal's epoch above that one,
-        then raise ConnectionLostError, so that the agent reconnects with the new epoch.
+        If `used_next_key` is True, the next key becomes the current one. If the gateway has seen a later epoch of this
+        host than the journal's, raise the journal's epoch above that one, then raise ConnectionLostError, so that the
+        agent reconnects with the new epoch. Also raises the errors of GatewaySession, and TimeoutError without a
+        Welcome.
         """
         async with asyncio.timeout(self.timing.open_timeout_s):
             welcome = await self._receive_welcome(socket)

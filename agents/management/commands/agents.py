@@ -21,12 +21,15 @@ COLUMNS = ("host", "state", "version", "wire", "since", "note")
 
 
 class Command(BaseCommand):
+    """`manage.py agents`: list the agents, admit one that was barred as a clone, or ask one for a new key."""
+
     help = (
         "List agents and their state: up, late or down, depending on the last heartbeat; revoked; or clone, if two "
         "machines used one key. --admit and --rotate change one agent; see also `join_token` and `revoke_agent`."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare --json and --state, and --admit and --rotate, of which only one may be given."""
         parser.add_argument("--json", action="store_true", help="print JSON, for programs")
         parser.add_argument(
             "--state", choices=[state.value for state in AgentState], help="list only agents in this state"

@@ -12,11 +12,14 @@ from drivers.configuration import ConfigurationError
 
 
 class Command(BaseCommand):
+    """`manage.py join_token HOST`: create and print a join token."""
+
     help = (
         "Make a join token; the last line is the token. Set it as CYBORG_JOIN_TOKEN on the host and start cyborg-agent."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the host, --address, --unpinned and --hours."""
         parser.add_argument("host", help="the host's name: its compute provider's name in Placement, usually its FQDN")
         parser.add_argument(
             "--address",

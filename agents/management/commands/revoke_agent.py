@@ -12,12 +12,15 @@ from agents import key_revocation
 
 
 class Command(BaseCommand):
+    """`manage.py revoke_agent HOST`: revoke a host's agent."""
+
     help = (
         "Revoke a host's agent: its connections are closed within seconds, and its key and its open join tokens become "
         "invalid. Reports that were acknowledged before are kept. To let the host join again, make a new join token."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the host and --reason."""
         parser.add_argument("host", help="the host's name, as `manage.py agents` lists it")
         parser.add_argument("--reason", default="", help="why: shown to the agent, in the console, and in the event")
 
