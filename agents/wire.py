@@ -65,9 +65,9 @@ class Report(Message, frozen=True, omit_defaults=True):
     """The complete inventory of a host. (`epoch`, `seq`) orders reports; `hash` identifies the content.
 
     `drivers` are the drivers that were asked for devices. If a driver or one of its backends has an `error`, the report
-    repeats its last known devices. `others` are drivers that do not run; they have their own field, because an older
-    conductor would think that such a driver had answered and found no devices. `urgent`: the report shows a fault, and
-    is processed before the reports of other hosts.
+    repeats its last known devices, or has none of them if they would make the message too large. `others` are drivers
+    that do not run; they have their own field, because an older conductor would think that such a driver had answered
+    and found no devices. `urgent`: the report shows a fault, and is processed before the reports of other hosts.
     """
 
     epoch: NonNegativeInt

@@ -73,7 +73,8 @@ class PendingAcks:
     """When the last Ack came; until then, when the connection began."""
 
     def record_sent(self, message_type: str, seq: int, now: float) -> None:
-        """Note that a Beat or a Report (`message_type`) was sent at `now`."""
+        """Note that a Beat or a Report (`message_type`) was sent at `now`. The silence time-out starts if no Ack was
+        owed yet."""
         if self._silent_since is None:
             self._silent_since = now
         if message_type == "Report":

@@ -46,7 +46,7 @@ class GatewayEndpoint:
 
     @property
     def websocket_url(self) -> str:
-        """Return the URL of the WebSocket."""
+        """Return the URL of the WebSocket: the address as ws:// or wss://, followed by wire.AGENT_PATH."""
         return "ws" + self.address.removeprefix("http").rstrip("/") + wire.AGENT_PATH
 
 

@@ -241,7 +241,10 @@ class GatewayLink:
         log.debug("dropped a message from the gateway: %r", message)
 
     def adopt_next_key(self) -> None:
-        """Make the next key the current one, because the gateway has accepted it."""
+        """Make the next key the current one, in memory and on disk, because the gateway has accepted it.
+
+        If the disk refuses, this is logged, and both keys stay on disk.
+        """
         self.keys.adopt_next_key()
         self._use_next_key = False
         log.info("%s has a new key: %s", self.keys.current_identity.host, self.keys.current_identity.public_key)

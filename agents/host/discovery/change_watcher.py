@@ -142,7 +142,7 @@ class ChangeWatcher:
         self._set_timer("rescan", self._rescan_s, self._rescan_all)
 
     def close(self) -> None:
-        """Stop all timers and close the uevent socket."""
+        """Stop all timers and close the uevent socket. Call it on the event loop on which `start` was called."""
         for timer in self._timers.values():
             timer.cancel()
         if self._uevents is not None:

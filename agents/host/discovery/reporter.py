@@ -39,7 +39,7 @@ class DiscoverySource(Protocol):
         """Return the devices that the driver finds. Never raises: a failure is the report's `error`."""
 
     async def close(self) -> None:
-        """End the process."""
+        """End the driver's process."""
 
 
 class InventoryReporter:

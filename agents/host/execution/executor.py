@@ -254,7 +254,11 @@ class Executor:
             self._active_queues.discard(queue_key)
 
     async def _run_command(self, queued: _QueuedCommand) -> None:
-        """Run one command and store its result, whatever is raised."""
+        """Run one command and store its result, whatever is raised.
+
+        DriverError and sqlite3.OperationalError become *refused*; any other exception is a fault of the agent and
+        becomes *unknown*.
+        """
         command = queued.command
         try:
             result = await self._execute_command(queued)
@@ -303,7 +307,8 @@ class Executor:
         return result
 
     def _find_refusal(self, queued: _QueuedCommand) -> str:
-        """Return the reason why the command must not be begun, '' when it may."""
+        """Return the reason why the command must not be begun, '' when it may. For an act, '' also notes its number as
+        begun."""
         command = queued.command
         is_late = asyncio.get_running_loop().time() > queued.begin_by
         if command.op not in SUPPORTED_OPS:

@@ -45,7 +45,7 @@ class ImageCache:
         self._user_counts: Counter[str] = Counter()
 
     def delete_all(self) -> None:
-        """Delete all images. Call it only while no command uses one."""
+        """Delete all images; errors are ignored. Call it only while no command uses an image."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def to_driver_image(self, ref: wire.ImageRef) -> Image:
