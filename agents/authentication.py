@@ -78,7 +78,10 @@ def read_credential(scope: Any) -> credentials.Credential:
 
 
 def build_denial(refused: ConnectionRejectedError) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return the headers and the JSON body of the HTTP response for a refusal."""
+    """Return the headers and the JSON body (`error`, `code`) of the HTTP response for a refusal.
+
+    A 401 gets `WWW-Authenticate`, a 503 `Retry-After`.
+    """
     body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refused.status == 401:

@@ -52,7 +52,7 @@ def merge() -> None:
 
 
 def watch_leases() -> None:
-    """Run the job `leases`: mark hosts with silent agents as stale."""
+    """Run the job `leases`: mark hosts with silent agents as stale, and unmark hosts whose agents were heard again."""
     leases.run_lease_job()
 
 

@@ -45,7 +45,8 @@ class AgentChange:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionIdentity:
-    """Identifies one of two connections that use the same key."""
+    """Identifies a connection when two connections use the same key: the client's address, its boot id and its
+    epoch."""
 
     address: str
     boot_id: str
@@ -215,7 +216,7 @@ def _bar_agent(row: Agent, kind: BarKind, reason: str) -> None:
 
 
 def _expire_tokens(tokens: QuerySet[JoinToken]) -> None:
-    """Make those of these tokens expire now that are still valid."""
+    """Set the expiry of these tokens to now, except for tokens that have expired already."""
     tokens.filter(expires_at__gt=datetime.now(UTC)).update(expires_at=datetime.now(UTC))
 
 

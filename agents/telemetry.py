@@ -126,7 +126,8 @@ class GatewayPool:
         self.forget_gateways()
 
     def forget_gateways(self) -> None:
-        """Forget the known gateways and which of them were silent."""
+        """Forget the known gateways and which of them were silent, so that the next request reads the gateways' rows
+        again."""
         self._addresses: dict[str, str] = {}
         self._addresses_read_at = float("-inf")
         self._backoff_until: dict[str, float] = {}

@@ -197,7 +197,7 @@ class Wish(Struct, frozen=True, omit_defaults=True):
 
     @property
     def should_run(self) -> bool:
-        """Whether the driver should run."""
+        """Whether the driver should run: it is installed and enabled."""
         return self.installed and self.enabled
 
 
@@ -318,7 +318,8 @@ class MalformedMessageError(AgentsError):
 
 
 def encode_message(message: Message) -> str:
-    """Encode a message as the JSON text of one frame."""
+    """Encode a message as the JSON text of one frame. Nothing is validated: msgspec checks values only when it decodes
+    them."""
     return _encode_json(message).decode()
 
 

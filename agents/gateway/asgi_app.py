@@ -431,7 +431,8 @@ class AgentGateway:
         first: key_revocation.ConnectionIdentity,
         second: key_revocation.ConnectionIdentity,
     ) -> None:
-        """Have the writer thread bar a key that two connections hold; do not wait for it."""
+        """Have the writer thread bar a key that two connections use at once; do not wait for it, and ignore its
+        result."""
         self._change_trust(lambda: key_revocation.bar_cloned_key(host_id, key, first, second))
 
     def _change_trust(self, work: Callable[[], None]) -> asyncio.Future[None]:

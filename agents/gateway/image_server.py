@@ -116,7 +116,7 @@ class ImageServer:
                 await disconnect
 
     async def _run_in_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        """Run `work` in one of this application's threads and return its result."""
+        """Run `work` in one of this application's four threads and return its result, or raise its exception."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 

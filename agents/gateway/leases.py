@@ -145,5 +145,5 @@ def mark_stale_hosts() -> bool:
 
 
 def run_lease_job() -> None:
-    """Run the job `leases`: look for silent agents."""
+    """Run the job `leases`: mark hosts whose agents are silent as stale, and unmark those that were heard again."""
     jobs.run_steps("leases", mark_stale_hosts)

@@ -88,7 +88,7 @@ class RefusalCounter:
             log.exception("refusals cannot be recorded (agents: %d)", len(due))
 
     def _build_event(self, host: str, code: str, count: int) -> dict[str, Any]:
-        """Return the event `agent.refused` for one tally."""
+        """Return the event `agent.refused` with code, count and the last reason of one tally; nothing is written."""
         changes = {"code": [None, code], "count": [None, count]}
         reason = self._tallies[host, code].reason
         return conductor.build_event(

@@ -87,7 +87,8 @@ class _SampleCensus:
         self.complete = asyncio.Event()
 
     def note_answer(self, host_id: int) -> None:
-        """Note that a host has answered, or can no longer do so."""
+        """Note that a host has answered, or can no longer do so; after the last one set `complete`. Other hosts are
+        ignored."""
         self._missing.discard(host_id)
         if not self._missing:
             self.complete.set()
@@ -224,7 +225,7 @@ class SampleCache:
         return [state for host in hosts if (state := self._states.get(host)) and state.session.has_sent_hello]
 
     def _record_refusal(self, session: AgentSession, reason: str) -> None:
-        """Record dropped samples as a refusal; the agent stays connected."""
+        """Count dropped samples as a refusal with the code `samples`; the agent stays connected."""
         self._refusals.add(session.identity.host, "samples", reason, is_disconnected=False)
 
     def _get_state(self, session: AgentSession) -> _SampleState:
@@ -274,7 +275,7 @@ class SampleCache:
         return interval_s != state.requested_interval_s or state.requested_until - now < (until - now) / 2
 
     def _renew_watch(self, state: _SampleState) -> None:
-        """Send the agent the shortest wanted interval, if it needs a new Watch message."""
+        """Send the agent a Watch message with the shortest wanted interval, if it needs one (`_needs_watch`)."""
         if self._needs_watch(state):
             state.requested_interval_s, state.requested_until = min(state.wanted_intervals.items())
             self._start_sending_watch(state, state.requested_interval_s, state.requested_until - time.monotonic())

@@ -150,7 +150,7 @@ async def _read_body(receive: Any) -> bytes | None:
 
 
 async def _send_error(send: Any, status: int, sentence: str) -> None:
-    """Send an error response with one JSON sentence."""
+    """Send an HTTP error with the JSON body `{"error": sentence}`."""
     body = msgspec.json.encode({"error": sentence})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

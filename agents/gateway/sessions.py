@@ -261,7 +261,7 @@ class SessionRegistry:
         return SessionClosedError("clone", reason)
 
     def _remove_from_waiting(self, session: AgentSession) -> None:
-        """Remove a session from those that wait for their first message."""
+        """Remove a session from those that wait for their first message; do nothing if it is not among them."""
         host = session.identity.host_id
         waiting = self._waiting.get(host, [])
         if session in waiting:

@@ -157,7 +157,7 @@ class ReportJitter:
         )
 
     def count_report(self) -> None:
-        """Count a report that has arrived: one less is expected."""
+        """Count a report that has arrived: `choose_jitter` then expects one report less."""
         self._expected_reports = max(0.0, self._expected_reports - 1)
 
     def update_stored_rate(self, reports: int, seconds: float) -> None:

@@ -383,7 +383,7 @@ class DatabaseWriter(threading.Thread):
 
 
 def _pop_jobs(lane: deque[Any], count: int) -> list[Any]:
-    """Remove and return up to `count` jobs from the front of a lane."""
+    """Remove up to `count` jobs from the front of a lane, and return them in order."""
     return [lane.popleft() for _ in range(min(count, len(lane)))]
 
 
@@ -428,7 +428,10 @@ def _process_isolating_errors(
 
 
 def _error_for_unserved(job: WriterJob) -> Exception:
-    """Return the exception for the future of a job that could not be served."""
+    """Return the exception for the future of a job that could not be served.
+
+    It is ConnectionRejectedError (503) for a connecting agent; otherwise SessionClosedError, which ends the connection.
+    """
     if isinstance(job, AdmitJob):
         return ConnectionRejectedError(503, "database", "the database rejected this connection: see the gateway's log")
     return SessionClosedError("database", "the database cannot store this message: see the gateway's log")
