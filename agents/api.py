@@ -152,11 +152,14 @@ class DeviceUsageView(CollectionView):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Return the policy rule for all methods of this view."""
+        """Return the rule `cyborg:device:get_usage` for GET and HEAD, the only methods of this view."""
         return dict.fromkeys(("GET", "HEAD"), "cyborg:device:get_usage")
 
     def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
-        """Choose the renderer. Raise ApiError 406 if the client wants the event stream, which is not served here."""
+        """Choose the renderer. Raise ApiError 406 if the client wants the event stream, which this view does not serve.
+
+        With `force`, which is used to render an error, JSON takes the place of the event stream.
+        """
         renderer, media = super().perform_content_negotiation(request, force)
         if renderer.format != EventStreamRenderer.format:
             return renderer, media

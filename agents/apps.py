@@ -4,10 +4,17 @@ from django.apps import AppConfig
 
 
 class AgentsConfig(AppConfig):
+    """The Django application `agents`."""
+
     name = "agents"
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        """Register the jobs `merge` and `leases`, the check whether an agent accepts commands, and the host page's
+        agent section.
+
+        Also register the function that tells whether an agent can write to Placement.
+        """
         from accelerators.commands.command_queue import REACH_CHECKS
         from accelerators.commands.placement_delegation import WRITER_STATUSES
         from accelerators.runtime.jobs import JOBS, Job

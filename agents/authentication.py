@@ -66,8 +66,10 @@ class ConnectionRejectedError(AgentsError):
 
 
 def read_credential(scope: Any) -> credentials.Credential:
-    """Return the unverified credential in an ASGI request's Authorization header; raise ConnectionRejectedError
-    (401)."""
+    """Return the credential in an ASGI request's Authorization header. Its signature is not verified here.
+
+    Raise ConnectionRejectedError (401) if the header is missing or malformed.
+    """
     value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     try:
         return credentials.parse_authorization(value.decode("latin-1"))
@@ -76,7 +78,10 @@ def read_credential(scope: Any) -> credentials.Credential:
 
 
 def build_denial(refused: ConnectionRejectedError) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return the headers and the JSON body of the HTTP response for a refusal."""
+    """Return the headers and the JSON body (`error`, `code`) of the HTTP response for a refusal.
+
+    A 401 gets `WWW-Authenticate`, a 503 `Retry-After`.
+    """
     body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refused.status == 401:
@@ -122,7 +127,7 @@ class ChallengeStore:
         self._expiry_by_nonce: dict[str, float] = {}
 
     def create(self) -> credentials.Challenge:
-        """Make and remember a new challenge."""
+        """Make and remember a new challenge. Expired nonces are deleted, and at MAX_CHALLENGES also the oldest."""
         now = time.monotonic()
         while self._expiry_by_nonce:
             oldest = next(iter(self._expiry_by_nonce))
@@ -161,9 +166,10 @@ def verify_credential(
 
 
 def create_join_token(host: str, *, address: str, hours: int, created_by: str, fingerprint: str = "") -> str:
-    """Create a join token and return its join string for `host`, valid for `hours`. Record an event.
+    """Create a join token for `host`, valid for `hours`, and return its join string. Record the event `agent.invited`.
 
-    Only a hash of the secret is stored, so the string cannot be shown again.
+    Only a hash of the secret is stored, so the string cannot be shown again. `address` and `fingerprint` (of the pinned
+    certificate, '' for none) go into the string only.
     """
     secret = secrets.token_urlsafe(24)
     JoinToken.objects.create(
@@ -179,6 +185,7 @@ def create_join_token(host: str, *, address: str, hours: int, created_by: str, f
 
 
 def _hash_secret(secret: str) -> str:
+    """Return the SHA-256 of a join token's secret in hexadecimal; only this hash is stored."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -192,9 +199,9 @@ def find_enrolled(public_keys: Iterable[str]) -> dict[str, EnrolledAgent]:
 def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgent | None) -> EnrolledAgent:
     """Return the identity for a verified credential, or raise ConnectionRejectedError (403).
 
-    `identity` is the one already known for its key, if any. If it is of another host, barred or missing, the agent is
-    enrolled by its token in a transaction. Using a token expires the older tokens of its host, so that a replaced key
-    cannot come back with the token it once had.
+    `identity` is the one already known for its key, if any. If that belongs to the same host and is not barred, it is
+    returned, and a changed `node` is stored. Otherwise the agent is enrolled by its token in a transaction. Using a
+    token expires the older tokens of its host, so that a replaced key cannot come back with the token it once had.
     """
     if identity is not None and identity.host == credential.host and not identity.barred:
         if identity.node != credential.node:
@@ -213,10 +220,11 @@ def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgen
 
 
 def _enrol_with_token(credential: credentials.Credential) -> EnrolledAgent:
-    """Bind the credential's key to its host by its token, and return the identity. Raise ConnectionRejectedError.
+    """Bind the credential's key to its host by its token, and return the identity.
 
-    The token and the host's agent are locked. A host's agent with another key, and another host's agent with this key,
-    are deleted.
+    The token and the host's agent are locked. The host is created if it is new. A host's agent with another key, and
+    another host's agent with this key, are deleted. Raise ConnectionRejectedError (403) if the token is not valid for
+    this host and key, or if a bar forbids it.
     """
     with transaction.atomic():
         token = JoinToken.objects.select_for_update().filter(secret_hash=_hash_secret(credential.token)).first()

@@ -86,7 +86,8 @@ def is_valid_signature(public_key: str, signature: str, data: bytes) -> bool:
 
 
 def encode_authorization(credential: Credential) -> str:
-    """Encode a credential as the value of the Authorization header."""
+    """Encode a credential as the value of the Authorization header: the scheme `Cyborg-Agent`, then JSON in
+    base64url."""
     return f"{SCHEME} {base64.urlsafe_b64encode(_encode_json(credential)).decode()}"
 
 

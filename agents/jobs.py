@@ -52,15 +52,16 @@ def merge() -> None:
 
 
 def watch_leases() -> None:
-    """Run the job `leases`: mark hosts with silent agents as stale."""
+    """Run the job `leases`: mark hosts with silent agents as stale, and unmark hosts whose agents were heard again."""
     leases.run_lease_job()
 
 
 def merge_batch() -> bool:
-    """Merge one batch of spooled reports; return True if there may be more. Hosts with faults come first.
+    """Merge one batch of spooled reports; return False if no report could be taken, True if there may be more.
 
-    It must run inside a transaction of the caller. If the database rejects the batch, it is applied host by host, so
-    that one bad report does not affect other hosts; the bad one is dropped and recorded as an event.
+    Hosts with faults come first, except in every OLDEST_FIRST_EVERY-th batch. It must run inside a transaction of the
+    caller. If the database rejects the batch, it is applied host by host. The reports of a host that the database
+    rejects even then are dropped, and so is a report that this release cannot decode; each time an event is recorded.
     """
     rows = [] if next(_batches) % OLDEST_FIRST_EVERY == 0 else _take_batch(TAKE_URGENT)
     if not (rows := rows or _take_batch(TAKE_OLDEST)):
@@ -86,7 +87,11 @@ def merge_batch() -> bool:
 
 
 def _take_batch(statement: str) -> list[tuple[int, int, int, str]]:
-    """Remove a batch from the spool with one of the statements above, and return its rows."""
+    """Delete a batch from the spool with TAKE_URGENT or TAKE_OLDEST, and return its rows: host id, epoch, seq, payload.
+
+    Rows that another process has locked are skipped. The rows are lost unless the caller's transaction is rolled back
+    or merges them.
+    """
     with connection.cursor() as cursor:
         cursor.execute(statement, [BATCH_ROWS, BATCH_BYTES])
         rows: list[tuple[int, int, int, str]] = cursor.fetchall()
@@ -104,7 +109,8 @@ def _apply_host_by_host(batch: ReportBatch) -> None:
 
 
 def _record_dropped_report(host_id: int, error: Exception) -> None:
-    """Record the event `report.refused` for a report that cannot be stored."""
+    """Record the event `report.refused` for reports of a host that cannot be stored, with the first line of the
+    error."""
     host = Host.objects.filter(id=host_id).first()
     reason = f"the host's report cannot be stored: {str(error).splitlines()[0]}"
     conductor.record_event("report.refused", EventSource.SYSTEM, "merge", host=host, reason=reason)

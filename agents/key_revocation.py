@@ -45,7 +45,8 @@ class AgentChange:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionIdentity:
-    """Identifies one of two connections that use the same key."""
+    """Identifies a connection when two connections use the same key: the client's address, its boot id and its
+    epoch."""
 
     address: str
     boot_id: str
@@ -62,7 +63,10 @@ def read_agent_changes(seconds: float) -> list[AgentChange]:
 
 
 def find_agent(host: str | UUID) -> Agent:
-    """Return the agent of a host, given the host's name or uuid. Raise RefusedError NOT_FOUND if there is none."""
+    """Return the agent of a host, given the host's name or uuid; the row is not locked.
+
+    Raise RefusedError NOT_FOUND if there is none.
+    """
     criteria = {"host__uuid": host} if isinstance(host, UUID) else {"host__name": host}
     agent = Agent.objects.select_related("host").filter(**criteria).first()
     if agent is None:
@@ -73,10 +77,11 @@ def find_agent(host: str | UUID) -> Agent:
 
 
 def revoke_agent(agent: Agent, by: str, reason: str, source: EventSource = EventSource.PERSON) -> bool:
-    """Revoke an agent: end its connections and bar its key. Return False if it is revoked already.
+    """Revoke an agent: bar its key, and have its connections ended. Return False if it is revoked already.
 
-    Its open join tokens expire. The host can come back only with a new join token and a new key. Reports that were
-    acknowledged before are still merged.
+    Its row is locked and read again; raise RefusedError NOT_FOUND if it is gone. The host's open join tokens expire.
+    The host can come back only with a new join token and a new key. Reports that were acknowledged before are still
+    merged.
     """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
@@ -91,7 +96,7 @@ def revoke_agent(agent: Agent, by: str, reason: str, source: EventSource = Event
 def lift_clone_bar(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> bool:
     """Lift the bar of an agent that was barred as a clone; return False if it is not barred.
 
-    Raise RefusedError CONFLICT if it was revoked.
+    Its row is locked and read again. Raise RefusedError: CONFLICT if it was revoked, NOT_FOUND if it is gone.
     """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
@@ -109,7 +114,10 @@ def lift_clone_bar(agent: Agent, by: str, source: EventSource = EventSource.PERS
 
 
 def request_key_rotation(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> None:
-    """Ask an agent for a new key, now or when it connects next. Raise RefusedError CONFLICT while it is barred."""
+    """Ask an agent for a new key, now or when it connects next; the request is stored until the agent has sent a key.
+
+    Its row is locked and read again. Raise RefusedError: CONFLICT while it is barred, NOT_FOUND if it is gone.
+    """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
         if row.barred:
@@ -125,9 +133,9 @@ def request_key_rotation(agent: Agent, by: str, source: EventSource = EventSourc
 def replace_key(host_id: int, old_key: str, new_key: str) -> None:
     """Replace a host's key `old_key` by `new_key`, in one transaction; do nothing if that is done already.
 
-    The caller must have checked the agent's proof that it has both keys. Tokens bound to the old key expire. Raise
-    RefusedError CONFLICT if `old_key` is not the host's key any more, if the agent is barred, or if another host uses
-    `new_key`.
+    The caller must have checked the agent's proof that it has both keys. The agent's row is locked. Tokens bound to the
+    old key expire. Raise RefusedError: CONFLICT if `old_key` is not the host's key any more, if the agent is barred, or
+    if another host uses `new_key`; NOT_FOUND if the host has no agent.
     """
     with conductor.writing():
         row = _lock_agent(host_id)
@@ -149,7 +157,11 @@ def replace_key(host_id: int, old_key: str, new_key: str) -> None:
 
 
 def bar_cloned_key(host_id: int, key: str, first: ConnectionIdentity, second: ConnectionIdentity) -> None:
-    """Bar a key that two live connections use, until a person decides. Do nothing if it is barred or replaced."""
+    """Bar a key that two live connections use, until a person decides. Do nothing if it is barred or replaced.
+
+    The agent's row is locked. All join tokens of the host expire. Raise RefusedError NOT_FOUND if the host has no
+    agent.
+    """
     with conductor.writing():
         row = _lock_agent(host_id)
         if row.public_key != key or row.barred:
@@ -195,7 +207,8 @@ def _lock_agent(host_id: int) -> Agent:
 
 
 def _bar_agent(row: Agent, kind: BarKind, reason: str) -> None:
-    """Bar an agent and expire all join tokens of its host."""
+    """Bar an agent whose row the caller has locked, and expire all join tokens of its host. A requested new key is
+    cancelled."""
     Agent.objects.filter(pk=row.pk).update(
         barred=kind, barred_reason=reason[:MAX_REASON_CHARS], rotate_asked_at=None, changed_at=Now()
     )
@@ -203,11 +216,12 @@ def _bar_agent(row: Agent, kind: BarKind, reason: str) -> None:
 
 
 def _expire_tokens(tokens: QuerySet[JoinToken]) -> None:
-    """Make those of these tokens expire now that are still valid."""
+    """Set the expiry of these tokens to now, except for tokens that have expired already."""
     tokens.filter(expires_at__gt=datetime.now(UTC)).update(expires_at=datetime.now(UTC))
 
 
 def _record_event(
     host: Host, action: str, source: EventSource, by: str, changes: dict[str, object], reason: str
 ) -> None:
+    """Record an event about a host's agent, done by `by`."""
     conductor.record_event(action, source, by, host=host, changes=changes, reason=reason)

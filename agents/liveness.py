@@ -31,7 +31,10 @@ def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]
 
 
 def build_liveness_condition(state: str, lease_path: str = "") -> Q:
-    """Return the query condition for up, late or down; `lease_path` is the lookup path to the lease's `seen_at`."""
+    """Return the query condition for up, late or down; an agent that was never heard is down.
+
+    `lease_path` is the lookup path to the lease's `seen_at`, from Agent if it is ''.
+    """
     path = lease_path or "host__lease__seen_at"
     up, down = compute_thresholds()
     if state == "up":
@@ -42,7 +45,7 @@ def build_liveness_condition(state: str, lease_path: str = "") -> Q:
 
 
 def build_state_condition(state: str) -> Q:
-    """Return the query condition on Agent for an `AgentState`."""
+    """Return the query condition on Agent for an `AgentState`; a barred agent is never up, late or down."""
     return Q(barred="") & build_liveness_condition(state) if state in LIVENESS_STATES else Q(barred=state)
 
 
@@ -55,7 +58,8 @@ def get_last_heard(agent: Agent) -> datetime | None:
 
 
 def get_agent_state(agent: Agent) -> AgentState:
-    """Return the agent's state."""
+    """Return the agent's state: why it is barred, else up, late or down by the age of its lease. See
+    `get_last_heard`."""
     if agent.barred:
         return AgentState(agent.barred)
     last_heard = get_last_heard(agent)

@@ -69,9 +69,10 @@ class LoadSnapshot:
 
 
 def get_last_loads(hosts: Collection[int] | None = None) -> LoadSnapshot:
-    """Return the last known load of these hosts, or of all. It takes up to a second. No agent is asked.
+    """Return the last known load of these hosts; None means all hosts. No agent is asked.
 
-    Raise DatabaseError if the gateways' rows cannot be read.
+    It takes up to about a second, longer only while the gateways' rows are read slowly. A gateway that does not answer
+    is named in `silent`. Raise DatabaseError if the gateways' rows cannot be read.
     """
     return _gateway_pool.ask_all(SampleRequest(None if hosts is None else tuple(hosts)))
 
@@ -79,7 +80,9 @@ def get_last_loads(hosts: Collection[int] | None = None) -> LoadSnapshot:
 def request_periodic_loads(hosts: Collection[int], every_s: float, for_s: float) -> LoadSnapshot:
     """Ask these hosts to send samples every `every_s` seconds for `for_s` seconds; return the last known load at once.
 
-    To continue, call it again before `for_s` seconds have passed. Agents get a message only if they need one.
+    The interval is at least 0.5 s and the duration at most 300 s, whatever is asked for. To continue, call it again
+    before `for_s` seconds have passed. Agents get a message only if they need one. Raise DatabaseError if the gateways'
+    rows cannot be read.
     """
     return _gateway_pool.ask_all(SampleRequest(tuple(hosts), every_s, for_s))
 
@@ -88,13 +91,18 @@ def run_load_census(hosts: Collection[int], within_s: float) -> LoadSnapshot:
     """Ask the agents of these hosts for samples now, and return those that arrived within `within_s` seconds.
 
     It returns as soon as all have answered. Agents of a release that has no Samples message never answer; if `hosts`
-    contains one, the call takes the full `within_s` seconds.
+    contains one, the call takes the full `within_s` seconds. A gateway that runs too many censuses already is named in
+    `silent`. Raise DatabaseError if the gateways' rows cannot be read.
     """
     return _gateway_pool.ask_all(SampleRequest(tuple(hosts), within_s=within_s))
 
 
 def describe_device_load(loads: LoadSnapshot, host_id: int, key: str) -> dict[str, Any]:
-    """Return one device's load as the usage resource shows it. `at` is None if nothing is known."""
+    """Return one device's load as the usage resource shows it: `at`, `age_s` (seconds), `values`, and the `silent`
+    gateways.
+
+    `key` is the device's key. `at` and `age_s` are None, and `values` is empty, if no load of the device is known.
+    """
     host_load = loads.hosts.get(host_id)
     values = host_load.devices.get(key) if host_load else None
     at = datetime.fromtimestamp(host_load.at, UTC) if host_load and values is not None else None
@@ -118,7 +126,8 @@ class GatewayPool:
         self.forget_gateways()
 
     def forget_gateways(self) -> None:
-        """Forget the known gateways and which of them were silent."""
+        """Forget the known gateways and which of them were silent, so that the next request reads the gateways' rows
+        again."""
         self._addresses: dict[str, str] = {}
         self._addresses_read_at = float("-inf")
         self._backoff_until: dict[str, float] = {}
@@ -126,7 +135,9 @@ class GatewayPool:
     def ask_all(self, request: SampleRequest) -> LoadSnapshot:
         """Ask all gateways in parallel and merge their answers; if two have samples of a host, the newer ones count.
 
-        A gateway that does not answer in time, or is busy, is named in `silent`.
+        A gateway that does not answer in time, or runs too many censuses, is named in `silent`. A gateway that failed
+        to answer is not asked again for GATEWAY_BACKOFF_S, and is named there too. If `hosts` is an empty tuple, nobody
+        is asked. Raise DatabaseError if the gateways' rows cannot be read.
         """
         if request.hosts == ():
             return LoadSnapshot({})
@@ -159,10 +170,10 @@ class GatewayPool:
         return LoadSnapshot(_decode_newest(samples), tuple(sorted(silent)))
 
     def _read_live_gateways(self) -> dict[str, str]:
-        """Return the addresses of the live gateways, by name. Raise DatabaseError, at the latest after
-        STATEMENT_TIMEOUT_MS.
+        """Return the addresses of the live gateways, by name: those that have renewed their row lately.
 
-        The rows are read at most every REGISTRY_INTERVAL_S.
+        The rows are read at most every REGISTRY_INTERVAL_S; in between, the last result is returned. Raise
+        DatabaseError, at the latest after STATEMENT_TIMEOUT_MS.
         """
         if time.monotonic() - self._addresses_read_at >= REGISTRY_INTERVAL_S:
             oldest_allowed = datetime.now(UTC) - timedelta(
@@ -180,8 +191,11 @@ class GatewayPool:
 
 
 def _read_response(future: Future[SampleResponse], local_names: Collection[str]) -> list[HostSamples]:
-    """Return the samples in a gateway's answer. Raise TooManyCensusesError if no thread was free to ask it, or
-    GatewayUnreachableError."""
+    """Return the samples in a gateway's answer; it does not wait.
+
+    Raise TooManyCensusesError if no thread was free to ask the gateway or too many censuses run there. Raise
+    GatewayUnreachableError if it has not answered, if its answer is not usable, or if it is one of `local_names`.
+    """
     if future.cancel():
         raise TooManyCensusesError("no thread was free to ask it")
     if not future.done():
@@ -197,7 +211,8 @@ def _read_response(future: Future[SampleResponse], local_names: Collection[str])
 def _read_local_cache(cache: SampleCache, request: SampleRequest, deadline: float) -> list[HostSamples]:
     """Return the samples in a cache of this process. If the request says so, the agents are asked first.
 
-    Raise TooManyCensusesError.
+    For a census this blocks until the agents have answered, at most until `deadline` (monotonic). Raise
+    TooManyCensusesError if too many censuses run.
     """
     since = time.monotonic() if request.within_s else 0.0
     if cache.loop and not cache.loop.is_closed() and (request.within_s or request.for_s):

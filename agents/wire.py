@@ -65,9 +65,9 @@ class Report(Message, frozen=True, omit_defaults=True):
     """The complete inventory of a host. (`epoch`, `seq`) orders reports; `hash` identifies the content.
 
     `drivers` are the drivers that were asked for devices. If a driver or one of its backends has an `error`, the report
-    repeats its last known devices. `others` are drivers that do not run; they have their own field, because an older
-    conductor would think that such a driver had answered and found no devices. `urgent`: the report shows a fault, and
-    is processed before the reports of other hosts.
+    repeats its last known devices, or has none of them if they would make the message too large. `others` are drivers
+    that do not run; they have their own field, because an older conductor would think that such a driver had answered
+    and found no devices. `urgent`: the report shows a fault, and is processed before the reports of other hosts.
     """
 
     epoch: NonNegativeInt
@@ -197,7 +197,7 @@ class Wish(Struct, frozen=True, omit_defaults=True):
 
     @property
     def should_run(self) -> bool:
-        """Whether the driver should run."""
+        """Whether the driver should run: it is installed and enabled."""
         return self.installed and self.enabled
 
 
@@ -318,7 +318,8 @@ class MalformedMessageError(AgentsError):
 
 
 def encode_message(message: Message) -> str:
-    """Encode a message as the JSON text of one frame."""
+    """Encode a message as the JSON text of one frame. Nothing is validated: msgspec checks values only when it decodes
+    them."""
     return _encode_json(message).decode()
 
 
@@ -343,8 +344,10 @@ def decode_from_gateway(data: bytes | str) -> FromGateway | UnknownMessage:
 
 
 def _unknown_message_or_raise(data: bytes | str, error: Exception, sender: str) -> UnknownMessage:
-    """Return UnknownMessage if `data` has a type that `sender` does not know; otherwise raise MalformedMessageError
-    with `error`."""
+    """Return UnknownMessage if the type of `data` is none of those that `sender` (a key of `_known_types`) can send.
+
+    Otherwise raise MalformedMessageError with the text of `error`.
+    """
     try:
         name: Any = msgspec.json.decode(_fields_decoder.decode(data).get("type", msgspec.Raw(b"null")))
     except (msgspec.DecodeError, RecursionError):

@@ -54,21 +54,44 @@ class GatewaySettings(Protocol):
     """The configuration keys that the gateway reads."""
 
     @property
-    def beat_s(self) -> float: ...
+    def beat_s(self) -> float:
+        """Return the seconds between two heartbeats of an agent."""
+        ...
+
     @property
-    def max_message_bytes(self) -> int: ...
+    def max_message_bytes(self) -> int:
+        """Return the size in bytes of the largest message that is accepted."""
+        ...
+
     @property
-    def handshakes(self) -> int: ...
+    def handshakes(self) -> int:
+        """Return the maximum number of handshakes in progress at the same time."""
+        ...
+
     @property
-    def agent_connections(self) -> int: ...
+    def agent_connections(self) -> int:
+        """Return the maximum number of open connections."""
+        ...
+
     @property
-    def pending_report_bytes(self) -> int: ...
+    def pending_report_bytes(self) -> int:
+        """Return the size of the reports that may wait for their commit, above which further ones are refused."""
+        ...
+
     @property
-    def flush_interval_ms(self) -> float: ...
+    def flush_interval_ms(self) -> float:
+        """Return the milliseconds that the writer thread waits before each batch, so that jobs collect."""
+        ...
+
     @property
-    def flush_max_rows(self) -> int: ...
+    def flush_max_rows(self) -> int:
+        """Return the maximum number of reports in one commit."""
+        ...
+
     @property
-    def lease_flush_s(self) -> float: ...
+    def lease_flush_s(self) -> float:
+        """Return the seconds between two writes of leases."""
+        ...
 
 
 class AgentGateway:
@@ -148,13 +171,15 @@ class AgentGateway:
             raise refused
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve a connection that has no TLS from us: the agent then signs an empty certificate fingerprint."""
+        """Serve a connection on a listener where this product does no TLS: the agent then signs an empty certificate
+        fingerprint."""
         await self.serve_connection(scope, receive, send, ("",))
 
     async def serve_connection(self, scope: Any, receive: Any, send: Any, fingerprints: Iterable[str]) -> None:
         """Serve one connection from the upgrade request to its end.
 
-        `fingerprints` are those of the certificates that the agent may have pinned.
+        `fingerprints` are those of the certificates that the agent may have pinned. A refused upgrade gets an HTTP
+        error, and a connection that the gateway ends gets a Refuse; both are recorded as refusals.
         """
         await receive()  # websocket.connect
         host = ""
@@ -215,8 +240,11 @@ class AgentGateway:
             self.refusals.add(host, "malformed", f"the WebSocket data is invalid (close code {code}): {reason}")
 
     async def _identify_agent(self, credential: credentials.Credential) -> EnrolledAgent:
-        """Have the writer thread look up or enrol the agent. Raise ConnectionRejectedError, a 503 if that takes
-        longer than ADMISSION_TIMEOUT_S."""
+        """Have the writer thread look up or enrol the agent of a verified credential, and return it.
+
+        Raise ConnectionRejectedError: 403 if this key may not connect, 503 if the database cannot do it or takes longer
+        than ADMISSION_TIMEOUT_S.
+        """
         future: asyncio.Future[EnrolledAgent] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
         try:
@@ -228,7 +256,8 @@ class AgentGateway:
             raise ConnectionRejectedError(503, "database", reason, self.throttle.schedule_return()) from None
 
     async def _send_welcome(self, session: AgentSession) -> bool:
-        """Send Welcome, and Rotate if a new key was asked for. Return False if the agent is already gone."""
+        """Renew the host's lease, send Welcome, and send Rotate if a new key was asked for. Return False if the agent
+        is already gone."""
         identity = session.identity
         self.leases.note_heartbeat(identity.host_id, session.epoch)
         known_state = identity.epoch, identity.applied_hash, self.settings.max_message_bytes
@@ -240,7 +269,8 @@ class AgentGateway:
     async def _receive_messages(self, session: AgentSession, receive: Any) -> None:
         """Receive and handle messages until the peer closes. The first one decides which connection holds the host.
 
-        Raise SessionClosedError for a message that is malformed or not allowed.
+        Raise SessionClosedError for a message that is malformed, not allowed or cannot be stored, if the first message
+        does not come within FIRST_MESSAGE_TIMEOUT_S, and if another connection keeps the host.
         """
         peer_offers_newer, has_settled = session.offers_newer_version, False
         while (event := await (receive() if has_settled else _receive_first_event(receive)))[
@@ -279,7 +309,10 @@ class AgentGateway:
     async def _handle_control_message(
         self, session: AgentSession, message: wire.FromAgent | wire.UnknownMessage
     ) -> None:
-        """Handle infrequent messages: those sent once per connection, and answers to the gateway's own requests."""
+        """Handle infrequent messages: those sent once per connection, and answers to the gateway's own requests.
+
+        A message of an unknown type is counted and dropped. Raise SessionClosedError for a message that is not allowed.
+        """
         if type(message) is wire.Hello:
             session.boot_id = message.boot_id
             self.leases.note_hello(session, message)
@@ -307,7 +340,10 @@ class AgentGateway:
             self.counters["unknown_types"] += 1
 
     def _collect_progress(self, session: AgentSession, message: wire.Progress) -> None:
-        """Keep the newest progress of each command and schedule its write, PROGRESS_INTERVAL_S after the last one."""
+        """Keep the newest progress of each command, and schedule the write PROGRESS_INTERVAL_S after the last one.
+
+        While MAX_PENDING_PROGRESS commands wait, progress of further commands is dropped.
+        """
         loop = asyncio.get_running_loop()
         if not session.pending_progress:
             loop.call_at(
@@ -358,7 +394,8 @@ class AgentGateway:
     def _store_command_message(self, message: CommandMessage) -> asyncio.Future[bool]:
         """Queue a message about a command for the writer thread.
 
-        After the commit the returned future gives True if the command is settled, so that a Result can be acknowledged.
+        After the commit the returned future gives True if the command is settled, so that a Result can be acknowledged;
+        False also if the database rejects the message.
         """
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._writer.put(CommandJob(future, message))
@@ -394,11 +431,15 @@ class AgentGateway:
         first: key_revocation.ConnectionIdentity,
         second: key_revocation.ConnectionIdentity,
     ) -> None:
-        """Have the writer thread bar a key that two connections hold; do not wait for it."""
+        """Have the writer thread bar a key that two connections use at once; do not wait for it, and ignore its
+        result."""
         self._change_trust(lambda: key_revocation.bar_cloned_key(host_id, key, first, second))
 
     def _change_trust(self, work: Callable[[], None]) -> asyncio.Future[None]:
-        """Queue a change of trust for the writer thread; the returned future is done after its commit."""
+        """Queue a change of trust for the writer thread; the returned future is done after its commit.
+
+        If the change is refused or fails, the future raises RefusedError or DatabaseError.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._writer.put(TrustJob(future, work))
         return future
@@ -408,9 +449,10 @@ class AgentGateway:
     ) -> None:
         """Acknowledge a report when it is durable, when its content is applied already, or when it is old.
 
-        The socket is not read while this waits, so that a host never has more than one message in memory. Raise
-        SessionClosedError if the epoch is out of range, the report has a NUL character, or too many reports wait for
-        a commit.
+        A report is old if this connection has acknowledged the same or a later (epoch, seq). The socket is not read
+        while this waits, so that a host never has more than one message in memory. Raise SessionClosedError if the
+        epoch is out of range, the report has a NUL character, too many reports wait for a commit, or the database
+        cannot store it.
         """
         self.report_jitter.count_report()
         host_id = session.identity.host_id
@@ -431,7 +473,10 @@ class AgentGateway:
         await send_text(session, f'{{"type":"Ack","seq":{epoch_seq[1]},"of":"Report"}}')
 
     async def _wait_until_spooled(self, job: SpoolJob) -> bool:
-        """Wait until the report is committed to the spool. Return False if it was not stored, since it is applied."""
+        """Wait until the report is committed to the spool. Return False if it was not stored, since it is applied.
+
+        Raise SessionClosedError if the database cannot store it. While the database is down, it waits.
+        """
         self._pending_bytes += len(job.payload)
         try:
             self._writer.put(job)
@@ -440,7 +485,8 @@ class AgentGateway:
             self._pending_bytes -= len(job.payload)
 
     async def _send_refusal(self, session: AgentSession, close_error: SessionClosedError) -> None:
-        """Record the refusal, send Refuse and close. Wait at most CLOSE_TIMEOUT_S for a peer that reads nothing."""
+        """Record the refusal, send Refuse and close with 1008. Wait at most CLOSE_TIMEOUT_S for a peer that reads
+        nothing."""
         self.refusals.add(session.identity.host, close_error.code, close_error.reason)
         text = wire.encode_message(wire.Refuse(close_error.code, close_error.reason[:4096]))
         try:

@@ -139,7 +139,8 @@ class CommandDispatcher(threading.Thread):
         )
 
     def remove_agent(self, session: AgentSession) -> None:
-        """Remove an agent whose connection has ended."""
+        """Remove an agent whose connection has ended; its results are no longer watched. A newer connection of its host
+        stays."""
         self._calls.put(partial(self._unregister_agent, session))
 
     def watch_result(self, session: AgentSession, number: int) -> None:
@@ -147,7 +148,8 @@ class CommandDispatcher(threading.Thread):
         self._calls.put(partial(self._register_result, session, (session.identity.host_id, number)))
 
     def stop(self) -> None:
-        """End the thread and close its database connection. Only tests need this: a real process just ends."""
+        """End the thread and close its database connection. Wait up to 15 s. Only tests need this: a real process just
+        ends."""
         self._stopping = True
         self._calls.put(lambda: None)
         if self.is_alive():
@@ -176,7 +178,7 @@ class CommandDispatcher(threading.Thread):
             self._calls.put(self._schedule_settled_check)
 
     def _on_writer_change(self, _detail: str | None) -> None:
-        """Handle a notification that the Placement writer may have changed."""
+        """Handle a notification that the Placement writer may have changed: make the next poll a complete one."""
         if not self._stopping:
             self._calls.put(self._schedule_full_poll)
 
@@ -205,7 +207,8 @@ class CommandDispatcher(threading.Thread):
         self._should_check_settled = True
 
     def _mark_hosts_due(self, host: int | None) -> None:
-        """Read the commands of one host, or of all hosts connected here, in the next poll."""
+        """Read the commands of one host in the next poll, or of all hosts connected here if it is None; ignore other
+        hosts."""
         self._due_hosts |= self._states.keys() if host is None else {host} & self._states.keys()
 
     def _schedule_settled_check(self) -> None:
@@ -300,6 +303,8 @@ class CommandDispatcher(threading.Thread):
             text = wire.encode_message(wire.Writer(epoch))
 
             def send_to_outdated() -> None:
+                """Start one task for each outdated agent, so that a slow socket does not delay the others. On the event
+                loop only."""
                 for line in outdated:
                     self._start_task(_send_past_outbox(line.session, text))
 
@@ -344,7 +349,11 @@ async def _send_past_outbox(session: AgentSession, text: str) -> None:
 
 
 def _encode_command(id: int, uuid: str, op: str, arguments: str, start_s: float, end_s: float) -> str:
-    """Encode a row of SELECT_UNSENT_COMMANDS as a Command message."""
+    """Encode a row of SELECT_UNSENT_COMMANDS as a Command message.
+
+    `arguments` is JSON with the command's other fields. `start_s` and `end_s` are the seconds left; negative ones
+    become 0.
+    """
     values: dict[str, Any] = msgspec.json.decode(arguments)
     values.pop("wanted", None)
     values |= {"number": id, "id": uuid, "op": op, "start_s": max(0.0, start_s), "end_s": max(0.0, end_s)}

@@ -50,7 +50,9 @@ class ImageServer:
     async def __call__(self, scope: Any, receive: Any, send: Any, fingerprints: Iterable[str] = ("",)) -> None:
         """Serve one GET; `fingerprints` are those of the certificates that the agent may have pinned.
 
-        A refused request gets a JSON error and is recorded, unless only its method was wrong.
+        A refused request gets a JSON error and is recorded, unless only its method was wrong: 401 for the credential,
+        403 if this host may not have the image, 404 if there is no such image, 405 for the method, 503 if MAX_TRANSFERS
+        run or the database does not answer.
         """
         host = ""
         try:
@@ -78,8 +80,10 @@ class ImageServer:
             await send({"type": "http.response.body", "body": body})
 
     async def _open_image(self, credential: credentials.Credential, image_id: str) -> tuple[BinaryIO, int]:
-        """Open the image in a thread. Raise ConnectionRejectedError, a 503 if the database is down or slower than
-        LOOKUP_TIMEOUT_S."""
+        """Open the image in a thread, if the credential's host may have it; return the file and its size in bytes.
+
+        Raise ConnectionRejectedError, also a 503 if the database is down or slower than LOOKUP_TIMEOUT_S.
+        """
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 return await self._run_in_thread(lambda: _open_image_for_agent(credential, image_id))
@@ -112,7 +116,7 @@ class ImageServer:
                 await disconnect
 
     async def _run_in_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        """Run `work` in one of this application's threads and return its result."""
+        """Run `work` in one of this application's four threads and return its result, or raise its exception."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
@@ -123,10 +127,10 @@ async def _wait_for_disconnect(receive: Any) -> None:
 
 
 def _open_image_for_agent(credential: credentials.Credential, image_id: str) -> tuple[BinaryIO, int]:
-    """Open an image for the host that a verified credential belongs to; return the file and its size.
+    """Open an image for the host that a verified credential belongs to; return the file and its size in bytes.
 
-    Raise ConnectionRejectedError if the key is not enrolled or barred, if no open command of the host names the
-    image, or if the file is gone. For a thread: it closes the thread's database connection.
+    Raise ConnectionRejectedError if the key is not enrolled or barred, if no open command of the host names the image,
+    or if the file is gone; raise database errors. For a thread: it closes the thread's database connection.
     """
     try:
         identity = authentication.find_enrolled([credential.public_key]).get(credential.public_key)

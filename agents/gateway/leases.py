@@ -69,7 +69,10 @@ class LeaseBuffer:
         self._renewals[host_id] = (time.time(), epoch)
 
     def note_hello(self, session: AgentSession, said: wire.Hello) -> None:
-        """Note what an agent says about itself in Hello: version, commands, Placement writes, boot id, address."""
+        """Note what an agent says about itself in Hello: version, commands, Placement writes, boot id, address.
+
+        The next flush stores it. It replaces what an earlier Hello of the host said, if that is not flushed yet.
+        """
         identity = session.identity
         self._hello_data[identity.host_id] = {
             "host": identity.host_id,
@@ -84,10 +87,11 @@ class LeaseBuffer:
         }
 
     def flush(self) -> bool:
-        """Write leases and Hello data if `flush_s` has passed; return whether it had.
+        """Write leases and Hello data, and return True. Return False, and write nothing, until `flush_s` has passed
+        since the last time.
 
-        True also means that the job which looks for silent agents should run. Raise database errors; then everything
-        is kept for the next call.
+        True also means that the job which looks for silent agents should run. Raise database errors; then everything is
+        kept for the next call.
         """
         if time.monotonic() < self._next_flush_at:
             return False
@@ -105,7 +109,11 @@ class LeaseBuffer:
     def _write_to_database(
         self, renewals: dict[int, tuple[float, int]], hello_data: dict[int, dict[str, object]]
     ) -> None:
-        """Write leases and Hello data, one statement each. Hello data that the database rejects is logged and lost."""
+        """Write leases and Hello data, one statement each, without a common transaction.
+
+        This gateway is registered together with the leases, so not if there are none. Hello data that the database
+        rejects is logged and lost. Raise other database errors.
+        """
         with connection.cursor() as cursor:
             if renewals:
                 times = [datetime.fromtimestamp(at, UTC) for at, _ in renewals.values()]
@@ -123,7 +131,7 @@ class LeaseBuffer:
 def mark_stale_hosts() -> bool:
     """Mark hosts as stale whose lease is older than two heartbeats and 2 s; unmark those that were heard again.
 
-    Return False: the job need not run again at once.
+    Hosts without an agent or a lease are never marked. Return False: the job need not run again at once.
     """
     now = datetime.now(UTC)
     oldest_allowed = now - timedelta(seconds=2 * settings.KEYS.beat_s + 2)
@@ -137,5 +145,5 @@ def mark_stale_hosts() -> bool:
 
 
 def run_lease_job() -> None:
-    """Run the job `leases`: look for silent agents."""
+    """Run the job `leases`: mark hosts whose agents are silent as stale, and unmark those that were heard again."""
     jobs.run_steps("leases", mark_stale_hosts)

@@ -75,7 +75,11 @@ class RefusalCounter:
             self._tallies[key].written_at = now
 
     def _record_events(self, due: dict[tuple[str, str], int]) -> None:
-        """Record events. Events that the database rejects are logged and lost, so that they do not block later ones."""
+        """Record an event for each key of `due`, in one statement. Raise OperationalError or InterfaceError if the
+        database is down.
+
+        Events that the database rejects are logged and lost, so that they do not block later ones.
+        """
         try:
             conductor.record_events([self._build_event(*key, count) for key, count in due.items()])
         except (OperationalError, InterfaceError):
@@ -84,7 +88,7 @@ class RefusalCounter:
             log.exception("refusals cannot be recorded (agents: %d)", len(due))
 
     def _build_event(self, host: str, code: str, count: int) -> dict[str, Any]:
-        """Return the event `agent.refused` for one tally."""
+        """Return the event `agent.refused` with code, count and the last reason of one tally; nothing is written."""
         changes = {"code": [None, code], "count": [None, count]}
         reason = self._tallies[host, code].reason
         return conductor.build_event(

@@ -87,7 +87,8 @@ class _SampleCensus:
         self.complete = asyncio.Event()
 
     def note_answer(self, host_id: int) -> None:
-        """Note that a host has answered, or can no longer do so."""
+        """Note that a host has answered, or can no longer do so; after the last one set `complete`. Other hosts are
+        ignored."""
         self._missing.discard(host_id)
         if not self._missing:
             self.complete.set()
@@ -157,7 +158,10 @@ class SampleCache:
             census.note_answer(session.identity.host_id)
 
     def unregister(self, session: AgentSession) -> None:
-        """Remove a session that has ended, and its samples. Censuses no longer wait for its host."""
+        """Remove a session that has ended, and its samples. Censuses no longer wait for its host.
+
+        Do nothing if a newer session of the host has replaced this one here.
+        """
         host = session.identity.host_id
         if (state := self._states.get(host)) and state.session is session:
             self._total_bytes -= len(state.samples_json)
@@ -178,8 +182,8 @@ class SampleCache:
     def request_periodic_samples(self, hosts: Collection[int], every_s: float, for_s: float) -> None:
         """Make those of these hosts that are connected here send samples every `every_s` seconds for `for_s` seconds.
 
-        Both are limited by MIN_INTERVAL_S and MAX_DURATION_S. A Watch message is sent only to agents that need one.
-        Returns at once.
+        Both are limited by MIN_INTERVAL_S and MAX_DURATION_S. For a host that has MAX_INTERVALS different intervals
+        already, another interval is ignored. A Watch message is sent only to agents that need one. Returns at once.
         """
         interval_s, until = max(MIN_INTERVAL_S, every_s), time.monotonic() + min(for_s, MAX_DURATION_S)
         states = self._find_connected(hosts)
@@ -221,7 +225,7 @@ class SampleCache:
         return [state for host in hosts if (state := self._states.get(host)) and state.session.has_sent_hello]
 
     def _record_refusal(self, session: AgentSession, reason: str) -> None:
-        """Record dropped samples as a refusal; the agent stays connected."""
+        """Count dropped samples as a refusal with the code `samples`; the agent stays connected."""
         self._refusals.add(session.identity.host, "samples", reason, is_disconnected=False)
 
     def _get_state(self, session: AgentSession) -> _SampleState:
@@ -271,25 +275,31 @@ class SampleCache:
         return interval_s != state.requested_interval_s or state.requested_until - now < (until - now) / 2
 
     def _renew_watch(self, state: _SampleState) -> None:
-        """Send the agent the shortest wanted interval, if it needs a new Watch message."""
+        """Send the agent a Watch message with the shortest wanted interval, if it needs one (`_needs_watch`)."""
         if self._needs_watch(state):
             state.requested_interval_s, state.requested_until = min(state.wanted_intervals.items())
             self._start_sending_watch(state, state.requested_interval_s, state.requested_until - time.monotonic())
 
     def _request_one_sample(self, state: _SampleState) -> None:
-        """Ask the agent for samples now, and keep what it was asked for before."""
+        """Ask the agent for samples now, without changing the interval and the duration that it was asked for before.
+
+        Do nothing while another Watch message is being sent to it.
+        """
         if not state.is_sending:
             self._start_sending_watch(
                 state, state.requested_interval_s or MIN_INTERVAL_S, max(0.0, state.requested_until - time.monotonic())
             )
 
     def _start_sending_watch(self, state: _SampleState, every_s: float, for_s: float) -> None:
-        """Start to send a Watch message."""
+        """Set `is_sending`, and start a task that sends the agent a Watch message with this interval and duration."""
         state.is_sending = True
         self._start_task(self._send_text(state, wire.encode_message(wire.Watch(round(every_s, 3), round(for_s, 3)))))
 
     async def _send_text(self, state: _SampleState, text: str) -> None:
-        """Send a text. Until it is sent, `is_sending` keeps a slow socket from being given another one."""
+        """Send a text to the agent, then clear `is_sending`. If the connection is gone, this is only logged.
+
+        While `is_sending` is set, no other Watch message is sent, so that none pile up at a slow socket.
+        """
         try:
             await state.session.send({"type": "websocket.send", "text": text})
         except (RuntimeError, OSError) as error:

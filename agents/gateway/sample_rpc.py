@@ -1,4 +1,4 @@
-"""Request samples from a gateway in another process: a POST to `LOAD_PATH`, signed with Django's secret key.
+"""Request samples from a gateway in another process: a POST to `PATH`, signed with Django's secret key.
 
 `SampleEndpoint` is the server. It runs on the gateway's event loop, is mounted before Django, and never uses the
 database. `fetch_samples` is the client; it blocks, so it must be called in a thread. The samples are passed on as JSON
@@ -67,7 +67,7 @@ class SampleResponse(Struct, frozen=True):
 
 
 class GatewayUnreachableError(AgentsError):
-    """Raised when a gateway did not answer a request; the text is the reason."""
+    """Raised when a gateway cannot be reached or gives no usable answer; the text is the reason."""
 
 
 _request_decoder = msgspec.json.Decoder(SampleRequest)
@@ -76,16 +76,16 @@ _samples_decoder = msgspec.json.Decoder(wire.Samples)
 
 
 class SampleEndpoint:
-    """The ASGI application at `LOAD_PATH`: it answers a SampleRequest from a `SampleCache`."""
+    """The ASGI application at `PATH`: it answers a SampleRequest from a `SampleCache`."""
 
     def __init__(self, sample_cache: SampleCache) -> None:
         self._sample_cache = sample_cache
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request.
+        """Serve one request: 200 with a SampleResponse, sent in chunks.
 
-        Errors: 403 without a valid signature, 413 for a body that is too long, 400 for one that is no SampleRequest or
-        not the signed one, 503 if too many censuses run.
+        Errors: 403 without a valid signature or for a method other than POST, 413 if the body is too long, 400 if the
+        body is not a SampleRequest or not the signed one, 503 if too many censuses run.
         """
         digest = _read_signed_digest(scope)
         if scope["method"] != "POST" or digest is None:
@@ -150,7 +150,7 @@ async def _read_body(receive: Any) -> bytes | None:
 
 
 async def _send_error(send: Any, status: int, sentence: str) -> None:
-    """Send an error response with one JSON sentence."""
+    """Send an HTTP error with the JSON body `{"error": sentence}`."""
     body = msgspec.json.encode({"error": sentence})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -158,15 +158,18 @@ async def _send_error(send: Any, status: int, sentence: str) -> None:
 
 
 def _make_signer() -> TimestampSigner:
+    """Return the signer of requests between gateways: Django's secret key, with a salt for this purpose."""
     return TimestampSigner(salt="agents.gateway.sample_rpc")
 
 
 def _hash_body(body: bytes) -> str:
+    """Return the SHA-256 of the body in hexadecimal. This is the value that is signed."""
     return hashlib.sha256(body).hexdigest()
 
 
 def _read_signed_digest(scope: Any) -> str | None:
-    """Return the body's digest from the signed header; None if it is missing, wrong or too old."""
+    """Return the body's SHA-256 from the signed header; None if the header is missing, not signed by this installation,
+    or older than MAX_SIGNATURE_AGE_S."""
     value = next((value for name, value in scope["headers"] if name == SIGNATURE_HEADER.encode()), b"")
     try:
         return str(_make_signer().unsign(value.decode("latin-1"), max_age=MAX_SIGNATURE_AGE_S))
@@ -175,10 +178,11 @@ def _read_signed_digest(scope: Any) -> str | None:
 
 
 def fetch_samples(url: str, request: SampleRequest, timeout_s: float) -> SampleResponse:
-    """Send a request to the gateway at `url` and return its answer. Raise GatewayUnreachableError, or
-    TooManyCensusesError on a 503.
+    """Send a request to the gateway at `url` and return its answer.
 
-    It blocks. `timeout_s` limits each socket operation, not the whole call: the caller must limit that.
+    Raise TooManyCensusesError on a 503, GatewayUnreachableError if the gateway cannot be reached or answers anything
+    else than a SampleResponse. It blocks. `timeout_s` limits each socket operation, not the whole call: the caller must
+    limit that.
     """
     body = msgspec.json.encode(request)
     try:

@@ -133,7 +133,7 @@ class SessionRegistry:
         """Add a new connection. If its host has one already, the new one must wait for its first message and
         `claim_host`.
 
-        The oldest waiting connection is expelled if there are more than MAX_WAITING_CONNECTIONS.
+        If more than MAX_WAITING_CONNECTIONS of this host wait then, the oldest of them is closed.
         """
         host = session.identity.host_id
         if self.by_host.setdefault(host, session) is not session:
@@ -143,7 +143,8 @@ class SessionRegistry:
                 waiting.pop(0).request_close("superseded", "a newer connection of this host has replaced this one")
 
     def unregister(self, session: AgentSession) -> None:
-        """Remove a connection that has ended; its open probes count as not answered."""
+        """Remove a connection that has ended; its open probes count as not answered. Its host is free if this
+        connection held it."""
         host = session.identity.host_id
         if self.by_host.get(host) is session:
             del self.by_host[host]
@@ -153,9 +154,11 @@ class SessionRegistry:
                 reply.set_result(False)
 
     async def claim_host(self, session: AgentSession) -> None:
-        """Make this session, which has sent its first message, the holder of its host, or raise SessionClosedError.
+        """Make this session, which has sent its first message, the holder of its host.
 
-        See the rule in the module's docstring. It may take PROBE_TIMEOUT_S.
+        See the rule in the module's docstring. It may take PROBE_TIMEOUT_S. Raise SessionClosedError: `superseded` if a
+        newer connection holds the host, `clone` if another process still answers on the older connection; then the
+        older connection is closed as well, and the key is barred.
         """
         host = session.identity.host_id
         while (older := self.by_host.get(host)) is not session:
@@ -172,7 +175,8 @@ class SessionRegistry:
         self._remove_from_waiting(session)
 
     async def probe(self, session: AgentSession) -> bool:
-        """Send a Probe with a fresh nonce; return True if a process answers it within PROBE_TIMEOUT_S."""
+        """Send a Probe with a fresh nonce; return True if it is answered within PROBE_TIMEOUT_S, False if not or if the
+        connection is gone."""
         nonce = secrets.token_urlsafe(12)
         reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         session.probes[nonce] = reply
@@ -186,7 +190,8 @@ class SessionRegistry:
             session.probes.pop(nonce, None)
 
     def handle_probe_reply(self, session: AgentSession, nonce: str) -> None:
-        """Handle an Alive message: mark the probe with this nonce as answered."""
+        """Handle an Alive message: mark the probe with this nonce as answered. A nonce that is not awaited is
+        ignored."""
         if (reply := session.probes.get(nonce)) and not reply.done():
             reply.set_result(True)
 
@@ -209,7 +214,10 @@ class SessionRegistry:
             self._start_task(send_message(session, wire.Rotate()))
 
     def _apply_agent_change(self, session: AgentSession, change: AgentChange) -> None:
-        """Expel, probe or ask one session for a new key, as the agent's row `change` requires."""
+        """Apply the agent's changed row to one session: close it, probe it, ask for a new key, or do nothing.
+
+        It returns at once; a probe and its consequences follow in a task.
+        """
         if change.barred:
             session.request_close(
                 change.barred, key_revocation.explain_bar(change.barred, change.reason, session.identity.host)
@@ -224,7 +232,11 @@ class SessionRegistry:
             self.request_new_key(session)
 
     async def _resolve_contest(self, session: AgentSession, change: AgentChange) -> None:
-        """Probe this connection, because another gateway has a newer one of its host; then bar the key or expel it."""
+        """Close a session because another gateway has a newer connection of its host.
+
+        The session is probed first, unless both connections come from the same process. If it answers, two processes
+        use the key: the key is barred, and the session is closed as `clone`. Otherwise it is closed as `superseded`.
+        """
         newer = ConnectionIdentity(change.address, change.boot_id, change.epoch)
         if not _is_same_process(session.to_connection_identity(), newer) and await self.probe(session):
             self._reject_clone(session, newer)
@@ -232,13 +244,16 @@ class SessionRegistry:
             self._supersede_session(session)
 
     def _supersede_session(self, session: AgentSession) -> None:
-        """Expel a session because a newer connection takes over its host."""
+        """Close a session because a newer connection takes over its host, and free the host at once."""
         session.request_close("superseded", "a newer connection of this host has replaced this one")
         if self.by_host.get(session.identity.host_id) is session:
             del self.by_host[session.identity.host_id]
 
     def _reject_clone(self, older: AgentSession, newer: ConnectionIdentity) -> SessionClosedError:
-        """Bar the key and expel the older session; return the error to raise in the newer one."""
+        """Have the key barred and close the older session as `clone`; return the error to raise in the newer one.
+
+        It does not wait until the bar is stored.
+        """
         first = older.to_connection_identity()
         self._bar_clone(older.identity.host_id, older.public_key, first, newer)
         reason = key_revocation.explain_bar("clone", key_revocation.describe_both(first, newer), older.identity.host)
@@ -246,7 +261,7 @@ class SessionRegistry:
         return SessionClosedError("clone", reason)
 
     def _remove_from_waiting(self, session: AgentSession) -> None:
-        """Remove a session from those that wait for their first message."""
+        """Remove a session from those that wait for their first message; do nothing if it is not among them."""
         host = session.identity.host_id
         waiting = self._waiting.get(host, [])
         if session in waiting:

@@ -137,8 +137,8 @@ class HandshakeThrottle:
 class ReportJitter:
     """Computes the seconds over which new agents should spread their reports; 0 while disk and merge keep up.
 
-    The writer thread calls `update_stored_rate` and `update_merge_time`, the event loop calls the others. No lock is
-    needed, because each only sets numbers.
+    The writer thread calls `update_stored_rate` and `update_merge_time`, the event loop calls the other methods. No
+    lock is needed, because the methods only set numbers.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -157,7 +157,7 @@ class ReportJitter:
         )
 
     def count_report(self) -> None:
-        """Count a report that has arrived: one less is expected."""
+        """Count a report that has arrived: `choose_jitter` then expects one report less."""
         self._expected_reports = max(0.0, self._expected_reports - 1)
 
     def update_stored_rate(self, reports: int, seconds: float) -> None:

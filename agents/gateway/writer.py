@@ -86,7 +86,8 @@ class AdmitJob:
 
 @dataclass(slots=True)
 class TrustJob:
-    """Change which keys are trusted. The future is done after the commit, or raises what `work` raises."""
+    """Change which keys are trusted. The future is done after the commit, or raises RefusedError or DatabaseError from
+    `apply_change`."""
 
     future: asyncio.Future[Any]
     apply_change: Callable[[], None]
@@ -255,7 +256,7 @@ class DatabaseWriter(threading.Thread):
 
         Each group has its own commits, and its futures are resolved at once, so that no group waits for a later one. A
         report whose connection has ended is dropped: it was never acknowledged, and its agent sends its current
-        inventory again.
+        inventory again. Raise if the database is down; groups that are committed already are then resolved already.
         """
         assert self._loop
         reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
@@ -278,10 +279,10 @@ class DatabaseWriter(threading.Thread):
             )
 
     def _identify_agents(self, jobs: list[AdmitJob]) -> FutureResults:
-        """Look up all connecting agents in one statement, enrol those with a token; return an EnrolledAgent or
-        ConnectionRejectedError each.
+        """Look up all connecting agents in one statement, and enrol those with a token.
 
-        The applied hash is given as '' while a report of the host is queued here.
+        Return for each job an EnrolledAgent or a ConnectionRejectedError. The applied hash is given as '' while a
+        report of the host is queued here. Raise only if the database is down.
         """
         enrolled = authentication.find_enrolled({job.credential.public_key for job in jobs})
         results: FutureResults = []
@@ -306,6 +307,7 @@ class DatabaseWriter(threading.Thread):
         """Store reports in the spool, leaving out those already applied; return for each whether it was stored.
 
         One COPY is one commit. There is no transaction around it: every round trip here takes time from the event loop.
+        If anything was stored, the job that merges it is enqueued. Raise database errors.
         """
         now, began = datetime.now(UTC), time.monotonic()
         with connection.cursor() as cursor:
@@ -329,9 +331,11 @@ class DatabaseWriter(threading.Thread):
         return [(job.future, id(job) in stored_ids) for job in jobs]
 
     def _run_periodic_work(self) -> None:
-        """Do what is due: flush leases, metrics and refusals, read changed agent rows, measure the spool.
+        """Do what is due: flush leases, metrics and refusals, enqueue periodic jobs, read changed agent rows, measure
+        the spool.
 
-        Every SPOOL_CHECK_INTERVAL_S enqueue a merge job if the spool has rows, in case an earlier job was lost.
+        Every SPOOL_CHECK_INTERVAL_S enqueue a merge job if the spool has rows, in case an earlier job was lost. Raise
+        database errors.
         """
         if self._leases.flush():
             metrics.push_metrics()
@@ -352,7 +356,11 @@ class DatabaseWriter(threading.Thread):
             ticks.enqueue_job("merge")
 
     def _measure_spool(self) -> None:
-        """Measure how many reports wait to be merged. It repeats every DEPTH_INTERVAL_S until the spool is empty."""
+        """Read the oldest and the newest id in the spool, and pass them on to `ReportJitter`, which computes how long
+        the merge needs.
+
+        This is repeated every DEPTH_INTERVAL_S until the spool is empty.
+        """
         self._depth_measured_at = time.monotonic()
         with connection.cursor() as cursor:
             cursor.execute(SELECT_SPOOL_RANGE)
@@ -375,7 +383,7 @@ class DatabaseWriter(threading.Thread):
 
 
 def _pop_jobs(lane: deque[Any], count: int) -> list[Any]:
-    """Remove and return up to `count` jobs from the front of a lane."""
+    """Remove up to `count` jobs from the front of a lane, and return them in order."""
     return [lane.popleft() for _ in range(min(count, len(lane)))]
 
 
@@ -394,7 +402,8 @@ def _apply_trust_change(job: TrustJob) -> Exception | None:
 
 
 def _store_command_messages(jobs: list[CommandJob]) -> FutureResults:
-    """Store messages about commands; return for each whether its command is settled."""
+    """Store messages about commands, in one go; return for each whether its command is settled. Raise database
+    errors."""
     settled = command_dispatch.store_messages([job.message for job in jobs])
     return [(job.future, job.message[:2] in settled) for job in jobs]
 
@@ -404,7 +413,8 @@ def _process_isolating_errors(
 ) -> FutureResults:
     """Serve all jobs together. If the database rejects that, serve them one by one.
 
-    So bad data costs only the agent that sent it: its result is `refused(job)`. Raise only if the database is down.
+    So bad data costs only the agent that sent it: the result of its job is `make_refusal(job)`. Raise only if the
+    database is down.
     """
     try:
         return process(jobs)
@@ -418,14 +428,18 @@ def _process_isolating_errors(
 
 
 def _error_for_unserved(job: WriterJob) -> Exception:
-    """Return the exception for the future of a job that could not be served."""
+    """Return the exception for the future of a job that could not be served.
+
+    It is ConnectionRejectedError (503) for a connecting agent; otherwise SessionClosedError, which ends the connection.
+    """
     if isinstance(job, AdmitJob):
         return ConnectionRejectedError(503, "database", "the database rejected this connection: see the gateway's log")
     return SessionClosedError("database", "the database cannot store this message: see the gateway's log")
 
 
 def _resolve_futures(results: FutureResults) -> None:
-    """Set results or exceptions of futures. On the event loop only."""
+    """Set the result of each future, or raise its exception there; futures that are done are skipped. On the event loop
+    only."""
     for future, outcome in results:
         if future.done():
             continue  # its connection has ended meanwhile

@@ -73,7 +73,8 @@ class PendingAcks:
     """When the last Ack came; until then, when the connection began."""
 
     def record_sent(self, message_type: str, seq: int, now: float) -> None:
-        """Note that a Beat or a Report (`message_type`) was sent at `now`."""
+        """Note that a Beat or a Report (`message_type`) was sent at `now`. The silence time-out starts if no Ack was
+        owed yet."""
         if self._silent_since is None:
             self._silent_since = now
         if message_type == "Report":
@@ -82,7 +83,11 @@ class PendingAcks:
             self._pending_beats.add(seq)
 
     def record_ack(self, message_type: str, seq: int, now: float) -> None:
-        """Note an Ack. The Ack of a beat covers the earlier beats too; every Ack restarts the silence time-out."""
+        """Note an Ack. An Ack of a report counts only for the report that waits; every Ack restarts the silence
+        time-out.
+
+        Any other Ack covers all heartbeats up to its `seq`, whatever `message_type` is.
+        """
         self.last_ack_at = now
         if message_type == "Report":
             if seq == self.pending_report_seq:
@@ -121,7 +126,7 @@ class PendingAcks:
 
 
 def should_log_repetition(count: int) -> bool:
-    """Return whether to log a failure that has occurred `times` times: only at 1, 2, 4, 8, …"""
+    """Return whether to log a failure that has occurred `count` times: only at 1, 2, 4, 8, …"""
     return count & (count - 1) == 0
 
 

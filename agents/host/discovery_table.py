@@ -37,6 +37,7 @@ def render_table(reports: Sequence[DriverReport], host: str, limitations: Mappin
 
 
 def _build_row(driver: str, device: Device) -> tuple[str, ...]:
+    """Return the table's cells for one device, in the order of HEADINGS; UNITS is the number of its accelerators."""
     status = f"{device.status} ({device.status_reason})" if device.status_reason else device.status
     return (
         driver,
@@ -52,5 +53,6 @@ def _build_row(driver: str, device: Device) -> tuple[str, ...]:
 
 
 def _align_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return one line per row, with the columns padded to equal width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

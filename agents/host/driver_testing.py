@@ -91,6 +91,8 @@ class Rehearsal:
         return asyncio.run(PlanRun(self._context, name, ask, lambda percent, text: None).run(act))
 
     def _find_device(self, key: str) -> Device | None:
+        """Ask the driver for a new report and return the device with this key, None when the driver does not find
+        it."""
         return next((device for device in self.report().devices if device.key == key), None)
 
 
@@ -104,21 +106,26 @@ class _InProcessDriver:
 
     @property
     def manifest(self) -> Manifest:
+        """Return the driver's name, version, declared paths and acts, checked as those of a real process."""
         driver = self.driver
         return _encode_and_decode(
             Manifest(driver.name, driver.version, writes=driver.writes, acts=driver.acts), Manifest
         )
 
     async def plan(self, act: Act, ask: Ask) -> Plan:
+        """Return the driver's plan. Raises Unsupported for an act that the driver does not declare, and the driver's
+        errors."""
         if act not in self.driver.acts:
             raise Unsupported(f"it cannot {act} a device")
         plan: Plan = getattr(self.driver, act)(self.machine, self.settings, ask)
         return _encode_and_decode(plan, Plan)
 
     async def probe(self) -> tuple[str, ...]:
+        """Return the reasons why the driver cannot use all features of the simulated host."""
         return self.driver.probe(self.machine, self.settings)
 
     async def health(self, ask: Ask) -> Vitals:
+        """Return the device's health; the samples of `stats` are added to it. Raises the driver's errors."""
         vitals = self.driver.health(self.machine, self.settings, ask)
         load = self.driver.stats(self.machine, self.settings, ask)
         return _encode_and_decode(msgspec.structs.replace(vitals, samples=(*vitals.samples, *load)), Vitals)
@@ -135,6 +142,10 @@ class _SimulatedWriter(HostWriter):
         self._kernel = kernel
 
     async def write(self, path: str, value: str, timeout_s: float) -> None:
+        """Write a value: into /sys through the simulated kernel, elsewhere as the real writer does.
+
+        Raises the DriverError for the kernel's OSError. The time-out does not apply to /sys.
+        """
         if not path.startswith("/sys/"):
             return await super().write(path, value, timeout_s)
         try:

@@ -89,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line. Its help lists all configuration keys of the agent."""
     keys = list_keys(AgentSettings)
     width = max(len(setting.name) for setting in keys)
     table = "\n".join(
@@ -117,7 +118,8 @@ environment (or a TOML file named by CYBORG_CONFIG):
 async def _print_inventory(settings: AgentSettings, *, as_json: bool) -> int:
     """Print the devices that the locally enabled drivers find; return 1 if a driver failed, else 0.
 
-    Driver changes that the conductor asked for are ignored, and nothing is written to the journal.
+    Driver changes that the conductor asked for are ignored, and nothing is written to the journal. Raises
+    ConfigurationError.
     """
     join = read_join_token(settings)
     name, node = determine_host_names(settings, join, read_known_host(Path(settings.state_dir)))
@@ -284,7 +286,7 @@ async def _recover_and_serve(executor: Executor, reporter: InventoryReporter, li
 
 
 async def _forward_changes(change_watcher: ChangeWatcher, reporter: InventoryReporter) -> None:
-    """Have the reporter ask drivers again each time the change watcher names them."""
+    """Have the reporter ask drivers again each time the change watcher names them. Runs until it is cancelled."""
     while True:
         reporter.request_discovery(await change_watcher.wait_for_changes())
 
@@ -306,6 +308,7 @@ def _build_driver_set(
         log.warning("CYBORG_DRIVER_SETTINGS has a table for %s, which is not enabled", name)
 
     def make_process(name: str, own_settings: Mapping[str, object]) -> DriverProcess:
+        """Return a driver with these settings; its process is not started yet."""
         state_dir = _driver_state_dir(settings, name)
         return DriverProcess(name, node, own_settings, deadline_s=settings.driver_deadline_s, state=state_dir)
 
@@ -328,9 +331,11 @@ async def _close_drivers(drivers: Mapping[str, DriverProcess]) -> None:
 
 
 def build_hello(drivers: tuple[str, ...], placement_problem: str | None = None) -> wire.Hello:
-    """Build the Hello message: release, boot id of the kernel, running drivers, commands, access to Placement.
+    """Build the Hello message: release, boot id of the kernel ('' if it has none), running drivers, commands, and
+    access to Placement.
 
-    `placement_problem` is the reason why this host cannot write to Placement, '' when it can.
+    `placement_problem` is the reason why this host cannot write to Placement, '' when it can, None when this is not
+    supported.
     """
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

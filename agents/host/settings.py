@@ -158,7 +158,8 @@ def determine_host_names(
 def read_driver_settings(settings: AgentSettings) -> dict[str, dict[str, Any]]:
     """Return driver → settings from the file CYBORG_DRIVER_SETTINGS; a driver without a table there is not included.
 
-    Raises ConfigurationError.
+    Empty when no file is configured. Raises ConfigurationError when the file cannot be read, is not TOML, or has a key
+    outside of the tables.
     """
     path = settings.driver_settings
     if not path:
@@ -180,7 +181,8 @@ def extract_allowed_acts(driver_settings: dict[str, dict[str, Any]]) -> dict[str
 
     For a driver that is not in the result the entry ALL_DRIVERS applies, and without that entry all acts are allowed.
     Changes `driver_settings`: `acts` is removed from each table, so that only the driver's own settings are left, and
-    the table ALL_DRIVERS is removed. Raises ConfigurationError.
+    the table ALL_DRIVERS is removed. Raises ConfigurationError when `acts` is not a list of acts, or the table
+    ALL_DRIVERS has other keys.
     """
     allowed = {}
     for name, table in driver_settings.items():

@@ -46,7 +46,7 @@ class GatewayEndpoint:
 
     @property
     def websocket_url(self) -> str:
-        """Return the URL of the WebSocket."""
+        """Return the URL of the WebSocket: the address as ws:// or wss://, followed by wire.AGENT_PATH."""
         return "ws" + self.address.removeprefix("http").rstrip("/") + wire.AGENT_PATH
 
 
@@ -66,6 +66,8 @@ class _PinnedSSLObject(ssl.SSLObject):
     """A TLS connection whose handshake fails unless the server's certificate has the pinned fingerprint."""
 
     def do_handshake(self) -> None:
+        """Do the handshake, and compare the certificate's SHA-256 with the pin. Raises ssl.SSLCertVerificationError if
+        it differs."""
         super().do_handshake()
         expected = cast(_PinnedSSLContext, self.context).fingerprint
         actual = hashlib.sha256(self.getpeercert(binary_form=True) or b"").hexdigest()
@@ -76,6 +78,9 @@ class _PinnedSSLObject(ssl.SSLObject):
 
 
 class _PinnedSSLContext(ssl.SSLContext):
+    """A TLS context whose connections accept only the certificate with this fingerprint: SHA-256, lower-case
+    hexadecimal."""
+
     fingerprint: str
     sslobject_class = _PinnedSSLObject
 
@@ -140,6 +145,7 @@ def parse_refusal(status: int, headers: Any, body: bytes) -> HttpStatusError:
 
 
 def _parse_retry_after(value: str | None) -> float:
+    """Return the seconds of a Retry-After header, at most MAX_RETRY_AFTER_S; 0 when it is absent or not a number."""
     try:
         return min(max(float(value or 0), 0.0), MAX_RETRY_AFTER_S)
     except ValueError:  # the header may also hold a date, but our gateway never sends one
@@ -225,7 +231,10 @@ def _parse_response(data: bytes, address: str, method: str = "GET") -> tuple[int
     """
 
     class BytesSocket:
+        """Stands in for the socket from which http.client reads; it holds the bytes that were received already."""
+
         def makefile(self, _mode: str) -> io.BytesIO:
+            """Return the received bytes as a file."""
             return io.BytesIO(data)
 
     response = http.client.HTTPResponse(cast(Any, BytesSocket()), method=method)

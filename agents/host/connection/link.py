@@ -127,6 +127,7 @@ class GatewayLink:
         return delay
 
     def _prepare_next_key(self) -> bool:
+        """Create the next key if there is none; return False, and log the error, when it cannot be written."""
         try:
             self.keys.prepare_next_key()
         except ConfigurationError as error:
@@ -135,6 +136,8 @@ class GatewayLink:
         return True
 
     def _back_off(self, reason: str, at_least: float = 0.0) -> float:
+        """Count and log a failure; return the delay before the next attempt: `at_least` plus the back-off, in
+        seconds."""
         delay = at_least + self._backoff.next_delay()
         self._log_failure(reason, delay)
         return delay
@@ -181,10 +184,13 @@ class GatewayLink:
             raise http.parse_refusal(response.status_code, response.headers, bytes(response.body or b"")) from None
 
     async def _run_session(self, socket: ClientConnection, secret: str, used_next_key: bool) -> None:
-        """Exchange Welcome and Hello, then run a Session until it fails.
+        """Wait for Welcome, send Hello, and run a GatewaySession until the connection ends. `secret` is that of the
+        token that was sent, else ''.
 
-        If the gateway has seen a later epoch of this host than the journal's, raise the journal's epoch above that one,
-        then raise ConnectionLostError, so that the agent reconnects with the new epoch.
+        If `used_next_key` is True, the next key becomes the current one. If the gateway has seen a later epoch of this
+        host than the journal's, raise the journal's epoch above that one, then raise ConnectionLostError, so that the
+        agent reconnects with the new epoch. Also raises the errors of GatewaySession, and TimeoutError without a
+        Welcome.
         """
         async with asyncio.timeout(self.timing.open_timeout_s):
             welcome = await self._receive_welcome(socket)
@@ -216,6 +222,11 @@ class GatewayLink:
                 self.sampler.on_disconnect()
 
     async def _receive_welcome(self, socket: ClientConnection) -> wire.Welcome:
+        """Wait for Welcome and return it; messages that come before it are dropped.
+
+        Raises SessionRefusedError for a Refuse, ConnectionLostError and wire.MalformedMessageError. It has no time
+        limit.
+        """
         while True:
             message = await receive_message(socket)
             if isinstance(message, wire.Welcome):
@@ -230,7 +241,10 @@ class GatewayLink:
         log.debug("dropped a message from the gateway: %r", message)
 
     def adopt_next_key(self) -> None:
-        """Make the next key the current one, because the gateway has accepted it."""
+        """Make the next key the current one, in memory and on disk, because the gateway has accepted it.
+
+        If the disk refuses, this is logged, and both keys stay on disk.
+        """
         self.keys.adopt_next_key()
         self._use_next_key = False
         log.info("%s has a new key: %s", self.keys.current_identity.host, self.keys.current_identity.public_key)

@@ -120,6 +120,7 @@ class GatewaySession:
         )
 
     def _handle_ack(self, ack: wire.Ack) -> None:
+        """Note an Ack: of a heartbeat, or of a report, a result or a new key, which then need not be sent again."""
         self._pending_acks.record_ack(ack.of, ack.seq, self._clock())
         if ack.of == "Report":
             self._acknowledge_report(ack.seq)
@@ -129,7 +130,8 @@ class GatewaySession:
             self._link.adopt_next_key()
 
     def _acknowledge_report(self, seq: int) -> None:
-        """Note that the gateway has stored report `seq` for good, and wake the sending loop."""
+        """Note that the gateway has stored report `seq` for good, and wake the sending loop. If the journal cannot note
+        it, this is logged."""
         try:
             self._journal.acknowledge_report(seq)
         except sqlite3.OperationalError as error:
@@ -142,7 +144,8 @@ class GatewaySession:
         self._link.wake.set()
 
     def _acknowledge_result(self, number: int) -> None:
-        """Note that the gateway has stored the result of command `number` for good."""
+        """Note that the gateway has stored the result of command `number` for good. If the journal cannot note it, this
+        is logged."""
         try:
             self._journal.command_log.acknowledge_result(number)
         except sqlite3.OperationalError as error:
@@ -194,7 +197,8 @@ class GatewaySession:
     async def _send_command_messages(self) -> None:
         """Send Taken for new commands, then progress, then each result whose effect the gateway has in a report.
 
-        A result that is larger than the gateway's message limit is sent without its `detail`.
+        Each result is sent once per connection, and again if its command comes again. A result that is larger than the
+        gateway's message limit is sent without its `detail`.
         """
         if self._received_numbers:
             numbers, self._received_numbers = self._received_numbers, []

@@ -142,7 +142,7 @@ class ChangeWatcher:
         self._set_timer("rescan", self._rescan_s, self._rescan_all)
 
     def close(self) -> None:
-        """Stop all timers and close the uevent socket."""
+        """Stop all timers and close the uevent socket. Call it on the event loop on which `start` was called."""
         for timer in self._timers.values():
             timer.cancel()
         if self._uevents is not None:
@@ -158,9 +158,11 @@ class ChangeWatcher:
         return names
 
     def _set_timer(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
+        """Call `callback` once after `seconds`. `close` cancels the timer that was last set under `name`."""
         self._timers[name] = asyncio.get_running_loop().call_later(seconds, callback)
 
     def _add_due_drivers(self, names: Iterable[str]) -> None:
+        """Note that these drivers have to look again, and wake `wait_for_changes`; do nothing for no names."""
         self._due_drivers.update(names)
         if self._due_drivers:
             self._has_due_drivers.set()
@@ -196,6 +198,7 @@ class ChangeWatcher:
                 )
 
     def _note_uevent(self, subsystem: str) -> None:
+        """Note the subsystem of an event. The first event of a window starts its timer of `debounce_s` seconds."""
         # The window is fixed and begins with the first event. A device that sends events all the time would postpone a
         # pause after the last event for ever.
         if not self._pending_subsystems:
@@ -203,6 +206,8 @@ class ChangeWatcher:
         self._pending_subsystems.add(subsystem)
 
     def _end_debounce(self) -> None:
+        """End the window: make those drivers look again whose subsystems had events, or all drivers if events were
+        lost."""
         # The drivers' subsystems are read only now. A driver whose subsystems are not known yet has not begun its first
         # look, so that look will see the change.
         subsystems, self._pending_subsystems = self._pending_subsystems, set()
@@ -212,6 +217,11 @@ class ChangeWatcher:
         )
 
     def _poll_files(self) -> None:
+        """Compare the watched files with the last check, make the drivers of changed files look again, and set the next
+        timer.
+
+        A path that was not watched at the last check counts as changed.
+        """
         states = {path: _read_file_state(path) for driver in self._drivers.values() for path in driver.watched}
         changed = {
             path for path, state in states.items() if path not in self._file_states or state != self._file_states[path]
@@ -222,11 +232,13 @@ class ChangeWatcher:
         self._set_timer("files", FILE_POLL_S, self._poll_files)
 
     def _rescan_all(self) -> None:
+        """Make all drivers look again, and set the timer for the next time."""
         self._add_due_drivers(self._drivers)
         self._set_timer("rescan", self._rescan_s, self._rescan_all)
 
 
 def _read_file_state(path: str) -> FileState:
+    """Return modification time, size and inode of a file; None when it does not exist or cannot be examined."""
     try:
         file_status = os.stat(path)
     except OSError:  # a missing file is a state too: creating it is a change

@@ -134,6 +134,7 @@ class DriverSet:
         raise Invalid(f"the driver fails with these settings, so nothing was changed: {error}")
 
     def _get_desired_state(self, name: str) -> wire.Wish | None:
+        """Return the desired state of a driver, None when the journal has none."""
         return self._desired_drivers.get_desired_state(name) if self._desired_drivers else None
 
     def _choose_settings(self, name: str, desired: wire.Wish | None) -> DriverSettings:
@@ -141,14 +142,18 @@ class DriverSet:
         return desired.settings if desired and desired.settings is not None else self._local_settings.get(name, {})
 
     def _should_run(self, name: str) -> bool:
+        """Return whether a driver should run: as its desired state says, else whether the host's own configuration
+        enables it."""
         desired = self._get_desired_state(name)
         return desired.should_run if desired else name in self._enabled_locally
 
     def _get_generation(self, name: str) -> int:
+        """Return the generation of the driver's desired state, 0 when it has none."""
         desired = self._get_desired_state(name)
         return desired.generation if desired else 0
 
     def _add_driver_state(self, report: DriverReport) -> DriverReport:
+        """Return the report with the driver's version, state (*quarantined* or '') and generation."""
         driver = self.running.get(report.driver)
         return msgspec.structs.replace(
             report,
@@ -165,4 +170,5 @@ class DriverSet:
 
 
 def _describe_desired_state(desired: wire.Wish) -> str:
+    """Return the desired state as a word for people: enabled, disabled or uninstalled."""
     return "enabled" if desired.should_run else "disabled" if desired.installed else "uninstalled"

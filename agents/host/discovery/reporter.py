@@ -39,7 +39,7 @@ class DiscoverySource(Protocol):
         """Return the devices that the driver finds. Never raises: a failure is the report's `error`."""
 
     async def close(self) -> None:
-        """End the process."""
+        """End the driver's process."""
 
 
 class InventoryReporter:
@@ -267,7 +267,8 @@ def canonicalize_report(report: DriverReport) -> DriverReport:
 
 
 def apply_failure_marks(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> DriverReport:
-    """Return the report with each device in `failure_marks` shown as failed with the reason given there."""
+    """Return the report with each device in `marks` shown as failed with the reason given there, cut to 4096
+    characters."""
     if not any(driver == report.driver for driver, _ in marks):
         return report
     devices = (

@@ -119,7 +119,8 @@ class SamplingBackoff:
         self.not_before, self.failures = now + PAUSE_FACTOR * (now - started_at), 0
 
     def record_failure(self, now: float) -> float:
-        """Note a failure; return the back-off in seconds."""
+        """Note a failure; return the back-off in seconds, which doubles with each failure from FIRST_BACKOFF_S to
+        MAX_BACKOFF_S."""
         pause = min(FIRST_BACKOFF_S * 2.0 ** min(self.failures, 16), MAX_BACKOFF_S)
         self.not_before, self.failures = now + pause, self.failures + 1
         return pause
@@ -231,4 +232,5 @@ class HostLoadSampler:
         return tuple(one for one in samples if one.key in device_keys and math.isfinite(one.value))
 
     def _now(self) -> float:
+        """Return the time of the event loop's clock in seconds."""
         return asyncio.get_running_loop().time()

@@ -87,7 +87,7 @@ def build_ask(command: wire.Command, image: Image | None, context: HostContext) 
 
 
 def get_slot(command: wire.Command) -> str:
-    """Return the command log's slot for what this command makes or removes."""
+    """Return the command log's slot for what this command makes or removes: `attach:UUID`, or the name of the act."""
     return f"{ATTACH_PREFIX}{command.uuid}" if command.op in ("attach", "detach") else command.op
 
 

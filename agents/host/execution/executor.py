@@ -156,6 +156,7 @@ class Executor:
         self._images.delete_all()
 
         async def restore_with_slot(device_id: QueueKey) -> None:
+            """Restore one device, while it occupies one of the MAX_PARALLEL_DEVICES places."""
             async with self._device_slots:
                 await self._restore_device(device_id)
 
@@ -232,6 +233,7 @@ class Executor:
             self._start_task(self._run_queue(queue_key))
 
     def _start_task(self, coroutine: Coroutine[None, None, None]) -> None:
+        """Run a coroutine as a task, keep a reference to it until it is done, and let `run` cancel it at the end."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -252,7 +254,11 @@ class Executor:
             self._active_queues.discard(queue_key)
 
     async def _run_command(self, queued: _QueuedCommand) -> None:
-        """Run one command and store its result, whatever is raised."""
+        """Run one command and store its result, whatever is raised.
+
+        DriverError and sqlite3.OperationalError become *refused*; any other exception is a fault of the agent and
+        becomes *unknown*.
+        """
         command = queued.command
         try:
             result = await self._execute_command(queued)
@@ -301,7 +307,8 @@ class Executor:
         return result
 
     def _find_refusal(self, queued: _QueuedCommand) -> str:
-        """Return the reason why the command must not be begun, '' when it may."""
+        """Return the reason why the command must not be begun, '' when it may. For an act, '' also notes its number as
+        begun."""
         command = queued.command
         is_late = asyncio.get_running_loop().time() > queued.begin_by
         if command.op not in SUPPORTED_OPS:
@@ -357,7 +364,11 @@ class Executor:
         return f"the handle {attachment.ask.uuid} is attached to {attachment.ask.consumer}: detach it first"
 
     async def _configure_driver(self, driver: str, desired_state: wire.Wish, driver_set: DriverSet) -> ExecutionResult:
-        """Start, stop or reconfigure a driver; when it runs, restore what it had made before a reboot."""
+        """Start, stop or reconfigure a driver; when it runs, restore what it had made before a reboot.
+
+        No act of this driver is begun meanwhile. Raises DriverError and sqlite3.OperationalError; then nothing was
+        changed.
+        """
         self._reconfiguring.add(driver)
         try:
             summary = await driver_set.configure_driver(driver, desired_state)
@@ -395,13 +406,21 @@ class Executor:
             return str(error)
 
     async def _read_health(self, command: wire.Command) -> ExecutionResult:
+        """Ask the driver for the device's health. Return status and reason as text, and all readings in the details.
+
+        `signals` and `samples` are JSON texts there. Raises DriverError.
+        """
         vitals = await self._context.drivers[command.driver].health(build_ask(command, None, self._context))
         detail = {name: msgspec.json.encode(getattr(vitals, name)).decode() for name in ("signals", "samples")}
         detail |= {"status": vitals.status, "reason": vitals.reason}
         return ExecutionResult("succeeded", f"{vitals.status}: {vitals.reason}".removesuffix(": "), detail)
 
     async def _execute_act(self, command: wire.Command, end_by: float) -> ExecutionResult:
-        """Fetch the image if the command names one, and carry out the act on the device. Return how it ended."""
+        """Fetch the image if the command names one, and carry out the act on the device. Return how it ended.
+
+        Raises DriverError when the image cannot be provided or an attachment forbids the act, and
+        sqlite3.OperationalError when the journal cannot note a new attachment; then nothing was touched.
+        """
         try:
             async with AsyncExitStack() as stack:
                 image = None
@@ -421,8 +440,10 @@ class Executor:
     async def _run_plans(self, command: wire.Command, ask: Ask, end_by: float) -> ExecutionResult:
         """Check the device's attachments, run the driver's plans, and note their effects in the command log.
 
-        Retries until the command log takes the note. Raises PlanFailedError when an act fails, Busy when an attachment
-        forbids it.
+        After the plans have run, it retries until the command log takes the note. If the device has a failure mark, it
+        then restores what a reboot removed. Raises PlanFailedError when an act fails. Before anything is touched it may
+        raise Busy, when an attachment forbids the act, or sqlite3.OperationalError, when a new attachment cannot be
+        noted.
         """
         driver, key = command.driver, command.key
         acts = list_acts(command)
@@ -470,6 +491,8 @@ class Executor:
         """Mark the device as failed and refuse acts on it until the write that hangs in the kernel has ended."""
 
         async def restore_when_unstuck() -> None:
+            """Wait until the write has ended; then restore the device, allow acts on it again and have its driver look
+            again."""
             while writer.stuck:
                 await asyncio.sleep(STUCK_POLL_S)
             await writer.close()

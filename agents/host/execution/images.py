@@ -45,7 +45,7 @@ class ImageCache:
         self._user_counts: Counter[str] = Counter()
 
     def delete_all(self) -> None:
-        """Delete all images. Call it only while no command uses one."""
+        """Delete all images; errors are ignored. Call it only while no command uses an image."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def to_driver_image(self, ref: wire.ImageRef) -> Image:
@@ -82,7 +82,11 @@ class ImageCache:
                     os.unlink(image.path)
 
     async def _download_image(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
-        """Download the image to `path` if the disk has room for it. Raises Invalid and Failed."""
+        """Download the image to `path` if the disk has room for it.
+
+        Raises Invalid when the image is too long or has another SHA-256, Failed for everything else: no room, an image
+        that is too short, a refusal, the network or the disk.
+        """
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             if (free := shutil.disk_usage(self._directory).free) < ref.size:
@@ -130,6 +134,8 @@ class ImageCache:
             with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
 
                 def write_piece(piece: bytes) -> None:
+                    """Append a piece to the file and the digest, and report the progress. Raises Invalid when the image
+                    is too long, and OSError."""
                     nonlocal size
                     size += len(piece)
                     if size > ref.size:

@@ -41,14 +41,17 @@ class DirectPlacementWriter:
     async def write(self, command: wire.Command, end_by: float) -> ExecutionResult:
         """Carry out a `placement` command in a thread and return how it ended.
 
-        Before each call to Placement the thread checks the authority and the deadline, and stops when it may not go on.
-        The deadline is `end_by` on the event loop's clock, at most MAX_DURATION_S from now. Return *unknown* when the
-        thread has not ended one second after the deadline.
+        Return *refused* when this host cannot or must not write now. Before each call to Placement the thread checks
+        the authority and the deadline, and stops when it may not go on. The deadline is `end_by` on the event loop's
+        clock, at most MAX_DURATION_S from now. Return *unknown* when the thread has not ended one second after the
+        deadline.
         """
         loop = asyncio.get_running_loop()
         deadline = min(end_by, loop.time() + MAX_DURATION_S)
 
         def find_refusal() -> str:
+            """Return the reason why the thread must not go on, '' when it may: the deadline has passed, or the
+            authority is lost."""
             time_problem = "" if loop.time() < deadline else "the time limit of the command has passed"
             return time_problem or self.authority.find_refusal(command.writer)
 

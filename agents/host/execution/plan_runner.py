@@ -319,6 +319,7 @@ async def run_in_thread(work: Callable[[], ThreadResultT], timeout_s: float = RE
     future: asyncio.Future[ThreadResultT] = loop.create_future()
 
     def set_outcome(value: ThreadResultT | None, error: BaseException | None) -> None:
+        """Set the result or the exception of the future, unless it is done already. On the event loop only."""
         if not future.done():
             if error is None:
                 future.set_result(value)  # type: ignore[arg-type]
@@ -326,6 +327,7 @@ async def run_in_thread(work: Callable[[], ThreadResultT], timeout_s: float = RE
                 future.set_exception(error)
 
     def run_work() -> None:
+        """Do the work in the thread, and hand the result or the exception over to the event loop."""
         value, error = None, None
         try:
             value = work()

@@ -98,7 +98,7 @@ async def _check_still_programmed(context: HostContext, effect: AppliedEffect) -
 
 
 def _describe_effect(effect: AppliedEffect) -> str:
-    """Name the entry in words for an error text."""
+    """Return the entry as a phrase for an error text, such as "the handle UUID of CONSUMER"."""
     if effect.slot == "program":
         return f"the image {effect.ask.image.name if effect.ask.image else ''}".rstrip()
     if effect.ask.uuid:

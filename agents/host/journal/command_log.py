@@ -143,7 +143,10 @@ class CommandLog:
             )
 
     def list_interrupted(self) -> list[tuple[wire.Command, str]]:
-        """Return the commands that were started and have not ended, each with the boot id at its start."""
+        """Return the commands that were started and have not ended, each with the boot id at its start.
+
+        They are ordered by number. A command that cannot be decoded is logged and left out.
+        """
         rows = self._connection.execute("SELECT message, boot FROM command WHERE state = 'started' ORDER BY number")
         return [(command, boot) for text, boot in rows.fetchall() if (command := _decode_or_none(text, wire.Command))]
 
@@ -213,13 +216,16 @@ class CommandLog:
         self._execute_statement("DELETE FROM first WHERE driver = ? AND key = ?", (driver, key))
 
     def _delete_effect(self, driver: str, key: str, slot: str) -> None:
+        """Delete one slot of a device in the caller's transaction; do nothing if there is none."""
         self._connection.execute("DELETE FROM applied WHERE (driver, key, slot) = (?, ?, ?)", (driver, key, slot))
 
     def _fetch_row(self, statement: str, *values: Any) -> tuple[Any, ...] | None:
+        """Execute a query and return its first row, None when it has none."""
         row: tuple[Any, ...] | None = self._connection.execute(statement, values).fetchone()
         return row
 
     def _execute_statement(self, statement: str, values: tuple[Any, ...] = ()) -> None:
+        """Execute one statement as a transaction; it is durable when this returns. Raises sqlite3.OperationalError."""
         with self._connection:
             self._connection.execute(statement, values)
 

@@ -148,13 +148,16 @@ class Journal:
         return self._token_digest == _hash_secret(secret)
 
     def _set_current_report(self, seq: int, digest: str, drivers: tuple[DriverReport, ...]) -> None:
+        """Make this content the current report, unacknowledged, in memory only: the caller has stored it."""
         self.seq, self.acknowledged = seq, False
         self.report = self._build_report(digest, drivers)
 
     def _build_report(self, digest: str, drivers: tuple[DriverReport, ...]) -> wire.Report:
+        """Return a Report message with the journal's present epoch and seq; nothing is stored."""
         return wire.Report.from_driver_reports(self.epoch, self.seq, digest, drivers)
 
     def _update_row(self, **columns: Any) -> None:
+        """Set these columns of the journal's only row in one transaction. Raises sqlite3.OperationalError."""
         changes = ", ".join(f"{name} = ?" for name in columns)
         with self._connection:
             self._connection.execute(f"UPDATE journal SET {changes} WHERE id = 1", tuple(columns.values()))
@@ -257,12 +260,14 @@ def _prepare_schema(connection: sqlite3.Connection) -> None:
 
 
 def _fetch_journal_row(connection: sqlite3.Connection) -> dict[str, Any] | None:
+    """Return the journal's only row by column name, None when it has none."""
     cursor = connection.execute("SELECT * FROM journal")
     row = cursor.fetchone()
     return dict(zip([column[0] for column in cursor.description], row, strict=True)) if row else None
 
 
 def _decode_content(row: dict[str, Any]) -> tuple[DriverReport, ...] | None:
+    """Return the last report's content; None when this release cannot decode it or computes another hash for it."""
     # Another release may have other fields, and so another hash. Losing the report only costs sending one more.
     try:
         drivers = _content_decoder.decode(row["content"])
@@ -276,6 +281,8 @@ def _decode_content(row: dict[str, Any]) -> tuple[DriverReport, ...] | None:
 
 
 def _create_private_file(path: Path) -> None:
+    """Create an empty file that only its owner can use; give it that mode (0600) if it exists already. Raises
+    OSError."""
     # SQLite gives its -wal and -shm files the mode of the database file, so that must be private from the beginning.
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -301,4 +308,5 @@ def _rename_corrupt_file(path: Path, now: int) -> Path:
 
 
 def _hash_secret(secret: str) -> str:
+    """Return the SHA-256 of a join token's secret in hexadecimal; only this is stored."""
     return hashlib.sha256(secret.encode()).hexdigest()

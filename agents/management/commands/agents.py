@@ -21,12 +21,15 @@ COLUMNS = ("host", "state", "version", "wire", "since", "note")
 
 
 class Command(BaseCommand):
+    """`manage.py agents`: list the agents, admit one that was barred as a clone, or ask one for a new key."""
+
     help = (
         "List agents and their state: up, late or down, depending on the last heartbeat; revoked; or clone, if two "
         "machines used one key. --admit and --rotate change one agent; see also `join_token` and `revoke_agent`."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare --json and --state, and --admit and --rotate, of which only one may be given."""
         parser.add_argument("--json", action="store_true", help="print JSON, for programs")
         parser.add_argument(
             "--state", choices=[state.value for state in AgentState], help="list only agents in this state"
@@ -36,6 +39,7 @@ class Command(BaseCommand):
         decision.add_argument("--rotate", metavar="HOST", help="ask an agent for a new key when it is connected")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Admit the agent of `--admit`, ask the one of `--rotate` for a new key, or print the list of agents."""
         if host := options["admit"]:
             was_barred = self._apply_decision(host, key_revocation.lift_clone_bar)
             self.stdout.write(f"The agent of {host} {'may connect again' if was_barred else 'is not barred'}.")
@@ -48,12 +52,15 @@ class Command(BaseCommand):
             self._print_agents(options["state"], options["json"])
 
     def _apply_decision(self, host: str, decision: Callable[[Agent, str], Any]) -> Any:
+        """Call `decision` with the host's agent and return its result. Raise CommandError if there is no agent or it is
+        refused."""
         try:
             return decision(key_revocation.find_agent(host), "command line")
         except RefusedError as refused:
             raise CommandError(refused.text) from None
 
     def _print_agents(self, state: str | None, as_json: bool) -> None:
+        """Print the agents by host name, as a table or as JSON; with `state`, only those in this state."""
         queryset = Agent.objects.select_related("host__lease").order_by("host__name")
         agents = list(queryset.filter(build_state_condition(state)) if state else queryset)
         if as_json:
@@ -67,6 +74,7 @@ class Command(BaseCommand):
 
 
 def _format_row(agent: Agent) -> tuple[str, ...]:
+    """Return the agent's cells for the columns COLUMNS; `note` is why it is barred, or that a new key is asked for."""
     moment = get_state_since(agent)
     rotation_note = "a new key is asked for" if agent.rotate_asked_at else ""
     return (
@@ -80,6 +88,7 @@ def _format_row(agent: Agent) -> tuple[str, ...]:
 
 
 def _describe_agent(agent: Agent) -> dict[str, object]:
+    """Return the agent as `--json` prints it; times are ISO 8601 texts or None."""
     return {
         "host": agent.host.name,
         "uuid": str(agent.host.uuid),
@@ -100,4 +109,5 @@ def _describe_agent(agent: Agent) -> dict[str, object]:
 
 
 def _format_time(moment: datetime | None) -> str | None:
+    """Return the time in ISO 8601, None for None."""
     return moment.isoformat() if moment else None

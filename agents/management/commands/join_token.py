@@ -12,11 +12,14 @@ from drivers.configuration import ConfigurationError
 
 
 class Command(BaseCommand):
+    """`manage.py join_token HOST`: create and print a join token."""
+
     help = (
         "Make a join token; the last line is the token. Set it as CYBORG_JOIN_TOKEN on the host and start cyborg-agent."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the host, --address, --unpinned and --hours."""
         parser.add_argument("host", help="the host's name: its compute provider's name in Placement, usually its FQDN")
         parser.add_argument(
             "--address",
@@ -31,6 +34,7 @@ class Command(BaseCommand):
         parser.add_argument("--hours", type=int, default=24, help="how long the token is valid (default: 24)")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Create a join token and print it as the last line. Raise CommandError for a wrong host name or address."""
         if not 0 < len(options["host"]) <= 255:
             raise CommandError("HOST must have 1 to 255 characters")
         requested_address = options["address"] or ""
