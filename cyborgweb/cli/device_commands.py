@@ -54,9 +54,10 @@ def command_show(cli_context: CliContext, command: UUID, wait: bool) -> None:
 
 
 def _make_order_verb(name: str, text: str, example: str, *parameters: Decorator) -> click.Command:
-    """Return the verb that orders an operation; its `name` is `device-OP` or `host-OP`.
+    """Return the verb that orders an operation; its `name` is `device-OP` or `host-OP`, and `text` its help.
 
-    `parameters` are the options that the operation takes, named like the fields of the API.
+    `example` is what a user writes after the name. `parameters` are the options that the operation takes, named like
+    the fields of the API.
     """
     target_kind, _, op = name.partition("-")
     resolve_target = names.resolve_device if target_kind == "device" else names.resolve_host

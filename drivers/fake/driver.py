@@ -395,11 +395,11 @@ def _make_address(n: int) -> str:
 
 
 def _misbehave(how: str) -> None:
-    """Fail in one of the ways in which a driver can fail: raise, fail, hang, flood, rubbish or die; '' does nothing.
+    """Fail in one of the ways in which a driver can fail; '' does nothing.
 
     `raise` raises RuntimeError and `fail` raises Failed. `hang` and `flood` never return; `flood` prints without end.
-    `rubbish` writes invalid JSON to stdout and raises Failed; `die` ends the process. Raises Invalid for an unknown
-    way.
+    `rubbish` writes invalid JSON to file descriptor 1 and raises Failed. `die` ends the process with exit status 3.
+    Raises Invalid for an unknown way.
     """
     if how == "raise":
         raise RuntimeError("told to raise")

@@ -16,9 +16,15 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the cluster's name."""
         parser.add_argument("name", choices=["ingest", "work"])
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Queue all jobs of the cluster, then run it until it is stopped.
+
+        For `work`, also schedule the job `backstop`, once a minute. If Q_CLUSTER_NAME is not the cluster's name, the
+        process first replaces itself, because django-q2 reads the variable when it is imported.
+        """
         name = options["name"]
         if os.environ.get("Q_CLUSTER_NAME") != name:  # django_q has read it already, when it was imported
             os.environ["Q_CLUSTER_NAME"] = name

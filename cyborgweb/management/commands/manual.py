@@ -16,8 +16,10 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the folder, whose former content will be deleted."""
         parser.add_argument("folder", type=Path)
 
     def handle(self, *args: Any, folder: Path, **options: Any) -> None:
+        """Delete the folder, write the manual into it, and print the number of pages."""
         number = site.write_files(folder)
         self.stdout.write(f"{number} pages: {folder / 'index.html'}")

@@ -33,6 +33,7 @@ def render_policy_sample() -> str:
 
 
 def _render_rule(rule: PolicyRule) -> str:
+    """Return the commented lines of one rule: description, operations, legacy rule if any, name and default."""
     lines = [_comment_out(line) for line in (rule.description, *rule.operations)]
     if rule.legacy:
         lines.append(f"# Legacy: {rule.legacy}")
@@ -40,6 +41,7 @@ def _render_rule(rule: PolicyRule) -> str:
 
 
 def _comment_out(text: str) -> str:
+    """Return the text with `# ` before each line, or `#` before an empty one."""
     return textwrap.indent(text, "# ", lambda _: True).replace("# \n", "#\n")
 
 
@@ -48,4 +50,5 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Print the sample file on standard output."""
         self.stdout.write(render_policy_sample(), ending="")
