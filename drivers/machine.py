@@ -82,9 +82,9 @@ class Machine:
             return ""
 
     def resolve(self, path: str) -> str:
-        """Return the path with all links resolved, again written as on a host.
+        """Return the path with all links resolved, again written as on a host if it leads into one of the roots.
 
-        For a device in /sys this is its position in the tree of buses.
+        For a device in /sys this is its position in the tree of buses. The path need not exist.
         """
         real = os.path.realpath(self._host_path(path))
         for name, root in self._roots.items():

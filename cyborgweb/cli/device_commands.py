@@ -66,6 +66,7 @@ def _make_order_verb(name: str, text: str, example: str, *parameters: Decorator)
     @options.wait_option
     @pass_cli_context
     def order(cli_context: CliContext, wait: bool, **values: Any) -> None:
+        """Order the operation `op` and print the command; with `wait`, follow it first. Raises CliError."""
         uuid = resolve_target(cli_context.api, values.pop(target_kind))
         body = {name: str(value) if isinstance(value, UUID) else value for name, value in drop_empty(values).items()}
         command = cli_context.api.post("commands/", {"op": op, target_kind: uuid} | body)

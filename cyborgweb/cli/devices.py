@@ -104,6 +104,7 @@ def _make_action_verb(name: str, action: str, text: str, example: str) -> click.
     @options.reason_option
     @pass_cli_context
     def apply_action(cli_context: CliContext, devices: Sequence[str], reason: str) -> None:
+        """Apply `action` to the devices, show a row for each, and exit with the rows' common code if it is not DONE."""
         rows = _apply_action(cli_context, devices, action, {"reason": reason})
         show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
 

@@ -31,9 +31,11 @@ class FileWithProgress:
     bar: Any
 
     def __len__(self) -> int:
+        """Return the size of the whole file in bytes."""
         return self.size
 
     def __iter__(self) -> Iterator[bytes]:
+        """Yield the rest of the file in chunks of CHUNK_BYTES; each advances the progress bar."""
         return iter(lambda: self.read(CHUNK_BYTES), b"")
 
     def read(self, number: int = -1) -> bytes:

@@ -92,7 +92,10 @@ def _choose_login_field(login: LoginOptions) -> str:
 
 
 def _find_url_in_catalogue(unopened: UnopenedSession) -> str:
-    """Return the URL of the Accelerator API in the cloud's service catalogue. Raises CliError if it has none."""
+    """Return the URL of the Accelerator API in the cloud's service catalogue, which costs a login at Keystone.
+
+    Raises CliError if the catalogue does not have the service, and keystoneauth1's errors if the login fails.
+    """
     from keystoneauth1.exceptions import CatalogException
 
     with suppress(CatalogException):
@@ -185,7 +188,8 @@ def _load_clouds_yaml(cloud: str) -> UnopenedSession:
 def _load_os_variables() -> UnopenedSession:
     """Return a session of the plugin that OS_AUTH_TYPE names, with the OS_… variables as keystoneauth1 reads them.
 
-    Without OS_AUTH_TYPE the plugin is `v3applicationcredential` if such a credential is set, else `password`.
+    Without OS_AUTH_TYPE the plugin is `v3applicationcredential` if such a credential is set, else `password`. Raises
+    keystoneauth1's ClientException if the plugin is unknown or a variable is missing.
     """
     from keystoneauth1 import loading
 

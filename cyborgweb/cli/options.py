@@ -206,7 +206,7 @@ def read_dash(context: click.Context, parameter: click.Parameter, words: tuple[s
 
 
 def drop_empty(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` without the options that were not given (None or empty)."""
+    """Return `values` without those that are None, '', () or {}; False and 0 stay."""
     return {name: value for name, value in values.items() if value not in (None, "", (), {})}
 
 

@@ -349,7 +349,8 @@ def simulate_load(key: str, unix_time: float) -> dict[str, float]:
 def _prepare_act(act: Act, machine: Machine, settings: Settings, ask: Ask) -> FakeDevice:
     """Return the device of an act, after the delays and failures that the Script defines for it.
 
-    Raises the error of `refuse`, Gone for an unknown device, and Busy for a device in `busy`.
+    Raises the error of `refuse`, Gone for an unknown device, Busy for a device in `busy`, Invalid for an unusable
+    control file, and whatever `_misbehave` raises.
     """
     script = _load_script(settings)
     _misbehave(script.misbehave)

@@ -163,6 +163,7 @@ def list_mdev_types(machine: Machine, address: str) -> list[str]:
 
 
 def _types_folder(address: str) -> str:
+    """Return the sysfs directory that has a subdirectory for each mdev type of the function."""
     return f"{PCI_DEVICES}/{address}/mdev_supported_types"
 
 

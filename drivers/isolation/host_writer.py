@@ -61,7 +61,8 @@ class HostWriter:
     ) -> None:
         """Write the image to `path`; `kind` is `copy` or `firmware`, as described in `drivers.plan.Step`.
 
-        `progress` is called with the percentage during a firmware upload. Raises the same errors as `write`.
+        `progress` is called with the percentage during a firmware upload. Raises the same errors as `write`, and Busy
+        if another firmware upload of the device runs.
         """
         order = {"do": kind, "path": self._resolve_path(path), "image": image.path}
         await self._execute_order(order, path, timeout_s, progress)
@@ -84,7 +85,8 @@ class HostWriter:
         """Send an order to the worker, started if needed, and wait at most `timeout_s` seconds for its answer.
 
         Raises the error in the answer, and all errors that `write` describes. `path` names the file in their texts. The
-        worker is killed if it does not answer in time, if it fails, and if the caller is cancelled.
+        worker is killed if it does not start, does not answer in time or answers nothing usable, and if the caller is
+        cancelled.
         """
         if self.stuck:
             raise Timeout(f"{path}: an earlier write still hangs in the kernel")

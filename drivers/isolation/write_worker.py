@@ -128,6 +128,7 @@ def _replace_file(path: str, write_content: Callable[[str], object]) -> None:
 
 
 def _write_text(path: str, value: str) -> None:
+    """Write a new file, or overwrite an existing one, in UTF-8. Raises OSError."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(value)
 
@@ -169,6 +170,7 @@ def main() -> None:
     die_with_parent()
 
     def send_answer(**answer: object) -> None:
+        """Write one answer to stdout as a line of JSON and flush it."""
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

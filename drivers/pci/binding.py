@@ -191,7 +191,8 @@ def _make_unbind_step(machine: Machine, address: str, driver: str, undo: tuple[W
 def _make_override_write(address: str, value: str) -> Write:
     """Return the write that sets `driver_override`.
 
-    No override is written as an empty line, because an empty write never reaches the kernel.
+    '' and `(null)` stand for no override. They are written as an empty line, because an empty write never reaches the
+    kernel.
     """
     return Write(f"{PCI_DEVICES}/{address}/driver_override", "\n" if value in ("", NO_OVERRIDE) else value)
 

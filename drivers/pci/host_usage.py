@@ -18,7 +18,7 @@ RTF_UP, RTF_REJECT = 0x1, 0x200
 def find_functions_used_by_host(machine: Machine) -> dict[str, str]:
     """Return the PCI functions that the host needs: address → reason. Raises DriverError if a table is unreadable.
 
-    The text of a reason stays the same while the use does; at most four reasons are joined for one address. The result
+    The text of a reason changes only if the use changes; at most four reasons are joined for one address. The result
     includes the bridges above a device and the physical function of a virtual one.
     """
     reasons: dict[str, set[str]] = {}
@@ -58,8 +58,8 @@ def _explain_used_block_devices(machine: Machine) -> dict[str, str]:
 def _read_mount_points(machine: Machine) -> dict[str, str]:
     """Return the mounted block devices: name → shortest mount point.
 
-    Raises DriverError if the mount table is unreadable. A device is found by its number and by its path, because btrfs
-    hides the number and other file systems the path.
+    A device is found by its number and by its path, because btrfs hides the number and other file systems the path.
+    Raises DriverError if the mount table is unreadable.
     """
     mount_points: dict[str, str] = {}
     for line in machine.read("/proc/self/mountinfo", MAX_TABLE).splitlines():

@@ -66,7 +66,7 @@ def list_bridges(machine: Machine, address: str) -> str:
 def read_signals(machine: Machine, address: str) -> tuple[Signal, ...]:
     """Return the readings of a function, at most MAX_SIGNALS; what cannot be read is left out.
 
-    Errors are counted since the start, for the function itself and for the port above it.
+    Errors are counted since the device's start, for the function itself and for the port above it.
     """
     path = f"{PCI_DEVICES}/{address}"
     readings = [

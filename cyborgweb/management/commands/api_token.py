@@ -23,6 +23,8 @@ IMPLIED_ROLES = {
 
 
 class Command(BaseCommand):
+    """Create an API token."""
+
     help = "Create an API token. The last line printed is the token; it is shown once and stored only as a hash."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,8 @@ docs/backup.md lists what the backup does not hold, and what to check after a re
 
 
 class Command(shell.OperatorCommand):
+    """Back up the database and the secrets."""
+
     epilog = EPILOG
     help = "Back up the database and the secrets while the product runs."
     requires_system_checks: list[str] = []

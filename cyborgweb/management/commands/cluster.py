@@ -12,6 +12,8 @@ from django.db import connection
 
 
 class Command(BaseCommand):
+    """Run one django-q2 cluster in this process."""
+
     help = "Run the background jobs of one cluster: `ingest` merges reports, `work` does everything else."
     requires_system_checks: list[str] = []
 

@@ -40,6 +40,8 @@ def _render_key_table(cls: type) -> str:
 
 
 class Command(BaseCommand):
+    """Print docs/configuration.md."""
+
     help = "Print docs/configuration.md, generated from the configuration's code."
     requires_system_checks: list[str] = []
 

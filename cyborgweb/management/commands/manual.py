@@ -12,6 +12,8 @@ from cyborgweb.manual import site
 
 
 class Command(BaseCommand):
+    """Write the manual as HTML files; the former content of the folder is deleted."""
+
     help = "Write the manual as HTML files that need no server. The former content of the folder is deleted."
     requires_system_checks: list[str] = []
 

@@ -46,6 +46,8 @@ def _comment_out(text: str) -> str:
 
 
 class Command(BaseCommand):
+    """Print a sample policy.yaml, which changes no rule."""
+
     help = "Print a policy.yaml with every rule and its default, all of them commented out."
     requires_system_checks: list[str] = []
 

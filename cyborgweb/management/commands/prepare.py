@@ -42,6 +42,8 @@ Waiting longer for a lock instead would block the requests that are being served
 
 
 class Command(BaseCommand):
+    """Migrate the database, and create the first login and a join token."""
+
     help = "Migrate the database, create the first login and a join token for this machine's agent, and print JSON."
     requires_system_checks: list[str] = []
 

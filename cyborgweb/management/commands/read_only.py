@@ -23,6 +23,8 @@ with manage.py at a shell are still possible.
 
 
 class Command(shell.OperatorCommand):
+    """Show or switch read-only mode."""
+
     epilog = EPILOG
     help = "Show whether the product is in read-only mode, or switch that mode on or off."
 

@@ -31,6 +31,8 @@ NEXT_STEPS = (
 
 
 class Command(shell.OperatorCommand):
+    """Restore a backup into an empty database, and switch read-only mode on."""
+
     epilog = EPILOG
     help = "Restore a backup into an empty database while everything is stopped."
     requires_system_checks: list[str] = []
