@@ -58,7 +58,8 @@ class Driver:
     def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
         """Return what this host lacks for full use of the driver, such as a kernel module or a privilege.
 
-        Each reason is a sentence; the tuple is empty if nothing is missing.
+        Each reason is a sentence; the tuple is empty if nothing is missing (the default). The missing things are only
+        shown: the driver is used all the same.
         """
         return ()
 
@@ -92,7 +93,7 @@ class Driver:
 
         A plan can use only what exists now. Steps that depend on the result of other steps belong into the next plan:
         after the steps of `install` or `partition` are executed, the method is called again, until its plan has no
-        steps. At most four plans with steps are executed; if more are needed, the act fails.
+        steps. At most four plans with steps are executed; if more are needed, the act fails. The default has no steps.
         """
         return Plan()
 
@@ -104,11 +105,14 @@ class Driver:
         raise self._unsupported_error("uninstall")
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to prepare `ask.handle` for `ask.consumer`; no steps if it is already prepared for this consumer."""
+        """Plan how to prepare `ask.handle` for `ask.consumer`; no steps if it is already prepared for this consumer.
+
+        The default has no steps: the handle needs nothing on the host.
+        """
         return Plan()
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to remove what `attach` created; no steps if it no longer exists."""
+        """Plan how to remove what `attach` created; no steps if it no longer exists. The default has no steps."""
         return Plan()
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
@@ -127,6 +131,7 @@ class Driver:
         raise self._unsupported_error("reset")
 
     def _unsupported_error(self, act: str) -> Unsupported:
+        """Return, without raising it, the error which says that this driver cannot do `act`."""
         return Unsupported(f"{self.name} cannot {act} a device")
 
 

@@ -33,6 +33,10 @@ def load_driver(name: str) -> Driver:
 
 
 def _find_entry_point(name: str) -> EntryPoint:
+    """Return the entry point of a driver without importing the driver.
+
+    Raises Invalid if no driver has the name, or if several different classes are registered under it.
+    """
     points = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=name)}
     if not points:
         raise Invalid(f"there is no driver {name!r}; installed are {', '.join(list_driver_names()) or 'none'}")

@@ -33,24 +33,28 @@ class ConfigurationKey:
 
 
 def declare_key(name: str, default: Any, effect: str, default_text: str | None = None) -> Any:
-    """Return a dataclass field for one configuration key.
+    """Return a dataclass field with the default `default` for one configuration key.
 
-    `name` is its `CYBORG_…` name and `effect` one sentence for the manual, which prints `default_text` in place of the
-    default if it is given.
+    `name` is the key's `CYBORG_…` name, and `effect` is one sentence for the manual. The manual prints `default_text`
+    in place of the default if it is given.
     """
     text = default_text if default_text is not None else f"`{default}`"
     return field(default=default, metadata={"key": ConfigurationKey(name, text, effect)})
 
 
 def list_keys(cls: type) -> list[ConfigurationKey]:
-    """Return the documented keys of a configuration class, in the order of its fields."""
+    """Return the documented keys of a configuration class, in the order of its fields.
+
+    Raises KeyError for a field that was not created by `declare_key`.
+    """
     return [cast(ConfigurationKey, f.metadata["key"]) for f in fields(cls)]
 
 
 def load_configuration(cls: type[ConfigurationT], environ: Mapping[str, str]) -> ConfigurationT:
     """Create a `cls` from the environment and the TOML file; keys that are in neither keep their defaults.
 
-    Raises ConfigurationError if a value or the file is unusable. Unknown keys of the file are ignored.
+    An empty environment variable counts as not set. Raises ConfigurationError if a value or the file is unusable.
+    Unknown keys of the file are ignored.
     """
     file_values = _read_file(environ.get("CYBORG_CONFIG"))
     values = {
@@ -60,11 +64,17 @@ def load_configuration(cls: type[ConfigurationT], environ: Mapping[str, str]) ->
 
 
 def _is_set(dataclass_field: Field[Any], environ: Mapping[str, str], file_values: Mapping[str, Any]) -> bool:
+    """Return whether the environment has a non-empty value for the field's key, or the file has the key."""
     name = dataclass_field.metadata["key"].name
     return bool(environ.get(name)) or name in file_values
 
 
 def _read_value(dataclass_field: Field[Any], environ: Mapping[str, str], file_values: Mapping[str, Any]) -> Any:
+    """Return the value of the field's key, converted to the field's type; the environment overrides the file.
+
+    A text for a tuple is split at its commas, and a text for a bool may be 1, 0, on, off, yes or no. Raises
+    ConfigurationError if the value cannot be converted, and KeyError if neither source has the key.
+    """
     name = dataclass_field.metadata["key"].name
     raw: Any = environ.get(name) or file_values[name]
     value_type: Any = {"int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple[str, ...]}.get(
@@ -81,6 +91,10 @@ def _read_value(dataclass_field: Field[Any], environ: Mapping[str, str], file_va
 
 
 def _read_file(path: str | None) -> dict[str, Any]:
+    """Return the content of the TOML file; empty without a path.
+
+    Raises ConfigurationError if it is unreadable or not TOML.
+    """
     if not path:
         return {}
     try:

@@ -85,5 +85,5 @@ def from_os(error: OSError, subject: str) -> DriverError:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the name of the error's class in `KINDS`; `Failed` for any exception that is not one of them."""
+    """Return the key in `KINDS` of the error's class or nearest base class; `Failed` for any other exception."""
     return next((kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values()), Failed.__name__)

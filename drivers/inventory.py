@@ -44,6 +44,7 @@ class Attribute(Struct, frozen=True, omit_defaults=True, gc=False):
     value: Annotated[str, Meta(max_length=1024)]
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the key is no identifier (WORD)."""
         if not _is_word(self.key):
             raise ValueError(f"Expected `str` matching regex {WORD!r}")
 
@@ -62,12 +63,14 @@ class AttachHandle(Struct, frozen=True, omit_defaults=True, gc=False):
     """One assignable unit of a deployable.
 
     `info` is canonical JSON (sorted keys, string values), because two handles are the same if their bytes are equal.
+    Only that it is a JSON object of strings is checked.
     """
 
     attach_type: HandleType
     info: Annotated[str, Meta(min_length=2, max_length=255)]
 
     def __post_init__(self) -> None:
+        """Raise ValueError if `info` is no JSON object of strings."""
         if not _is_info(self.info):
             raise ValueError("Expected `str` that is a JSON object of strings")
 

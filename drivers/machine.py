@@ -82,9 +82,9 @@ class Machine:
             return ""
 
     def resolve(self, path: str) -> str:
-        """Return the path with all links resolved, again written as on a host.
+        """Return the path with all links resolved, again written as on a host if it leads into one of the roots.
 
-        For a device in /sys this is its position in the tree of buses.
+        For a device in /sys this is its position in the tree of buses. The path need not exist.
         """
         real = os.path.realpath(self._host_path(path))
         for name, root in self._roots.items():
@@ -129,6 +129,7 @@ class Machine:
         return sorted(name for name in names if PCI_ADDRESS.fullmatch(name))
 
     def _host_path(self, path: str) -> str:
+        """Return the real path behind a path as written on a host; a path below no root is returned unchanged."""
         for name, root in self._roots.items():
             if path == name or path.startswith(name + "/"):
                 return root + path[len(name) :]
@@ -136,6 +137,10 @@ class Machine:
 
 
 def _read_to_end(fd: int, path: str, limit: int) -> bytes:
+    """Return everything that can be read from `fd`.
+
+    Raises Failed, with `path` in the text, for more than `limit` bytes, and OSError.
+    """
     data = b""
     while piece := os.read(fd, min(limit + 1 - len(data), MAX_TABLE)):
         data += piece

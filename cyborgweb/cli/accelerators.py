@@ -66,9 +66,9 @@ generation_option = click.option(
 
 
 def add_target_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the parameters that accelerator-create and accelerator-delete share: targets, layout, reason, waiting.
+    """Add the parameters that accelerator-create and accelerator-delete share, and return the decorated function.
 
-    The targets are the devices that are named by arguments and options.
+    They are the targets (the devices that arguments and options name), layout, generation, reason and waiting.
     """
     for option in reversed(
         (
@@ -170,6 +170,12 @@ def _change_units(
     wait: bool,
     **changes: Any,
 ) -> None:
+    """Order a change of the number of units of each selected device, and show one row for each device.
+
+    `path` is the API's path; `count` None removes all units; with `wait`, the changes are followed until they end.
+    Raises UsageError if no devices are selected, or --host or --backend is given alone; CliError if a device is not
+    found or the whole request is refused. Exits with the rows' common code if that is not DONE.
+    """
     if bool(hosts) != bool(backends) or not (targets or devices or hosts):
         raise click.UsageError("Select devices: name them, or give --device, or --host and --backend.")
     devices = (*devices, *(target for target in targets if "/" not in target))
@@ -202,7 +208,10 @@ def _build_result_row(result: dict[str, Any], name_by_uuid: dict[str, str]) -> d
 
 
 def _wait_and_finish(cli_context: CliContext, action: str, rows: list[dict[str, Any]], wait: bool) -> None:
-    """With `wait`, follow the ordered commands until they end; then show all rows and exit with their common code."""
+    """With `wait`, follow the ordered commands until they end; then show all rows and exit with their common code.
+
+    Raises CliError in the same cases as `follow_until_ended`. Returns if the common code is DONE.
+    """
     if wait:
         ordered = [row["command"] for row in rows if row["command"]]
         first_device = next((row["device"] for row in rows if row["command"]), "")

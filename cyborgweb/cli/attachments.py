@@ -113,7 +113,13 @@ def attachment_show(cli_context: CliContext, attachment: UUID) -> None:
 
 
 def _detach(cli_context: CliContext, uuids: Sequence[str], reason: str, wait: bool) -> None:
+    """Order the detachment of each attachment and show one row for each; with `wait`, follow each until it has ended.
+
+    Exits with the rows' common code if that is not DONE.
+    """
+
     def detach(uuid: str) -> dict[str, Any]:
+        """Order the detachment, follow it if that is wanted, and return the row to show. Raises CliError."""
         current = cli_context.api.post(f"attachments/{uuid}/detach/", options.drop_empty({"reason": reason}))
         if wait:
             current = _follow_attachment(cli_context, current, "detach", GONE_STATES)
@@ -129,9 +135,14 @@ def _detach(cli_context: CliContext, uuids: Sequence[str], reason: str, wait: bo
 def _follow_attachment(
     cli_context: CliContext, attachment: dict[str, Any], action: str, end_states: tuple[str, ...] = ENDED_STATES
 ) -> dict[str, Any]:
+    """Follow an attachment until its state is one of `end_states`; return it as the API shows it then.
+
+    Raises CliError in the same cases as `follow_until_ended`.
+    """
     current = attachment
 
     def poll() -> WorkProgress:
+        """Fetch the attachment again and return its progress, which is computed from the number of its steps."""
         nonlocal current
         current = cli_context.api.get(f"attachments/{attachment['uuid']}/")
         has_ended = current["state"] in end_states

@@ -102,6 +102,7 @@ def discover_services(
     command_by_host: dict[str, str] = {}
 
     def order_rescan(name: str) -> dict[str, Any]:
+        """Order a rescan of the host's drivers and return the row to show. Raises CliError."""
         body = {"op": "rescan", "host": names.resolve_host(cli_context.api, name)}
         command = cli_context.api.post("commands/", body | options.drop_empty({"driver": driver, "reason": reason}))
         command_by_host[name] = command["uuid"]
@@ -117,7 +118,10 @@ def discover_services(
 
 
 def describe_ended_command(command: dict[str, Any]) -> dict[str, Any]:
-    """Return the row fields that tell how a command ended: outcome, exit code, state and text."""
+    """Return the fields that a command adds to its row when it has ended: outcome, exit code, state and text.
+
+    Every state but `succeeded` counts as failed, with the code REFUSED.
+    """
     has_succeeded = command["state"] == "succeeded"
     outcome = {
         "outcome": "done" if has_succeeded else "failed",

@@ -64,6 +64,10 @@ def _describe_sampled(load: dict[str, Any] | None) -> str:
 
 
 def _report_missing_hosts(census: dict[str, Any]) -> None:
+    """Print on standard error which hosts did not answer, with the reason, and how many hosts were not asked.
+
+    At most MAX_MISSING_NAMED hosts are named; the others are counted.
+    """
     missing = census["missing"]
     for host in missing[:MAX_MISSING_NAMED]:
         click.echo(to_printable_line(f"{host['host']} did not answer: {host['why']}"), err=True)

@@ -46,7 +46,10 @@ class ApiClient(ABC):
     def send_request(
         self, method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
     ) -> dict[str, Any]:
-        """Send a request and return the decoded answer. The body is `json`, or the bytes that `data` can read."""
+        """Send a request to `path` below `/api/` and return the decoded answer.
+
+        The body is `json`, or the bytes that `data` can read.
+        """
 
     def spell_verb(self, verb: str) -> str:
         """Return how people type a verb of the command line that uses this client, for messages."""
@@ -66,7 +69,7 @@ class ApiClient(ABC):
         return self.send_request("PATCH", path, json=body)
 
     def delete(self, path: str) -> None:
-        """Send a DELETE."""
+        """Send a DELETE; its answer is ignored, unless it is an error."""
         self.send_request("DELETE", path)
 
     def upload(self, path: str, content: Any, **query: Any) -> dict[str, Any]:
@@ -98,15 +101,22 @@ class HttpApiClient(ApiClient):
 
     @property
     def server_name(self) -> str:
-        """The server's address."""
+        """The server's address; without --url it is looked up in the service catalogue, which costs a login."""
         return str(self._session_and_url[1])
 
     @cached_property
     def _session_and_url(self) -> tuple[Any, str]:
+        """The session and the server's URL without `/api`, opened at the first use.
+
+        Raises the errors of `open_session`.
+        """
         return open_session(self.login)
 
     def send_request(self, method: str, path: str, **request_options: Any) -> dict[str, Any]:
-        """Send a request, logging in first if necessary, and return the decoded answer."""
+        """Send a request, logging in first if necessary, and return the decoded answer.
+
+        Raises CliError. If a change may have been made although no answer came, the text says so.
+        """
         from keystoneauth1 import exceptions
 
         server_url = self.login.url or "Keystone"
@@ -155,7 +165,10 @@ BYTES_HEADERS = {"Content-Type": "application/octet-stream"}
 
 
 def decode_response(response: Any, server_url: str) -> dict[str, Any]:
-    """Return the decoded JSON object of a successful answer; raise CliError for redirects, errors and other content."""
+    """Return the decoded JSON object of a successful answer, {} for 204.
+
+    Raises CliError for redirects, errors and other content, with the exit code of the status.
+    """
     status = response.status_code
     if status == 204:
         return {}

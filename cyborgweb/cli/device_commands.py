@@ -54,9 +54,10 @@ def command_show(cli_context: CliContext, command: UUID, wait: bool) -> None:
 
 
 def _make_order_verb(name: str, text: str, example: str, *parameters: Decorator) -> click.Command:
-    """Return the verb that orders an operation; its `name` is `device-OP` or `host-OP`.
+    """Return the verb that orders an operation; its `name` is `device-OP` or `host-OP`, and `text` its help.
 
-    `parameters` are the options that the operation takes, named like the fields of the API.
+    `example` is what a user writes after the name. `parameters` are the options that the operation takes, named like
+    the fields of the API.
     """
     target_kind, _, op = name.partition("-")
     resolve_target = names.resolve_device if target_kind == "device" else names.resolve_host
@@ -65,6 +66,7 @@ def _make_order_verb(name: str, text: str, example: str, *parameters: Decorator)
     @options.wait_option
     @pass_cli_context
     def order(cli_context: CliContext, wait: bool, **values: Any) -> None:
+        """Order the operation `op` and print the command; with `wait`, follow it first. Raises CliError."""
         uuid = resolve_target(cli_context.api, values.pop(target_kind))
         body = {name: str(value) if isinstance(value, UUID) else value for name, value in drop_empty(values).items()}
         command = cli_context.api.post("commands/", {"op": op, target_kind: uuid} | body)

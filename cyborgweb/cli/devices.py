@@ -104,6 +104,7 @@ def _make_action_verb(name: str, action: str, text: str, example: str) -> click.
     @options.reason_option
     @pass_cli_context
     def apply_action(cli_context: CliContext, devices: Sequence[str], reason: str) -> None:
+        """Apply `action` to the devices, show a row for each, and exit with the rows' common code if it is not DONE."""
         rows = _apply_action(cli_context, devices, action, {"reason": reason})
         show_and_exit(rows, ACTION_COLUMNS, cli_context.output)
 
@@ -187,11 +188,15 @@ def agent_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 def _apply_action(
     cli_context: CliContext, devices: Sequence[str], action: str, body: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Apply an action to devices and return a row for each. Nothing is changed if a name is wrong."""
+    """Apply an action to devices and return a row for each. Nothing is changed if a name is wrong.
+
+    Raises the errors of `resolve_device` for a wrong name. A refusal becomes a row or, with a single device, CliError.
+    """
     uuids = names.resolve_devices(cli_context.api, devices)
     numbers = itertools.count(1)
 
     def apply_to_device(uuid: str) -> dict[str, Any]:
+        """Apply the action and return the row to show; print the progress now and then. Raises CliError."""
         number = next(numbers)
         if len(uuids) > PROGRESS_STEP and number % PROGRESS_STEP == 0:
             click.echo(f"{number} of {len(uuids)}", err=True)
@@ -218,13 +223,18 @@ def _build_device_row(shown: dict[str, Any]) -> dict[str, Any]:
 def _wait_until_installed(cli_context: CliContext, rows: list[dict[str, Any]]) -> None:
     """Wait until no device of `rows` is `installing`; update each row in place.
 
-    A device that is then not `ready` counts as failed. Raises CliError in the same cases as `follow_until_ended`.
+    A row whose device is then not `ready` gets the outcome `failed`. Raises CliError in the same cases as
+    `follow_until_ended`.
     """
     if not rows:
         return
     installing_rows = [*rows]
 
     def poll() -> WorkProgress:
+        """Fetch the devices that are still `installing` and return the progress of all.
+
+        The row of a device that is done is updated.
+        """
         percent, progress_text = 0, ""
         for row in [*installing_rows]:
             shown = cli_context.api.get(f"devices/{row['target']}/")

@@ -54,9 +54,10 @@ def driver_list(cli_context: CliContext, limit: int, **filters: Any) -> None:
 
 
 def read_settings_file(context: click.Context, parameter: click.Parameter, path: str | None) -> dict[str, Any] | None:
-    """Read the driver settings from a file; `-` is standard input. Raises BadParameter.
+    """Read the driver settings from a file; `-` is standard input. Return None if the option was not given.
 
-    A name ending in .json or .toml selects that format; anything else, standard input included, is read as YAML.
+    A name ending in .json or .toml selects that format; anything else, standard input included, is read as YAML. Raises
+    BadParameter if the file is unreadable, larger than MAX_SETTINGS_BYTES, or no table that JSON can represent.
     """
     if path is None:
         return None
@@ -95,13 +96,17 @@ def _parse_settings(text: str, path: str) -> Any:
 def _parse_set_options(
     context: click.Context, parameter: click.Parameter, assignments: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Parse the `name=value` options; a value that is valid JSON is decoded, any other stays text."""
+    """Parse the `name=value` options; a value that is valid JSON is decoded, any other stays text.
+
+    Raises BadParameter.
+    """
     return {
         name: _parse_value(text) for name, text in options.parse_key_values(context, parameter, assignments).items()
     }
 
 
 def _parse_value(text: str) -> Any:
+    """Return the decoded value of a text that is valid JSON, otherwise the text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -109,7 +114,10 @@ def _parse_value(text: str) -> Any:
 
 
 def add_rollout_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument and options of a rollout: driver, hosts, parallelism, what to do after a failure, reason."""
+    """Add the argument and options of a rollout, and return the decorated function.
+
+    They are driver, hosts, parallelism, what to do after a failure, reason and waiting.
+    """
     for option in reversed(
         (
             click.argument("driver"),
@@ -230,6 +238,7 @@ def rollout_cancel(cli_context: CliContext, rollout: UUID) -> None:
 
 
 def _merge_settings(file: dict[str, Any] | None, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the field `settings` of a request, where `values` override `file`; {} if neither was given."""
     return {"settings": (file or {}) | values} if file is not None or values else {}
 
 
@@ -256,6 +265,12 @@ def _start_rollout(
     reason: str,
     wait: bool,
 ) -> None:
+    """Start a rollout and show the state of each of its hosts; with `wait`, first follow it until it has ended.
+
+    `changes` are the request's fields for this `op`. Raises UsageError if the hosts are not selected in one of the
+    three ways; CliError if a host in `hosts` does not exist or the rollout is refused. Exits with REFUSED, or PARTIAL,
+    if hosts have failed or were skipped.
+    """
     criteria = {"name": hosts_like, "driver": hosts_with, "all": all_hosts or None}
     selector = {name: value for name, value in criteria.items() if value}
     if bool(hosts) == bool(selector) or (all_hosts and len(selector) > 1):
@@ -279,10 +294,14 @@ def _start_rollout(
 
 
 def _follow_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str) -> dict[str, Any]:
-    """Follow a rollout until it has ended and no host is at work any more; return it as it is then."""
+    """Follow a rollout until it has ended and no host is at work any more; return it as it is then.
+
+    Raises CliError in the same cases as `follow_until_ended`.
+    """
     current = rollout
 
     def poll() -> WorkProgress:
+        """Fetch the rollout again and return its progress, by the number of hosts that are done."""
         nonlocal current
         current = cli_context.api.get(f"rollouts/{rollout['uuid']}/")
         states = [step["state"] for step in current["steps"]]

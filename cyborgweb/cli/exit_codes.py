@@ -35,7 +35,7 @@ class CliError(CyborgwebError, click.ClickException):
         self.exit_code = code  # type: ignore[misc]  # click declares it on the class, but reads it from the instance
 
     def format_message(self) -> str:
-        """Return the message with the code of the error after it, if it has one."""
+        """Return the sentence, followed by `reason` in brackets if there is one."""
         return f"{self.message} [{self.reason}]" if self.reason else self.message
 
     def show(self, file: IO[Any] | None = None) -> None:
@@ -44,7 +44,10 @@ class CliError(CyborgwebError, click.ClickException):
 
 
 def to_printable_line(text: str) -> str:
-    """Return `text` on one line and without terminal control characters, since hosts and tenants wrote some of it."""
+    """Return `text` on one line: white space becomes blanks, other characters that cannot be printed become U+FFFD.
+
+    Hosts and tenants wrote some of it, and control characters could change the terminal.
+    """
     return "".join(
         sign if sign.isprintable() else " " if sign.isspace() else "\N{REPLACEMENT CHARACTER}" for sign in text
     )

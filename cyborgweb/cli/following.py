@@ -67,6 +67,7 @@ def follow_until_ended(title: str, later_command: str, poll: Callable[[], WorkPr
 
 
 def _create_progress_bar(title: str) -> Any:
+    """Return a progress bar on standard error from 0 to 100, which shows the text of its last update."""
     return click.progressbar(
         length=100, label=title, file=sys.stderr, show_eta=False, item_show_func=lambda text: text, update_min_steps=0
     )
@@ -75,12 +76,15 @@ def _create_progress_bar(title: str) -> Any:
 def wait_for_commands(
     api: ApiClient, title: str, later_command: str, uuids: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """Follow commands until all of them have ended; return the ended commands by uuid. Raises CliError as
-    `follow_until_ended`.
+    """Follow commands until all of them have ended; return the ended commands by uuid, successful or not.
+
+    `title` and `later_command` are those of `follow_until_ended`, and CliError is raised in the same cases. Without any
+    uuids nothing happens.
     """
     command_by_uuid: dict[str, dict[str, Any]] = {uuid: {} for uuid in uuids}
 
     def poll() -> WorkProgress:
+        """Fetch the commands that have not ended and return the progress of all."""
         for uuid, command in command_by_uuid.items():
             if not command.get("ended_at"):
                 command_by_uuid[uuid] = api.get(f"commands/{uuid}/")

@@ -31,24 +31,30 @@ class FileWithProgress:
     bar: Any
 
     def __len__(self) -> int:
+        """Return the size of the whole file in bytes."""
         return self.size
 
     def __iter__(self) -> Iterator[bytes]:
+        """Yield the rest of the file in chunks of CHUNK_BYTES; each advances the progress bar."""
         return iter(lambda: self.read(CHUNK_BYTES), b"")
 
     def read(self, number: int = -1) -> bytes:
-        """Return at most `number` bytes."""
+        """Return at most `number` bytes, by default all that are left, and advance the progress bar."""
         chunk = self.file.read(number)
         if self.bar:
             self.bar.update(len(chunk))
         return chunk
 
     def readline(self, number: int = -1) -> bytes:
-        """Return at most `number` bytes. The interface WSGI requires this method; an upload has no lines."""
+        """Return at most `number` bytes, without regard to line ends, because an upload has no lines.
+
+        WSGI requires this method.
+        """
         return self.read(number)
 
 
 def _check_properties(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> Sequence[str]:
+    """Return the values unchanged. Raises BadParameter if one of them is not KEY=VALUE."""
     if wrong := next((text for text in values if "=" not in text), ""):
         raise click.BadParameter(f"{wrong}: write KEY=VALUE.")
     return values

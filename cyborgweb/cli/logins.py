@@ -62,7 +62,9 @@ class UnopenedSession:
 def open_session(login: LoginOptions) -> tuple[Any, str]:
     """Return a session and the server's URL without `/api`. Raises CliError, or keystoneauth1's errors of logging in.
 
-    Without `login.url` the URL comes from the service catalogue, which costs a login at Keystone.
+    Without `login.url` the URL comes from clouds.yaml or else from the service catalogue, which costs a login at
+    Keystone. With `login.cacert` or `login.insecure`, urllib3's warnings about unverified requests are switched off for
+    the whole process; if both are set, the server's certificate is verified with `cacert`.
     """
     login_field = _choose_login_field(login)
     unopened = _open_cloud_session(login) if login_field == "os_cloud" else _open_token_session(login, login_field)
@@ -90,7 +92,10 @@ def _choose_login_field(login: LoginOptions) -> str:
 
 
 def _find_url_in_catalogue(unopened: UnopenedSession) -> str:
-    """Return the URL of the Accelerator API in the cloud's service catalogue. Raises CliError if it has none."""
+    """Return the URL of the Accelerator API in the cloud's service catalogue, which costs a login at Keystone.
+
+    Raises CliError if the catalogue does not have the service, and keystoneauth1's errors if the login fails.
+    """
     from keystoneauth1.exceptions import CatalogException
 
     with suppress(CatalogException):
@@ -104,6 +109,10 @@ def _find_url_in_catalogue(unopened: UnopenedSession) -> str:
 
 
 def _open_token_session(login: LoginOptions, login_field: str) -> UnopenedSession:
+    """Return a session that sends the token of `login_field` (`token` or `token_file`) unchanged, without a login.
+
+    Raises CliError if `login.url` is not set, the file cannot be read, or the text is no token.
+    """
     from keystoneauth1.session import Session
     from keystoneauth1.token_endpoint import Token
 
@@ -116,7 +125,10 @@ def _open_token_session(login: LoginOptions, login_field: str) -> UnopenedSessio
 
 
 def _read_token_file(path: str) -> str:
-    """Return the last word of the token file, so that the whole output of `manage.py api_token` may be stored in it."""
+    """Return the last word of the token file, so that the whole output of `manage.py api_token` may be stored in it.
+
+    Only the first MAX_TOKEN_BYTES are read; '' if there is no word. Raises CliError if the file cannot be read.
+    """
     try:
         with Path(path).expanduser().open("rb") as file:
             words = file.read(MAX_TOKEN_BYTES).decode(errors="replace").split()
@@ -126,6 +138,10 @@ def _read_token_file(path: str) -> str:
 
 
 def _open_cloud_session(login: LoginOptions) -> UnopenedSession:
+    """Return a session of the cloud in clouds.yaml or, if none is named, of the OS_… variables; it sends no request.
+
+    Raises CliError if neither is set, or if they cannot be used.
+    """
     from keystoneauth1.exceptions import ClientException
     from keystoneauth1.identity.generic.base import BaseGenericPlugin
 
@@ -148,6 +164,10 @@ def _open_cloud_session(login: LoginOptions) -> UnopenedSession:
 
 
 def _load_clouds_yaml(cloud: str) -> UnopenedSession:
+    """Return a session of one cloud in clouds.yaml.
+
+    Raises CliError if openstacksdk is missing or the cloud is unusable.
+    """
     if find_spec("openstack") is None:
         raise CliError(
             ExitCode.USAGE, "clouds.yaml is read by openstacksdk: pip install openstacksdk, or use the OS_… variables."
@@ -168,7 +188,8 @@ def _load_clouds_yaml(cloud: str) -> UnopenedSession:
 def _load_os_variables() -> UnopenedSession:
     """Return a session of the plugin that OS_AUTH_TYPE names, with the OS_… variables as keystoneauth1 reads them.
 
-    Without OS_AUTH_TYPE the plugin is `v3applicationcredential` if such a credential is set, else `password`.
+    Without OS_AUTH_TYPE the plugin is `v3applicationcredential` if such a credential is set, else `password`. Raises
+    keystoneauth1's ClientException if the plugin is unknown or a variable is missing.
     """
     from keystoneauth1 import loading
 
@@ -192,7 +213,10 @@ def _load_os_variables() -> UnopenedSession:
 
 
 def _strip_api_path(url: str) -> str:
-    """Return the server's URL without a trailing `/` and `/api`. Raises CliError if it is no plain HTTP(S) URL."""
+    """Return the server's URL without a trailing `/` and `/api`.
+
+    Raises CliError if the URL is no HTTP(S) URL, or has a user, a query or a fragment.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
         raise CliError(ExitCode.USAGE, f"{url!r} is no address of the API: write https://HOST[:PORT].")

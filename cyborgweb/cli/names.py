@@ -61,7 +61,10 @@ def resolve_devices(api: ApiClient, texts: Iterable[str]) -> list[str]:
 
 
 def resolve_host(api: ApiClient, name: str) -> str:
-    """Return the uuid of a host, given its name or its uuid. Raises CliError if no host has the name."""
+    """Return the uuid of a host, given its name or its uuid. Raises CliError if no host has the name.
+
+    A uuid is returned without a request, so such a host need not exist.
+    """
     if uuid := _parse_uuid(name):
         return uuid
     for row in api.iterate_rows("hosts/", 1, name=name, fields="uuid"):

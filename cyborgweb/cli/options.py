@@ -93,6 +93,7 @@ def connection_options(hidden: bool = False) -> list[click.Parameter]:
     """
 
     def build_option(name: str, text: str, **options: Any) -> click.Option:
+        """Return an option that stores its value in the field of `CliContext.login` with the same name."""
         field_name = name.removeprefix("--").replace("-", "_")
         variable = field_name.upper() if field_name == "os_cloud" else f"CYBORG_{field_name.upper()}"
         return click.Option(
@@ -154,6 +155,7 @@ def _store_in_context(
     """
 
     def store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        """Store the converted value; do nothing if it is empty."""
         if not value:
             return
         cli_context = context.ensure_object(CliContext)
@@ -204,12 +206,15 @@ def read_dash(context: click.Context, parameter: click.Parameter, words: tuple[s
 
 
 def drop_empty(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` without the options that were not given (None or empty)."""
+    """Return `values` without those that are None, '', () or {}; False and 0 stay."""
     return {name: value for name, value in values.items() if value not in (None, "", (), {})}
 
 
 def parse_key_values(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
-    """Parse options of the form KEY=VALUE, such as `vfs=4`, into a dict. Raises BadParameter."""
+    """Parse options of the form KEY=VALUE, such as `vfs=4`, into a dict; the last value of a key wins.
+
+    Raises BadParameter for another form or an empty value, and for more than MAX_KEY_VALUES options.
+    """
     pairs = [text.partition("=") for text in value]
     if len(pairs) > MAX_KEY_VALUES or not all(key and mark and setting for key, mark, setting in pairs):
         raise click.BadParameter(f"Write KEY=VALUE, such as vfs=4; at most {MAX_KEY_VALUES} times.")
@@ -217,7 +222,7 @@ def parse_key_values(context: click.Context, parameter: click.Parameter, value: 
 
 
 def layout_option(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option --layout, with further attributes of click's options."""
+    """Return the decorator for the option --layout, which is parsed into a dict; `attributes` are passed to click."""
     attributes.setdefault(
         "help", "Settings of the device's driver; the field `changeable` of a device lists them; can be repeated."
     )

@@ -192,6 +192,7 @@ def _format_values(value: Mapping[str, Any]) -> str:
 
 
 def _parse_column(column: str) -> tuple[str, str]:
+    """Split `name=path` into name and path; without `=`, both are the column's text."""
     name, _, path = column.partition("=")
     return name, path or name
 
@@ -211,10 +212,12 @@ def _split_cell(text: str, width: int, is_sentence: bool) -> list[str]:
 
 
 def _terminal_width() -> int:
+    """Return the number of characters in a line of the terminal; 0 if standard output is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def _serialize(value: Any, format_name: str) -> str:
+    """Return the value as JSON if `format_name` is `json`, else as YAML; the text ends with a line end."""
     if format_name == "json":
         return json.dumps(value, indent=2) + "\n"
     import yaml
@@ -223,6 +226,7 @@ def _serialize(value: Any, format_name: str) -> str:
 
 
 def _format_csv(rows: Iterable[Iterable[Any]]) -> str:
+    """Return the rows as CSV with Unix line ends; each value is formatted by `_format_csv_cell`."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([_format_csv_cell(value) for value in row] for row in rows)
     return out.getvalue()

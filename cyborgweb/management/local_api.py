@@ -22,7 +22,7 @@ from cyborgweb.cli.exit_codes import CliError, ExitCode
 
 
 class LocalApiClient(ApiClient):
-    """A client that acts as `caller`; `spellings` has the verbs that are typed otherwise than with `cyborg`."""
+    """A client that acts as `caller`; `spellings` maps verbs of `cyborg` to what people type in `manage.py`."""
 
     server_name = "manage.py"
 
@@ -31,13 +31,18 @@ class LocalApiClient(ApiClient):
         self.spellings = spellings
 
     def spell_verb(self, verb: str) -> str:
-        """Return the command line of `manage.py` for a verb, if there is one."""
+        """Return the command line of `manage.py` for a verb or, if it has none, that of `cyborg`."""
         return self.spellings.get(verb) or super().spell_verb(verb)
 
     def send_request(
         self, method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
     ) -> dict[str, Any]:
-        """Call the view of the path and return the decoded answer. The API's middleware is not involved."""
+        """Call the view of the path and return the decoded answer. The API's middleware is not involved.
+
+        Raises CliError if the API answers with an error, or if the request cannot be encoded; django.urls.Resolver404
+        if no view has the path. After a 503 the broken database connections are closed, so that a later request can
+        succeed.
+        """
         try:
             query = urlencode(params or {}, doseq=True)
             body = dump_json(json, allow_nan=False).encode() if data is None else b""

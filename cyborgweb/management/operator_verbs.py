@@ -120,7 +120,7 @@ class VerbsCommand(BaseCommand):
         self.handle(words=["--help"])
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Run a verb. Raises CommandError for a refusal; ends the process if the verb did not succeed."""
+        """Run a verb. Raises CommandError for a refusal and an interruption; ends the process for any other failure."""
         verbs = VERBS[self.noun]
         group = VerbGroup(self.noun, commands=dict(verbs), help=self.help)
         try:

@@ -46,6 +46,10 @@ def main() -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    The default control file is `fake-driver.json` in CYBORG_STATE_DIR, or in `./var` without that variable.
+    """
     state = os.environ.get("CYBORG_STATE_DIR", "./var")
     parser = argparse.ArgumentParser(
         prog="drivers.fake",
@@ -78,6 +82,11 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _apply_change(script: Script, arguments: argparse.Namespace) -> Script:
+    """Return the Script with the change that the command line names; `script` itself is changed, too.
+
+    `plug` also makes the device healthy again. Raises msgspec.MsgspecError if a JSON value cannot be decoded or the
+    result is no valid Script.
+    """
     if arguments.verb == "misbehave":
         script.misbehave = arguments.how
     elif arguments.verb == "count":
@@ -98,7 +107,10 @@ def _apply_change(script: Script, arguments: argparse.Namespace) -> Script:
 
 
 def _write_script(path: Path, script: Script) -> None:
-    """Write the control file atomically, so that the driver never reads an incomplete file."""
+    """Write the control file atomically, so that the driver never reads an incomplete file.
+
+    Its directory is created if needed. Raises OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(msgspec.json.encode(script))

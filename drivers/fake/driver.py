@@ -41,12 +41,13 @@ DelaySeconds = Annotated[float, Meta(ge=0, le=3600)]
 class Script(Struct, forbid_unknown_fields=True):
     """The content of the control file. Devices are identified by their numbers; as JSON keys these are strings.
 
-    `count`: number of devices, without those in `unplugged`. `handles`: handles per device. `failing`, `degraded`:
-    number → reason. `delay_s`: how long `discover` sleeps. `misbehave`: how the driver itself fails (see `_misbehave`).
-    `install`: names, each of which takes one step to install. `handle_type`: MDEV handles must be attached. `refuse`:
-    act → kind and text of the error it raises. `wrong`: acts that get a last step whose check never succeeds. `slow_s`:
-    act or `stats` → seconds that it sleeps. `busy`: numbers of devices that another program uses. `signals`: the
-    readings of `health`. `stats`: the load of every device; if it is None, it changes by itself (`simulate_load`).
+    `count`: devices have the numbers below this one; those in `unplugged` are missing. `handles`: handles per device,
+    until it is partitioned. `failing`, `degraded`: number → reason. `delay_s`: seconds that `discover` sleeps.
+    `misbehave`: how the driver itself fails (see `_misbehave`). `install`: names, each of which takes one step to
+    install. `handle_type`: MDEV handles must be attached. `refuse`: act → kind and text of the error it raises.
+    `wrong`: acts that get a last step whose check never succeeds. `slow_s`: act or `stats` → seconds that it sleeps.
+    `busy`: numbers of devices that another program uses. `signals`: the readings of `health`. `stats`: the load of
+    every device; if it is None, it changes by itself (`simulate_load`).
     """
 
     count: Annotated[int, Meta(ge=0, le=4096)] = 1
@@ -75,7 +76,10 @@ class FakeDriver(Driver):
     acts: ClassVar[tuple[Act, ...]] = get_args(Act)
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
-        """Return the devices of the Script. Raises Invalid for an unusable control file."""
+        """Return the devices of the Script, after the delay and the failure that it defines.
+
+        Raises Invalid for an unusable control file.
+        """
         script = _load_script(settings)
         time.sleep(script.delay_s)
         _misbehave(script.misbehave)
@@ -85,26 +89,37 @@ class FakeDriver(Driver):
         )
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
-        """Return the health and signals of the Script. Raises Gone."""
+        """Return the health and signals of the Script.
+
+        Raises Gone if there is no such device, and Invalid for an unusable control file.
+        """
         device = _find_device(machine, _load_script(settings), ask)
         return Vitals(*device.get_status(), signals=device.script.signals)
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
-        """Return the load of the Script or, if it has none, the simulated load of this moment."""
+        """Return the load of the Script or, if it has none, the simulated load of this moment.
+
+        It sleeps as `slow_s` says, and does not check that the device exists. Raises Invalid for an unusable control
+        file.
+        """
         script = _load_script(settings)
         time.sleep(script.slow_s.get("stats", 0))
         load = simulate_load(ask.key, time.time()) if script.stats is None else script.stats
         return tuple(Sample(ask.key, metric, value) for metric, value in load.items())
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan a step for each missing name of the Script's `install`, and the division that `ask.layout` wants."""
+        """Plan a step for each missing name of the Script's `install`, and the division that `ask.layout` wants.
+
+        Raises Invalid for an unusable layout, Busy if the division would change while a handle is attached, and the
+        errors of `_prepare_act`.
+        """
         device = _prepare_act("install", machine, settings, ask)
         return device.make_plan("install", [*device.plan_install(), *device.plan_partition(ask.layout)])
 
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan to restore the first values of all written files, or to remove the files.
+        """Plan to restore the first values of all written files, or to remove the files that have none in `ask.first`.
 
-        Raises Busy if a handle is attached.
+        Raises Busy if a handle is attached, and the errors of `_prepare_act`.
         """
         device = _prepare_act("uninstall", machine, settings, ask)
         device.refuse_if_attached()
@@ -115,12 +130,18 @@ class FakeDriver(Driver):
         return device.make_plan("uninstall", steps)
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan to create an MDEV handle for its consumer under the handle's uuid; TEST_PCI handles need no steps."""
+        """Plan to create an MDEV handle for its consumer under the handle's uuid; TEST_PCI handles need no steps.
+
+        Raises the errors of `FakeDevice.plan_attach` (MDEV handles only) and of `_prepare_act`.
+        """
         device = _prepare_act("attach", machine, settings, ask)
         return device.make_plan("attach", device.plan_attach(ask) if _is_mdev(ask) else [])
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan to remove what `attach` created for this consumer; a handle of another consumer stays."""
+        """Plan to remove what `attach` created for this consumer; a handle of another consumer stays.
+
+        If `ask.consumer` is empty, the handle is removed whoever has it. Raises the errors of `_prepare_act`.
+        """
         device = _prepare_act("detach", machine, settings, ask)
         holder = device.files.get(MDEV_PREFIX + ask.uuid, "")
         is_attached = holder and ask.consumer in ("", holder)
@@ -129,7 +150,8 @@ class FakeDriver(Driver):
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan to copy the image to a file and its checksum to a second file, which shows what is loaded.
 
-        Raises Invalid without an image or for an image of other hardware, and Busy if a handle is attached.
+        There are no steps if this image is loaded already. Raises Invalid without an image or for an image of other
+        hardware, Busy if a handle is attached, and the errors of `_prepare_act`.
         """
         device = _prepare_act("program", machine, settings, ask)
         if ask.image is None:
@@ -150,7 +172,7 @@ class FakeDriver(Driver):
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan to give the device as many handles as `parts` of the layout states.
 
-        Raises Invalid for an unusable layout, and Busy if a handle is attached.
+        Raises Invalid for an unusable layout, Busy if a handle is attached, and the errors of `_prepare_act`.
         """
         device = _prepare_act("partition", machine, settings, ask)
         if not ask.layout:
@@ -159,7 +181,10 @@ class FakeDriver(Driver):
         return device.make_plan("partition", device.plan_partition(ask.layout))
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan to remove the loaded image and to increment the file `resets`. Raises Busy if a handle is attached."""
+        """Plan to remove the loaded image and to increment the number in the file `resets`.
+
+        Raises Busy if a handle is attached, and the errors of `_prepare_act`.
+        """
         device = _prepare_act("reset", machine, settings, ask)
         device.refuse_if_attached()
         count = device.files.get("resets", "0")
@@ -184,11 +209,14 @@ class FakeDevice:
         self.files = {name: "…" if name == "image" else machine.text(self.get_path(name)) for name in names}
 
     def get_path(self, name: str) -> str:
-        """Return the path of one of the device's files."""
+        """Return the path of one of the device's files, below `/state`; the file need not exist."""
         return f"{self._folder}/{name}"
 
     def get_status(self) -> tuple[Literal["ok", "degraded", "failed"], str]:
-        """Return the health of the Script and its reason."""
+        """Return the health that the Script gives to the device, and the reason ('' for ok).
+
+        If the device is in both `failing` and `degraded`, it is failed.
+        """
         failed, degraded = (reasons.get(str(self.n), "") for reasons in (self.script.failing, self.script.degraded))
         return "failed" if failed else "degraded" if degraded else "ok", failed or degraded
 
@@ -218,7 +246,8 @@ class FakeDevice:
     def make_set_step(self, name: str, value: str, expected: str | None = None) -> Step:
         """Return a step that sets one of the device's files to `value`; '' removes it.
 
-        `expected` is the value that the step expects before the write; None stands for the value read at creation.
+        `expected` is the value that the step expects before the write; None stands for the value read at creation. The
+        file `image` can only be removed, by a step without checks and without `undo`.
         """
         path = self.get_path(name)
         before = self.files.get(name, "") if expected is None else expected
@@ -229,9 +258,9 @@ class FakeDevice:
         return Step(description, Write(path, value), expect=checks[0], seen=checks[1], undo=(Write(path, before),))
 
     def make_plan(self, act: Act, steps: list[Step]) -> Plan:
-        """Return a plan of the steps.
+        """Return a plan of the steps, whose text says what they do, shortened to 4096 characters.
 
-        If `wrong` of the Script has a true value for the act, a last step is added whose check never succeeds.
+        If `wrong` of the Script has a true value for the act, a step whose check never succeeds is added to the list.
         """
         if self.script.wrong.get(act):
             path = self.get_path("wrong")
@@ -240,7 +269,7 @@ class FakeDevice:
         return Plan(tuple(steps), "; ".join(step.does for step in steps)[:4096])
 
     def plan_install(self) -> list[Step]:
-        """Return a step for each name of the Script's `install` that is not set."""
+        """Return a step for each name of the Script's `install` whose file is not `on`."""
         return [
             self.make_set_step(word, "on")
             for word in dict.fromkeys(self.script.install)
@@ -248,9 +277,10 @@ class FakeDevice:
         ]
 
     def plan_partition(self, layout: dict[str, str]) -> list[Step]:
-        """Return the steps to as many handles as `parts` states; none for an empty layout.
+        """Return the step to as many handles as `parts` states.
 
-        Raises Invalid for any other layout, and Busy if a handle is attached.
+        There are no steps for an empty layout, or if the device's file `parts` has this value. Raises Invalid for a
+        layout with other keys or an unusable number, and Busy if the number would change while a handle is attached.
         """
         parts = layout.get("parts", "1")
         if layout.keys() - {"parts"} or not re.fullmatch("[1-9][0-9]{0,2}", parts) or int(parts) > MAX_HANDLES:
@@ -286,6 +316,7 @@ class FakeDevice:
                 raise Busy(f"handle {name.removeprefix(MDEV_PREFIX)} is attached to {holder}: detach it first")
 
     def _list_handles(self) -> tuple[AttachHandle, ...]:
+        """Return the device's handles: as many as its file `parts` says, else `handles` of the Script."""
         count = int(self.files.get("parts", self.script.handles))
         if self.script.handle_type == "TEST_PCI":
             places = (
@@ -318,7 +349,8 @@ def simulate_load(key: str, unix_time: float) -> dict[str, float]:
 def _prepare_act(act: Act, machine: Machine, settings: Settings, ask: Ask) -> FakeDevice:
     """Return the device of an act, after the delays and failures that the Script defines for it.
 
-    Raises the error of `refuse`, Gone for an unknown device, and Busy for a device in `busy`.
+    Raises the error of `refuse`, Gone for an unknown device, Busy for a device in `busy`, Invalid for an unusable
+    control file, and whatever `_misbehave` raises.
     """
     script = _load_script(settings)
     _misbehave(script.misbehave)
@@ -333,6 +365,10 @@ def _prepare_act(act: Act, machine: Machine, settings: Settings, ask: Ask) -> Fa
 
 
 def _find_device(machine: Machine, script: Script, ask: Ask) -> FakeDevice:
+    """Return the device `ask.key` in its present state.
+
+    Raises Gone if the Script has no such device, or it is unplugged.
+    """
     for n in _list_device_numbers(script):
         if ask.key == f"fake_driver:{_make_address(n)}":
             return FakeDevice(machine, script, n, _get_state_folder(machine))
@@ -340,24 +376,30 @@ def _find_device(machine: Machine, script: Script, ask: Ask) -> FakeDevice:
 
 
 def _is_mdev(ask: Ask) -> bool:
+    """Return whether the call is about an MDEV handle; False if it names no handle."""
     return ask.handle is not None and ask.handle.attach_type == "MDEV"
 
 
 def _get_state_folder(machine: Machine) -> str:
+    """Return the directory of all devices' files, `/state/<boot id>`; the boot id is `unknown` if the host has none."""
     return f"/state/{machine.text(BOOT_ID, 'unknown')}"
 
 
 def _list_device_numbers(script: Script) -> list[int]:
+    """Return the numbers of the devices that are plugged in."""
     return [n for n in range(script.count) if n not in script.unplugged]
 
 
 def _make_address(n: int) -> str:
+    """Return the PCI address of device `n`. Each device has a bus of its own, beginning with 0c for device 0."""
     return f"{(0x0C + n) // 256:04x}:{(0x0C + n) % 256:02x}:00.0"
 
 
 def _misbehave(how: str) -> None:
-    """Fail in one of the ways in which a driver can fail: raise, hang, flood, send wrong data or exit; '' does nothing.
+    """Fail in one of the ways in which a driver can fail; '' does nothing.
 
+    `raise` raises RuntimeError and `fail` raises Failed. `hang` and `flood` never return; `flood` prints without end.
+    `rubbish` writes invalid JSON to file descriptor 1 and raises Failed. `die` ends the process with exit status 3.
     Raises Invalid for an unknown way.
     """
     if how == "raise":
@@ -380,11 +422,18 @@ def _misbehave(how: str) -> None:
 
 
 def _load_script(settings: Settings) -> Script:
+    """Return the Script of the control file that the settings name, or the default Script if they name none.
+
+    Raises Invalid if the file is unusable.
+    """
     return read_script(str(settings.get("control_file") or ""))
 
 
 def read_script(path: str) -> Script:
-    """Return the Script of the control file, or the default if there is no such file. Raises Invalid."""
+    """Return the Script of the control file, or the default Script if `path` is empty or there is no such file.
+
+    Raises Invalid if the file cannot be read or contains no valid Script.
+    """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Script) if path else Script()
     except FileNotFoundError:

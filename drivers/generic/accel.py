@@ -39,7 +39,10 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
     desired: DesiredNode = DesiredNode()
 
     def discover(self, machine: Machine) -> Findings:
-        """Return the functions that have a device node; those without one become faults."""
+        """Return a device for each function that has a device node, and a fault for each function without one.
+
+        Raises DriverError if it cannot be determined which functions the host uses.
+        """
         findings = self.find_functions(machine)
         nodes = {device.key: find_device_node(machine, device.address or "") for device in findings.devices}
         devices_without_node = [device for device in findings.devices if not nodes[device.key]]
@@ -65,7 +68,8 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
         """Return a plan without steps for install, attach and detach.
 
-        For attach, raises Gone if the handle's node does not exist. Raises Unsupported for all other acts.
+        For attach, raises Gone if the function is absent, or if `ask.handle` is not the handle that it has now. Raises
+        Unsupported for all other acts.
         """
         if act == "attach":
             address = functions.find_address(machine, ask.key)
@@ -74,6 +78,7 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
         return super().plan(act, machine, ask)
 
     def _make_offered_device(self, device: Device, node: str) -> Device:
+        """Return the device with one `DEV` handle for the node, and without a resource class and a layout."""
         (part,) = device.deployables
         traits = tuple(attribute for attribute in part.attributes if attribute.key != "rc")
         part = Deployable(part.name, 1, traits, (self._make_handle(node),), part.driver_name)
@@ -81,6 +86,7 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
         return msgspec.structs.replace(device, deployables=(part,), acts=acts, changeable="", sized_by="")
 
     def _make_handle(self, node: str) -> AttachHandle:
+        """Return the `DEV` handle of a device node, with the permissions of `desired`."""
         return AttachHandle("DEV", json.dumps({"path": node, "permissions": self.desired.permissions}, sort_keys=True))
 
 

@@ -19,7 +19,7 @@ from drivers.plan import Act, Ask, Plan, Vitals
 
 
 class BackendLimits(Struct, frozen=True, forbid_unknown_fields=True):
-    """The maximum of devices that a backend offers, and of attach handles of all its devices; None means no limit."""
+    """The maximum number of devices of a backend, and of attach handles of all its devices; None means no limit."""
 
     max_devices: Annotated[int, Meta(ge=0, le=4096)] | None = None
     max_handles: Annotated[int, Meta(ge=0, le=65_535)] | None = None
@@ -40,27 +40,36 @@ class BackendBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     labels: Annotated[dict[Word, Annotated[str, Meta(max_length=255)]], Meta(max_length=64)] = {}
 
     def describe_problem(self) -> str:
-        """Return why these settings, each of which is valid by itself, are invalid together; '' if they are valid."""
+        """Return why settings that are valid one by one are invalid together; '' if they are valid (the default)."""
         return ""
 
     def probe(self, machine: Machine) -> tuple[str, ...]:
-        """Return what this host lacks for full use of this backend, one sentence each."""
+        """Return what this host lacks for full use of this backend, one sentence each; the default is nothing."""
         return ()
 
     def discover(self, machine: Machine) -> Findings:
-        """Return the complete list of its devices, and a fault for each thing that cannot be used as one."""
+        """Return all devices of the backend, and a fault for each thing that cannot be used as a device.
+
+        Raises DriverError only if no result is possible. Subclasses must implement this method.
+        """
         raise NotImplementedError
 
     def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """Return the services that the backend has for these devices, available or not."""
+        """Return the services that the backend has for these devices, available or not.
+
+        Subclasses must implement this.
+        """
         raise NotImplementedError
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
-        """Return the health of a device of this backend."""
+        """Return the health of the device `ask.key`.
+
+        Raises Gone if it is absent. Subclasses must implement this method.
+        """
         raise NotImplementedError
 
     def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
-        """Return the load of a device of this backend; the default is no samples."""
+        """Return the load of the device `ask.key`; the default is no samples."""
         return ()
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
@@ -76,7 +85,7 @@ class BackendBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 def make_service(name: ServiceName, missing: str = "", limits: Mapping[str, str] | None = None) -> Service:
     """Return a service that is ready or, if `missing` is not empty, unavailable for that reason.
 
-    Texts are shortened to the sizes that a report allows.
+    Texts are shortened to the sizes that a report allows: 1024 characters for the reason, 255 for the value of a limit.
     """
     shortened_limits = {word: value[:255] for word, value in (limits or {}).items()}
     return Service(name, state="unavailable" if missing else "ready", reason=missing[:1024], limits=shortened_limits)

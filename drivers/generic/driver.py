@@ -22,7 +22,7 @@ from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
 DISCOVERY_SHARE = 0.6
-"""The part of a call's deadline that all looks together may take; the rest is for starting and for the answer."""
+"""The part of a call's deadline that all discoveries together may take; the rest is for starting and for the answer."""
 MIN_BACKEND_S = 0.5
 """The minimum time of a backend in seconds, unless the remaining time of all backends is shorter."""
 SLOW_REASON = "it did not answer within its share of CYBORG_DRIVER_DEADLINE_S: is a device stuck?"
@@ -31,20 +31,21 @@ SLOW_REASON = "it did not answer within its share of CYBORG_DRIVER_DEADLINE_S: i
 class BackendDiscovery(threading.Thread):
     """One `discover` of one backend, in a thread: its devices, faults and services, or its error.
 
-    `error` is SLOW until the thread has ended, and then '' or the reason of the failure.
+    `error` is SLOW_REASON until the thread has ended, and then '' or the reason of the failure. After a failure,
+    `findings` and `services` are empty.
     """
 
     def __init__(self, backend: BackendBase, machine: Machine, previous: BackendDiscovery | None = None) -> None:
         super().__init__(daemon=True)
         self._backend, self._machine = backend, machine
         self.keys: frozenset[str] = previous.keys if previous else frozenset()
-        """The keys of the devices that it found; those of the previous look until this one succeeds."""
+        """The keys of the devices that it found; those of the previous discovery until this one succeeds."""
         self.findings = Findings()
         self.services: tuple[Service, ...] = ()
         self.error = SLOW_REASON
 
     def run(self) -> None:
-        """Call the backend and store its results or its error. threading calls it."""
+        """Call the backend and store its results, or the reason of its failure; raise nothing. threading calls it."""
         try:
             findings = self._backend.discover(self._machine)
             devices, faults = apply_limits(self._backend, findings.devices, self.keys)
@@ -69,7 +70,7 @@ class GenericDriver(Driver):
 
     def __init__(self) -> None:
         self._discoveries: dict[str, BackendDiscovery] = {}
-        """The last look of each backend by name; a new one is started only after it has ended."""
+        """The last discovery of each backend by name; a new one is started only after it has ended."""
 
     def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
         """Return what each backend lacks on this host, at most 64 reasons. Raises Invalid for unusable settings."""
@@ -79,8 +80,8 @@ class GenericDriver(Driver):
     def discover(self, machine: Machine, settings: Settings) -> Findings:
         """Call one backend after the other and return all devices; a backend that takes too long reports an error.
 
-        A device that several backends find is reported for each of them; the agent decides which one owns it
-        (`drivers.pci.ownership`). Raises Invalid for unusable settings.
+        A backend with an error has no devices in the result. A device that several backends find is reported for each
+        of them; the agent decides which one owns it (`drivers.pci.ownership`). Raises Invalid for unusable settings.
         """
         backends = generic_settings.parse_backends(settings)
         end = time.monotonic() + DISCOVERY_SHARE * machine.deadline_s
@@ -105,39 +106,67 @@ class GenericDriver(Driver):
         return Findings(tuple(devices), at_most(faults), tuple(backend_reports))
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
-        """Return the health of the device as its backend reads it. Raises Gone if no backend has it."""
+        """Return the health of the device as its backend reads it.
+
+        Raises Gone if no backend has the device, Invalid for unusable settings, and the errors of the backend.
+        """
         return self._find_backend(machine, settings, ask).health(machine, ask)
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
-        """Return the load of the device as its backend reads it. Raises Gone if no backend has it."""
+        """Return the load of the device as its backend reads it.
+
+        Raises Gone if no backend has the device, Invalid for unusable settings, and the errors of the backend.
+        """
         return self._find_backend(machine, settings, ask).stats(machine, ask)
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to bring the device into the state of the backend's `desired`; the layout overrides it."""
+        """Plan how to bring the device into the state of the backend's `desired`; the layout overrides it.
+
+        Only the kind `pci` has steps. Raises the errors of `_find_backend` and of the backend's `plan`.
+        """
         return self._find_backend(machine, settings, ask).plan("install", machine, ask)
 
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to restore the state that the device had before it was first changed."""
+        """Plan how to restore the state that the device had before it was first changed.
+
+        Raises Unsupported for all kinds but `pci`, and the errors of `_find_backend` and of the backend's `plan`.
+        """
         return self._find_backend(machine, settings, ask).plan("uninstall", machine, ask)
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan what the handle needs on the host for its consumer."""
+        """Plan what the handle needs on the host for its consumer; only the kind `mdev` has steps.
+
+        Raises the errors of `_find_backend` and of the backend's `plan`.
+        """
         return self._find_backend(machine, settings, ask).plan("attach", machine, ask)
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to remove what `attach` created."""
+        """Plan how to remove what `attach` created; only the kind `mdev` has steps.
+
+        Raises the errors of `_find_backend` and of the backend's `plan`.
+        """
         return self._find_backend(machine, settings, ask).plan("detach", machine, ask)
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to load the image through the kernel's firmware upload class."""
+        """Plan how to load the image through the kernel's firmware upload class.
+
+        Raises Unsupported for all kinds but `pci` and `firmware`, and for a device without an upload directory; also
+        the errors of `_find_backend` and of the backend's `plan`.
+        """
         return self._find_backend(machine, settings, ask).plan("program", machine, ask)
 
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan how to divide the device as the layout describes."""
+        """Plan how to divide the device as the layout describes.
+
+        Raises Unsupported for all kinds but `pci`, and the errors of `_find_backend` and of the backend's `plan`.
+        """
         return self._find_backend(machine, settings, ask).plan("partition", machine, ask)
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Plan a reset by the kernel's own method."""
+        """Plan a reset by the kernel's own method.
+
+        Raises Unsupported for all kinds but `pci`, and the errors of `_find_backend` and of the backend's `plan`.
+        """
         return self._find_backend(machine, settings, ask).plan("reset", machine, ask)
 
     def _find_backend(self, machine: Machine, settings: Settings, ask: Ask) -> BackendBase:
@@ -158,9 +187,9 @@ class GenericDriver(Driver):
         raise Gone(f"no backend of generic_driver has {ask.key} (any more)")
 
     def _discover_backend(self, name: str, backend: BackendBase, machine: Machine, wait_s: float) -> BackendDiscovery:
-        """Start a look of a backend and wait for it at most `wait_s` seconds; return it, ended or not.
+        """Start a discovery of a backend and wait for it at most `wait_s` seconds; return it, ended or not.
 
-        If the last look of this backend has not ended, it is returned at once.
+        If the last discovery of this backend has not ended, no other is started, and the last one is returned at once.
         """
         discovery = self._discoveries.get(name)
         if discovery is None or not discovery.is_alive():

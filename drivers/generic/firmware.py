@@ -35,14 +35,17 @@ class FirmwareBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unkn
     writes: ClassVar[tuple[str, ...]] = WRITTEN_PATHS
 
     def discover(self, machine: Machine) -> Findings:
-        """Return the functions that have an upload directory; those without one become faults."""
+        """Return a device for each function that has an upload directory, and a fault for each function without one.
+
+        Raises DriverError if it cannot be determined which functions the host uses.
+        """
         findings = self.find_functions(machine)
         devices = [add_program_act(machine, device) for device in findings.devices]
         faults = [Fault(device.address or device.key, NO_LOADER) for device in devices if not _is_programmable(device)]
         return Findings(tuple(map(_remove_handles, filter(_is_programmable, devices))), (*findings.faults, *faults))
 
     def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """Return program and firmware, and health and stats."""
+        """Return the services program, firmware, health and stats; all but health may be unavailable."""
         return (*make_program_services(machine, devices), *make_reading_services(machine, devices))
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
@@ -54,7 +57,7 @@ class FirmwareBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unkn
 
 
 def list_upload_folders(machine: Machine, address: str) -> list[str]:
-    """Return the upload directories of a function, as paths below the function in PCI_DEVICES."""
+    """Return the upload directories of a function as paths below the function in PCI_DEVICES; it may have none."""
     function_folder = f"{PCI_DEVICES}/{address}"
     resolved_prefix = machine.resolve(function_folder) + "/"
     resolved_paths = (
@@ -85,10 +88,10 @@ def make_program_services(machine: Machine, devices: tuple[Device, ...]) -> tupl
 
 
 def plan_upload(machine: Machine, ask: Ask) -> Plan:
-    """Return the plan that uploads the image to the function.
+    """Return a plan of one step, which uploads the image to the function.
 
-    Raises Gone, Busy if the host or a guest uses the function or one of its virtual functions, Unsupported if it has no
-    upload directory, and Failed if it has several.
+    Raises Gone if the function is absent, Unsupported if it has no upload directory, Failed if it has several, and Busy
+    if the host or a guest uses the function or one of its virtual functions.
     """
     address = functions.find_address(machine, ask.key)
     upload_folders = list_upload_folders(machine, address)
@@ -114,10 +117,12 @@ def plan_upload(machine: Machine, ask: Ask) -> Plan:
 
 
 def _is_programmable(device: Device) -> bool:
+    """Return whether `program` is among the device's acts."""
     return "program" in device.acts.split()
 
 
 def _remove_handles(device: Device) -> Device:
+    """Return the device without handles and without a layout; its only acts are health and program."""
     deployables = (msgspec.structs.replace(one, num_accelerators=0, handles=()) for one in device.deployables)
     return msgspec.structs.replace(
         device, deployables=tuple(deployables), acts="health program", changeable="", sized_by=""

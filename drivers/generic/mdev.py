@@ -47,7 +47,10 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
     desired: DesiredMdev
 
     def discover(self, machine: Machine) -> Findings:
-        """Return the functions that support the wanted type, and a fault for each function that does not support it."""
+        """Return the functions that support the wanted type, and a fault for each function that does not support it.
+
+        Raises DriverError if it cannot be determined which functions the host uses.
+        """
         findings = self.find_functions(machine)
         devices, faults = [], list(findings.faults)
         for device in findings.devices:
@@ -70,7 +73,9 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
         """Plan to create the mediated device at attach and to remove it at detach; install has no steps.
 
-        Raises Invalid without a valid uuid or consumer, Gone, Busy, and Unsupported for any other act.
+        Raises Invalid without a valid uuid or, for attach, a valid consumer; Gone if the function or the handle is
+        absent; Busy if another consumer has the mediated device, no more can be created, or a guest uses the one to be
+        removed; Unsupported for any other act.
         """
         if act not in ("attach", "detach"):
             return super().plan(act, machine, ask)
@@ -82,11 +87,12 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         )
 
     def _read_available_count(self, machine: Machine, address: str) -> int:
+        """Return how many more mediated devices of the wanted type the function can have; 0 if that cannot be read."""
         path = f"{_types_folder(address)}/{self.desired.mdev_type}"
         return max(0, machine.read_int(f"{path}/available_instances", 0))
 
     def _list_handles(self, machine: Machine, address: str) -> tuple[AttachHandle, ...]:
-        """Return the handles of a function: as many as can be created plus those that this agent created.
+        """Return the handles of a function, at most 1024: as many as can be created plus those that this agent created.
 
         Mediated devices that others created, for example with mdevctl, are not counted: they are not ours to offer.
         """
@@ -99,6 +105,10 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
         return tuple(AttachHandle("MDEV", mark) for mark in marks)
 
     def _make_offered_device(self, machine: Machine, device: Device, address: str) -> Device:
+        """Return the device with its MDEV handles and a trait for the wanted type; it has no layout.
+
+        Its resource class is VGPU for a GPU and CUSTOM_MDEV for any other type.
+        """
         (part,) = device.deployables
         trait = "CUSTOM_MDEV_" + re.sub("[^A-Z0-9_]", "_", self.desired.mdev_type.upper())
         other_attributes = [attribute for attribute in part.attributes if attribute.key != "rc"]
@@ -148,22 +158,25 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
 
 
 def list_mdev_types(machine: Machine, address: str) -> list[str]:
-    """Return the types of mediated devices that a function supports."""
+    """Return the types of mediated devices that a function supports; without its kernel driver it has none."""
     return machine.names(_types_folder(address))
 
 
 def _types_folder(address: str) -> str:
+    """Return the sysfs directory that has a subdirectory for each mdev type of the function."""
     return f"{PCI_DEVICES}/{address}/mdev_supported_types"
 
 
 def _is_created(machine: Machine, address: str, uuid: str) -> bool:
+    """Return whether the function has the mediated device `uuid`, whoever created it."""
     return bool(machine.link(f"{PCI_DEVICES}/{address}/{uuid}/mdev_type"))
 
 
 def _plan_detach(machine: Machine, address: str, ask: Ask) -> list[Step]:
-    """Return the steps that remove the mediated device and its note; none if it belongs to another consumer.
+    """Return the steps that remove the mediated device and its note in NOTES_FOLDER, each only if it exists.
 
-    Raises Busy while a guest has it open, because the kernel would wait until the guest ends.
+    There are no steps if the note names another consumer and `ask.consumer` is not empty. Raises Busy while a guest has
+    the mediated device open, because the kernel would wait until the guest ends.
     """
     device, note = f"{PCI_DEVICES}/{address}/{ask.uuid}", f"{NOTES_FOLDER}/{ask.uuid}"
     holder = machine.text(note)

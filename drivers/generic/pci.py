@@ -38,7 +38,10 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
         return functions.PciDriver().probe(machine, self._make_driver_settings())
 
     def discover(self, machine: Machine) -> Findings:
-        """Return the functions with their handles; programmable ones have `program` among their acts."""
+        """Return the functions with their handles; programmable ones have `program` among their acts.
+
+        Raises DriverError if it cannot be determined which functions the host uses.
+        """
         findings = self.find_functions(machine)
         return findings._replace(
             devices=tuple(firmware.add_program_act(machine, device) for device in findings.devices)
@@ -70,7 +73,7 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
         """Return the plan of `drivers.pci.functions`, or the upload of `drivers.generic.firmware` for program.
 
-        Raises Invalid if the layout wants more virtual functions than `limits.max_handles`.
+        Raises the errors of these, and Invalid if the layout wants more virtual functions than `limits.max_handles`.
         """
         if act == "program":
             return firmware.plan_upload(machine, ask)
@@ -83,8 +86,10 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
         return plan
 
     def _make_driver_settings(self) -> Settings:
+        """Return the settings of a PciDriver, with one rule for each entry of `match`."""
         return {"rules": [msgspec.to_builtins(self._make_rule(match)) for match in self.match]}
 
     def _make_rule(self, match: functions.PciMatch) -> functions.PciRule:
+        """Return the rule of one entry of `match`, with the wanted state of `desired`."""
         rule = super()._make_rule(match)
         return msgspec.structs.replace(rule, vfs=self.desired.vfs, bind=self.desired.bind)

@@ -21,7 +21,8 @@ from drivers.plan import Ask, Vitals
 class PciFunctionBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Selects the functions that one of `match` matches.
 
-    `type` is their device type; it is needed if their PCI class does not tell it.
+    `type` is their device type; None takes it from the PCI class, and a function whose class does not determine the
+    type becomes a fault.
     """
 
     match: Annotated[list[pci.PciMatch], Meta(min_length=1, max_length=64)]
@@ -34,18 +35,28 @@ class PciFunctionBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_
         return ""
 
     def find_functions(self, machine: Machine) -> Findings:
-        """Return the devices and faults that `drivers.pci.functions` finds for the matches."""
+        """Return the devices and faults that `drivers.pci.functions` finds for the matches.
+
+        Raises DriverError if it cannot be determined which functions the host uses.
+        """
         return pci.discover_devices(machine, [self._make_rule(match) for match in self.match])
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
-        """Return the health of a function, with its link, errors, power state and temperatures. Raises Gone."""
+        """Return the health of a function, with its link, errors, power state and temperatures.
+
+        Raises Gone if the function is absent, and DriverError if its health cannot be read.
+        """
         return pci.PciDriver().health(machine, {}, ask)
 
     def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
-        """Return the load that sysfs shows: utilization, memory, temperatures, power, errors. Raises Gone."""
+        """Return the load that sysfs shows: utilization, memory, temperatures, power, errors.
+
+        Raises Gone if the function is absent.
+        """
         return pci.PciDriver().stats(machine, {}, ask)
 
     def _make_rule(self, match: pci.PciMatch) -> pci.PciRule:
+        """Return the rule that selects the functions of one entry of `match`; it leaves their state as it is."""
         return pci.PciRule(match.vendor, match.product, match.pci_class, match.address, self.type)
 
 

@@ -52,7 +52,10 @@ class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_field
         return "two of its devices have the same name" if len(set(names)) < len(names) else ""
 
     def discover(self, machine: Machine) -> Findings:
-        """Return the described devices with their health from the status file. Raises Invalid for an unusable file."""
+        """Return the described devices with their health from the status file, `unknown` if it has none.
+
+        Raises Invalid if the file is not valid, and another DriverError if it exists but cannot be read.
+        """
         statuses = self._read_status_file(machine)
         return Findings(tuple(self._build_device(device, statuses) for device in self.devices))
 
@@ -63,7 +66,11 @@ class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_field
         return make_service("health", missing), make_service("stats", missing)
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
-        """Return the health from the status file, `unknown` if it has none. Raises Gone, and Invalid for the file."""
+        """Return the device's health from the status file, `unknown` if it has none.
+
+        Raises Gone if the settings have no such device, Invalid if the status file is not valid, and another
+        DriverError if the file exists but cannot be read.
+        """
         for device in self.devices:
             if ask.key == f"{KEY_PREFIX}{device.name}":
                 status = self._read_status_file(machine).get(device.name, self._make_unknown_status())
@@ -71,12 +78,19 @@ class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_field
         raise Gone(f"there is no {ask.key} (any more)")
 
     def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
-        """Return the load from the status file; no samples if it has none. Raises Invalid for an unusable file."""
+        """Return the load from the status file; no samples if the file or its entry for the device is missing.
+
+        It does not check that the settings have the device. Raises Invalid if the file is not valid, and another
+        DriverError if it exists but cannot be read.
+        """
         status = self._read_status_file(machine).get(ask.key.removeprefix(KEY_PREFIX), self._make_unknown_status())
         return tuple(Sample(ask.key, metric, value) for metric, value in status.load.items())
 
     def _read_status_file(self, machine: Machine) -> dict[str, RemoteStatus]:
-        """Return the content of the status file by device name; empty if there is no file. Raises Invalid, Failed …."""
+        """Return the content of the status file by device name; empty if there is no file or `status_file` is not set.
+
+        Raises Invalid if the content is not valid, and another DriverError if the file exists but cannot be read.
+        """
         try:
             return msgspec.json.decode(machine.read_bytes(self.status_file), type=dict[str, RemoteStatus])
         except Gone:
@@ -85,11 +99,13 @@ class RemoteBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_field
             raise Invalid(f"the status file {self.status_file} is not usable: {error}") from None
 
     def _make_unknown_status(self) -> RemoteStatus:
+        """Return the health `unknown` with the reason: no status file is set, or it has no entry for the device."""
         if not self.status_file:
             return RemoteStatus("unknown", "its health is not known: set status_file")
         return RemoteStatus("unknown", f"the status file {self.status_file} has no entry for it")
 
     def _build_device(self, device: RemoteDevice, statuses: dict[str, RemoteStatus]) -> Device:
+        """Return the device with its health from `statuses`, `unknown` if it is not there; it has no deployables."""
         status = statuses.get(device.name, self._make_unknown_status())
         return Device(
             key=f"{KEY_PREFIX}{device.name}",

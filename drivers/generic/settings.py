@@ -21,8 +21,9 @@ BACKEND_CLASSES: tuple[type[BackendBase], ...] = (PciBackend, MdevBackend, Accel
 
 
 def parse_backends(settings: Settings) -> dict[str, BackendBase]:
-    """Return the backends of the generic driver by name, in the order of its settings. Raises Invalid, which describes
-    the first mistake.
+    """Return the backends of the generic driver by name, in the order of its settings.
+
+    Raises Invalid, which describes the first mistake.
     """
     if unknown := sorted(settings.keys() - {"backends"}):
         raise Invalid(f"generic_driver has no setting {unknown[0]!r}: its only setting is backends")
@@ -33,6 +34,7 @@ def parse_backends(settings: Settings) -> dict[str, BackendBase]:
 
 
 def _parse_backend(name: str, section: object) -> BackendBase:
+    """Return the backend that one section describes. Raises Invalid for an unusable name or section."""
     if not BACKEND_NAME.fullmatch(name):
         raise Invalid(
             f"a backend of generic_driver cannot be called {name[:80]!r}: use at most 64 letters, digits and _ . -"
@@ -49,6 +51,7 @@ def _parse_backend(name: str, section: object) -> BackendBase:
 
 
 def _get_hint(error: str) -> str:
+    """Return advice that is added to a validation error about the kind or a match; '' for any other error."""
     if "kind" in error:
         return f" (kind is one of {', '.join(kind.kind for kind in BACKEND_CLASSES)})"
     if "`$.match" in error and "regex" in error:

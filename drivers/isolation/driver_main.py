@@ -90,7 +90,8 @@ class DriverAnswer(Struct, frozen=True, omit_defaults=True):
 def main() -> int:
     """Run the driver that the command line names, until stdin ends; return the exit status.
 
-    Returns 1 if the driver cannot be loaded or needs more than the memory limit.
+    Returns 1 if the driver cannot be loaded or needs more than the memory limit. A line of stdin that is no
+    DriverRequest ends the process with an exception.
     """
     die_with_parent()
     name, output = sys.argv[1], _separate_stdout()
@@ -125,11 +126,16 @@ def _separate_stdout() -> BinaryIO:
 
 
 def _write_answer(output: BinaryIO, answer: DriverAnswer) -> None:
+    """Write the answer as one line of JSON and flush it."""
     output.write(msgspec.json.encode(answer) + b"\n")
     output.flush()
 
 
 def _build_manifest(name: str, driver: Driver, unconfined: tuple[str, ...]) -> Manifest:
+    """Return the validated manifest of a driver.
+
+    Raises Failed if a value is invalid, and AttributeError or TypeError if the object is no driver.
+    """
     manifest = Manifest(
         name,
         driver.version,
@@ -146,6 +152,11 @@ def _build_manifest(name: str, driver: Driver, unconfined: tuple[str, ...]) -> M
 def _handle_request(
     name: str, driver: Driver, request: DriverRequest, unconfined: tuple[str, ...], load_sampler: LoadSampler
 ) -> DriverAnswer:
+    """Execute one request and return its answer.
+
+    Every exception becomes an answer with `error`, except MemoryError, which is raised. If the exception is no
+    DriverError, its traceback is also printed to stderr.
+    """
     try:
         machine = Machine(request.node, state_root=request.state or "/state")
         machine.deadline_s = request.deadline_s
@@ -178,12 +189,13 @@ def _handle_request(
 
 
 def _make_error_answer(request_id: int, error: Exception) -> DriverAnswer:
+    """Return the answer that reports an error; `request_id` is 0 if the driver could not be loaded."""
     text = str(error) if isinstance(error, DriverError) else f"it raised {type(error).__name__}: {error}"
     return DriverAnswer(request_id, error=_sanitize_text(text) or "it gave no reason", kind=kind_of(error))
 
 
 def _sanitize_text(text: str) -> str:
-    """Return the text so that it can be sent and stored: shortened, without NUL characters and lone surrogates."""
+    """Return the text so that it can be sent and stored: at most MAX_TEXT characters, no NUL, no lone surrogates."""
     return text[:MAX_TEXT].replace("\0", " ").encode(errors="replace").decode()
 
 
@@ -213,6 +225,7 @@ def _build_report(name: str, findings: object) -> DriverReport:
 
 
 def _make_fault(subject: str, reason: str) -> Fault:
+    """Return a fault whose texts can be sent and stored; an empty subject becomes "…"."""
     return Fault(_sanitize_text(subject)[:255] or "…", _sanitize_text(reason))
 
 
@@ -221,7 +234,8 @@ def _read_vitals(
 ) -> Vitals:
     """Return the driver's health of a device, with the load added that can be read in the remaining time.
 
-    A load that cannot be read does not make the health fail.
+    A load that cannot be read does not make the health fail. Raises what `Driver.health` raises, and Failed if its
+    result is invalid. `machine.deadline_s` is reduced to the remaining time.
     """
     end = time.monotonic() + machine.deadline_s
     vitals = _validate(driver.health(machine, settings, ask), Vitals, "its health")
@@ -231,10 +245,15 @@ def _read_vitals(
 
 
 def _sanitize_load(load: Load) -> Load:
+    """Return the load with texts in `unread` that can be sent and stored."""
     return Load(load.samples, tuple(_make_fault(one.subject, one.reason) for one in load.unread))
 
 
 def _validate_plan(plan: object) -> Plan:
+    """Return the plan that a driver returned, validated.
+
+    Raises Failed for more than MAX_STEPS steps or an invalid plan.
+    """
     if isinstance(plan, Plan) and len(plan.steps) > MAX_STEPS:
         raise Failed(f"it planned {len(plan.steps)} steps, more than {MAX_STEPS}")
     return _validate(plan, Plan, "its plan")

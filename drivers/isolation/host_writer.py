@@ -47,7 +47,9 @@ class HostWriter:
     async def write(self, path: str, value: str, timeout_s: float) -> None:
         """Write one value to one file. A file below /state is created if needed, and removed by an empty value.
 
-        Raises Timeout if the write takes longer than `timeout_s` or the worker dies, Denied for a path outside `roots`.
+        Raises Timeout if the write takes longer than `timeout_s` seconds or the worker dies; Denied for a path outside
+        `roots`; Failed if the worker cannot be started; otherwise the error that stands for the kernel's answer. While
+        the worker is stuck, nothing is written, and Timeout is raised at once.
         """
         order_kind = "own" if path.startswith("/state/") else "attribute"
         await self._execute_order(
@@ -59,7 +61,8 @@ class HostWriter:
     ) -> None:
         """Write the image to `path`; `kind` is `copy` or `firmware`, as described in `drivers.plan.Step`.
 
-        `progress` is called with the percentage during a firmware upload. Raises the same errors as `write`.
+        `progress` is called with the percentage during a firmware upload. Raises the same errors as `write`, and Busy
+        if another firmware upload of the device runs.
         """
         order = {"do": kind, "path": self._resolve_path(path), "image": image.path}
         await self._execute_order(order, path, timeout_s, progress)
@@ -70,6 +73,7 @@ class HostWriter:
             self._pipe = None
 
     def _resolve_path(self, path: str) -> str:
+        """Return the real path of a path as written on a host. Raises Denied for a path outside `roots`."""
         root_name = "/" + path.split("/", 2)[1]
         if root_name not in self._roots:
             raise Denied(f"{path} is outside the directories that this agent may write")
@@ -78,6 +82,12 @@ class HostWriter:
     async def _execute_order(
         self, order: dict[str, Any], path: str, timeout_s: float, progress: Callable[[int], None]
     ) -> None:
+        """Send an order to the worker, started if needed, and wait at most `timeout_s` seconds for its answer.
+
+        Raises the error in the answer, and all errors that `write` describes. `path` names the file in their texts. The
+        worker is killed if it does not start, does not answer in time or answers nothing usable, and if the caller is
+        cancelled.
+        """
         if self.stuck:
             raise Timeout(f"{path}: an earlier write still hangs in the kernel")
         try:
@@ -115,6 +125,10 @@ class HostWriter:
 
 
 async def _exchange_order(pipe: ChildPipe, order: dict[str, Any], progress: Callable[[int], None]) -> dict[str, Any]:
+    """Send an order, pass each percentage to `progress`, and return the final answer.
+
+    Raises PipeError if the worker ends.
+    """
     pipe.begin_request()
     pipe.send_line(msgspec.json.encode(order))
     while "percent" in (answer := msgspec.json.decode(await pipe.read_line(), type=dict[str, Any])):

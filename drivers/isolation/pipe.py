@@ -78,7 +78,10 @@ class ChildPipe(asyncio.SubprocessProtocol):
         self._data_arrived.set()
 
     def process_exited(self) -> None:
-        """Kill the processes it started, and mark the pipe as ended. asyncio calls it when the process is reaped."""
+        """Kill the processes that the child started, and mark the pipe as ended.
+
+        The pipe is marked when both outputs have ended, or after DRAIN_S. asyncio calls this when the child is reaped.
+        """
         self._kill_group()  # done at once, while no other process can have got the same id
         self.exited.set()
         if self._closed_fds >= {1, 2}:
@@ -87,7 +90,10 @@ class ChildPipe(asyncio.SubprocessProtocol):
             asyncio.get_running_loop().call_later(DRAIN_S, self._mark_ended)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """Note that one of the child's outputs has ended. Called by asyncio."""
+        """Note that one of the child's outputs has ended. asyncio calls it.
+
+        If both outputs have ended and the child has exited, mark the pipe as ended.
+        """
         self._closed_fds.add(fd)
         if self._closed_fds >= {1, 2} and self.exited.is_set():
             self._mark_ended()
@@ -135,11 +141,15 @@ class ChildPipe(asyncio.SubprocessProtocol):
         return True
 
     def _mark_ended(self) -> None:
+        """Mark the pipe as broken because the process ended by itself; the reason names its exit status or signal."""
         code = self._transport.get_returncode() if self._transport else None
         self._mark_failed(f"it ended by itself ({_describe_exit(code)})")
 
     def _mark_failed(self, reason: str) -> None:
-        """Mark the pipe as broken and kill a process that still runs. The first reason is kept, for it is the cause."""
+        """Mark the pipe as broken and kill a process that still runs. The first reason is kept, for it is the cause.
+
+        When a running process is killed, the lines that were not read are dropped.
+        """
         self._failure_reason = self._failure_reason or reason
         self._data_arrived.set()
         if not self.exited.is_set() and not self.killed:
@@ -149,9 +159,11 @@ class ChildPipe(asyncio.SubprocessProtocol):
             self._kill_group()
 
     def _kill_group(self) -> None:
+        """Send SIGKILL to the process group of the child; do nothing if the group no longer exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 def _describe_exit(code: int | None) -> str:
+    """Return how a process ended, in words; a negative code is the number of a signal, as asyncio reports it."""
     return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"

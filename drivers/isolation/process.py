@@ -36,15 +36,18 @@ def die_with_parent(sig: int = signal.SIGKILL, *, include_forks: bool = False) -
 
 
 def _set_death_signal(sig: int) -> None:
+    """Make the kernel send `sig` to this process when its parent ends; a failure of prctl is ignored."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sig, 0, 0, 0)
 
 
 def _remember_parent() -> None:
+    """Store the id of this process, which forks next. Python calls it before each fork."""
     global _parent_pid
     _parent_pid = os.getpid()
 
 
 def _set_death_signal_after_fork(sig: int) -> None:
+    """Set the death signal in a new child; if its parent has ended already, the child signals itself."""
     _set_death_signal(sig)
     if os.getppid() != _parent_pid:  # the parent ended before prctl was called
         os.kill(os.getpid(), sig)

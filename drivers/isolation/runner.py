@@ -41,7 +41,7 @@ SAMPLES_S = 2.0
 CATCH_UP_S = 4.0
 """How long a later call waits for the answer to a round of samples that timed out, in seconds."""
 RESULT_FIELDS: Mapping[str, str] = {"discover": "report", "probe": "reasons", "health": "vitals", "samples": "load"}
-"""The field of Answer that holds the result of each call; all other calls are answered by `plan`."""
+"""The field of DriverAnswer that holds the result of each call; the acts are answered by `plan`."""
 
 _logged_restrictions: set[str] = set()
 
@@ -103,12 +103,15 @@ class DriverProcess:
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """The files whose changes concern the driver; empty before the first call."""
+        """The paths in the settings of files whose changes concern the driver; empty before the first call."""
         paths = (self._settings.get(key) for key in self.manifest.watched)
         return tuple(path for path in paths if isinstance(path, str) and path)
 
     async def discover(self) -> DriverReport:
-        """Return the driver's report. If the driver fails in any way, the report has only `error`; nothing raises."""
+        """Return the driver's report.
+
+        If the driver fails in any way, the report has only `error`; no DriverError is raised.
+        """
         try:
             return cast(DriverReport, (await self._call_driver("discover")).report)
         except DriverError as error:
@@ -117,12 +120,15 @@ class DriverProcess:
     async def probe(self) -> tuple[str, ...]:
         """Return what this host lacks for full use of the driver, including sandbox restrictions the kernel lacks.
 
-        Raises DriverError.
+        Raises Failed if the driver broke or is in back-off or quarantine, or the DriverError that the driver raised.
         """
         return cast("tuple[str, ...]", (await self._call_driver("probe")).reasons)
 
     async def health(self, ask: Ask) -> Vitals:
-        """Return the health of the device `ask.key`; its load is in the samples. Raises DriverError."""
+        """Return the health of the device `ask.key`; its load is in the samples.
+
+        Raises Failed if the driver broke or is in back-off or quarantine, or the DriverError that the driver raised.
+        """
         return cast(Vitals, (await self._call_driver("health", ask)).vitals)
 
     async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
@@ -158,8 +164,8 @@ class DriverProcess:
     async def plan(self, act: Act, ask: Ask) -> Plan:
         """Return the driver's plan for `act`. Nothing on the host is changed, whatever the result.
 
-        Raises Denied if the plan would write a path that is not in the driver's manifest, Failed if the driver broke,
-        or the DriverError that the driver raised.
+        Raises Denied if the plan would write a path that is not in the driver's manifest, Failed if the driver broke or
+        is in back-off or quarantine, or the DriverError that the driver raised.
         """
         plan = cast(Plan, (await self._call_driver(act, ask)).plan)
         if path := stray(plan, self.manifest.writes):
@@ -183,7 +189,9 @@ class DriverProcess:
     async def _call_driver(self, call: CallName, ask: Ask | None = None) -> DriverAnswer:
         """Wait for the turn of this call, send the request and return the answer. Raises DriverError.
 
-        If the process breaks or does not answer in time, it is killed, and back-off or quarantine begins.
+        During back-off or quarantine it raises Failed without starting the process. If the process breaks or does not
+        answer in time, it is killed, and back-off or quarantine begins. If the caller is cancelled, the process is only
+        killed.
         """
         async with self._call_lock:
             if time.monotonic() < self._next_start_at:
@@ -204,7 +212,10 @@ class DriverProcess:
         return answer
 
     async def _send_request(self, call: CallName, deadline_s: float, **fields: object) -> DriverAnswer:
-        """Send one request to a running process, started if needed, and return its answer. Raises PipeError."""
+        """Send one request to the process, started if needed, and return its answer, which may report an error.
+
+        There is no time limit; the caller sets one. Raises PipeError.
+        """
         if self._is_samples_answer_due:
             await self._drop_late_answer()
         pipe = await self._ensure_process()
@@ -227,6 +238,10 @@ class DriverProcess:
         self._is_samples_answer_due = False
 
     async def _ensure_process(self) -> ChildPipe:
+        """Return the pipe to the running process, started if needed, ready for a request.
+
+        Raises PipeError if the process cannot be started, or if a killed one has not ended.
+        """
         if self._pipe and self._pipe.killed and not self._pipe.exited.is_set():
             raise PipeError("its process hangs in the kernel and cannot be killed")
         if self._pipe is None or self._pipe.exited.is_set():
@@ -235,6 +250,7 @@ class DriverProcess:
         return self._pipe
 
     async def _start_process(self) -> ChildPipe:
+        """Start the process in a session of its own, with INHERITED_VARIABLES only. Raises PipeError if that fails."""
         environment = {key: os.environ[key] for key in INHERITED_VARIABLES if key in os.environ}
         try:
             _, pipe = await asyncio.get_running_loop().subprocess_exec(
@@ -307,14 +323,17 @@ class DriverProcess:
         self._failure_reason = f"{reason}{stderr_note}; it is started again after a pause"
 
     async def _stop_process(self) -> None:
+        """Kill the process if there is one; the pipe is kept only if the process does not end."""
         if self._pipe and await self._pipe.kill():
             self._pipe = None
 
     def _make_error(self, kind: type[DriverError], reason: str) -> DriverError:
+        """Return, without raising it, an error whose text begins with the driver's name; at most 4096 characters."""
         return kind(f"{self.name}: {reason}"[:4096])
 
 
 def _decode_answer(line: bytes) -> DriverAnswer:
+    """Return the answer in one line of the process's output. Raises PipeError if it is invalid or cannot be sent on."""
     if rb"\u0000" in line:
         raise PipeError("its answer is invalid: it contains a NUL character, which cannot be stored")
     try:

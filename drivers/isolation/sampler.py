@@ -36,7 +36,7 @@ class LoadSampler:
         self._driver, self._validate = driver, validate
         self._unfinished_rounds: list[SamplingRound] = []
         self._last_key = ""
-        """The next reading starts with the device after this one, so that every device has its turn."""
+        """The key of the last device read; the next call starts after it, so that every device has its turn."""
 
     def read_load(self, machine: Machine, settings: Settings, asks: tuple[Ask, ...]) -> Load:
         """Return the samples that can be read within READING_SHARE of the machine's deadline.
@@ -77,8 +77,9 @@ class LoadSampler:
 class SamplingRound(threading.Thread):
     """One round through the devices, in a thread.
 
-    `current_key` is the key of the device being read, `last_read_key` the key of the last one that was read.
-    Setting `is_cancelled` ends the round after the present device.
+    `current_key` is the key of the device being read, `last_read_key` the key of the last one whose reading has ended.
+    Setting `is_cancelled` ends the round after the present device. The round also ends when another device could exceed
+    MAX_SAMPLES.
     """
 
     def __init__(self, asks: list[Ask], read_device: Callable[[Ask], tuple[Sample, ...]]) -> None:
@@ -89,7 +90,7 @@ class SamplingRound(threading.Thread):
         self.faults: list[Fault] = []
 
     def run(self) -> None:
-        """Read the devices one after the other. threading calls it."""
+        """Read the devices one after the other; a device that cannot be read becomes a fault. threading calls it."""
         for ask in self._asks:
             if self.is_cancelled or len(self.samples) + MAX_PER_DEVICE > MAX_SAMPLES:
                 return

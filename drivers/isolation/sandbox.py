@@ -130,6 +130,7 @@ def _find_library(name: str) -> str | None:
 
 
 def _raise_on_error(result: int) -> int:
+    """Return the result of a call of the C library. Raises OSError with its error number if the result is negative."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

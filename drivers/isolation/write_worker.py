@@ -69,17 +69,22 @@ def write_own_file(path: str, value: str) -> None:
 
 
 def copy_image(path: str, image: str) -> None:
-    """Copy the image to a file of the driver's own directory, atomically. Raises OrderFailedError."""
+    """Copy the image to a file of the driver's own directory, atomically.
+
+    Raises OrderFailedError, with the error number, if the operating system refuses the change.
+    """
     _replace_file(path, lambda new: shutil.copyfile(image, new))
 
 
 def upload_firmware(path: str, image: str, send_progress: Callable[..., None]) -> None:
-    """Upload the image through the kernel's firmware upload class and wait until the upload has ended.
+    """Upload the image through the kernel's firmware upload class and wait until it has ended, without a time limit.
 
-    `path` is the directory of the class device; `send_progress` is called with the progress.
+    `path` is the directory of the class device. `send_progress` is called with the percentage and the status, every
+    POLL_S seconds after the data is written.
+
     Raises OrderFailedError if another upload runs, because the kernel does not refuse that
-    (Documentation/ABI/testing/sysfs-class-firmware), or if the device reports an error. Raises OSError if writing the
-    data fails.
+    (Documentation/ABI/testing/sysfs-class-firmware), if the device reports an error, or if an attribute cannot be read
+    or written. Raises OSError if writing the data fails.
     """
     if (status := _read_text(f"{path}/status")) != "idle":
         raise OrderFailedError(busy=f"{path} is {status}: another upload runs")
@@ -106,7 +111,7 @@ def upload_firmware(path: str, image: str, send_progress: Callable[..., None]) -
 def _replace_file(path: str, write_content: Callable[[str], object]) -> None:
     """Replace a file atomically: `write_content` writes `path` + `.new`, which is synced and renamed.
 
-    Raises OrderFailedError.
+    Missing directories are created. Raises OrderFailedError, with the error number, if the operating system refuses.
     """
     new = f"{path}.new"
     try:
@@ -123,11 +128,16 @@ def _replace_file(path: str, write_content: Callable[[str], object]) -> None:
 
 
 def _write_text(path: str, value: str) -> None:
+    """Write a new file, or overwrite an existing one, in UTF-8. Raises OSError."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(value)
 
 
 def _read_text(path: str) -> str:
+    """Return the first 4096 characters of a file without surrounding white space.
+
+    Raises OrderFailedError if that fails.
+    """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(4096).strip()
@@ -136,7 +146,10 @@ def _read_text(path: str) -> str:
 
 
 def _execute_order(order: dict[str, Any], send_progress: Callable[..., None]) -> dict[str, object]:
-    """Execute one order and return the answer to send."""
+    """Execute one order and return the answer to send: {} for success, else the error.
+
+    `send_progress` is called during a firmware upload. Raises KeyError for an order that is unknown or incomplete.
+    """
     handlers: dict[str, Callable[[], None]] = {
         "attribute": lambda: write_attribute(order["path"], order["value"]),
         "own": lambda: write_own_file(order["path"], order["value"]),
@@ -157,6 +170,7 @@ def main() -> None:
     die_with_parent()
 
     def send_answer(**answer: object) -> None:
+        """Write one answer to stdout as a line of JSON and flush it."""
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

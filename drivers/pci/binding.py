@@ -26,7 +26,7 @@ BIND_S = 30.0
 
 @dataclass(frozen=True)
 class HostUsage:
-    """The machine as seen before an act, or, if not `for_act`, for a report.
+    """What is known about the use of the machine's functions, for planning an act or, if not `for_act`, for a report.
 
     `in_use` maps PCI addresses that the host itself uses to reasons. For a report, no device node is opened, because a
     guest that starts at that moment would find it busy. Nor is a file read for which the kernel takes the device's lock
@@ -38,7 +38,10 @@ class HostUsage:
     for_act: bool
 
     def refuse_if_used(self, addresses: Iterable[str]) -> None:
-        """Raise Busy if the host uses one of the functions or, when `for_act`, a guest does."""
+        """Raise Busy if the host uses one of the functions or, when `for_act`, a guest does.
+
+        Raises another DriverError if a guest's device node cannot be checked.
+        """
         for address in addresses:
             if reason := self.in_use.get(address):
                 raise Busy(f"{address} cannot be changed: {reason}")
@@ -47,7 +50,10 @@ class HostUsage:
                     raise Busy(f"{address} cannot be changed: a guest uses it ({node} is open)")
 
     def read_driver_override(self, address: str) -> str:
-        """Return the only driver that may be bound to the function; `(null)` for any driver, and if not `for_act`."""
+        """Return the only driver that may be bound to the function, or `(null)` if any driver may.
+
+        If not `for_act`, the result is always `(null)`, because the file is not read.
+        """
         path = f"{PCI_DEVICES}/{address}/driver_override"
         return self.machine.text(path, NO_OVERRIDE) if self.for_act else NO_OVERRIDE
 
@@ -58,9 +64,10 @@ def read_bound_driver(machine: Machine, address: str) -> str:
 
 
 def list_guest_nodes(machine: Machine, addresses: Iterable[str]) -> tuple[Path, ...]:
-    """Return the device nodes that a guest has open while it uses one of the functions, without duplicates.
+    """Return the device nodes in /dev/vfio that a guest opens in order to use one of the functions, without duplicates.
 
-    At most 64 are returned, the maximum of `Step.idle`.
+    Only functions that are bound to vfio-pci have one. Whether a node is open is not checked. At most 64 are returned,
+    the maximum of `Step.idle`.
     """
     groups = (
         read_iommu_group(machine, address) for address in addresses if read_bound_driver(machine, address) == VFIO
@@ -83,7 +90,10 @@ def is_bound(machine: Machine, address: str, wanted: str) -> bool:
 
 
 def refuse_unless_bindable(machine: Machine, address: str, wanted: str) -> None:
-    """Raise Unsupported, with advice, if the kernel cannot bind this function and its parts to `wanted`."""
+    """Raise Unsupported, with advice, if the kernel cannot bind the function to `wanted`; '' is always possible.
+
+    The kernel must have the driver, and for vfio-pci the function must be in an IOMMU group.
+    """
     if wanted and not machine.exists(f"{DRIVERS_FOLDER}/{wanted}"):
         raise Unsupported(f"the kernel has no driver {wanted}: load it now (modprobe {wanted}) and at every boot")
     if wanted == VFIO and not read_iommu_group(machine, address):
@@ -96,8 +106,9 @@ def refuse_unless_bindable(machine: Machine, address: str, wanted: str) -> None:
 def plan_binding(view: HostUsage, address: str, wanted: str) -> list[Step]:
     """Return the steps that bind one function to the driver `wanted` ('' for none); no steps if `is_bound` is true.
 
-    Raises Busy if the host or a guest uses the function, or the host uses another function of its IOMMU group and
-    vfio-pci is wanted. Raises Unsupported if the kernel cannot bind it.
+    Raises Busy if the host uses the function, if a guest does (checked only when `view.for_act`), or if vfio-pci is
+    wanted and another function of the IOMMU group is bound to a driver of the host. Raises Unsupported if the kernel
+    cannot bind it.
     """
     machine = view.machine
     if is_bound(machine, address, wanted):
@@ -142,7 +153,8 @@ def plan_binding(view: HostUsage, address: str, wanted: str) -> list[Step]:
 def plan_binding_restore(view: HostUsage, address: str, first: Mapping[str, str]) -> list[Step]:
     """Return the steps that restore the first `driver_override` and let the kernel choose a driver again.
 
-    `first` is `Ask.first`; without an override in it, or if it is unchanged, there are no steps. Raises Busy.
+    `first` is `Ask.first`; without an override in it, or if it is unchanged, there are no steps. Raises Busy if the
+    host uses the function, or if a guest does (checked only when `view.for_act`).
     """
     path = f"{PCI_DEVICES}/{address}/driver_override"
     machine = view.machine
@@ -163,7 +175,7 @@ def plan_binding_restore(view: HostUsage, address: str, first: Mapping[str, str]
 
 
 def _make_unbind_step(machine: Machine, address: str, driver: str, undo: tuple[Write, ...]) -> Step:
-    """Return a step that unbinds a function from its kernel driver."""
+    """Return a step that unbinds a function from its kernel driver; `undo` holds the writes that revert the step."""
     link = f"{PCI_DEVICES}/{address}/driver"
     return Step(
         does=f"unbind {address} from {driver}",
@@ -179,7 +191,8 @@ def _make_unbind_step(machine: Machine, address: str, driver: str, undo: tuple[W
 def _make_override_write(address: str, value: str) -> Write:
     """Return the write that sets `driver_override`.
 
-    No override is written as an empty line, because an empty write never reaches the kernel.
+    '' and `(null)` stand for no override. They are written as an empty line, because an empty write never reaches the
+    kernel.
     """
     return Write(f"{PCI_DEVICES}/{address}/driver_override", "\n" if value in ("", NO_OVERRIDE) else value)
 

@@ -124,12 +124,18 @@ class PciDriver(Driver):
         return findings
 
     def health(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Vitals:
-        """Return the same health as `discover`, with all readings from sysfs. Raises Gone."""
+        """Return the same health as `discover`, with all readings from sysfs.
+
+        Raises Gone if the function is absent, and another DriverError if its health cannot be read.
+        """
         address = find_address(machine, ask.key)
         return Vitals(*pci_health.read_status(machine, address), pci_health.read_signals(machine, address))
 
     def stats(self, machine: Machine, settings: dict[str, object], ask: Ask) -> tuple[Sample, ...]:
-        """Return the load that sysfs shows: utilization, memory, temperatures, power, errors. Raises Gone."""
+        """Return the load that sysfs shows: utilization, memory, temperatures, power, errors.
+
+        Raises Gone if the function is absent.
+        """
         return pci_health.read_samples(machine, ask.key, find_address(machine, ask.key))
 
     def install(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
@@ -147,13 +153,14 @@ class PciDriver(Driver):
         return Plan(tuple(_plan_rule_steps(view, address, rule)[:MAX_STEPS]), _describe_rule(rule))
 
     def partition(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
-        """Do the same as `install`; the layout comes from `ask.layout`."""
+        """Return the same plan as `install`, where `ask.layout` overrides the rule; raises the same errors."""
         return self.install(machine, settings, ask)
 
     def uninstall(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan how to restore the first number of virtual functions and the first driver binding.
 
-        Raises Gone, Unsupported, and Busy as `install` does.
+        Raises Gone if the function is absent, Busy if the host or a guest uses a function that would be changed, and
+        Unsupported if the card's kernel driver cannot change the number of virtual functions.
         """
         address = find_address(machine, ask.key)
         view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
@@ -167,7 +174,8 @@ class PciDriver(Driver):
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
 
-        Raises Gone, Busy if the host or a guest uses one of them, and Unsupported if the kernel has no method.
+        Raises Gone if the function is absent, Busy if the host or a guest uses the function or one of its virtual
+        functions, and Unsupported if the kernel has no method.
         """
         address = find_address(machine, ask.key)
         path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.list_virtual_functions(machine, address)]
@@ -250,7 +258,7 @@ def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterat
 
 
 def find_address(machine: Machine, key: str) -> str:
-    """Return the PCI address of the device with this key. Raises Gone.
+    """Return the PCI address of the device with this key. Raises Gone if this host has no such device.
 
     For a key with a serial number it reads the functions of that vendor until one matches.
     """
@@ -268,10 +276,15 @@ def find_address(machine: Machine, key: str) -> str:
 
 
 def _read_function(machine: Machine, address: str) -> PciFunction:
+    """Return a function as sysfs describes it.
+
+    Raises Gone if it is absent, and another DriverError if it is unreadable.
+    """
     return PciFunction(address, *(_read_id(machine, address, name) for name in ("vendor", "device", "class")))
 
 
 def _read_id(machine: Machine, address: str, name: str) -> str:
+    """Return an id attribute without its 0x. Raises the errors of `Machine.read`."""
     return machine.read(f"{PCI_DEVICES}/{address}/{name}").removeprefix("0x")
 
 
@@ -307,13 +320,16 @@ def _discover_function(
 
 
 def _is_part_of_selected_card(machine: Machine, address: str, rules: list[PciRule]) -> bool:
-    """Return whether the function is a virtual function of a card that a rule selects."""
+    """Return whether the function is a virtual function of a card that a rule selects. Raises DriverError."""
     card = machine.link(f"{PCI_DEVICES}/{address}/physfn")
     return bool(card) and find_matching_rule(_read_function(machine, card), rules) is not None
 
 
 def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> list[Step]:
-    """Return the steps towards the rule that are possible now; virtual functions are bound only after they exist."""
+    """Return the steps towards the rule that are possible now; virtual functions are bound only after they exist.
+
+    Raises the errors of `sriov.plan_virtual_functions` and `binding.plan_binding`.
+    """
     unbound = rule.bind is not None
     steps = [] if rule.vfs is None else sriov.plan_virtual_functions(view, address, rule.vfs, unbound=unbound)
     if rule.bind is None:
@@ -328,7 +344,8 @@ def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> li
 def _describe_install_steps(view: binding.HostUsage, address: str, rule: PciRule) -> str:
     """List, one per line, what `install` would do now, at most MAX_LISTED_STEPS steps; or why it cannot be done.
 
-    With a `view` that is not `for_act`, running guests are ignored: whether one runs is not a change of the device.
+    '' means that nothing has to be done. With a `view` that is not `for_act`, running guests are ignored: whether one
+    runs is not a change of the device.
     """
     try:
         steps = _plan_rule_steps(view, address, rule)
@@ -372,6 +389,10 @@ def get_class_type(function: PciFunction) -> DeviceType | None:
 def _build_device(
     machine: Machine, function: PciFunction, device_type: DeviceType, handed_out: list[str], to_install: str
 ) -> Device:
+    """Return the device of a function, with one deployable that has a `PCI` handle for each address in `handed_out`.
+
+    Its health, kernel driver, bridges and possible acts are read here. Raises DriverError if the health cannot be read.
+    """
     address, path = function.address, f"{PCI_DEVICES}/{function.address}"
     status, reason = pci_health.read_status(machine, address)
     traits = ["OWNER_CYBORG"]
@@ -404,6 +425,7 @@ def _build_device(
 
 
 def _make_handle(address: str) -> AttachHandle:
+    """Return the `PCI` handle of a function."""
     domain, bus, slot, number = re.split("[:.]", address)
     return AttachHandle("PCI", json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number}))
 

@@ -18,7 +18,7 @@ RTF_UP, RTF_REJECT = 0x1, 0x200
 def find_functions_used_by_host(machine: Machine) -> dict[str, str]:
     """Return the PCI functions that the host needs: address → reason. Raises DriverError if a table is unreadable.
 
-    The text of a reason stays the same while the use does; at most four reasons are joined for one address. The result
+    The text of a reason changes only if the use changes; at most four reasons are joined for one address. The result
     includes the bridges above a device and the physical function of a virtual one.
     """
     reasons: dict[str, set[str]] = {}
@@ -59,6 +59,7 @@ def _read_mount_points(machine: Machine) -> dict[str, str]:
     """Return the mounted block devices: name → shortest mount point.
 
     A device is found by its number and by its path, because btrfs hides the number and other file systems the path.
+    Raises DriverError if the mount table is unreadable.
     """
     mount_points: dict[str, str] = {}
     for line in machine.read("/proc/self/mountinfo", MAX_TABLE).splitlines():
@@ -76,6 +77,10 @@ def _read_mount_points(machine: Machine) -> dict[str, str]:
 
 
 def _read_swap_devices(machine: Machine) -> list[str]:
+    """Return the kernel's names of the devices in use as swap space; '' for each swap file outside /dev.
+
+    Raises DriverError if the list of swap spaces cannot be read.
+    """
     return [_get_device_name(machine, row[0]) for row in _read_table(machine, "/proc/swaps")[1:] if row]
 
 
@@ -91,6 +96,7 @@ def _list_held_disks(machine: Machine) -> list[str]:
 
 
 def _holders_folder(name: str) -> str:
+    """Return the sysfs directory that lists the devices above a block device, such as a RAID."""
     return f"/sys/class/block/{name}/holders"
 
 
@@ -122,16 +128,22 @@ def _iterate_network_uses(machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _describe_route_use(port: str, interface: str) -> str:
+    """Return that `port` carries the default route and, if it is not `interface` itself, of which interface."""
     return f"{port} carries the default route" + ("" if port == interface else f" of {interface}")
 
 
 def _iterate_ipv4_default_interfaces(machine: Machine) -> Iterator[str]:
+    """Yield the interface of each usable IPv4 default route. Raises DriverError if the route table cannot be read."""
     for row in _read_table(machine, "/proc/net/route")[1:]:
         if len(row) > 7 and int(row[1], 16) == int(row[7], 16) == 0 and _is_usable_route(row[3]):
             yield row[0]
 
 
 def _iterate_ipv6_default_interfaces(machine: Machine) -> Iterator[str]:
+    """Yield the interface, unless it is lo, of each usable IPv6 default route.
+
+    Raises DriverError if the route table cannot be read.
+    """
     for row in _read_table(machine, "/proc/net/ipv6_route"):
         if len(row) == 10 and int(row[0], 16) == int(row[1], 16) == 0 and _is_usable_route(row[8]) and row[9] != "lo":
             yield row[9]
@@ -140,7 +152,7 @@ def _iterate_ipv6_default_interfaces(machine: Machine) -> Iterator[str]:
 def _read_table(machine: Machine, path: str) -> list[list[str]]:
     """Return a table of /proc as rows of words; no rows if the file does not exist (a host without IPv6 or swap).
 
-    The limit is MAX_TABLE because a full routing table is long.
+    The limit is MAX_TABLE because a full routing table is long. Raises DriverError if the file cannot be read.
     """
     return [line.split() for line in machine.read(path, MAX_TABLE).splitlines()] if machine.exists(path) else []
 
@@ -182,4 +194,5 @@ def _get_device_name(machine: Machine, source: str) -> str:
 
 
 def _unescape_octal(text: str) -> str:
+    r"""Return the text with octal escapes (`\040` for a blank), as /proc writes them, replaced by their characters."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -21,7 +21,7 @@ from drivers.inventory import Device, DriverReport, Fault
 def resolve_conflicts(
     reports: Sequence[DriverReport], previous: Mapping[str, DriverReport] | None = None
 ) -> list[DriverReport]:
-    """Return the reports with a Fault in place of each device that belongs to another driver or backend.
+    """Return the reports with a Fault in place of each device that is invalid or belongs to another driver or backend.
 
     `reports` must be in the order of `enabled_drivers`. `previous` is the last result by driver name: a driver or a
     backend that failed now gets the devices it had then.
@@ -42,6 +42,7 @@ def _iterate_claims(reports: Iterable[DriverReport]) -> Iterator[tuple[str, str]
 
 
 def _get_owner_name(report: DriverReport, device: Device) -> str:
+    """Return the name under which the device's claims are recorded: `driver:backend`, or `driver` without a backend."""
     return f"{report.driver}:{device.backend}" if device.backend else report.driver
 
 
@@ -60,6 +61,7 @@ def _carry_devices_over(report: DriverReport, previous: DriverReport | None) -> 
 
 
 def _list_failed_backends(report: DriverReport) -> set[str]:
+    """Return the names of the report's backends that have an error."""
     return {backend.name for backend in report.backends if backend.error}
 
 

@@ -35,10 +35,11 @@ HWMON_METRICS = (
 
 
 def read_status(machine: Machine, address: str) -> tuple[Health, str]:
-    """Return the health of a function and its reason.
+    """Return the health of a function and its reason ('' for ok).
 
     It is `failed` if the function does not answer on the bus, and `degraded` if its PCIe link is narrower than it could
-    be. The link speed is ignored, because an idle link slows down but keeps its width. Raises DriverError.
+    be. The link speed is ignored, because an idle link slows down but keeps its width. Raises Gone if the function is
+    absent, and another DriverError if it cannot be read.
     """
     path = f"{PCI_DEVICES}/{address}"
     if machine.read(f"{path}/vendor") == "0xffff" or machine.text(f"{path}/power_state") == "error":
@@ -63,9 +64,9 @@ def list_bridges(machine: Machine, address: str) -> str:
 
 
 def read_signals(machine: Machine, address: str) -> tuple[Signal, ...]:
-    """Return all readings of a function that are available, at most MAX_SIGNALS.
+    """Return the readings of a function, at most MAX_SIGNALS; what cannot be read is left out.
 
-    Errors are counted since the start, for the function itself and for the port above it.
+    Errors are counted since the device's start, for the function itself and for the port above it.
     """
     path = f"{PCI_DEVICES}/{address}"
     readings = [
@@ -86,8 +87,9 @@ def read_signals(machine: Machine, address: str) -> tuple[Signal, ...]:
 def read_samples(machine: Machine, key: str, address: str) -> tuple[Sample, ...]:
     """Return the load of a function as samples with the device key `key`: error counters and present values.
 
-    Present values are not read while the function is suspended, because reading would wake it. Temperatures are
-    numbered in the order of the sensors; the first has no number in its name.
+    What cannot be read is left out, and at most MAX_SIGNALS samples are returned. Present values are not read while the
+    function is suspended, because reading would wake it. Temperatures are numbered in the order of the sensors; the
+    first has no number in its name.
     """
     path = f"{PCI_DEVICES}/{address}"
     counts = {kind: _read_error_total(machine, path, kind) for kind in ERROR_KINDS}
@@ -98,6 +100,10 @@ def read_samples(machine: Machine, key: str, address: str) -> tuple[Sample, ...]
 
 
 def _read_present_values(machine: Machine, path: str, address: str) -> dict[str, float]:
+    """Return metric → value for every metric and temperature that can be read.
+
+    The values are in the units that the names of the metrics state.
+    """
     values: dict[str, float] = {}
     monitors = list(_find_hwmon_folders(machine, address))
     for folder, files in [(path, FUNCTION_METRICS), *((monitor, HWMON_METRICS) for monitor in monitors)]:
@@ -115,6 +121,7 @@ def _read_present_values(machine: Machine, path: str, address: str) -> dict[str,
 def _make_signal(
     machine: Machine, name: str, value: str, source: str, unit: str = "", limit: str = ""
 ) -> Iterator[Signal]:
+    """Yield one signal, with its texts cut to the sizes that a report allows."""
     yield Signal(name[:64], value[:255], unit, limit[:64], source)
 
 
@@ -125,6 +132,7 @@ def _read_signal(machine: Machine, name: str, source: str, limit: str = "") -> I
 
 
 def _read_error_signals(machine: Machine, prefix: str, path: str) -> Iterator[Signal]:
+    """Yield a signal for each kind of AER errors that the kernel counts for the device at `path`."""
     for kind in ERROR_KINDS:
         if count := _read_error_total(machine, path, kind):
             yield from _make_signal(machine, f"{prefix}aer_{kind}", count, f"{path}/aer_dev_{kind}")
@@ -153,6 +161,7 @@ def _find_temperature_sensors(machine: Machine, monitors: Iterable[str]) -> Iter
 
 
 def _read_temperature(machine: Machine, sensor: str) -> Iterator[Signal]:
+    """Yield the temperature of a sensor in °C, with its critical limit if it has one; nothing if it cannot be read."""
     value, limit = (machine.read_int(f"{sensor}_{name}", UNREADABLE) for name in ("input", "crit"))
     if value > UNREADABLE:
         label = _read_or_empty(machine, f"{sensor}_label") or sensor.rpartition("/")[2]
@@ -163,6 +172,7 @@ def _read_temperature(machine: Machine, sensor: str) -> Iterator[Signal]:
 
 
 def _read_or_empty(machine: Machine, path: str) -> str:
+    """Return the text of a file; '' if it cannot be read for any reason."""
     try:
         return machine.read(path)
     except DriverError:

@@ -22,13 +22,13 @@ MAX_CHECKED_LINKS = 62
 
 
 def list_virtual_functions(machine: Machine, address: str) -> list[str]:
-    """Return the addresses of a card's virtual functions, sorted."""
+    """Return the addresses of a card's virtual functions, sorted; empty if there are none or the card is absent."""
     path = f"{PCI_DEVICES}/{address}"
     return sorted(filter(None, (machine.link(f"{path}/{name}") for name in machine.names(path, "virtfn*"))))
 
 
 def supports_sriov(machine: Machine, address: str) -> bool:
-    """Return whether the function supports virtual functions."""
+    """Return whether the function can have virtual functions, whether or not there are any now."""
     return machine.read_int(f"{PCI_DEVICES}/{address}/sriov_totalvfs", 0) > 0
 
 
@@ -36,8 +36,8 @@ def plan_virtual_functions(view: HostUsage, address: str, wanted: int, *, unboun
     """Return the steps to exactly `wanted` virtual functions; no steps if there are that many.
 
     With `unbound`, the kernel does not bind drivers to the new functions. Raises Busy if the host or a guest uses the
-    card or one of its virtual functions, Invalid if `wanted` exceeds the card's maximum, and Unsupported if the card or
-    its kernel driver has no SR-IOV.
+    card or one of its virtual functions (guests are checked only when `view.for_act`), Invalid if `wanted` exceeds the
+    card's maximum, and Unsupported if the card or its kernel driver has no SR-IOV.
     """
     machine, path = view.machine, f"{PCI_DEVICES}/{address}"
     existing = list_virtual_functions(machine, address)
@@ -65,7 +65,8 @@ def plan_virtual_functions(view: HostUsage, address: str, wanted: int, *, unboun
 def plan_virtual_functions_restore(view: HostUsage, address: str, first: Mapping[str, str]) -> list[Step]:
     """Return the steps that restore the first number of virtual functions and the first autoprobe setting.
 
-    `first` is `Ask.first`; values that are not in it are left unchanged. Raises Busy and Unsupported.
+    `first` is `Ask.first`; values that are not in it are left unchanged. If existing functions must be removed, raises
+    Busy if the host or a guest uses the card or one of them, and Unsupported if the card's kernel driver cannot do it.
     """
     machine, path = view.machine, f"{PCI_DEVICES}/{address}"
     wanted, current_count = first.get(f"{path}/sriov_numvfs", ""), machine.read_int(f"{path}/sriov_numvfs", 0)

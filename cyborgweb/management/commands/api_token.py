@@ -23,9 +23,12 @@ IMPLIED_ROLES = {
 
 
 class Command(BaseCommand):
+    """Create an API token."""
+
     help = "Create an API token. The last line printed is the token; it is shown once and stored only as a hash."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the token's name, role and project."""
         parser.add_argument("name", help="purpose of the token, which the console shows")
         parser.add_argument(
             "--role",
@@ -38,6 +41,11 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Create a token, record an event, and print the token.
+
+        It belongs to the user `token-NAME`, created if necessary. Raises CommandError if NAME is empty or longer than
+        150 characters.
+        """
         name, role = options["name"], options["role"]
         if not 0 < len(name) <= 150:
             raise CommandError("NAME must have 1 to 150 characters")

@@ -25,14 +25,18 @@ docs/backup.md lists what the backup does not hold, and what to check after a re
 
 
 class Command(shell.OperatorCommand):
+    """Back up the database and the secrets."""
+
     epilog = EPILOG
     help = "Back up the database and the secrets while the product runs."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the folder to create."""
         parser.add_argument("folder", type=Path, help="folder to create; it must not exist yet")
 
     def handle(self, *args: Any, folder: Path, **options: Any) -> None:
+        """Create the backup and print what it contains. Raises CommandError if that fails."""
         try:
             with backup.keep_database_running(exclusive=False):
                 description = backup.create_backup(folder.absolute(), _print_progress)
@@ -47,10 +51,12 @@ class Command(shell.OperatorCommand):
 
 
 def _print_progress(written_bytes: int) -> None:
+    """Show on standard error how many bytes of the dump are written; do nothing if it is no terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{_format_megabytes(written_bytes)} written\r")
         sys.stderr.flush()
 
 
 def _format_megabytes(size: int) -> str:
+    """Return a number of bytes in megabytes (10^6 bytes) with one decimal."""
     return f"{size / 1e6:.1f} MB"

@@ -12,13 +12,21 @@ from django.db import connection
 
 
 class Command(BaseCommand):
+    """Run one django-q2 cluster in this process."""
+
     help = "Run the background jobs of one cluster: `ingest` merges reports, `work` does everything else."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the cluster's name."""
         parser.add_argument("name", choices=["ingest", "work"])
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Queue all jobs of the cluster, then run it until it is stopped.
+
+        For `work`, also schedule the job `backstop`, once a minute. If Q_CLUSTER_NAME is not the cluster's name, the
+        process first replaces itself, because django-q2 reads the variable when it is imported.
+        """
         name = options["name"]
         if os.environ.get("Q_CLUSTER_NAME") != name:  # django_q has read it already, when it was imported
             os.environ["Q_CLUSTER_NAME"] = name

@@ -33,14 +33,18 @@ def render_configuration_page() -> str:
 
 
 def _render_key_table(cls: type) -> str:
+    """Return a Markdown table of the keys of a configuration class."""
     lines = ["| key | default | effect |", "|---|---|---|"]
     lines += [f"| `{key.name}` | {key.default_text} | {key.effect} |" for key in list_keys(cls)]
     return "\n".join(lines)
 
 
 class Command(BaseCommand):
+    """Print docs/configuration.md."""
+
     help = "Print docs/configuration.md, generated from the configuration's code."
     requires_system_checks: list[str] = []
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Print the page on standard output."""
         self.stdout.write(render_configuration_page(), ending="")

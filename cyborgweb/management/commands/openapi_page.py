@@ -14,7 +14,7 @@ class Command(BaseCommand):
     requires_system_checks = ()
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Validate the document, then print it."""
+        """Validate the document, then print it. Raises jsonschema's ValidationError if the document is invalid."""
         from cyborgweb.api.openapi import render_yaml, validate_document
 
         validate_document()

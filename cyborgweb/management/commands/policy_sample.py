@@ -33,6 +33,7 @@ def render_policy_sample() -> str:
 
 
 def _render_rule(rule: PolicyRule) -> str:
+    """Return the commented lines of one rule: description, operations, legacy rule if any, name and default."""
     lines = [_comment_out(line) for line in (rule.description, *rule.operations)]
     if rule.legacy:
         lines.append(f"# Legacy: {rule.legacy}")
@@ -40,12 +41,16 @@ def _render_rule(rule: PolicyRule) -> str:
 
 
 def _comment_out(text: str) -> str:
+    """Return the text with `# ` before each line, or `#` before an empty one."""
     return textwrap.indent(text, "# ", lambda _: True).replace("# \n", "#\n")
 
 
 class Command(BaseCommand):
+    """Print a sample policy.yaml, which changes no rule."""
+
     help = "Print a policy.yaml with every rule and its default, all of them commented out."
     requires_system_checks: list[str] = []
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Print the sample file on standard output."""
         self.stdout.write(render_policy_sample(), ending="")

@@ -42,10 +42,13 @@ Waiting longer for a lock instead would block the requests that are being served
 
 
 class Command(BaseCommand):
+    """Migrate the database, and create the first login and a join token."""
+
     help = "Migrate the database, create the first login and a join token for this machine's agent, and print JSON."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the address for a join token, and whether to create the sample rule."""
         parser.add_argument(
             "--address",
             help="address at which this machine's agent reaches the server; without it, no join token is created",
@@ -57,6 +60,10 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Migrate, create what is missing, and print JSON with the login, a join token, the jobs and the database.
+
+        Raises CommandError or OperationalError if the database cannot be migrated.
+        """
         _migrate_database()
         if options["sample_rules"]:
             _create_sample_rule()
@@ -128,6 +135,10 @@ def _create_sample_rule() -> None:
 
 
 def _create_join_token(address: str) -> str:
+    """Create a join token for the agent of this machine, and return its text.
+
+    `address` is where the agent reaches the server. The token is valid for `join_token_hours`.
+    """
     host, _ = determine_host_names(load_configuration(AgentSettings, os.environ), None, "")
     return authentication.create_join_token(
         host, address=address, hours=get_keys().join_token_hours, created_by=authentication.AUTOMATIC_CREATOR

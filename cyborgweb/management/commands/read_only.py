@@ -23,16 +23,23 @@ with manage.py at a shell are still possible.
 
 
 class Command(shell.OperatorCommand):
+    """Show or switch read-only mode."""
+
     epilog = EPILOG
     help = "Show whether the product is in read-only mode, or switch that mode on or off."
 
     def add_arguments(self, parser: CommandParser) -> None:
+        """Add the wanted state and the reason."""
         parser.add_argument("state", nargs="?", choices=("on", "off"), help="switch read-only mode on or off")
         parser.add_argument(
             "--reason", default="", help="the reason, which is shown with each refusal and with the event"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
+        """Switch read-only mode if a state is given, and print whether it is on.
+
+        Raises CommandError if that is refused.
+        """
         current = read_only.get_maintenance()
         if options["state"]:
             try:

@@ -31,11 +31,14 @@ NEXT_STEPS = (
 
 
 class Command(shell.OperatorCommand):
+    """Restore a backup into an empty database, and switch read-only mode on."""
+
     epilog = EPILOG
     help = "Restore a backup into an empty database while everything is stopped."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the folder, or --loaded in its place."""
         source = parser.add_mutually_exclusive_group(required=True)
         source.add_argument("folder", type=Path, nargs="?", help="folder that `manage.py backup` created")
         source.add_argument(
@@ -43,6 +46,11 @@ class Command(shell.OperatorCommand):
         )
 
     def handle(self, *args: Any, folder: Path | None, **options: Any) -> None:
+        """Restore the backup, or do only the steps after it with --loaded, and print what to do next.
+
+        Raises CommandError if other connections are open, if the database is not empty (with --loaded: if it is empty),
+        or if a step fails.
+        """
         try:
             description = backup.read_description(folder) if folder else None
             with backup.keep_database_running(exclusive=True):
