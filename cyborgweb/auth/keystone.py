@@ -56,6 +56,7 @@ def service_session() -> Any:
 
 
 def _with_v3_path(url: str) -> str:
+    """Return the URL with exactly one `/v3` at its end."""
     return url.rstrip("/").removesuffix("/v3") + "/v3"
 
 
@@ -76,7 +77,7 @@ def get_token_cache() -> TokenCache:
 
 
 def validate_token(token: str, allow_expired: bool) -> TokenResult:
-    """Ask Keystone about a token, without the cache; return its answer, REFUSED if it does not know the token.
+    """Ask Keystone about a token, without the cache. Return its answer; UNKNOWN_TOKEN if it does not know the token.
 
     `allow_expired` also accepts tokens that expired recently. Raises TokenCheckUnavailableError.
     """
@@ -166,6 +167,7 @@ def _translate_errors() -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
+    """Return the error's message on one line, cut to 300 characters."""
     return " ".join(str(error).split())[:300]
 
 
@@ -188,6 +190,9 @@ class _TokenAnswer(msgspec.Struct):
 
 
 def _parse_token(content: bytes) -> TokenResult:
+    """Return Keystone's JSON answer about a token as a TokenResult. Raises TokenCheckUnavailableError if it cannot be
+    read.
+    """
     try:
         token = msgspec.json.decode(content, type=_TokenAnswer).token
     except msgspec.MsgspecError as error:

@@ -40,6 +40,7 @@ class PolicyRule:
 
 
 def _rule_with_legacy(name: str, check: str, description: str) -> PolicyRule:
+    """Return a rule whose legacy check allows administrators and everybody in the same project."""
     return PolicyRule(name, check, description, legacy="is_admin:True or project_id:%(project_id)s")
 
 

@@ -89,10 +89,12 @@ def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) 
 
 
 def _notify_processes() -> None:
+    """Tell all processes to drop their cached row."""
     pubsub.publish(TOPIC)
 
 
 def _drop_cached(_detail: str | None) -> None:
+    """Forget the cached row, so that the next `get_maintenance` reads the table. Called for each notification."""
     global _cached
     _cached = None
 

@@ -237,8 +237,8 @@ def _give_up(deliveries: QuerySet[Delivery], reason: str) -> None:
 
 
 def _stop_subscription(id: int, standing: SubscriptionStanding, reason: str) -> None:
-    """Set the subscription to `standing`, give up its waiting deliveries, record an event, and tell its owner in the
-    inbox. Nothing is delivered until somebody makes it active again.
+    """Set the subscription to `standing`, give up its waiting deliveries, and record an event. If it belongs to a
+    person, put a message into their inbox. Nothing is delivered until somebody makes it active again.
     """
     with conductor.writing():
         row = Subscription.objects.get(pk=id)
@@ -262,6 +262,9 @@ def _stop_subscription(id: int, standing: SubscriptionStanding, reason: str) -> 
 
 
 def _post_all(deliveries: list[DueDelivery]) -> list[AttemptOutcome]:
+    """Post all these deliveries at the same time, one thread each, and return their outcomes in the same order. Blocks
+    until the last attempt has ended.
+    """
     if not deliveries:
         return []
     allowed = subscriptions.allowed_destinations()
@@ -271,6 +274,9 @@ def _post_all(deliveries: list[DueDelivery]) -> list[AttemptOutcome]:
 
 
 def _decrypt_secret(stored: str) -> str | keyring.DecryptionError:
+    """Return the decrypted secret, or the error if it was encrypted with another key (returned, not raised, so that
+    only this delivery fails).
+    """
     try:
         return keyring.decrypt_secret(stored)
     except keyring.DecryptionError as error:
@@ -280,6 +286,9 @@ def _decrypt_secret(stored: str) -> str | keyring.DecryptionError:
 def _post_delivery(
     delivery: DueDelivery, secret: str | keyring.DecryptionError, allowed: webhook.AllowedDestinations
 ) -> AttemptOutcome:
+    """Sign the delivery with its subscription's secret and post it. Return the outcome; a secret that could not be
+    decrypted is a failed attempt, too.
+    """
     if isinstance(secret, keyring.DecryptionError):
         return AttemptOutcome(str(secret))
     body, now = delivery.build_body(), int(time.time())

@@ -19,7 +19,7 @@ MAX_PROJECTS = 10
 
 
 class RenderableCapacity(CapacityGroup):
-    """A group that can render itself."""
+    """The capacity of a group (for example a resource class or a project), with what a template shows of it."""
 
     @classmethod
     def from_group(cls, group: CapacityGroup) -> RenderableCapacity:
@@ -73,7 +73,9 @@ def format_power(load: LoadSummary) -> str:
 
 
 def render_level_bar(percent: float, mark: float | None = None) -> SafeString:
-    """Return a bar filled to `percent`, with a line at `mark`. The template shows the numbers beside it."""
+    """Return a bar filled to `percent` (0 to 100), with a line at `mark` (percent; None: no line). The template shows
+    the numbers beside it.
+    """
     line = (
         ""
         if mark is None
@@ -101,12 +103,14 @@ BY_PROJECT = CapacityQuery(["project"], order="largest", limit=MAX_PROJECTS)
 
 
 def list_resource_classes(loads: LoadSnapshot | None = None) -> list[RenderableCapacity]:
-    """Return the capacity of resource classes, the largest first. One statement."""
+    """Return the capacity of the largest `MAX_RESOURCE_CLASSES` resource classes, the largest first. One statement."""
     return query_capacity(loads, BY_RESOURCE_CLASS)[0]
 
 
 def query_capacity(loads: LoadSnapshot | None, *queries: CapacityQuery) -> list[list[RenderableCapacity]]:
-    """Return the groups of each question as RenderableCapacity objects. One statement for all questions."""
+    """Return the groups of each query as RenderableCapacity objects, in the order of the queries. One statement for all
+    queries.
+    """
     return [
         [RenderableCapacity.from_group(group) for group in groups]
         for groups in usage_with_load.count_groups_with_load(loads, *queries)

@@ -142,6 +142,9 @@ def _search_prefixes(field: str, term: str) -> list[str]:
 
 
 def _format_pci_address(match: re.Match[str]) -> str:
+    """Return the address in lower case, with the domain `0000` if it has none, and with the function only if it has
+    one.
+    """
     domain, bus, device, function = match.groups()
     end = f".{function}" if function else ""
     return f"{domain or '0000'}:{bus}:{device}{end}".lower()
