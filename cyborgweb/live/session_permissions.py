@@ -16,7 +16,9 @@ from django.http import HttpRequest
 
 
 def user_of_session(session: str) -> Any | None:
-    """Return the user of this session after Django's own checks, or None if there is none."""
+    """Return the logged-in user of this session after Django's own checks, or None if there is none. Whether the user
+    may enter the console is not checked.
+    """
     request = HttpRequest()
     request.session = SessionStore(session)
     user = get_user(request)

@@ -189,4 +189,5 @@ def write_files(folder: Path) -> int:
 
 
 def _link_to(entry: ContentsEntry, edition: ManualEdition) -> tuple[str, str]:
+    """Return the address and the title of a page."""
     return edition.page_url(entry.name), entry.title

@@ -17,7 +17,8 @@ from django.db.models.functions import Now
 class ApiToken(models.Model):
     """A local user's token for `X-Auth-Token`. Only its hash is stored.
 
-    `roles` are names of Keystone roles: admin, member, service…
+    `roles` are names of Keystone roles: admin, member, service… The token is valid while its user is active; it does
+    not expire.
     """
 
     name = models.CharField(max_length=255)

@@ -101,7 +101,9 @@ class Subscription(fields.Row):
 
     @property
     def destination(self) -> str:
-        """The target in a form that everybody may see: of a URL only scheme and host, because it may hold a token."""
+        """The target in a form that everybody may see: of a webhook's URL only scheme, host and port, because the path
+        may hold a token; the whole e-mail address; `the inbox` if there is no target.
+        """
         if self.way == DeliveryWay.WEBHOOK:
             parts = urlsplit(self.target)
             return f"{parts.scheme}://{parts.netloc}"

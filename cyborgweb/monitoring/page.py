@@ -60,7 +60,11 @@ class MetricsCache:
         self._last = MetricsSnapshot()
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics in the format that `accept` prefers, and its content type. May block for a collection."""
+        """Return the metrics in the format that `accept` prefers, and its content type.
+
+        If the last collection is older than `CACHE_S` seconds, make a new one. While another thread does so, return the
+        last one; wait for that thread only if it is older than `STALE_S` seconds or not yet rendered in this format.
+        """
         encode, media = choose_encoder(OPENMETRICS if OPENMETRICS in accept else "")
         last = self._last
         age = time.monotonic() - last.at if media in last.rendered else float("inf")

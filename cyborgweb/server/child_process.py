@@ -114,6 +114,7 @@ class ChildProcess:
         self._close_output()
 
     def _close_output(self) -> None:
+        """Close the process's output and forget the process; `forward_output` must have read what is still wanted."""
         if self.process is not None and self.process.stdout is not None:
             self.selector.unregister(self.process.stdout)
             self.process.stdout.close()
@@ -121,6 +122,7 @@ class ChildProcess:
 
 
 def _signal_group(group: int, sig: int) -> None:
+    """Send a signal to a process group. Do nothing if the group has no process any more."""
     try:
         os.killpg(group, sig)
     except ProcessLookupError:

@@ -119,6 +119,7 @@ def take_census(question: CensusQuestion) -> Census:
 
 
 def _ask_hosts(question: CensusQuestion) -> Census:
+    """Do the work of `take_census`: load hosts and free units, ask the agents that can answer, and compare."""
     started_at = time.monotonic()
     wanted_groups = _load_profile_groups(question.profile)
     hosts, left_out = _load_hosts(question.hosts)
@@ -146,6 +147,9 @@ def _ask_hosts(question: CensusQuestion) -> Census:
 
 
 def _load_profile_groups(name: str) -> tuple[Mapping[str, str], ...] | None:
+    """Return the groups of the device profile, None if no profile is named. Raises RefusedError NOT_FOUND if it does
+    not exist, CONFLICT if it asks for no accelerator.
+    """
     if not name:
         return None
     profile = profiles.get_profile_by_name(name)
@@ -185,6 +189,9 @@ def _build_row(
     count: int,
     load: LoadSummary | None,
 ) -> CensusRow:
+    """Return the row of one host: its free units that fit, how many of `count` requests have room, and why the host
+    does not fit, if so. `wanted_groups` None means any unit. Pure.
+    """
     if wanted_groups is None:
         fitting, room = host_candidates, min(count, sum(one.free for one in host_candidates))
     else:
@@ -221,6 +228,9 @@ def _explain_missing_hosts(
 
 
 def _explain_silence(last_load: telemetry.HostLoad | None, gateways: Sequence[str], within_s: float) -> str:
+    """Return why a host that was asked did not answer, as far as it is known. `last_load` is its last sample;
+    `gateways` are those that did not answer.
+    """
     if last_load is not None:
         return (
             f"silent: no answer within {within_s:g} s; it last spoke {max(0.0, time.time() - last_load.at):.0f} s ago"
@@ -231,6 +241,7 @@ def _explain_silence(last_load: telemetry.HostLoad | None, gateways: Sequence[st
 
 
 def _explain_not_asked(liveness: str) -> str:
+    """Return why a host was not asked; `liveness` is its agent's, '' if no agent has joined."""
     if not liveness:
         return "no agent has joined for it"
     return "its agent is down" if liveness == "down" else f"its agent may not connect: {liveness}"
