@@ -142,6 +142,7 @@ def _caller_from_keystone(token: str, service_token: str) -> Caller | None:
 
 
 def _is_well_formed(token: str) -> bool:
+    """Return whether the text has the syntax of a token (`TOKEN_PATTERN`). Nothing is asked."""
     return TOKEN_PATTERN.fullmatch(token) is not None
 
 

@@ -172,11 +172,15 @@ def _one_line(error: Exception) -> str:
 
 
 class _Reference(msgspec.Struct):
+    """A user, role, project or domain in Keystone's answer. A field that is missing is ''."""
+
     id: str = ""
     name: str = ""
 
 
 class _TokenDocument(msgspec.Struct):
+    """What we read of a token in Keystone's answer. Other fields are ignored."""
+
     expires_at: datetime
     user: _Reference
     roles: list[_Reference] = []
@@ -186,6 +190,8 @@ class _TokenDocument(msgspec.Struct):
 
 
 class _TokenAnswer(msgspec.Struct):
+    """Keystone's answer to `GET /v3/auth/tokens`."""
+
     token: _TokenDocument
 
 

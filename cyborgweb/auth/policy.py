@@ -76,6 +76,7 @@ class RulePermission(BasePermission):
 
 
 def _get_caller(request: Request) -> Caller:
+    """Return the request's caller, under its type."""
     return cast(Caller, request.user)  # `CallerAuthentication` puts a Caller where others put a user
 
 

@@ -258,8 +258,8 @@ class LiveFeed:
         """Check all pages once: read generations, periodically check permissions, then send changed rows, counts of new
         rows and reload hints.
 
-        If this fails, all pages are marked as not live and are told so; nothing is raised for it. Pages that still
-        accept their last message are left out.
+        If this fails, mark all pages as not live and tell them so. Pages that have not accepted their last message yet
+        are left out.
         """
         now = time.monotonic()
         try:

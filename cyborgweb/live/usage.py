@@ -53,7 +53,10 @@ class StreamIntervals:
 
 @dataclass(eq=False)
 class _UsageListener:
-    """A client that listens to one device. If it is slow, only the newest event is kept for it."""
+    """A client that listens to one device. If it is slow, only the newest event is kept for it.
+
+    `values` are the fields that the client asked for, with their last values.
+    """
 
     uuid: str
     values: dict[str, Any]
@@ -62,7 +65,9 @@ class _UsageListener:
     ended: bool = False
 
     def set_next_event(self, facts: dict[str, Any]) -> None:
-        """Set the next event from those of `facts` that the client asked for."""
+        """Update the values that the client asked for from `facts`, and make an event of all of them. An event that was
+        not sent yet is replaced.
+        """
         self.values |= {name: value for name, value in facts.items() if name in self.values}
         self.event = b"data: %b\n\n" % msgspec.json.encode(self.values)
         self.has_event.set()
@@ -203,10 +208,11 @@ class UsageStream:
             self.end_all_streams()
 
     def _load_samples(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Ask the gateways for the devices' last samples and keep their agents sending; return them by uuid. Runs in
-        the thread.
+        """Ask the gateways for the devices' last samples, and their agents to send samples for `SAMPLE_REQUEST_S` more
+        seconds. Return the samples by uuid; runs in the thread.
 
-        The host and key of each device are cached, because they do not change.
+        The host and key of each device are cached, because they do not change. Unknown devices are left out. Raises
+        DatabaseError.
         """
         wanted = set(uuids)
         try:

@@ -167,8 +167,8 @@ class Delivery(models.Model):
 class Reader(models.Model):
     """The position up to which `notify.fanout` has read the events, in one row.
 
-    Read are all events up to (`transaction`, `event`), in the order of the transactions that wrote them. No event that
-    is not read yet is older than `since`.
+    All events up to (`transaction`, `event`) have been read, in the order of the transactions that wrote them. Every
+    event that has not been read yet happened at `since` or later.
     """
 
     transaction = models.BigIntegerField(default=0)

@@ -59,7 +59,7 @@ class RequestMetricsMiddleware:
 @lru_cache(maxsize=1024)
 def format_route(route: str) -> str:
     r"""Return a route in readable form: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` becomes `/api/hosts/{uuid}`. Both mounts
-    of v2 give the same; a route that leads nowhere is NO_ROUTE.
+    of v2 give the same. Any other route that begins with `^` becomes NO_ROUTE.
     """
     _, anchored, rest = route.rpartition(r"\A")
     if route.startswith("^api"):

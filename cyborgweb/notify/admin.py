@@ -50,7 +50,7 @@ MAX_RECENT_DELIVERIES = 10
 
 
 def is_allowed(request: HttpRequest, rule: str) -> bool:
-    """Return whether the policy rule allows this user."""
+    """Return whether the policy rule `cyborg:<rule>` allows this user; False if the session has no caller."""
     caller = get_caller(request)
     return caller is not None and policy.is_allowed(caller, f"cyborg:{rule}")
 
@@ -89,8 +89,8 @@ class SubscriptionForm(SubscriptionModelForm):
             standing_field.choices = [(word, word) for word in dict.fromkeys(map(str, standings))]
 
     def clean(self) -> dict[str, Any]:
-        """Return the form's values. Raises ValidationError if they do not fit together, also with values the form
-        leaves out.
+        """Return the form's values. Raises ValidationError if they do not fit together; for this check `way` and
+        `scope` are the instance's if the form does not have them.
         """
         data = cast("dict[str, Any]", super().clean())  # only `clean` of a subclass may return None
         if not self.errors:

@@ -282,6 +282,7 @@ class SubscriptionView(CollectionView):
         return Response(self._serialize_with_secret(*subscriptions.rotate_secret(self.get_object().pk, self.caller)))
 
     def _serialize_with_secret(self, row: Subscription, secret: str) -> dict[str, Any]:
+        """Return the representation of the subscription with its secret in plain text; '' for ways without one."""
         return {**self.get_serializer(row).data, "secret": secret}
 
 

@@ -91,7 +91,11 @@ RETURNING s.id, s.failing_since < statement_timestamp() - make_interval(secs => 
 
 @dataclass(frozen=True)
 class DueDelivery:
-    """A delivery that is due for its next attempt, with what is needed to send it."""
+    """A delivery that is due for its next attempt, with what is needed to send it.
+
+    `attempts` were made before. `subscription` is the subscription's primary key; `secret` is its secret as it is
+    stored, encrypted ('' for mail).
+    """
 
     id: int
     message: str
@@ -119,8 +123,8 @@ def run_mails() -> None:
 
 
 def send_webhooks() -> bool:
-    """Clean up with `give_up_and_delete_old`, send one round of webhooks and store the outcomes. Return True if there
-    may be more.
+    """Clean up with `give_up_and_delete_old`, post at most MAX_WEBHOOKS_PER_ROUND due webhooks and store the outcomes.
+    Return True if there may be more. Locks nothing while it posts.
     """
     give_up_and_delete_old()
     deliveries = fetch_due_deliveries(DeliveryWay.WEBHOOK, MAX_WEBHOOKS_PER_ROUND)

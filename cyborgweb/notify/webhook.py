@@ -71,7 +71,7 @@ class AllowedDestinations:
 
 @dataclass(frozen=True)
 class WebhookUrl:
-    """The parsed parts of a webhook URL."""
+    """The parsed parts of a webhook URL. `path` includes the query; `host` of an IPv6 address has no brackets."""
 
     is_https: bool
     host: str
@@ -100,7 +100,9 @@ def generate_secret() -> str:
 
 
 def sign_message(secret: str, message: str, timestamp: int, body: bytes) -> str:
-    """Return the value of the header `webhook-signature` for this message id, time and body."""
+    """Return the value of the header `webhook-signature` for this message id, time (UNIX seconds) and body. `secret` is
+    in plain text.
+    """
     key = base64.b64decode(secret.removeprefix(SECRET_PREFIX))
     digest = hmac.new(key, f"{message}.{timestamp}.".encode() + body, hashlib.sha256).digest()
     return f"v1,{base64.b64encode(digest).decode()}"

@@ -40,7 +40,11 @@ class Alert:
 
 @dataclass(frozen=True)
 class SystemState:
-    """Everything that the list is made from. `devices_by_state`: number of devices by state."""
+    """Everything that the list is made from.
+
+    `agents_by_state`: number of agents by liveness; it must have the key `down`. `devices_by_state`: number of devices
+    by state. `failing_drivers` and `skipped_hardware`: how many there are on all hosts.
+    """
 
     agents_by_state: Mapping[str, int]
     devices_by_state: Counter[str]
@@ -108,8 +112,8 @@ def _host_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
-    """Yield alerts about intents that fail again and again, and if Placement or Nova is behind by more than
-    `MAX_CLOUD_DELAY`. A service without a handler in this process is left out.
+    """Yield an alert about intents that are stuck, and one for each of Placement and Nova that is behind by more than
+    `MAX_CLOUD_DELAY` without stuck intents. A service without a handler in this process is left out.
     """
     work = system_state.backlog
     if n := work.stuck_intents:

@@ -1,5 +1,4 @@
-"""The page of the load census, `/admin/census/`: which hosts have room for more requests of a profile, the least
-busy first.
+"""The page of the load census, `/admin/census/`: which hosts can take more requests of a profile, the least busy first.
 
 The question is sent by POST, so that a page that updates itself does not ask all agents again and again.
 """

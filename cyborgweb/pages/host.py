@@ -20,7 +20,7 @@ from cyborgweb.pages import load
 
 
 class HostPage(HostAdmin):
-    """Registered in place of the `accelerators` app's own admin."""
+    """The list and the pages of hosts. It is registered in place of the `accelerators` app's own admin."""
 
     list_display = ("name", "shown_live", "shown_agent", "shown_drivers", "shown_devices", "shown_node", "reported")
 

@@ -63,7 +63,9 @@ def build_host_load(host: Host) -> dict[str, Any]:
 
 
 def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load: HostLoad | None, driver: str) -> str:
-    """Return the reason why there are no samples, as far as it is known."""
+    """Return the reason why there are no samples, as far as it is known. `host_load` is the last sample of the host,
+    None if there is none; `driver` is the device's driver, '' for all devices.
+    """
     if agent is None:
         return "no samples: no agent has joined for this host"
     if agent.barred:

@@ -25,7 +25,11 @@ def log_line(process_name: str, text: str) -> None:
 
 @dataclass
 class ChildProcess:
-    """A supervised process. Call `start` once, then `keep_running` in every round: it restarts a dead process."""
+    """A supervised process. Call `start` once, then `keep_running` in every round: it restarts a dead process.
+
+    `deaths` counts the deaths in a row; a process that ran for STABLE_AFTER_S starts from one again. `started_at` and
+    `next_start_at` are times of the monotonic clock; `next_start_at` is None unless a restart is scheduled.
+    """
 
     name: str
     command: list[str]

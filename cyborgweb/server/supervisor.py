@@ -329,8 +329,9 @@ class Supervisor:
             self.next_postgres_start_at = time.monotonic() + 5
 
     def _stop_everything(self) -> None:
-        """Stop the web process, the agent, the clusters and then the database, each with its own time limit from
-        `STOP_S`. Together they get about `STOP_DEADLINE_S`.
+        """Stop the web process, the agent and the clusters, each within its limit from `STOP_S` and all within about
+        `STOP_DEADLINE_S`. Then stop the embedded database, with the rest of that time, but at least 1 s for each
+        signal.
         """
         end = time.monotonic() + STOP_DEADLINE_S
         for name, patience in STOP_S.items():

@@ -66,8 +66,8 @@ class CensusQuestion:
 class CensusRow:
     """One host of the answer.
 
-    `free` is the number of units that fit; `room` is how many requests find a place, at most as many as were asked for;
-    `why` is the reason if the host does not fit. `load` is None if the host did not answer.
+    `free` is the number of free units that fit; `room` is how many requests the host can take, at most as many as were
+    asked for; `why` is the reason if the host does not fit. `load` is None if the host did not answer.
     """
 
     host: Host
@@ -88,8 +88,9 @@ class CensusRow:
 class Census:
     """The result of a census.
 
-    `came`: how many hosts answered; `missing`: the others, with the reason; `left_out`: how many hosts there are beyond
-    MAX_HOSTS.
+    `came`: how many hosts answered; `missing`: the others, with the reason, also those that were not asked because
+    their agent is down, may not connect or has never joined; `rows`: all hosts, those that fit first; `left_out`: how
+    many hosts there are beyond MAX_HOSTS.
     """
 
     came: int
@@ -100,7 +101,7 @@ class Census:
 
     @property
     def fitting(self) -> int:
-        """Return how many hosts have room for all the requests."""
+        """The number of hosts that can take all the requests."""
         return sum(row.fits for row in self.rows)
 
 
@@ -189,8 +190,8 @@ def _build_row(
     count: int,
     load: LoadSummary | None,
 ) -> CensusRow:
-    """Return the row of one host: its free units that fit, how many of `count` requests have room, and why the host
-    does not fit, if so. `wanted_groups` None means any unit. Pure.
+    """Return the row of one host: its free units that fit, how many of `count` requests it can take, and why the host
+    does not fit, if so. `wanted_groups` None means any unit.
     """
     if wanted_groups is None:
         fitting, room = host_candidates, min(count, sum(one.free for one in host_candidates))

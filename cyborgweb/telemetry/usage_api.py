@@ -139,7 +139,8 @@ class UsageView(CollectionView):
 
     def _parse_query(self, request: Request, elevated: bool) -> CapacityQuery:
         """Return the query that the parameters describe. Raises ParseError (400) for unusable groups, NotFound for a
-        bad cursor, and PolicyDeniedError if a caller who sees one project asks for more than its own units.
+        bad cursor, and PolicyDeniedError if a caller who sees one project only asks for other groups than
+        PROJECT_COLUMNS allows, or for one host.
         """
         parameters = request.query_params
         by = tuple((parameters.get("by") or ("resource_class" if elevated else "project")).split(","))
