@@ -76,8 +76,8 @@ class RulePermission(BasePermission):
 
 
 def _get_caller(request: Request) -> Caller:
-    """Return the request's caller, under its type."""
-    return cast(Caller, request.user)  # `CallerAuthentication` puts a Caller where others put a user
+    """Return the request's user, which `CallerAuthentication` has set to a Caller."""
+    return cast(Caller, request.user)
 
 
 def is_allowed(caller: Caller, rule: str) -> bool:

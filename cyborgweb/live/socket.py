@@ -120,7 +120,9 @@ def _put_threadsafe(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[str |
 
 
 async def _wait_for_first(*coroutines: Any) -> int:
-    """Wait for the first of these coroutines to end, cancel the others, and return its result."""
+    """Wait for the first of these coroutines to end, cancel the others, and return its result. Raises what that
+    coroutine raised.
+    """
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

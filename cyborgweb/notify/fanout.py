@@ -131,8 +131,8 @@ def run() -> None:
 
 
 def fan_out_batch() -> bool:
-    """Write the deliveries of at most `MAX_EVENTS` new events and remember how far it has read; wake the delivery jobs
-    that have work after the commit. Return True if there may be more events. Must run in a transaction.
+    """Write the deliveries of at most `MAX_EVENTS` new events and store the new position in `Reader`. Wake the delivery
+    jobs that have work after the commit. Return True if there may be more events. Must run in a transaction.
     """
     reader, _ = Reader.objects.get_or_create(pk=1)
     position: dict[str, Any] = {"transaction": reader.transaction, "event": reader.event, "since": reader.since}

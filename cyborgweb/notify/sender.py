@@ -113,18 +113,20 @@ class DueDelivery:
 
 
 def run() -> None:
-    """Run the job `deliveries`: rounds of webhooks."""
+    """Run the job `deliveries`: rounds of `send_webhooks` until nothing is due, for about `MAX_RUN_S`
+    seconds at most.
+    """
     _run_rounds(JOB_BY_WAY[DeliveryWay.WEBHOOK], send_webhooks)
 
 
 def run_mails() -> None:
-    """Run the job `mails`: rounds of mails."""
+    """Run the job `mails`: rounds of `send_mails` until nothing is due, for about `MAX_RUN_S` seconds at most."""
     _run_rounds(JOB_BY_WAY[DeliveryWay.EMAIL], send_mails)
 
 
 def send_webhooks() -> bool:
     """Clean up with `give_up_and_delete_old`, post at most MAX_WEBHOOKS_PER_ROUND due webhooks and store the outcomes.
-    Return True if there may be more. Locks nothing while it posts.
+    Return True if there may be more. No rows are locked while it posts.
     """
     give_up_and_delete_old()
     deliveries = fetch_due_deliveries(DeliveryWay.WEBHOOK, MAX_WEBHOOKS_PER_ROUND)

@@ -91,9 +91,10 @@ def create(
 
 
 def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API) -> Subscription:
-    """Change a subscription, record an event, wake its delivery job and return it.
+    """Change a subscription, record an event, wake its delivery job and return it. The row is locked meanwhile.
 
-    A change also resets its failures and back-off, so a paused subscription that is made active starts afresh. Raises
+    A change also resets its failures and back-off, so a paused subscription that is made active starts afresh. Without
+    any change no event is recorded and nothing is reset; a `target` in `values` always counts as a change. Raises
     RefusedError NOT_FOUND if it does not exist, CONFLICT if `way` would change, INVALID if the values do not fit
     together.
     """
@@ -155,7 +156,7 @@ def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API
 
 def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSource.API) -> Delivery:
     """Queue a test message for the subscription, record an event, and return its delivery, which will show the outcome.
-    In an inbox the message is delivered at once.
+    It is sent without waiting for the subscription's back-off. In an inbox the message is delivered at once.
 
     Raises RefusedError NOT_FOUND if the subscription does not exist, WRONG_STATE if it is not active, CONFLICT if a
     test is already waiting.
@@ -216,7 +217,7 @@ def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: Ev
 
 
 def inbox_of_person(person: str) -> QuerySet[Delivery]:
-    """Return the deliveries in this person's inbox, of all projects."""
+    """Return the deliveries in this person's inbox, of all projects; none for the id ''."""
     return Delivery.objects.filter(reader=person).exclude(reader="")
 
 

@@ -169,8 +169,8 @@ def _build_device_table(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
 
 
 def _load_hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
-    """Count hosts and agents by state; list the drivers that fail now, and the hardware that drivers skipped, with
-    the reason.
+    """Return the numbers of hosts and agents by state, and the troubles: drivers that fail now and hardware that
+    drivers skipped, with the reasons. At most `MAX_TROUBLES` of each are listed, and all are counted. One statement.
     """
     up, down = compute_thresholds()
     with connection.cursor() as cursor:

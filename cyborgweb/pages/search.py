@@ -59,7 +59,9 @@ def show_search(request: HttpRequest) -> HttpResponse:
 
 
 def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
-    """Yield the results of all kinds, in the order of `SEARCH_PROVIDERS`, exact ones first. One statement."""
+    """Yield the results of all kinds that the user may view, in the order of `SEARCH_PROVIDERS`, exact ones first; at
+    most `MAX_HITS_PER_KIND` and one more of each kind. One statement.
+    """
     queries = {
         name: rows
         for name, provider in SEARCH_PROVIDERS.items()
