@@ -49,7 +49,9 @@ WRONG_LISTENER_BODY = (
 
 
 class BoundedThreads:
-    """Runs a WSGI application on `threads` threads. At most `queue` requests wait; further ones get 503 at once."""
+    """Runs a WSGI application on `threads` threads. At most `queue` further requests wait for a thread; all others get
+    503 at once.
+    """
 
     def __init__(self, application: Any, threads: int, queue: int) -> None:
         self._app = WSGIMiddleware(application, workers=threads)

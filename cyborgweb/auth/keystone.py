@@ -72,7 +72,7 @@ def get_auth_url() -> str:
 
 @lru_cache(maxsize=1)
 def get_token_cache() -> TokenCache:
-    """Return this process's cache of validated tokens."""
+    """Return this process's one cache of Keystone's answers about tokens. Asks nothing by itself."""
     return TokenCache(validate_token)
 
 
@@ -110,9 +110,10 @@ class AuthenticatedPerson:
 
 
 def check_password(name: str, password: str, domain: str, project: str) -> AuthenticatedPerson | None:
-    """Ask Keystone to check a password; return the person, or None if Keystone refuses the login.
+    """Ask Keystone to check a password; return the person, or None if Keystone refuses the login: wrong name, password,
+    domain or project.
 
-    `domain` is the domain of the user and of the project. Password and token are not stored. Raises
+    `domain` is the name of the domain of the user and of the project. Password and token are not stored. Raises
     TokenCheckUnavailableError.
     """
     from keystoneauth1 import exceptions

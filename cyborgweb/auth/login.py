@@ -35,7 +35,7 @@ UNAVAILABLE_TEXT = "Keystone cannot be asked now; try again in a few seconds."
 
 
 class KeystoneBackend(ModelBackend):
-    """Loads the user of a session and the permissions of their groups.
+    """Loads the user of a session and the permissions of the user's groups.
 
     It checks no passwords: `LoginForm` asks Keystone to do so.
     """

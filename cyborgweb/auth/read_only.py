@@ -59,7 +59,7 @@ def describe_maintenance(maintenance: Maintenance) -> str:
 
 
 def refuse_if_read_only() -> None:
-    """Raise ReadOnlyError while everything is read only."""
+    """Raise ReadOnlyError (503) with the reason while everything is read only; otherwise do nothing."""
     if maintenance := get_maintenance():
         raise ReadOnlyError(describe_maintenance(maintenance))
 

@@ -158,7 +158,7 @@ class LiveFeed:
         self._calls.put((self._start_following, (watcher, path, query, rows)))
 
     def remove_watcher(self, watcher: ConsoleWatcher) -> None:
-        """Remove a page that has disconnected."""
+        """Remove a page that has disconnected. Nothing is posted to it."""
         self._calls.put((self._watchers.discard, (watcher,)))
 
     def stop(self) -> None:

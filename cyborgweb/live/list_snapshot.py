@@ -118,7 +118,9 @@ class ListSnapshot:
         }
 
     def _build_request(self, path: str) -> HttpRequest:
-        """Build the request with which the browser asked for the page."""
+        """Build a GET request for the page, with the person's user and session and the list's query. No middleware has
+        seen it.
+        """
         request = HttpRequest()
         request.method, request.path, request.path_info = "GET", path, path
         request.GET, request.user, request.resolver_match = QueryDict(self.query), self.user, resolve(path)

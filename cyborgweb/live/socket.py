@@ -31,7 +31,7 @@ class FollowRequest(msgspec.Struct, forbid_unknown_fields=True):
     rows: list[str] = []
 
     def __post_init__(self) -> None:
-        """Raises ValueError if the path, the query, the rows or one of their keys exceed their limits."""
+        """Raise ValueError if the path, the query, the rows or one of their keys exceed their limits."""
         if (
             len(self.path) > 200
             or len(self.query) > 4000

@@ -73,7 +73,7 @@ class _UsageListener:
         self.has_event.set()
 
     def end_stream(self) -> None:
-        """End this stream."""
+        """Make `_send_events` return, which ends this stream. An event that was not sent yet is dropped."""
         self.ended = True
         self.has_event.set()
 

@@ -82,12 +82,12 @@ class Backlog:
 
     @property
     def placement_intents(self) -> IntentBacklog:
-        """Intents to update Placement."""
+        """Intents to update Placement (kind `provider`); all numbers are 0 if there are none."""
         return self.intents.get("provider", IntentBacklog())
 
     @property
     def nova_intents(self) -> IntentBacklog:
-        """Intents to notify Nova."""
+        """Intents to notify Nova (kind `notice`); all numbers are 0 if there are none."""
         return self.intents.get("notice", IntentBacklog())
 
     @property

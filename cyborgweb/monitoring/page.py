@@ -48,7 +48,7 @@ class MetricsSnapshot:
     rendered: dict[str, bytes] = field(default_factory=dict)
 
     def collect(self) -> list[Metric]:
-        """Return all metrics."""
+        """Return all metrics of this collection. `prometheus_client` calls it."""
         return self.metrics
 
 
@@ -98,7 +98,9 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def _is_local(request: HttpRequest) -> bool:
-    """Return whether the request comes directly from this machine."""
+    """Return whether the request comes directly from this machine: from a loopback address, and without headers of a
+    proxy.
+    """
     if any(PROXY_HEADERS.fullmatch(name) for name in request.headers):
         return False
     try:

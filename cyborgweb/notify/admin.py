@@ -56,8 +56,9 @@ def is_allowed(request: HttpRequest, rule: str) -> bool:
 
 
 def filter_visible(request: HttpRequest, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
-    """Return those of these subscriptions that this user may see; administrators see all. Without a caller in the
-    session there are none.
+    """Return those of these subscriptions that this user may see: all for administrators; otherwise those of the user's
+    project that belong to the project or to the user, without the scope cloud unless the rule
+    `cyborg:subscription:elevated` allows it. Without a caller in the session there are none.
     """
     caller = get_caller(request)
     if caller is None:

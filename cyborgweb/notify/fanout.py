@@ -126,7 +126,7 @@ Plain SQL, because every part must see the same snapshot of transactions, and th
 
 
 def run() -> None:
-    """Run the job `messages`: process batches with `fan_out_batch`."""
+    """Run the job `messages`: call `fan_out_batch` until no event is left. Each batch has its own transaction."""
     jobs.run_steps(JOB_NAME, fan_out_batch)
 
 

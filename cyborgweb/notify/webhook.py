@@ -189,7 +189,9 @@ def _parse_literal_address(host: str) -> IpAddress | None:
 
 
 def _check_addresses(addresses: Sequence[IpAddress], host: str, allowed: AllowedDestinations) -> None:
-    """Raises WebhookUrlError if there is no address, or if one of them is not allowed."""
+    """Raise WebhookUrlError if there is no address, or if one of them is not allowed. `host` is for the
+    message only.
+    """
     if not addresses:
         raise WebhookUrlError(f"{host} has no address.")
     if not all(allowed.allows_address(address) for address in addresses):

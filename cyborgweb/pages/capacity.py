@@ -43,17 +43,17 @@ class RenderableCapacity(CapacityGroup):
 
     @property
     def load_bar(self) -> SafeString | str:
-        """The bar of the group's load; see the function `render_load_bar`."""
+        """The bar of the group's mean utilisation; '' if no device reports it."""
         return render_load_bar(self.load)
 
     @property
     def memory(self) -> str:
-        """The memory of the group's devices; see the function `format_memory`."""
+        """The used memory and the total of the group's devices as text; '' if they are unknown."""
         return format_memory(self.load)
 
     @property
     def watts(self) -> str:
-        """The power of the group's devices; see the function `format_power`."""
+        """The total power of the group's devices as text; '' if it is unknown."""
         return format_power(self.load)
 
 
@@ -63,12 +63,12 @@ def render_load_bar(load: LoadSummary) -> SafeString | str:
 
 
 def format_memory(load: LoadSummary) -> str:
-    """Return the used memory and the total as text; '' if they are unknown."""
+    """Return the used memory and the total as text, such as `3.0 GiB of 16.0 GiB`; '' if they are unknown."""
     return f"{format_bytes(load.used)} of {format_bytes(load.size)}" if load.used is not None and load.size else ""
 
 
 def format_power(load: LoadSummary) -> str:
-    """Return the total power as text; '' if it is unknown."""
+    """Return the total power in watts as text, such as `250 W`; '' if it is unknown."""
     return "" if load.power is None else f"{load.power:,.0f} W"
 
 

@@ -80,7 +80,9 @@ def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load:
 
 
 def metric_label(metric: str) -> str:
-    """Return the metric's name without its unit, in words."""
+    """Return the metric's name without its unit, in words: `memory used` for `memory_used_bytes`. A number at its end
+    stays.
+    """
     match = METRIC_NAME.fullmatch(metric)
     parts = (match[1].replace("_", " "), match[3]) if match else (metric.replace("_", " "), None)
     return " ".join(filter(None, parts))

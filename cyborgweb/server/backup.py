@@ -48,9 +48,9 @@ class BackupError(CyborgwebError):
 
 
 class BackupDescription(msgspec.Struct, frozen=True):
-    """The content of `backup.json`. `migrations` are the applied ones, which show the database's release.
+    """The content of `backup.json`. `migrations` are the applied ones (`app.name`), which show the database's release.
 
-    `postgresql` is the server's major version.
+    `postgresql` is the server's major version; `files` are the names of the files of the state directory in the backup.
     """
 
     taken_at: datetime

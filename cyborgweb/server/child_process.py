@@ -118,7 +118,7 @@ class ChildProcess:
         self._close_output()
 
     def _close_output(self) -> None:
-        """Close the process's output and forget the process; `forward_output` must have read what is still wanted."""
+        """Close the process's output and forget the process. Output that has not been read yet is lost."""
         if self.process is not None and self.process.stdout is not None:
             self.selector.unregister(self.process.stdout)
             self.process.stdout.close()

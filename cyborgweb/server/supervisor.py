@@ -376,7 +376,9 @@ def _drain_pipe(fd: int) -> None:
 
 
 def main() -> None:
-    """`python -m cyborgweb.server.supervisor`."""
+    """Run the supervisor as the command line says. Exits with status 2 and one sentence on stderr if the
+    start fails.
+    """
     parser = argparse.ArgumentParser(
         prog="cyborgweb.server.supervisor",
         description="Run the whole control plane on this machine: database, web, clusters, agent. Ctrl-C stops it.",

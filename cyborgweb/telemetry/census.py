@@ -50,10 +50,8 @@ class CensusBusyError(CyborgwebError, RefusedError):
 
 @dataclass(frozen=True)
 class CensusQuestion:
-    """What to ask.
-
-    Which hosts (None: all), for how many requests (`count`) of which profile ('': any unit), and how many seconds to
-    wait.
+    """What to ask: which hosts (names; None: all), for how many requests (`count`) of which profile ('': any unit), and
+    for how many seconds to wait for answers at most (`within_s`).
     """
 
     hosts: tuple[str, ...] | None = None
