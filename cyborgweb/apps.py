@@ -11,6 +11,8 @@ DEVELOPMENT_MIGRATION = ("accelerators", "0002_events")
 
 
 class CyborgwebConfig(AppConfig):
+    """The Django application `cyborgweb`; `verbose_name` is the heading of its models in the console."""
+
     name = "cyborgweb"
     verbose_name = "Access"
     default_auto_field = "django.db.models.BigAutoField"

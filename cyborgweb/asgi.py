@@ -49,7 +49,9 @@ WRONG_LISTENER_BODY = (
 
 
 class BoundedThreads:
-    """Runs a WSGI application on `threads` threads. At most `queue` requests wait; further ones get 503 at once."""
+    """Runs a WSGI application on `threads` threads. At most `queue` further requests wait for a thread; all others get
+    503 at once.
+    """
 
     def __init__(self, application: Any, threads: int, queue: int) -> None:
         self._app = WSGIMiddleware(application, workers=threads)
@@ -57,6 +59,7 @@ class BoundedThreads:
         self.active_requests = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Run the request on a thread, or answer 503 with Retry-After if `threads` + `queue` requests are under way."""
         if self.active_requests >= self._limit:
             busy_refusals.inc()
             headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
@@ -83,6 +86,7 @@ class HttpApplication:
         self.usage = UsageStream(django)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass the request to the application that its path, method and Accept header choose."""
         if scope["path"] == CHALLENGE_PATH:
             await self._gateway.serve_challenge(scope, receive, send)
         elif scope["path"] == LOAD_PATH:
@@ -115,6 +119,7 @@ class AgentApplication:
         self._image_server = make_image_server(gateway)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve an agent. Other HTTP requests get 404, and other WebSockets are refused."""
         if scope["type"] == "http" and scope["path"] == CHALLENGE_PATH:
             await self._gateway.serve_challenge(scope, receive, send)
         elif scope["type"] == "http" and scope["path"].startswith(IMAGE_PATH):

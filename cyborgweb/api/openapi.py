@@ -273,12 +273,14 @@ def _add_field_descriptions(name: str, schema: dict[str, Any]) -> None:
 
 
 def _iterate_operations(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the address, the method and the operation of each operation in the document."""
     for address, methods in result["paths"].items():
         for method, operation in methods.items():
             yield address, method, operation
 
 
 def _get_body_reference(operation: dict[str, Any]) -> str:
+    """Return the reference to the schema of the operation's JSON body; '' if there is none."""
     content = operation.get("requestBody", {}).get("content", {})
     return str(content.get("application/json", {}).get("schema", {}).get("$ref", ""))
 
@@ -317,12 +319,12 @@ def validate_document() -> None:
 
 
 def render_yaml() -> str:
-    """Return the document as YAML."""
+    """Return the document as YAML. Raises ValueError as `generate_document` does."""
     document: bytes = OpenApiYamlRenderer2().render(generate_document(), renderer_context={})
     return document.decode()
 
 
 def render_json() -> str:
-    """Return the document as JSON."""
+    """Return the document as JSON. Raises ValueError as `generate_document` does."""
     document: bytes = OpenApiJsonRenderer2().render(generate_document(), renderer_context={})
     return document.decode()

@@ -48,6 +48,7 @@ class AuditedAdminMixin:
         return super().log_deletions(request, queryset)  # type: ignore[misc]
 
     def _record_event(self, request: HttpRequest, verb: str, changed_object: Model, changes: dict[str, Any]) -> None:
+        """Record the event `<kind>.<verb>` of the console's user, in the transaction of the change."""
         user: Any = request.user
         subject = (None, str(changed_object))
         conductor.record_event(

@@ -87,6 +87,7 @@ class CallerAuthentication(BaseAuthentication):
 
 
 def _get_token_url(request: Request) -> str:
+    """Return the public URL of Keystone, or our own root with local tokens or if no Keystone is configured."""
     if get_keys().auth == "keystone":
         try:
             return get_keys().www_authenticate_uri or keystone.get_auth_url()
@@ -96,6 +97,9 @@ def _get_token_url(request: Request) -> str:
 
 
 def _caller_from_session(request: Request) -> Caller | None:
+    """Return the caller of a console session; None without a session, a logged-in user, or access to the console.
+    Raises PermissionDenied if the request needs a valid CSRF token and has none.
+    """
     if settings.SESSION_COOKIE_NAME not in request.COOKIES:
         return None  # reading the user would add `Vary: Cookie` to the response
     user = request._request.user
@@ -138,8 +142,10 @@ def _caller_from_keystone(token: str, service_token: str) -> Caller | None:
 
 
 def _is_well_formed(token: str) -> bool:
+    """Return whether the text has the syntax of a token (`TOKEN_PATTERN`). Nothing is asked."""
     return TOKEN_PATTERN.fullmatch(token) is not None
 
 
 def _has_service_role(roles: Iterable[str]) -> bool:
+    """Return whether one of the roles is in CYBORG_SERVICE_TOKEN_ROLES."""
     return not set(get_keys().service_token_roles).isdisjoint(roles)

@@ -56,6 +56,7 @@ def service_session() -> Any:
 
 
 def _with_v3_path(url: str) -> str:
+    """Return the URL with exactly one `/v3` at its end."""
     return url.rstrip("/").removesuffix("/v3") + "/v3"
 
 
@@ -71,12 +72,12 @@ def get_auth_url() -> str:
 
 @lru_cache(maxsize=1)
 def get_token_cache() -> TokenCache:
-    """Return this process's cache of validated tokens."""
+    """Return this process's one cache of Keystone's answers about tokens. Asks nothing by itself."""
     return TokenCache(validate_token)
 
 
 def validate_token(token: str, allow_expired: bool) -> TokenResult:
-    """Ask Keystone about a token, without the cache; return its answer, REFUSED if it does not know the token.
+    """Ask Keystone about a token, without the cache. Return its answer; UNKNOWN_TOKEN if it does not know the token.
 
     `allow_expired` also accepts tokens that expired recently. Raises TokenCheckUnavailableError.
     """
@@ -109,9 +110,10 @@ class AuthenticatedPerson:
 
 
 def check_password(name: str, password: str, domain: str, project: str) -> AuthenticatedPerson | None:
-    """Ask Keystone to check a password; return the person, or None if Keystone refuses the login.
+    """Ask Keystone to check a password; return the person, or None if Keystone refuses the login: wrong name, password,
+    domain or project.
 
-    `domain` is the domain of the user and of the project. Password and token are not stored. Raises
+    `domain` is the name of the domain of the user and of the project. Password and token are not stored. Raises
     TokenCheckUnavailableError.
     """
     from keystoneauth1 import exceptions
@@ -166,15 +168,20 @@ def _translate_errors() -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
+    """Return the error's message on one line, cut to 300 characters."""
     return " ".join(str(error).split())[:300]
 
 
 class _Reference(msgspec.Struct):
+    """A user, role, project or domain in Keystone's answer. A field that is missing is ''."""
+
     id: str = ""
     name: str = ""
 
 
 class _TokenDocument(msgspec.Struct):
+    """What we read of a token in Keystone's answer. Other fields are ignored."""
+
     expires_at: datetime
     user: _Reference
     roles: list[_Reference] = []
@@ -184,10 +191,15 @@ class _TokenDocument(msgspec.Struct):
 
 
 class _TokenAnswer(msgspec.Struct):
+    """Keystone's answer to `GET /v3/auth/tokens`."""
+
     token: _TokenDocument
 
 
 def _parse_token(content: bytes) -> TokenResult:
+    """Return Keystone's JSON answer about a token as a TokenResult. Raises TokenCheckUnavailableError if it cannot be
+    read.
+    """
     try:
         token = msgspec.json.decode(content, type=_TokenAnswer).token
     except msgspec.MsgspecError as error:

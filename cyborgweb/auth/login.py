@@ -35,7 +35,7 @@ UNAVAILABLE_TEXT = "Keystone cannot be asked now; try again in a few seconds."
 
 
 class KeystoneBackend(ModelBackend):
-    """Loads the user of a session and the permissions of their groups.
+    """Loads the user of a session and the permissions of the user's groups.
 
     It checks no passwords: `LoginForm` asks Keystone to do so.
     """
@@ -122,7 +122,9 @@ def update_user(person: keystone.AuthenticatedPerson) -> Any:
 
 @receiver(user_logged_in)
 def _store_caller_in_session(sender: Any, request: Any, user: Any, **_: Any) -> None:
-    """Store the person's roles and project in a session by Keystone, and make it end at a fixed time."""
+    """Store the person's roles and project in the session after a login with Keystone, and make the session end
+    `console_session_h` hours later. Do nothing for other logins.
+    """
     if caller := getattr(user, "keystone_caller", None):
         facts = {"name": caller.name, "id": caller.user_id, "project": caller.project_id, "roles": sorted(caller.roles)}
         request.session[roles.SESSION_KEY] = facts

@@ -76,13 +76,15 @@ class RulePermission(BasePermission):
 
 
 def _get_caller(request: Request) -> Caller:
-    return cast(Caller, request.user)  # `CallerAuthentication` puts a Caller where others put a user
+    """Return the request's user, which `CallerAuthentication` has set to a Caller."""
+    return cast(Caller, request.user)
 
 
 def is_allowed(caller: Caller, rule: str) -> bool:
-    """Return whether the rule allows the caller. Raises KeyError for an unknown rule, which is a programming error.
+    """Return whether the rule allows the caller; always False without a project, or with domain or system scope.
 
-    A cached decision costs nothing; twice a second at most, a call also checks the policy file.
+    Raises KeyError for an unknown rule, which is a programming error. A cached decision costs nothing; twice a second
+    at most, a call also checks the policy file.
     """
     return _get_policy().allows(caller, rule)
 
@@ -104,6 +106,7 @@ def find_sufficient_role(caller: Caller, rule: str) -> str:
 
 @lru_cache(maxsize=1)
 def _get_policy() -> Policy:
+    """Return this process's Policy. It reads the policy file at its first decision."""
     return Policy(get_keys().policy_path, get_keys().enforce_new_defaults)
 
 
@@ -151,6 +154,9 @@ class Policy:
         return allowed
 
     def _check_file(self) -> None:
+        """Reload the rules if the policy file has changed. Do nothing if it was checked less than
+        `FILE_CHECK_INTERVAL_S` ago.
+        """
         with self._reload_lock:
             if self._monotonic() < self._next_check_at:
                 return
@@ -161,6 +167,9 @@ class Policy:
             self._next_check_at = self._monotonic() + FILE_CHECK_INTERVAL_S
 
     def _reload(self, file_exists: bool) -> None:
+        """Put the defaults and the file's overrides in force, with an empty cache of decisions. If the file is
+        unusable, or is gone after rules were loaded, log this and keep the rules that are in force.
+        """
         has_rules = self._loaded.enforcer is not None
         if has_rules and not file_exists:
             log.warning(
@@ -189,6 +198,9 @@ _RULE_NAMES = frozenset(rule.name for rule in RULES)
 
 
 def _file_signature(path: Path) -> tuple[int, int, int] | None:
+    """Return the file's time of change, size and inode, to notice a change; None if it does not exist or cannot be
+    looked at.
+    """
     try:
         status = path.stat()
     except OSError:
@@ -254,15 +266,18 @@ def _build_enforcer(overrides: Mapping[str, str], new_defaults: bool) -> Any:
 
 
 def _effective_check(rule: PolicyRule, new_defaults: bool) -> str:
+    """Return the rule's check; with the legacy check as an alternative unless `new_defaults`."""
     return rule.check if new_defaults or not rule.legacy else f"({rule.check}) or ({rule.legacy})"
 
 
 def _build_documented_default(oslo: Any, rule: PolicyRule) -> Any:
+    """Return the rule as oslo.policy's DocumentedRuleDefault, for `enforcer.register_defaults`."""
     operations = [dict(zip(("method", "path"), o.split(" ", 1), strict=True)) for o in rule.operations]
     return oslo.DocumentedRuleDefault(rule.name, rule.check, rule.description, operations, scope_types=["project"])
 
 
 def _import_oslo_policy() -> Any:
+    """Import `oslo_policy.policy` and silence its log."""
     from oslo_policy import policy
 
     # oslo.policy would log long tracebacks; `Policy` logs one line instead.

@@ -59,7 +59,7 @@ def describe_maintenance(maintenance: Maintenance) -> str:
 
 
 def refuse_if_read_only() -> None:
-    """Raise ReadOnlyError while everything is read only."""
+    """Raise ReadOnlyError (503) with the reason while everything is read only; otherwise do nothing."""
     if maintenance := get_maintenance():
         raise ReadOnlyError(describe_maintenance(maintenance))
 
@@ -89,10 +89,12 @@ def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) 
 
 
 def _notify_processes() -> None:
+    """Tell all processes to drop their cached row."""
     pubsub.publish(TOPIC)
 
 
 def _drop_cached(_detail: str | None) -> None:
+    """Forget the cached row, so that the next `get_maintenance` reads the table. Called for each notification."""
     global _cached
     _cached = None
 

@@ -59,7 +59,9 @@ def get_group(name: str) -> Group:
 
 
 def set_permissions(group: Group) -> None:
-    """Set the permissions of a role's or project's group, according to its name. Other groups are not changed."""
+    """Replace the Django permissions of a role's or project's group by those that its name stands for. Other groups are
+    not changed.
+    """
     name, view_permissions = group.name, Permission.objects.filter(codename__startswith="view_")
     if name.startswith(PROJECT_PREFIX):
         group.permissions.set(view_permissions.filter(codename__in=[f"view_{model}" for model in PROJECT_MODELS]))
@@ -73,9 +75,11 @@ def set_permissions(group: Group) -> None:
 
 
 def choose_group(roles: Iterable[str], project: str, viewers: Iterable[str], tenants: Iterable[str]) -> str:
-    """Return the name of the group for a person with these Keystone roles in this project.
+    """Return the name of the group for a person with these Keystone roles in this project; '' if the roles give no
+    access to the console.
 
-    Returns '' if the roles give no access to the console.
+    `viewers` and `tenants` are the roles of CYBORG_CONSOLE_VIEWER_ROLES and CYBORG_CONSOLE_TENANT_ROLES. The first
+    group that the roles give is chosen: administrator, operator, auditor, viewer, then the project's.
     """
     role_names = set(roles)
     if ADMIN_ROLE in role_names:

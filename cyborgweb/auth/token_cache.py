@@ -120,6 +120,9 @@ class TokenCache:
         return result
 
     def _ask_and_cache(self, key: _CacheKey, token: str) -> TokenResult:
+        """Ask Keystone, cache its answer and return it. If Keystone is unreachable, return an old answer whose token
+        has not expired; otherwise raise TokenCheckUnavailableError.
+        """
         try:
             result = self._ask_unless_paused(token, key[1])
         except TokenCheckUnavailableError as failure:
@@ -137,6 +140,11 @@ class TokenCache:
         return result
 
     def _ask_unless_paused(self, token: str, allow_expired: bool) -> TokenResult:
+        """Ask Keystone and remember whether it could be reached. Raises TokenCheckUnavailableError.
+
+        After Keystone was unreachable, that error is raised without asking for `UNREACHABLE_PAUSE_S`. Then one thread
+        asks, and the others still get the error until it has an answer, for at most `PROBE_TIMEOUT_S`.
+        """
         with self._lock:
             if failure := self._last_failure:
                 if self._monotonic() < self._retry_at:

@@ -9,5 +9,7 @@ PSYCOPG_ONLY = ("context", "cursor_factory", "prepare_threshold")
 
 
 def get_connection_parameters() -> dict[str, str]:
-    """Return the keywords and values of a libpq connection string, with `password` if there is one."""
+    """Return the keywords and values of a libpq connection string for our database, with `password` if there is one.
+    Does not connect.
+    """
     return {name: value for name, value in connection.get_connection_params().items() if name not in PSYCOPG_ONLY}

@@ -100,6 +100,7 @@ def find_client_program(name: str, major: int, pg_bin: str = "") -> Path:
 
 
 def _list_binaries(pg_bin: str) -> list[PostgresBinaries]:
+    """Return all installed binaries that have both `postgres` and `initdb`, of any version, best first."""
     folders = [folder for folder in _list_folders(pg_bin, "postgres") if (folder / "initdb").exists()]
     return [
         PostgresBinaries(folder, major) for folder in folders if (major := _read_major_version(folder / "postgres"))
@@ -159,7 +160,8 @@ class Postgres:
     def start(self) -> None:
         """Start the server and return when it accepts connections. Create the data directory first if there is none.
 
-        Raises PostgresError after `START_S`, or as soon as `should_give_up` returns True.
+        Raises PostgresError if there are no binaries for the data directory, if a folder cannot be used, after
+        `START_S` seconds without success, or as soon as `should_give_up` returns True.
         """
         version = self.data / "PG_VERSION"
         binaries = find_binaries(self.pg_bin, int(version.read_text()) if version.exists() else None)
@@ -175,6 +177,9 @@ class Postgres:
         self._run_server(binaries, user_prefix)
 
     def _create_data_directory(self, binaries: PostgresBinaries, user_prefix: list[str]) -> None:
+        """Create the data directory with initdb, completely or not at all. Raises PostgresError if it has foreign
+        content or initdb fails.
+        """
         if self.data.exists() and any(self.data.iterdir()):
             raise PostgresError(f"{self.data} is not empty, and has no PG_VERSION: repair it, or move it away")
         new_data = self.home / "data.new"
@@ -200,6 +205,9 @@ class Postgres:
         new_data.rename(self.data)
 
     def _run_server(self, binaries: PostgresBinaries, user_prefix: list[str]) -> None:
+        """Start the server process, again and again until it accepts connections. Raises PostgresError with the end of
+        its log after `START_S` seconds, or when `should_give_up` returns True.
+        """
         values = (
             f"unix_socket_directories={self.socket}",
             *SERVER_SETTINGS,
@@ -228,6 +236,9 @@ class Postgres:
             time.sleep(0.3)  # an old server may still be shutting down, and its lock file still exist
 
     def _wait_until_accepting(self, end: float) -> bool:
+        """Return True when the server accepts connections; False if it has ended, at `end` (monotonic clock), or when
+        `should_give_up` returns True.
+        """
         import psycopg
 
         assert self.process
@@ -240,10 +251,11 @@ class Postgres:
         return False
 
     def _read_log_tail(self) -> str:
+        """Return the last 600 characters of the server's log on one line."""
         return (self.home / "log").read_text(errors="replace")[-600:].strip().replace("\n", " | ")
 
     def ensure_database(self, name: str) -> None:
-        """Create the database `name` if it does not exist."""
+        """Create the database `name` if it does not exist. Raises psycopg.Error if the server does not answer."""
         import psycopg
         from psycopg import sql
 
@@ -287,6 +299,9 @@ def _make_user_prefix(home: Path, socket: Path) -> list[str]:
 
 
 def _make_account_prefix(home: Path, socket: Path) -> list[str]:
+    """Return the command prefix for the first existing account of UNPRIVILEGED_ACCOUNTS, and give it both folders with
+    all they contain. Raises PostgresError if there is no such account.
+    """
     import pwd
 
     for name in UNPRIVILEGED_ACCOUNTS:

@@ -158,17 +158,22 @@ class LiveFeed:
         self._calls.put((self._start_following, (watcher, path, query, rows)))
 
     def remove_watcher(self, watcher: ConsoleWatcher) -> None:
-        """Remove a page that has disconnected."""
+        """Remove a page that has disconnected. Nothing is posted to it."""
         self._calls.put((self._watchers.discard, (watcher,)))
 
     def stop(self) -> None:
-        """Stop the thread and close its database connection. For tests; a real process just ends."""
+        """Stop the thread, which closes its database connection, and wait for it for at most 15 s. For tests; a real
+        process just ends.
+        """
         self._stopping = True
         self._calls.put((lambda: None, ()))
         if self._thread:
             self._thread.join(15)
 
     def _run(self) -> None:
+        """The thread's loop: process calls and look at all pages until `stop`. It survives every error: all pages are
+        then marked as not live.
+        """
         while not self._stopping:
             try:
                 self._process_next_call()
@@ -193,6 +198,9 @@ class LiveFeed:
             time.sleep(min(0.5, _measure_duration(lambda: method(*arguments))))
 
     def _admit_watcher(self, watcher: ConsoleWatcher) -> None:
+        """Find out the user of the page's session and add the page, or post SIGNED_OUT if that user may not enter the
+        console. Post TRY_AGAIN_LATER if the database fails.
+        """
         try:
             self._read_generations()
             watcher.user = session_permissions.user_of_session(watcher.session_key)
@@ -210,6 +218,12 @@ class LiveFeed:
             watcher.post(SIGNED_OUT)
 
     def _start_following(self, watcher: ConsoleWatcher, path: str, query: str, rows: list[str]) -> None:
+        """Follow the rows of the page's list from now on, compare them once, and send the first message. A page that is
+        not a list is only noted.
+
+        Post NOT_ALLOWED if the user may not view the list, MALFORMED if it cannot be followed, and TRY_AGAIN_LATER if
+        the database connection is lost. A page that is not registered is ignored.
+        """
         if watcher not in self._watchers:
             return
         watcher.snapshot, watcher.synced_state, watcher.is_live, watcher.new_count, watcher.counted_state = (
@@ -241,8 +255,11 @@ class LiveFeed:
             watcher.post(MALFORMED if connection.is_usable() else TRY_AGAIN_LATER)
 
     def _check_all_pages(self) -> None:
-        """Check all pages once: read generations, periodically check permissions, then send changed rows, counts of
-        new rows and reload hints.
+        """Check all pages once: read generations, periodically check permissions, then send changed rows, counts of new
+        rows and reload hints.
+
+        If this fails, mark all pages as not live and tell them so. Pages that have not accepted their last message yet
+        are left out.
         """
         now = time.monotonic()
         try:
@@ -315,6 +332,9 @@ class LiveFeed:
                 watcher.post(SIGNED_OUT)
 
     def _is_still_sending(self, watcher: ConsoleWatcher, now: float) -> bool:
+        """Return whether the page has not accepted its last message yet. After `SEND_TIMEOUT_S` seconds, remove the
+        page and post TOO_SLOW.
+        """
         sending_since = watcher.sending_since
         if sending_since is not None and now - sending_since > SEND_TIMEOUT_S:
             self._watchers.discard(watcher)
@@ -427,6 +447,9 @@ class LiveFeed:
 
     @staticmethod
     def _read_page_keys(snapshot: ListSnapshot, keys_by_list: dict[object, set[Any]]) -> None:
+        """Load the keys that this page of the list would show now into `keys_by_list`, unless they are there. If the
+        query fails, store the empty set; raise its error if the connection is lost.
+        """
         if snapshot.shared_key in keys_by_list:
             return
         try:
@@ -459,6 +482,7 @@ class LiveFeed:
 
     @staticmethod
     def _send_pending_message(watcher: ConsoleWatcher) -> None:
+        """Post what has been noted for the page, and whether it is live, as one JSON text; then nothing is pending."""
         from msgspec import json
 
         watcher.sending_since = time.monotonic()
@@ -480,6 +504,7 @@ def _add_row_to_message(watcher: ConsoleWatcher, key: Any, rendered: RenderedRow
 
 
 def _measure_duration(function: Callable[[], None]) -> float:
+    """Call the function and return how many seconds it took."""
     started_at = time.monotonic()
     function()
     return time.monotonic() - started_at

@@ -99,14 +99,17 @@ class ListSnapshot:
             return dict(cursor.fetchall())
 
     def render_rows(self, keys: Collection[Any]) -> dict[Any, Cells]:
-        """Return the rendered cells of these rows, by primary key."""
+        """Return the cells of these rows as HTML, by primary key and `field-<column>`. Rows that the person may not
+        see, or that do not exist, are left out.
+        """
         return {row.pk: self._render_cells(row) for row in self.rows.filter(pk__in=keys)}
 
     def load_page_keys(self) -> set[Any]:
-        """Return the primary keys that this page of the list would show now."""
+        """Return the primary keys that this page of the list would show now. Runs the list's own queries."""
         return {row.pk for row in self.admin.get_changelist_instance(self._build_request(self._path)).result_list}
 
     def _render_cells(self, row: Model) -> Cells:
+        """Return the inner HTML of each cell of the row, by `field-<column>`, without the check box."""
         cells = zip(self.columns, items_for_result(self._changelist, row, None), strict=True)
         return {
             f"field-{name}": html[html.index(">") + 1 : html.rindex("<")]
@@ -115,7 +118,9 @@ class ListSnapshot:
         }
 
     def _build_request(self, path: str) -> HttpRequest:
-        """Build the request with which the browser asked for the page."""
+        """Build a GET request for the page, with the person's user and session and the list's query. No middleware has
+        seen it.
+        """
         request = HttpRequest()
         request.method, request.path, request.path_info = "GET", path, path
         request.GET, request.user, request.resolver_match = QueryDict(self.query), self.user, resolve(path)
@@ -124,5 +129,5 @@ class ListSnapshot:
 
 
 def hash_cell(html: str) -> int:
-    """Return a hash of a cell's HTML that ignores the words of relative times."""
+    """Return a hash of a cell's HTML that ignores the words of relative times. Compare it in the same process only."""
     return hash(RELATIVE_TIME.sub(r"\1", html))

@@ -16,7 +16,9 @@ from django.http import HttpRequest
 
 
 def user_of_session(session: str) -> Any | None:
-    """Return the user of this session after Django's own checks, or None if there is none."""
+    """Return the logged-in user of this session after Django's own checks, or None if there is none. Whether the user
+    may enter the console is not checked.
+    """
     request = HttpRequest()
     request.session = SessionStore(session)
     user = get_user(request)
@@ -25,7 +27,7 @@ def user_of_session(session: str) -> Any | None:
 
 def fingerprint_permissions(user_ids: Collection[int]) -> dict[int, str]:
     """Return, for each of these users that may enter the console, a text that changes when their password or
-    permissions change. One statement.
+    permissions change, by user id. Users who may not enter the console are left out. One statement.
     """
     own_permissions, group_permissions = User.user_permissions.through, Group.permissions.through
     rows = User.objects.filter(pk__in=user_ids, is_active=True, is_staff=True).values_list(

@@ -31,6 +31,7 @@ class FollowRequest(msgspec.Struct, forbid_unknown_fields=True):
     rows: list[str] = []
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the path, the query, the rows or one of their keys exceed their limits."""
         if (
             len(self.path) > 200
             or len(self.query) > 4000
@@ -46,8 +47,8 @@ _follow_request_decoder = msgspec.json.Decoder(FollowRequest)
 class ConsoleSocket:
     """The ASGI application for the console's WebSocket.
 
-    Connections from other origins are refused before they are accepted. Those without a session are accepted and closed
-    at once, so that the page sees the close code.
+    Connections from other origins are refused before they are accepted. Those without a session, and those above
+    MAX_WATCHERS, are accepted and closed at once, so that the page sees the close code.
     """
 
     def __init__(self, feed: LiveFeed | None = None) -> None:
@@ -55,6 +56,7 @@ class ConsoleSocket:
         self._open_sockets = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one connection until the page disconnects or the feed closes it with a code."""
         await receive()  # websocket.connect
         headers = dict(scope["headers"])
         if not _is_same_origin(headers):
@@ -118,7 +120,9 @@ def _put_threadsafe(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[str |
 
 
 async def _wait_for_first(*coroutines: Any) -> int:
-    """Wait for the first of these coroutines to end, cancel the others, and return its result."""
+    """Wait for the first of these coroutines to end, cancel the others, and return its result. Raises what that
+    coroutine raised.
+    """
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -137,6 +141,9 @@ def _is_same_origin(headers: dict[bytes, bytes]) -> bool:
 
 
 def _read_session_key(headers: dict[bytes, bytes]) -> str:
+    """Return the session key in the cookie, at most 64 characters; '' if there is none or the cookies
+    cannot be read.
+    """
     try:
         cookie = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(settings.SESSION_COOKIE_NAME)
     except CookieError:

@@ -53,7 +53,10 @@ class StreamIntervals:
 
 @dataclass(eq=False)
 class _UsageListener:
-    """A client that listens to one device. If it is slow, only the newest event is kept for it."""
+    """A client that listens to one device. If it is slow, only the newest event is kept for it.
+
+    `values` are the fields that the client asked for, with their last values.
+    """
 
     uuid: str
     values: dict[str, Any]
@@ -62,20 +65,22 @@ class _UsageListener:
     ended: bool = False
 
     def set_next_event(self, facts: dict[str, Any]) -> None:
-        """Set the next event from those of `facts` that the client asked for."""
+        """Update the values that the client asked for from `facts`, and make an event of all of them. An event that was
+        not sent yet is replaced.
+        """
         self.values |= {name: value for name, value in facts.items() if name in self.values}
         self.event = b"data: %b\n\n" % msgspec.json.encode(self.values)
         self.has_event.set()
 
     def end_stream(self) -> None:
-        """End this stream."""
+        """Make `_send_events` return, which ends this stream. An event that was not sent yet is dropped."""
         self.ended = True
         self.has_event.set()
 
 
 class UsageStream:
-    """The ASGI application. `json_application` is the application that serves the same resource as JSON, on a bounded
-    number of threads.
+    """The ASGI application, which serves at most MAX_LISTENERS streams. `json_application` is the application that
+    serves the same resource as JSON, on a bounded number of threads.
     """
 
     def __init__(self, json_application: Any, intervals: StreamIntervals = StreamIntervals()) -> None:
@@ -88,7 +93,7 @@ class UsageStream:
 
     @staticmethod
     def accepts(scope: Any) -> bool:
-        """Return whether this request asks for a stream of usage."""
+        """Return whether this request is a GET for a device's usage that accepts `text/event-stream`."""
         if scope["method"] != "GET" or not USAGE_PATH.match(scope["path"]):
             return False
         accepted = (value for name, value in scope["headers"] if name == b"accept")
@@ -102,6 +107,9 @@ class UsageStream:
             listener.end_stream()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one stream. If the JSON resource refuses the client, pass on its answer; answer 503 if there are too
+        many streams.
+        """
         if self._open_streams >= MAX_LISTENERS:
             await _send_response(
                 send, 503, [(b"content-type", b"text/plain"), (b"retry-after", b"30")], TOO_MANY_LISTENERS
@@ -164,8 +172,9 @@ class UsageStream:
         return started[0]["status"], list(started[0]["headers"]), body
 
     async def _wait_until_not_allowed(self, scope: Any) -> None:
-        """Return when the client may no longer listen, or when no check has succeeded for
-        `StreamIntervals.max_check_failure_s` seconds.
+        """Ask the JSON resource every `StreamIntervals.permission_check_s` seconds; return when it refuses the client
+        (a status below 500 other than 200), or when no check has succeeded for `StreamIntervals.max_check_failure_s`
+        seconds.
         """
         loop = asyncio.get_running_loop()
         allowed_at = loop.time()
@@ -199,10 +208,11 @@ class UsageStream:
             self.end_all_streams()
 
     def _load_samples(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Ask the gateways for the devices' last samples and keep their agents sending; return them by uuid. Runs in
-        the thread.
+        """Ask the gateways for the devices' last samples, and their agents to send samples for `SAMPLE_REQUEST_S` more
+        seconds. Return the samples by uuid; runs in the thread.
 
-        The host and key of each device are cached, because they do not change.
+        The host and key of each device are cached, because they do not change. Unknown devices are left out. Raises
+        DatabaseError.
         """
         wanted = set(uuids)
         try:
@@ -218,6 +228,7 @@ class UsageStream:
 
 
 def _create_listener(scope: Any, body: bytes) -> _UsageListener:
+    """Return the listener for the device in the path. The JSON resource's answer `body` says which values it gets."""
     found = USAGE_PATH.match(scope["path"])
     assert found
     return _UsageListener(found[1], msgspec.json.decode(body))
@@ -242,11 +253,13 @@ async def _send_events(listener: _UsageListener, send: Any) -> None:
 
 
 async def _wait_for_disconnect(receive: Any) -> None:
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _send_last_chunk(send: Any) -> None:
+    """End the response. Do nothing if the client does not accept it within `LAST_SEND_TIMEOUT_S` seconds."""
     try:
         async with asyncio.timeout(LAST_SEND_TIMEOUT_S):
             await send({"type": "http.response.body", "body": b""})
@@ -255,5 +268,6 @@ async def _send_last_chunk(send: Any) -> None:
 
 
 async def _send_response(send: Any, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    """Send a complete HTTP response."""
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -26,7 +26,7 @@ class ContentsEntry:
 
 @cache
 def load_entries() -> tuple[ContentsEntry, ...]:
-    """Return all pages in reading order."""
+    """Return all pages in reading order. The file is read once per process."""
     table = tomllib.loads((DOCS_FOLDER / "contents.toml").read_text())
     return tuple(
         ContentsEntry(part["title"], name, title) for part in table["part"] for name, title in part["pages"].items()

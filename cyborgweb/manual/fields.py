@@ -39,7 +39,7 @@ These are the fields of the console's lists and forms; the API has them under th
 
 @cache
 def load_sentences() -> dict[str, dict[str, str]]:
-    """Return `docs/fields.toml`: kind → field → sentence."""
+    """Return `docs/fields.toml`: kind → field → sentence. The file is read once per process."""
     return tomllib.loads((DOCS_FOLDER / "fields.toml").read_text())
 
 
@@ -91,7 +91,7 @@ def iterate_lists() -> Iterator[tuple[str, Any]]:
 
 
 def render_fields_page() -> str:
-    """Return the page as Markdown."""
+    """Return the manual's page of all fields as Markdown: one table for each list of the console."""
     lines = [PAGE_HEAD]
     for word, model_admin in iterate_lists():
         lines += [f"## {word}\n", "| field | meaning |", "|---|---|"]
@@ -101,6 +101,9 @@ def render_fields_page() -> str:
 
 
 def _field_heading(site_admin: Any, name: str) -> str:
+    """Return the heading of a column or field as the console shows it. Raises FieldDoesNotExist if neither the admin
+    nor the model has the name.
+    """
     attribute = getattr(site_admin, name, None) or getattr(site_admin.model, name, None)
     short_description = getattr(attribute, "short_description", None)
     text = str(short_description or site_admin.opts.get_field(name).verbose_name)

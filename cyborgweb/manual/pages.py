@@ -49,7 +49,9 @@ class RenderedPage:
 
 
 def render_page(name: str, source: str, address: AddressFunction) -> RenderedPage:
-    """Render the Markdown in `source`. Relative links are resolved from the page's place below docs/."""
+    """Render the Markdown in `source`. `address` turns a path below docs/ into the address in this edition; relative
+    links are resolved from the place of page `name`.
+    """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     for rule, render_rule in RENDER_RULES.items():
         parser.add_render_rule(rule, render_rule)
@@ -71,7 +73,9 @@ def render_page(name: str, source: str, address: AddressFunction) -> RenderedPag
 
 
 def resolve_link(name: str, link: str) -> str:
-    """Return the path below docs/, with its anchor, that a relative link on page `name` leads to."""
+    """Return the path below docs/, with its anchor, that a relative link on page `name` leads to. Raises IndexError if
+    it leads out of docs/.
+    """
     path, _, anchor = link.partition("#")
     folder = PurePosixPath(name).parent
     parts: list[str] = []
@@ -106,15 +110,18 @@ def _build_anchor(title: str, counts: Counter[str]) -> str:
 
 
 def _plain_text(token: Token) -> str:
+    """Return the text of a token without its markup."""
     return "".join(_iterate_text(token.children or []))
 
 
 def _iterate_text(tokens: Sequence[Token]) -> Iterator[str]:
+    """Yield the text of each token, a blank for a line break, and '' for markup."""
     for token in tokens:
         yield token.content if token.type in ("text", "code_inline", "image") else " " * (token.type == "softbreak")
 
 
 def _render_text(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+    """Render text escaped, except that `<br>` stays a line break."""
     return escapeHtml(tokens[at].content).replace("&lt;br&gt;", "<br>")
 
 
@@ -149,6 +156,7 @@ def _read_drawing(path: str, label: str) -> str:
 
 
 def _render_table_heading(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+    """Render a heading cell of a table with `scope="col"`, for screen readers."""
     tokens[at].attrSet("scope", "col")
     return str(self.renderToken(tokens, at, options, env))
 

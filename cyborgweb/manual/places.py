@@ -43,7 +43,9 @@ PLACE_BY_URL_NAME = {
 
 
 def find_manual_place(request: HttpRequest) -> str:
-    """Return the part of the manual that describes the requested page."""
+    """Return the part of the manual that describes the requested page (such as `first-day.md#admit-devices`);
+    DEFAULT_PLACE if none does.
+    """
     resolver_match = request.resolver_match
     name = str(resolver_match.url_name) if resolver_match else ""
     while name and name not in PLACE_BY_URL_NAME:

@@ -41,7 +41,7 @@ class ManualEdition:
     root: str = ""
 
     def page_url(self, name: str) -> str:
-        """Return the address of a page."""
+        """Return the address of a page, given by its path below docs/ without the extension."""
         if self.root:
             return f"{self.root}{name}.html"
         return f"/help/{'' if name == FIRST_PAGE else f'{name}/'}"
@@ -53,7 +53,7 @@ class ManualEdition:
         return f"{url}#{anchor}" if anchor else url
 
     def static_url(self, path: str) -> str:
-        """Return the address of one of the console's static files."""
+        """Return the address of one of the console's static files. In the edition of files it is in `assets/`."""
         return f"{self.root}assets/{Path(path).name}" if self.root else f"{settings.STATIC_URL}{path}"
 
 
@@ -105,7 +105,9 @@ def complete_page(name: str, edition: ManualEdition = SERVED_EDITION) -> str:
 
 
 def render_frame(edition: ManualEdition, name: str, title: str, extra_context: dict[str, object]) -> str:
-    """Render a page in its frame, with the table of contents and the search."""
+    """Return the HTML of a page in its frame, with the table of contents and the search. `extra_context` holds the
+    page's own content.
+    """
     parts: dict[str, list[tuple[str, str, bool]]] = {}
     for entry in contents.load_entries():
         parts.setdefault(entry.part, []).append((*_link_to(entry, edition), entry.name == name))
@@ -124,7 +126,9 @@ def render_frame(edition: ManualEdition, name: str, title: str, extra_context: d
 
 @cache
 def all_sections() -> tuple[tuple[ContentsEntry, ManualSection], ...]:
-    """Return all sections that can be found, in the order of the contents."""
+    """Return all sections that can be found, each with its page, in the order of the contents. Renders all pages once
+    per process.
+    """
     return tuple(
         (entry, one) for entry in contents.load_entries() for one in render_body(entry.name, SERVED_EDITION).sections
     )
@@ -189,4 +193,5 @@ def write_files(folder: Path) -> int:
 
 
 def _link_to(entry: ContentsEntry, edition: ManualEdition) -> tuple[str, str]:
+    """Return the address and the title of a page."""
     return edition.page_url(entry.name), entry.title

@@ -18,7 +18,7 @@ MAX_TERM_LENGTH = 200
 
 
 def show_page(request: HttpRequest, name: str = contents.FIRST_PAGE) -> HttpResponse:
-    """Show a page of the manual."""
+    """Show a page of the manual. Raises Http404 if the table of contents does not have it."""
     try:
         return HttpResponse(site.complete_page(name))
     except KeyError:
@@ -26,14 +26,14 @@ def show_page(request: HttpRequest, name: str = contents.FIRST_PAGE) -> HttpResp
 
 
 def show_search_results(request: HttpRequest) -> HttpResponse:
-    """Search the manual for `?q=`."""
+    """Show the sections that contain every word of `?q=`, of which MAX_TERM_LENGTH characters are used."""
     term = request.GET.get("q", "").strip()[:MAX_TERM_LENGTH]
     extra_context = {"hits": site.search_sections(term), "term": term, "searched": True}
     return HttpResponse(site.render_frame(site.SERVED_EDITION, site.SEARCH_PAGE, "Search", extra_context))
 
 
 def serve_file(request: HttpRequest, name: str) -> HttpResponse:
-    """Return a picture, or a file that a page links to; no other file of docs/."""
+    """Return a picture, or a file that a page links to. Raises Http404 for every other file of docs/."""
     if name not in contents.list_public_files():
         raise Http404("The manual has no such file.")
     kind = mimetypes.guess_type(name)[0] if name.startswith("images/") else "text/plain; charset=utf-8"

@@ -41,6 +41,7 @@ class HeadersMiddleware:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
+        """Add both headers to the response. A template may have added sources with `{% csp_allow %}`."""
         response = self.get_response(request)
         response.headers["Content-Security-Policy"] = build_content_policy(getattr(request, "csp_allowed", ()))
         response.headers["Permissions-Policy"] = PERMISSIONS_POLICY

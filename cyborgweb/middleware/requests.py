@@ -27,6 +27,7 @@ class RequestIdMiddleware:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
+        """Answer the request under a new id; an id that the client sent is ignored."""
         new_id = f"req-{uuid.uuid4()}"
         token = request_id.set(new_id)
         try:
@@ -47,6 +48,7 @@ class ReadOnlyMiddleware:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
+        """Answer 503 to a write below `/admin/` while everything is read only, except below `EXEMPT_PATHS`."""
         is_console_write = request.method not in READ_METHODS and request.path.startswith("/admin/")
         if (
             is_console_write

@@ -65,7 +65,8 @@ class DeliveryProgress(Choice):
 
 class SubscriptionStanding(Choice):
     """The state of a subscription. Deliveries are written only while it is active; it stays off, paused or gone until
-    somebody resumes it."""
+    somebody makes it active.
+    """
 
     ACTIVE = "active", "good"
     OFF = "off"

@@ -17,7 +17,8 @@ from django.db.models.functions import Now
 class ApiToken(models.Model):
     """A local user's token for `X-Auth-Token`. Only its hash is stored.
 
-    `roles` are names of Keystone roles: admin, member, service…
+    `roles` are names of Keystone roles: admin, member, service… The token is valid while its user is active; it does
+    not expire.
     """
 
     name = models.CharField(max_length=255)
@@ -36,7 +37,9 @@ class ApiToken(models.Model):
 
     @classmethod
     def create_with_secret(cls, name: str, user: object, roles: list[str], project_id: str) -> str:
-        """Create a token and return its secret, which is not stored and cannot be shown again."""
+        """Create a token and return its secret, which is not stored and cannot be shown again. No event is recorded
+        here.
+        """
         secret = secrets.token_urlsafe(32)
         cls.objects.create(name=name, user=user, token_hash=hash_token(secret), roles=roles, project_id=project_id)
         return secret

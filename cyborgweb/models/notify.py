@@ -101,7 +101,9 @@ class Subscription(fields.Row):
 
     @property
     def destination(self) -> str:
-        """The target in a form that everybody may see: of a URL only scheme and host, because it may hold a token."""
+        """The target in a form that everybody may see: of a webhook's URL only scheme, host and port, because the path
+        may hold a token; the whole e-mail address; `the inbox` if there is no target.
+        """
         if self.way == DeliveryWay.WEBHOOK:
             parts = urlsplit(self.target)
             return f"{parts.scheme}://{parts.netloc}"
@@ -165,8 +167,8 @@ class Delivery(models.Model):
 class Reader(models.Model):
     """The position up to which `notify.fanout` has read the events, in one row.
 
-    Read are all events up to (`transaction`, `event`), in the order of the transactions that wrote them. No event that
-    is not read yet is older than `since`.
+    All events up to (`transaction`, `event`) have been read, in the order of the transactions that wrote them. Every
+    event that has not been read yet happened at `since` or later.
     """
 
     transaction = models.BigIntegerField(default=0)

@@ -42,8 +42,8 @@ SELECT json_build_object(
 
 @dataclass(frozen=True)
 class IntentBacklog:
-    """Intents of one kind: how many are waiting, how many of them are stuck, when the oldest was created, and the last
-    error of the one with the most attempts.
+    """All open intents of one kind: their number, how many of them are stuck (`STUCK_AFTER` attempts or more), when the
+    oldest was created, and the last error of the one with the most attempts.
     """
 
     number: int = 0
@@ -54,7 +54,13 @@ class IntentBacklog:
 
 @dataclass(frozen=True)
 class Backlog:
-    """Numbers of everything that has begun and not ended, and of unhealthy devices."""
+    """Numbers of everything that has begun and not ended, and of unhealthy devices.
+
+    `spool`: reports not merged yet. `tasks`: tasks in the clusters' queues. `tick_oldest`: when the oldest wake-up of a
+    job was requested. `binding`: binds under way; `near` of them have at most NEAR_DEADLINE_S left, `overdue` are past
+    their deadline and also counted as near. `bulks`: running bulk actions. `degraded`, `broken`: devices by the health
+    that they report. `missing_held`: missing devices that a request holds. `intents` are by kind.
+    """
 
     spool: int
     spool_oldest: datetime | None
@@ -76,22 +82,22 @@ class Backlog:
 
     @property
     def placement_intents(self) -> IntentBacklog:
-        """Intents to update Placement."""
+        """Intents to update Placement (kind `provider`); all numbers are 0 if there are none."""
         return self.intents.get("provider", IntentBacklog())
 
     @property
     def nova_intents(self) -> IntentBacklog:
-        """Intents to notify Nova."""
+        """Intents to notify Nova (kind `notice`); all numbers are 0 if there are none."""
         return self.intents.get("notice", IntentBacklog())
 
     @property
     def stuck_intents(self) -> int:
-        """Return how many intents, of all kinds, have failed `STUCK_AFTER` times or more."""
+        """The number of intents, of all kinds, with `STUCK_AFTER` attempts or more."""
         return sum(one.stuck for one in self.intents.values())
 
 
 def read_backlog() -> Backlog:
-    """Read all numbers from the database in one statement."""
+    """Read all numbers from the database in one statement. Nothing is locked."""
     with connection.cursor() as cursor:
         cursor.execute(SELECT_BACKLOG, {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER})
         document: Any = cursor.fetchone()[0]

@@ -41,6 +41,10 @@ def count_calls(session: Any) -> Any:
 
 
 def _count_requests(send: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `send` and counts the call with its service, method, status and duration. Errors are
+    counted and raised as they are.
+    """
+
     def request(url: str, method: str, *positional: Any, **options: Any) -> Any:
         started = time.monotonic()
 
@@ -75,6 +79,7 @@ def _is_counted(error: BaseException | None, since: float) -> bool:
 
 
 def _failure_label(error: BaseException) -> str:
+    """Return the status of a failed call, for a label: the HTTP status, `timeout`, `unreachable` or `error`."""
     from keystoneauth1 import exceptions
 
     if isinstance(error, exceptions.HttpError):
@@ -85,4 +90,5 @@ def _failure_label(error: BaseException) -> str:
 
 
 def _status_label(code: int) -> str:
+    """Return the HTTP status as text; `error` for a number that is no HTTP status."""
     return str(code) if 100 <= code < 600 else "error"

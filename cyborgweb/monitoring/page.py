@@ -48,7 +48,7 @@ class MetricsSnapshot:
     rendered: dict[str, bytes] = field(default_factory=dict)
 
     def collect(self) -> list[Metric]:
-        """Return all metrics."""
+        """Return all metrics of this collection. `prometheus_client` calls it."""
         return self.metrics
 
 
@@ -60,7 +60,11 @@ class MetricsCache:
         self._last = MetricsSnapshot()
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics in the format that `accept` prefers, and its content type. May block for a collection."""
+        """Return the metrics in the format that `accept` prefers, and its content type.
+
+        If the last collection is older than `CACHE_S` seconds, make a new one. While another thread does so, return the
+        last one; wait for that thread only if it is older than `STALE_S` seconds or not yet rendered in this format.
+        """
         encode, media = choose_encoder(OPENMETRICS if OPENMETRICS in accept else "")
         last = self._last
         age = time.monotonic() - last.at if media in last.rendered else float("inf")
@@ -94,7 +98,9 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def _is_local(request: HttpRequest) -> bool:
-    """Return whether the request comes directly from this machine."""
+    """Return whether the request comes directly from this machine: from a loopback address, and without headers of a
+    proxy.
+    """
     if any(PROXY_HEADERS.fullmatch(name) for name in request.headers):
         return False
     try:

@@ -45,6 +45,7 @@ class RequestMetricsMiddleware:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
+        """Answer the request, then count it by route, method and class of status (`2xx`) and record the duration."""
         started = time.monotonic()
         response = self.get_response(request)
         match = request.resolver_match
@@ -58,7 +59,7 @@ class RequestMetricsMiddleware:
 @lru_cache(maxsize=1024)
 def format_route(route: str) -> str:
     r"""Return a route in readable form: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` becomes `/api/hosts/{uuid}`. Both mounts
-    of v2 give the same.
+    of v2 give the same. Any other route that begins with `^` becomes NO_ROUTE.
     """
     _, anchored, rest = route.rpartition(r"\A")
     if route.startswith("^api"):

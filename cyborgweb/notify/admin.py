@@ -50,13 +50,16 @@ MAX_RECENT_DELIVERIES = 10
 
 
 def is_allowed(request: HttpRequest, rule: str) -> bool:
-    """Return whether the policy rule allows this user."""
+    """Return whether the policy rule `cyborg:<rule>` allows this user; False if the session has no caller."""
     caller = get_caller(request)
     return caller is not None and policy.is_allowed(caller, f"cyborg:{rule}")
 
 
 def filter_visible(request: HttpRequest, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
-    """Return those of these subscriptions that this user may see; administrators see all."""
+    """Return those of these subscriptions that this user may see: all for administrators; otherwise those of the user's
+    project that belong to the project or to the user, without the scope cloud unless the rule
+    `cyborg:subscription:elevated` allows it. Without a caller in the session there are none.
+    """
     caller = get_caller(request)
     if caller is None:
         return rows.none()
@@ -87,6 +90,9 @@ class SubscriptionForm(SubscriptionModelForm):
             standing_field.choices = [(word, word) for word in dict.fromkeys(map(str, standings))]
 
     def clean(self) -> dict[str, Any]:
+        """Return the form's values. Raises ValidationError if they do not fit together; for this check `way` and
+        `scope` are the instance's if the form does not have them.
+        """
         data = cast("dict[str, Any]", super().clean())  # only `clean` of a subclass may return None
         if not self.errors:
             try:
@@ -123,37 +129,49 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
 
     @display(description="Standing", ordering="standing")
     def shown_standing(self, row: Subscription) -> SafeString:
+        """Return the standing as a badge with the last error; `failing` for an active subscription whose last attempts
+        failed.
+        """
         if row.failures and row.standing == SubscriptionStanding.ACTIVE:
             return badges.render_badge("failing", "warn", row.last_error)
         return badges.render_choice(SubscriptionStanding(row.standing), row.last_error)
 
     @display(description="Delivered by", ordering="way")
     def shown_way(self, row: Subscription) -> SafeString | str:
+        """Return the way, and where it leads (`Subscription.destination`): never the whole URL, which
+        may hold a token.
+        """
         destination = "" if row.way == DeliveryWay.INBOX else row.destination
         return format_html('{} <span class="faint">{}</span>', row.way, destination)
 
     @display(description="Messages")
     def shown_kinds(self, row: Subscription) -> str:
+        """Return the kinds of messages separated by commas; `everything` if all kinds are chosen."""
         return "everything" if len(row.kinds) == len(NotificationKind) else ", ".join(row.kinds)
 
     @display(description="Covers", ordering="scope")
     def shown_scope(self, row: Subscription) -> str:
+        """Return the project or `the whole cloud`, followed by the filters on host, type and label that are set."""
         scope_text = "the whole cloud" if row.scope == SubscriptionScope.CLOUD else f"project {row.project_id}"
         filters = {name: getattr(row, name) for name in ("host", "type", "label")}
         return ", ".join([scope_text, *(f"{name} {value}" for name, value in filters.items() if value)])
 
     @display(description="Belongs to", ordering="person")
     def shown_owner(self, row: Subscription) -> str:
+        """Return the user's name, or the project of a subscription that belongs to no person. A person without a Django
+        user is shown by id.
+        """
         if not row.person:
             return f"project {row.project_id}"
         return row.user.get_username() if row.user else row.person
 
     @display(description="Created", ordering="-created_at")
     def since(self, row: Subscription) -> SafeString:
-        """When the subscription was created."""
+        """Return when the subscription was created, relative to now."""
         return badges.render_relative_time(row.created_at)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Subscription]:
+        """Return the subscriptions that this user may see; administrators see all."""
         return filter_visible(request, super().get_queryset(request))
 
     def has_module_permission(self, request: HttpRequest) -> bool:
@@ -161,22 +179,32 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return False
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the rule `cyborg:subscription:get_all` allows this user; `get_queryset` limits the rows."""
         return is_allowed(request, "subscription:get_all")
 
     def has_add_permission(self, request: HttpRequest) -> bool:
+        """Return whether the rule `cyborg:subscription:create` allows this user."""
         return is_allowed(request, "subscription:create")
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the rule `cyborg:subscription:update` allows this user; `get_queryset` limits the rows."""
         return is_allowed(request, "subscription:update")
 
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        """Return whether the rule `cyborg:subscription:delete` allows this user; `get_queryset` limits the rows."""
         return is_allowed(request, "subscription:delete")
 
     def get_readonly_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
+        """Return `way` and `destination` for an existing subscription, and `scope` and `host` unless the rule
+        `cyborg:subscription:elevated` allows this user.
+        """
         scope = () if is_allowed(request, "subscription:elevated") else ("scope", "host")
         return (*(("way", "destination") if obj else ()), *scope)
 
     def get_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
+        """Return the form's fields: without `standing` for a new subscription, and with `destination` in place of
+        `target` for users who may not change it, because a URL may hold a token.
+        """
         field_names = SubscriptionForm.Meta.fields
         if obj and not self.has_change_permission(request, obj):
             return tuple("destination" if name == "target" else name for name in field_names)
@@ -191,6 +219,12 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
     def save_model(
         self, request: HttpRequest, obj: Subscription, form: forms.ModelForm[Subscription], change: bool
     ) -> None:
+        """Create or change the subscription with `cyborgweb.notify.subscriptions`, which records an event.
+
+        A new subscription belongs to its user personally; a new webhook's secret is shown once, as a message. A
+        standing that no person may set is ignored. Raises PermissionDenied if the session has no caller, RefusedError
+        as `create` and `edit` do.
+        """
         caller = get_caller(request)
         if caller is None:
             raise PermissionDenied
@@ -206,12 +240,16 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
             messages.warning(request, f"The webhook's secret is {secret} – store it now: it is not shown again.")
 
     def delete_model(self, request: HttpRequest, obj: Subscription) -> None:
+        """Delete the subscription with its deliveries and record an event. Raises PermissionDenied if the session has
+        no caller, RefusedError NOT_FOUND if the subscription is gone.
+        """
         caller = get_caller(request)
         if caller is None:
             raise PermissionDenied
         subscriptions.delete(obj.pk, caller, EventSource.PERSON)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Subscription]) -> None:
+        """Delete the selected subscriptions one by one, so that each gets its own event."""
         for row in queryset:
             self.delete_model(request, row)
 
@@ -224,6 +262,9 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         form_url: str = "",
         obj: Subscription | None = None,
     ) -> HttpResponse:
+        """Add to an existing subscription's page its standing, its newest `MAX_RECENT_DELIVERIES` deliveries, and
+        whether the user may change it.
+        """
         if (row := obj) is not None:
             recent_deliveries = row.deliveries.order_by("-id")[:MAX_RECENT_DELIVERIES]
             context["row"], context["standing"] = row, self.shown_standing(row)
@@ -236,11 +277,15 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return super().render_change_form(request, context, add, change, form_url, obj)
 
     def get_urls(self) -> list[Any]:
+        """Add the address of `perform_action` to the pages of this list."""
         action_view = self.admin_site.admin_view(self.perform_action)
         return [path("<int:pk>/do/<str:verb>/", action_view, name="cyborgweb_subscription_do"), *super().get_urls()]
 
     def perform_action(self, request: HttpRequest, pk: int, verb: str) -> HttpResponseBase:
-        """On POST, send a test or rotate the secret; then redirect to the subscription's page with a message."""
+        """On POST, send a test message or rotate the secret; then redirect to the subscription's page with a message. A
+        new secret, or the reason of a refusal, is in that message. Raises PermissionDenied if the user may not change
+        it.
+        """
         row, caller = self.get_queryset(request).filter(pk=pk).first(), get_caller(request)
         if row is None or verb not in SUBSCRIPTION_ACTIONS:
             return self._get_obj_does_not_exist_redirect(request, self.opts, str(pk))
@@ -300,28 +345,35 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
 
     @display(description="When", ordering="-at")
     def when(self, row: Delivery) -> SafeString:
+        """Return when the event happened, relative to now."""
         return badges.render_relative_time(row.at)
 
     @display(description="Message", ordering="kind")
     def told(self, row: Delivery) -> str:
+        """Return the message as one readable sentence."""
         return describe_event(row.kind, row.data)
 
     @display(description="Subscription", ordering="subscription__name")
     def shown_subscription(self, row: Delivery) -> SafeString:
+        """Return the subscription's name as a link to its page."""
         url = reverse("admin:cyborgweb_subscription_change", args=[row.subscription_id])
         return format_html('<a href="{}">{}</a>', url, row.subscription.name)
 
     @display(description="Progress", ordering="progress")
     def shown_progress(self, row: Delivery) -> SafeString:
+        """Return the progress as a coloured word with the last error."""
         return render_progress(row)
 
     @display(description="Next attempt", ordering="next_at")
     def next(self, row: Delivery) -> SafeString:
+        """Return when the next attempt is due, relative to now; a dash unless the delivery is waiting."""
         return badges.render_relative_time(row.next_at) if row.progress == DeliveryProgress.WAITING else badges.DASH
 
     @admin.action(description="Deliver again", permissions=["replay"])
     def replay(self, request: HttpRequest, queryset: QuerySet[Delivery]) -> None:
-        """Deliver the selected messages again with the same ids; inbox messages are left out."""
+        """Deliver the selected messages again with the same ids. Inbox messages and deliveries that are still waiting
+        are left out. If one of the subscriptions is not active, nothing is sent and the reason is shown.
+        """
         caller = get_caller(request)
         if caller is None:
             raise PermissionDenied
@@ -332,6 +384,7 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
             messages.error(request, refused.text)
 
     def has_replay_permission(self, request: HttpRequest) -> bool:
+        """Return whether the rule `cyborg:delivery:update` allows this user."""
         return is_allowed(request, "delivery:update")
 
     def has_module_permission(self, request: HttpRequest) -> bool:
@@ -343,10 +396,11 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
         return is_allowed(request, "delivery:get_all")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Delivery]:
+        """Return the deliveries of the subscriptions that this user may see."""
         rows: QuerySet[Delivery] = super().get_queryset(request)
         return rows.filter(subscription__in=filter_visible(request, Subscription.objects.all()))
 
 
 def render_progress(row: Delivery) -> SafeString:
-    """Return the delivery's progress as a coloured word."""
+    """Return the delivery's progress as a coloured word with the last error."""
     return badges.render_choice(DeliveryProgress(row.progress), row.last_error)

@@ -282,6 +282,7 @@ class SubscriptionView(CollectionView):
         return Response(self._serialize_with_secret(*subscriptions.rotate_secret(self.get_object().pk, self.caller)))
 
     def _serialize_with_secret(self, row: Subscription, secret: str) -> dict[str, Any]:
+        """Return the representation of the subscription with its secret in plain text; '' for ways without one."""
         return {**self.get_serializer(row).data, "secret": secret}
 
 
@@ -362,7 +363,10 @@ class InboxView(CollectionView):
 
 
 def filter_visible(view: CollectionView, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
-    """Return those of these subscriptions that the view's caller may see."""
+    """Return those of these subscriptions that the view's caller may see: all for administrators; otherwise those of
+    the caller's project that belong to the project or to the caller, without the scope cloud unless the rule
+    `cyborg:subscription:elevated` allows it.
+    """
     if view.can_see_all_projects():
         return rows
     rows = rows.filter(subscriptions.filter_for_caller(view.caller))

@@ -126,13 +126,13 @@ Plain SQL, because every part must see the same snapshot of transactions, and th
 
 
 def run() -> None:
-    """Run the job `messages`: process batches with `fan_out_batch`."""
+    """Run the job `messages`: call `fan_out_batch` until no event is left. Each batch has its own transaction."""
     jobs.run_steps(JOB_NAME, fan_out_batch)
 
 
 def fan_out_batch() -> bool:
-    """Process one batch of events, and wake the delivery jobs that have work after the commit. Return True if there may
-    be more events.
+    """Write the deliveries of at most `MAX_EVENTS` new events and store the new position in `Reader`. Wake the delivery
+    jobs that have work after the commit. Return True if there may be more events. Must run in a transaction.
     """
     reader, _ = Reader.objects.get_or_create(pk=1)
     position: dict[str, Any] = {"transaction": reader.transaction, "event": reader.event, "since": reader.since}

@@ -91,7 +91,11 @@ RETURNING s.id, s.failing_since < statement_timestamp() - make_interval(secs => 
 
 @dataclass(frozen=True)
 class DueDelivery:
-    """A delivery that is due for its next attempt, with what is needed to send it."""
+    """A delivery that is due for its next attempt, with what is needed to send it.
+
+    `attempts` were made before. `subscription` is the subscription's primary key; `secret` is its secret as it is
+    stored, encrypted ('' for mail).
+    """
 
     id: int
     message: str
@@ -109,18 +113,20 @@ class DueDelivery:
 
 
 def run() -> None:
-    """Run the job `deliveries`: rounds of webhooks."""
+    """Run the job `deliveries`: rounds of `send_webhooks` until nothing is due, for about `MAX_RUN_S`
+    seconds at most.
+    """
     _run_rounds(JOB_BY_WAY[DeliveryWay.WEBHOOK], send_webhooks)
 
 
 def run_mails() -> None:
-    """Run the job `mails`: rounds of mails."""
+    """Run the job `mails`: rounds of `send_mails` until nothing is due, for about `MAX_RUN_S` seconds at most."""
     _run_rounds(JOB_BY_WAY[DeliveryWay.EMAIL], send_mails)
 
 
 def send_webhooks() -> bool:
-    """Clean up with `give_up_and_delete_old`, send one round of webhooks and store the outcomes. Return True if there
-    may be more.
+    """Clean up with `give_up_and_delete_old`, post at most MAX_WEBHOOKS_PER_ROUND due webhooks and store the outcomes.
+    Return True if there may be more. No rows are locked while it posts.
     """
     give_up_and_delete_old()
     deliveries = fetch_due_deliveries(DeliveryWay.WEBHOOK, MAX_WEBHOOKS_PER_ROUND)
@@ -237,8 +243,8 @@ def _give_up(deliveries: QuerySet[Delivery], reason: str) -> None:
 
 
 def _stop_subscription(id: int, standing: SubscriptionStanding, reason: str) -> None:
-    """Set the subscription to `standing`, give up its waiting deliveries, record an event, and tell its owner in the
-    inbox. Nothing is delivered until somebody makes it active again.
+    """Set the subscription to `standing`, give up its waiting deliveries, and record an event. If it belongs to a
+    person, put a message into their inbox. Nothing is delivered until somebody makes it active again.
     """
     with conductor.writing():
         row = Subscription.objects.get(pk=id)
@@ -262,6 +268,9 @@ def _stop_subscription(id: int, standing: SubscriptionStanding, reason: str) -> 
 
 
 def _post_all(deliveries: list[DueDelivery]) -> list[AttemptOutcome]:
+    """Post all these deliveries at the same time, one thread each, and return their outcomes in the same order. Blocks
+    until the last attempt has ended.
+    """
     if not deliveries:
         return []
     allowed = subscriptions.allowed_destinations()
@@ -271,6 +280,9 @@ def _post_all(deliveries: list[DueDelivery]) -> list[AttemptOutcome]:
 
 
 def _decrypt_secret(stored: str) -> str | keyring.DecryptionError:
+    """Return the decrypted secret, or the error if it was encrypted with another key (returned, not raised, so that
+    only this delivery fails).
+    """
     try:
         return keyring.decrypt_secret(stored)
     except keyring.DecryptionError as error:
@@ -280,6 +292,9 @@ def _decrypt_secret(stored: str) -> str | keyring.DecryptionError:
 def _post_delivery(
     delivery: DueDelivery, secret: str | keyring.DecryptionError, allowed: webhook.AllowedDestinations
 ) -> AttemptOutcome:
+    """Sign the delivery with its subscription's secret and post it. Return the outcome; a secret that could not be
+    decrypted is a failed attempt, too.
+    """
     if isinstance(secret, keyring.DecryptionError):
         return AttemptOutcome(str(secret))
     body, now = delivery.build_body(), int(time.time())

@@ -91,9 +91,10 @@ def create(
 
 
 def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API) -> Subscription:
-    """Change a subscription, record an event, wake its delivery job and return it.
+    """Change a subscription, record an event, wake its delivery job and return it. The row is locked meanwhile.
 
-    A change also resets its failures and back-off, so a paused subscription that is made active starts afresh. Raises
+    A change also resets its failures and back-off, so a paused subscription that is made active starts afresh. Without
+    any change no event is recorded and nothing is reset; a `target` in `values` always counts as a change. Raises
     RefusedError NOT_FOUND if it does not exist, CONFLICT if `way` would change, INVALID if the values do not fit
     together.
     """
@@ -137,8 +138,8 @@ def delete(pk: int, caller: Caller, source: EventSource = EventSource.API) -> No
 
 
 def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API) -> tuple[Subscription, str]:
-    """Give a webhook a new secret, valid from the next attempt on. Return the subscription and the secret in plain
-    text.
+    """Give a webhook a new secret, valid from the next attempt on, and record an event. Return the subscription and the
+    secret in plain text, which cannot be read again later.
 
     Raises RefusedError NOT_FOUND if it does not exist, WRONG_STATE if it is no webhook.
     """
@@ -154,7 +155,8 @@ def rotate_secret(pk: int, caller: Caller, source: EventSource = EventSource.API
 
 
 def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSource.API) -> Delivery:
-    """Queue a test message for the subscription and return its delivery, which will show the outcome.
+    """Queue a test message for the subscription, record an event, and return its delivery, which will show the outcome.
+    It is sent without waiting for the subscription's back-off. In an inbox the message is delivered at once.
 
     Raises RefusedError NOT_FOUND if the subscription does not exist, WRONG_STATE if it is not active, CONFLICT if a
     test is already waiting.
@@ -184,7 +186,8 @@ def queue_test_message(pk: int, caller: Caller, source: EventSource = EventSourc
 
 
 def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: EventSource = EventSource.API) -> int:
-    """Deliver these messages again with the same ids; return how many were queued, at most `MAX_REPLAYED`.
+    """Queue these messages again with the same ids, and record an event for each subscription. Return how many were
+    queued: at most `MAX_REPLAYED` are looked at.
 
     Inbox messages and deliveries that are still waiting are left out. Raises RefusedError WRONG_STATE if one of their
     subscriptions is not active; then nothing is queued.
@@ -214,7 +217,7 @@ def replay_deliveries(deliveries: QuerySet[Delivery], caller: Caller, source: Ev
 
 
 def inbox_of_person(person: str) -> QuerySet[Delivery]:
-    """Return the deliveries in this person's inbox, of all projects."""
+    """Return the deliveries in this person's inbox, of all projects; none for the id ''."""
     return Delivery.objects.filter(reader=person).exclude(reader="")
 
 
@@ -258,6 +261,7 @@ def validate_subscription(row: Subscription) -> None:
 
 
 def _validate_mail_address(address: str) -> None:
+    """Check that this installation sends mail, and to this address. Raises RefusedError INVALID with the reason."""
     keys = settings.KEYS
     if not keys.mail_host:
         raise RefusedError(RefusalReason.INVALID, "This installation sends no mail: CYBORG_MAIL_HOST is not set.")
@@ -294,10 +298,12 @@ def _owning_user(caller: Caller) -> User | None:
 
 
 def _record_event(action: str, row: Subscription, changes: dict[str, Any], caller: Caller, source: EventSource) -> None:
+    """Record the event `subscription.<action>` of the caller. Call it inside `conductor.writing()`."""
     subject = (row.uuid, row.name)
     conductor.record_event(f"subscription.{action}", source, caller.name, subject=subject, changes=changes)
 
 
 def _enqueue_delivery_jobs(*ways: str) -> None:
+    """Wake the delivery job of each of these ways after the commit. The inbox has none."""
     for job in [JOB_BY_WAY[way] for way in ways if way in JOB_BY_WAY]:
         transaction.on_commit(partial(jobs.enqueue_job, job), robust=True)

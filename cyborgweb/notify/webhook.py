@@ -71,7 +71,7 @@ class AllowedDestinations:
 
 @dataclass(frozen=True)
 class WebhookUrl:
-    """The parsed parts of a webhook URL."""
+    """The parsed parts of a webhook URL. `path` includes the query; `host` of an IPv6 address has no brackets."""
 
     is_https: bool
     host: str
@@ -100,7 +100,9 @@ def generate_secret() -> str:
 
 
 def sign_message(secret: str, message: str, timestamp: int, body: bytes) -> str:
-    """Return the value of the header `webhook-signature` for this message id, time and body."""
+    """Return the value of the header `webhook-signature` for this message id, time (UNIX seconds) and body. `secret` is
+    in plain text.
+    """
     key = base64.b64decode(secret.removeprefix(SECRET_PREFIX))
     digest = hmac.new(key, f"{message}.{timestamp}.".encode() + body, hashlib.sha256).digest()
     return f"v1,{base64.b64encode(digest).decode()}"
@@ -137,7 +139,9 @@ def parse_webhook_url(url: str, allowed: AllowedDestinations) -> WebhookUrl:
 
 
 def resolve_host(host: str, port: int) -> Sequence[str]:
-    """Resolve a host name with the system's resolver. Raises OSError."""
+    """Return the addresses of a host name, from the system's resolver; an address may occur twice. Raises OSError, or
+    UnicodeError for a name that cannot be encoded.
+    """
     return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
@@ -166,6 +170,7 @@ def post_message(
 
 
 def _outcome_of_status(status: int) -> AttemptOutcome:
+    """Return success for 2xx, and a failed attempt for every other status. `is_gone` is True for 410."""
     if 200 <= status < 300:
         return AttemptOutcome()
     if 300 <= status < 400:
@@ -176,6 +181,7 @@ def _outcome_of_status(status: int) -> AttemptOutcome:
 
 
 def _parse_literal_address(host: str) -> IpAddress | None:
+    """Return the address if the host in a URL is an IP address, and None if it is a name."""
     try:
         return ip_address(host)
     except ValueError:
@@ -183,6 +189,9 @@ def _parse_literal_address(host: str) -> IpAddress | None:
 
 
 def _check_addresses(addresses: Sequence[IpAddress], host: str, allowed: AllowedDestinations) -> None:
+    """Raise WebhookUrlError if there is no address, or if one of them is not allowed. `host` is for the
+    message only.
+    """
     if not addresses:
         raise WebhookUrlError(f"{host} has no address.")
     if not all(allowed.allows_address(address) for address in addresses):
@@ -191,8 +200,9 @@ def _check_addresses(addresses: Sequence[IpAddress], host: str, allowed: Allowed
 
 
 def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, lookup: LookupFunction) -> socket.socket:
-    """Open a connection, with TLS if the URL asks for it, to one of the name's current addresses, after checking all of
-    them. Raises WebhookUrlError if one is not allowed, OSError if the connection fails.
+    """Resolve the host name, check all its addresses, and open a connection to one of them, with TLS if the URL asks
+    for it. Raises WebhookUrlError if an address is not allowed, OSError if the name is not resolved or the connection
+    fails.
     """
     try:
         address_texts = _lookup_threads.submit(lookup, destination.host, destination.port).result(CONNECT_TIMEOUT_S)
@@ -229,10 +239,14 @@ def _connect_to_first(addresses: Sequence[str], port: int) -> socket.socket:
 
 @lru_cache(maxsize=1)
 def _tls_context() -> ssl.SSLContext:
+    """Return this process's TLS context, which checks certificates against the system's authorities and
+    the host name.
+    """
     return ssl.create_default_context()
 
 
 def _build_request(destination: WebhookUrl, headers: dict[str, str], body: bytes) -> bytes:
+    """Return the bytes of the HTTP/1.1 request. It asks for the connection to be closed after the answer."""
     host_header = f"[{destination.host}]" if ":" in destination.host else destination.host
     port = "" if destination.port == (443 if destination.is_https else 80) else f":{destination.port}"
     lines = [
@@ -266,6 +280,7 @@ def _read_status(connection: socket.socket, end: float) -> int:
 
 
 def _remaining_seconds(end: float) -> float:
+    """Return the seconds until `end` (monotonic clock). Raises TimeoutError if it has passed."""
     remaining = end - time.monotonic()
     if remaining <= 0:
         raise TimeoutError

@@ -40,7 +40,11 @@ class Alert:
 
 @dataclass(frozen=True)
 class SystemState:
-    """Everything that the list is made from. `devices_by_state`: number of devices by state."""
+    """Everything that the list is made from.
+
+    `agents_by_state`: number of agents by liveness; it must have the key `down`. `devices_by_state`: number of devices
+    by state. `failing_drivers` and `skipped_hardware`: how many there are on all hosts.
+    """
 
     agents_by_state: Mapping[str, int]
     devices_by_state: Counter[str]
@@ -64,6 +68,9 @@ def list_alerts(system_state: SystemState) -> list[Alert]:
 
 
 def _device_alerts(system_state: SystemState) -> Iterator[Alert]:
+    """Yield alerts about missing, failed, broken, degraded and undecided devices, and about contradictions with
+    Placement and Nova.
+    """
     work, by_state = system_state.backlog, system_state.devices_by_state
     if n := work.missing_held:
         lost = "still held by instances: repair the host first, then the instances."
@@ -90,6 +97,7 @@ def _device_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _host_alerts(system_state: SystemState) -> Iterator[Alert]:
+    """Yield alerts about agents that are down, failing drivers and skipped hardware."""
     if n := system_state.agents_by_state["down"]:
         silent = "down, so the data shown of the host is old: start cyborg-agent there."
         yield Alert(
@@ -104,6 +112,9 @@ def _host_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
+    """Yield an alert about intents that are stuck, and one for each of Placement and Nova that is behind by more than
+    `MAX_CLOUD_DELAY` without stuck intents. A service without a handler in this process is left out.
+    """
     work = system_state.backlog
     if n := work.stuck_intents:
         error = next((one.error for one in work.intents.values() if one.stuck and one.error), "")
@@ -129,6 +140,9 @@ def _cloud_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
+    """Yield alerts about binds near or past their deadline, and about reports and jobs that have waited for more than
+    `MAX_WORKER_DELAY`.
+    """
     work, binding_url = system_state.backlog, list_url("acceleratorrequest", state__exact="BindStarted")
     if n := work.overdue:
         late = "past the deadline of the bind, and still not ended: check whether the workers run."
@@ -148,6 +162,7 @@ def _worker_alerts(system_state: SystemState) -> Iterator[Alert]:
 
 
 def _capacity_alerts(system_state: SystemState) -> Iterator[Alert]:
+    """Yield an alert for each resource class that is in use and has no free unit."""
     for resource_class in system_state.resource_classes:
         if resource_class.name and not resource_class.free and resource_class.held:
             out = f"{resource_class.held} held, {resource_class.reserved} not offered"
@@ -172,4 +187,7 @@ def count_noun(number: int, singular: str, plural: str = "") -> str:
 
 
 def _append_error(text: str, error: str) -> str:
+    """Return the text with the error, cut to `MAX_ERROR_LENGTH` characters; without an error, the text
+    and a full stop.
+    """
     return f"{text}: {error[:MAX_ERROR_LENGTH]}{'…' if len(error) > MAX_ERROR_LENGTH else ''}" if error else f"{text}."

@@ -19,7 +19,7 @@ MAX_PROJECTS = 10
 
 
 class RenderableCapacity(CapacityGroup):
-    """A group that can render itself."""
+    """The capacity of a group (for example a resource class or a project), with what a template shows of it."""
 
     @classmethod
     def from_group(cls, group: CapacityGroup) -> RenderableCapacity:
@@ -43,17 +43,17 @@ class RenderableCapacity(CapacityGroup):
 
     @property
     def load_bar(self) -> SafeString | str:
-        """The bar of the group's load; see the function `render_load_bar`."""
+        """The bar of the group's mean utilisation; '' if no device reports it."""
         return render_load_bar(self.load)
 
     @property
     def memory(self) -> str:
-        """The memory of the group's devices; see the function `format_memory`."""
+        """The used memory and the total of the group's devices as text; '' if they are unknown."""
         return format_memory(self.load)
 
     @property
     def watts(self) -> str:
-        """The power of the group's devices; see the function `format_power`."""
+        """The total power of the group's devices as text; '' if it is unknown."""
         return format_power(self.load)
 
 
@@ -63,17 +63,19 @@ def render_load_bar(load: LoadSummary) -> SafeString | str:
 
 
 def format_memory(load: LoadSummary) -> str:
-    """Return the used memory and the total as text; '' if they are unknown."""
+    """Return the used memory and the total as text, such as `3.0 GiB of 16.0 GiB`; '' if they are unknown."""
     return f"{format_bytes(load.used)} of {format_bytes(load.size)}" if load.used is not None and load.size else ""
 
 
 def format_power(load: LoadSummary) -> str:
-    """Return the total power as text; '' if it is unknown."""
+    """Return the total power in watts as text, such as `250 W`; '' if it is unknown."""
     return "" if load.power is None else f"{load.power:,.0f} W"
 
 
 def render_level_bar(percent: float, mark: float | None = None) -> SafeString:
-    """Return a bar filled to `percent`, with a line at `mark`. The template shows the numbers beside it."""
+    """Return a bar filled to `percent` (0 to 100), with a line at `mark` (percent; None: no line). The template shows
+    the numbers beside it.
+    """
     line = (
         ""
         if mark is None
@@ -101,12 +103,14 @@ BY_PROJECT = CapacityQuery(["project"], order="largest", limit=MAX_PROJECTS)
 
 
 def list_resource_classes(loads: LoadSnapshot | None = None) -> list[RenderableCapacity]:
-    """Return the capacity of resource classes, the largest first. One statement."""
+    """Return the capacity of the largest `MAX_RESOURCE_CLASSES` resource classes, the largest first. One statement."""
     return query_capacity(loads, BY_RESOURCE_CLASS)[0]
 
 
 def query_capacity(loads: LoadSnapshot | None, *queries: CapacityQuery) -> list[list[RenderableCapacity]]:
-    """Return the groups of each question as RenderableCapacity objects. One statement for all questions."""
+    """Return the groups of each query as RenderableCapacity objects, in the order of the queries. One statement for all
+    queries.
+    """
     return [
         [RenderableCapacity.from_group(group) for group in groups]
         for groups in usage_with_load.count_groups_with_load(loads, *queries)

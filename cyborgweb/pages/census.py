@@ -1,5 +1,4 @@
-"""The page of the load census, `/admin/census/`: which hosts have room for more requests of a profile, the least
-busy first.
+"""The page of the load census, `/admin/census/`: which hosts can take more requests of a profile, the least busy first.
 
 The question is sent by POST, so that a page that updates itself does not ask all agents again and again.
 """
@@ -27,7 +26,9 @@ MAX_HOSTS_LENGTH = 100_000
 
 
 def show_census(request: HttpRequest) -> HttpResponse:
-    """Show the form and, after a POST, what the hosts answered or why the question was refused."""
+    """Show the form and, after a POST, what the hosts answered or why the question was refused. Raises PermissionDenied
+    for users who may not view devices.
+    """
     if not request.user.has_perm("accelerators.view_device"):
         raise PermissionDenied
     form_values = {name: request.POST.get(name, "").strip() for name in ("profile", "count", "hosts")}
@@ -70,6 +71,9 @@ def _build_question(form_values: dict[str, str]) -> census.CensusQuestion:
 
 
 def _build_result_context(result: census.Census) -> dict[str, Any]:
+    """Return what the template shows of a census: at most `MAX_ROWS` hosts that were asked, at most `MAX_ROWS` without
+    an answer, and how many are hidden.
+    """
     rows = [
         {
             "host": badges.render_page_link("host", row.host.pk, row.host.name),

@@ -30,17 +30,17 @@ def raise_not_found(request: HttpRequest) -> HttpResponse:
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """Answer 400."""
+    """Answer 400: in the console's frame for its users, otherwise with Django's plain page."""
     return _render_in_console(request, exception, 400) or defaults.bad_request(request, exception)
 
 
 def permission_denied(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """Answer 403."""
+    """Answer 403: in the console's frame for its users, otherwise with Django's plain page."""
     return _render_in_console(request, exception, 403) or defaults.permission_denied(request, exception)
 
 
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """Answer 404."""
+    """Answer 404: in the console's frame for its users, otherwise with Django's plain page."""
     return _render_in_console(request, exception, 404) or defaults.page_not_found(request, exception)
 
 

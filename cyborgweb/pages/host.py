@@ -20,11 +20,12 @@ from cyborgweb.pages import load
 
 
 class HostPage(HostAdmin):
-    """Registered in place of the `accelerators` app's own admin."""
+    """The list and the pages of hosts. It is registered in place of the `accelerators` app's own admin."""
 
     list_display = ("name", "shown_live", "shown_agent", "shown_drivers", "shown_devices", "shown_node", "reported")
 
     def get_urls(self) -> list[Any]:
+        """Add the address of `show_load` to the pages of hosts."""
         view = self.admin_site.admin_view(self.show_load)
         return [path("<path:object_id>/load/", view, name="accelerators_host_load"), *super().get_urls()]
 
@@ -38,9 +39,11 @@ class HostPage(HostAdmin):
         return TemplateResponse(request, "console/host_load.html", {"load": load.build_host_load(host)})
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
+        """Return the hosts with their agents and leases, which the list shows."""
         return super().get_queryset(request).select_related("agent", "lease")
 
     @display(description="Agent", ordering="lease__seen_at")
     def shown_agent(self, host: Host) -> SafeString:
+        """Return the badge of the agent's liveness (up, late, down); `not enrolled` for a host without an agent."""
         agent = getattr(host, "agent", None)
         return render_liveness_badge(agent) if agent else badges.render_badge("not enrolled", "calm")

@@ -30,7 +30,11 @@ MODEL_BY_DATA_KEY = {"request": "acceleratorrequest", "device": "device"}
 
 
 def show_inbox(request: HttpRequest) -> HttpResponse:
-    """GET: show a page of messages. POST: mark the message `message`, or all, as read and redirect to the inbox."""
+    """GET: show a page of messages. POST: mark the message `message`, or all if the form has `all`, as read and
+    redirect to the inbox.
+
+    Raises PermissionDenied if the form has neither, or if the session has no caller.
+    """
     rows = _visible_messages(request)
     if request.method == "POST":
         message_uuid = parse_uuid(request.POST.get("message", ""))
@@ -55,6 +59,7 @@ def count_unread_as_json(request: HttpRequest) -> HttpResponse:
 
 
 def _count_unread(rows: QuerySet[Delivery]) -> int:
+    """Return how many of these messages are unread, at most `MAX_UNREAD_COUNT`."""
     return rows.filter(read_at__isnull=True)[:MAX_UNREAD_COUNT].count()
 
 
@@ -72,6 +77,7 @@ def _visible_messages(request: HttpRequest) -> QuerySet[Delivery]:
 
 
 def _render_message(row: Delivery) -> dict[str, Any]:
+    """Return what the template shows of a message, with a link to the object that it is about, if there is one."""
     model_and_key = next(
         ((model, row.data[word]) for word, model in MODEL_BY_DATA_KEY.items() if row.data.get(word)), None
     )

@@ -63,7 +63,9 @@ def build_host_load(host: Host) -> dict[str, Any]:
 
 
 def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load: HostLoad | None, driver: str) -> str:
-    """Return the reason why there are no samples, as far as it is known."""
+    """Return the reason why there are no samples, as far as it is known. `host_load` is the last sample of the host,
+    None if there is none; `driver` is the device's driver, '' for all devices.
+    """
     if agent is None:
         return "no samples: no agent has joined for this host"
     if agent.barred:
@@ -78,14 +80,18 @@ def explain_missing_samples(agent: Agent | None, loads: LoadSnapshot, host_load:
 
 
 def metric_label(metric: str) -> str:
-    """Return the metric's name without its unit, in words."""
+    """Return the metric's name without its unit, in words: `memory used` for `memory_used_bytes`. A number at its end
+    stays.
+    """
     match = METRIC_NAME.fullmatch(metric)
     parts = (match[1].replace("_", " "), match[3]) if match else (metric.replace("_", " "), None)
     return " ".join(filter(None, parts))
 
 
 def format_metric(metric: str, value: float) -> str:
-    """Return the value with the unit that the metric's name has."""
+    """Return the value with the unit that ends the metric's name; bytes in a readable unit, a `total`
+    without decimals.
+    """
     match = METRIC_NAME.fullmatch(metric)
     unit = match[2] if match else ""
     if unit == "bytes":
@@ -94,6 +100,9 @@ def format_metric(metric: str, value: float) -> str:
 
 
 def _build_device_row(device: Device, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return the row of one device: bars of utilisation, memory and temperature, and the power. What is not reported is
+    empty.
+    """
     utilization, used, size = (
         values.get(name) for name in ("utilization_percent", "memory_used_bytes", "memory_total_bytes")
     )
@@ -110,7 +119,9 @@ def _build_device_row(device: Device, values: Mapping[str, float]) -> dict[str, 
 
 
 def _render_bar(value: float | None, maximum: float | None, text: str) -> tuple[SafeString, str] | None:
-    """Return a bar and its text; None if the value or the maximum is unknown."""
+    """Return a bar of `value` as a part of `maximum`, and its text; None if the value or the maximum is unknown. A
+    value outside 0 to `maximum` gives an empty or full bar.
+    """
     return (
         (render_level_bar(min(100.0, max(0.0, 100 * value / maximum))), text) if value is not None and maximum else None
     )

@@ -94,9 +94,11 @@ def sidebar_title(link: str) -> str:
 
 
 def _build_item(title: str, icon: str, model: str) -> dict[str, Any]:
+    """Return the sidebar's entry for the list of a model, such as `accelerators.device`."""
     return {"title": title, "icon": icon, "link": reverse(f"admin:{model.replace('.', '_')}_changelist")}
 
 
 def _can_view(request: HttpRequest, model: str) -> bool:
+    """Return whether the user has Django's view permission for a model, such as `accelerators.device`."""
     app, name = model.split(".")
     return bool(request.user.has_perm(f"{app}.view_{name}"))

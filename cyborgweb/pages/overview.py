@@ -75,7 +75,9 @@ class DeviceStateRow:
 
 
 def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
-    """Add to the index page's context. A user who may not view devices sees only the navigation and a sentence."""
+    """Add the overview to the index page's context, and return the context. A user who may not view devices sees only
+    the navigation and a sentence.
+    """
     context |= {"title": "Overview", "may_view": request.user.has_perm("accelerators.view_device")}
     if context["may_view"]:
         now, current_backlog, (hosts, troubles) = datetime.now(UTC), backlog.read_backlog(), _load_hosts_and_troubles()
@@ -122,7 +124,9 @@ def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dic
 def _describe_delay(
     name: str, kind: str, backlog_of_service: backlog.IntentBacklog, url: str, now: datetime
 ) -> dict[str, Any]:
-    """Describe how far Placement or Nova is behind."""
+    """Return what the page shows of Placement or Nova: the number of waiting changes, the oldest, and a badge (stuck,
+    behind, sending, in step, or no cloud). `kind` is the intents' kind.
+    """
     is_late = backlog_of_service.oldest is not None and now - backlog_of_service.oldest > alerts.MAX_CLOUD_DELAY
     delay: tuple[str, Tone] = (
         ("stuck", "bad") if backlog_of_service.stuck else ("behind", "warn") if is_late else ("sending", "busy")
@@ -165,8 +169,8 @@ def _build_device_table(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
 
 
 def _load_hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
-    """Count hosts and agents by state; list the drivers that fail now, and the hardware that drivers skipped, with
-    the reason.
+    """Return the numbers of hosts and agents by state, and the troubles: drivers that fail now and hardware that
+    drivers skipped, with the reasons. At most `MAX_TROUBLES` of each are listed, and all are counted. One statement.
     """
     up, down = compute_thresholds()
     with connection.cursor() as cursor:

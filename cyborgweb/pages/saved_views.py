@@ -68,7 +68,8 @@ def store_list_memory(request: HttpRequest, model: str) -> HttpResponseBase:
     """On POST, do what the form's field says, then redirect to the list.
 
     `name` saves the list as a view with this name, and `delete` deletes the view with this key; otherwise the chosen
-    columns are stored.
+    columns are stored. Raises PermissionDenied for users who may not view the list, Http404 for an unknown list,
+    BadRequest for unknown columns.
     """
     listing = _find_list(model)
     if not listing.has_view_permission(request):
@@ -87,6 +88,7 @@ def store_list_memory(request: HttpRequest, model: str) -> HttpResponseBase:
 
 
 def _find_list(model: str) -> ConsoleModelAdmin:
+    """Return the console's list of the model (`app.model`). Raises Http404 if there is none."""
     model_admin = next((one for of, one in admin.site._registry.items() if of._meta.label_lower == model), None)
     if not isinstance(model_admin, ConsoleModelAdmin):
         raise Http404(f"There is no list of {model!r}.")
@@ -94,6 +96,9 @@ def _find_list(model: str) -> ConsoleModelAdmin:
 
 
 def _save_view(request: HttpRequest, model: str, query: str) -> None:
+    """Save the query under the name in the form, for everybody if the form has `shared`; an existing view of this user
+    and name is replaced. A bad name, or more than `MAX_VIEWS` views, is only answered with a message.
+    """
     name, user = " ".join(request.POST["name"].split()), _require_user(request)
     if not 1 <= len(name) <= 64 or not name.isprintable():
         messages.error(request, "Give the view a name of at most 64 letters.")
@@ -136,10 +141,12 @@ def _store_columns(request: HttpRequest, listing: ConsoleModelAdmin, query: str)
 
 
 def _drop_parameters(pairs: Iterable[tuple[str, str]], *names: str) -> list[tuple[str, str]]:
+    """Return the query's pairs without these parameters."""
     return [pair for pair in pairs if pair[0] not in names]
 
 
 def _require_user(request: HttpRequest) -> User:
+    """Return the logged-in user. Raises PermissionDenied if there is none."""
     if not isinstance(request.user, User):
         raise PermissionDenied
     return request.user

@@ -59,7 +59,9 @@ def show_search(request: HttpRequest) -> HttpResponse:
 
 
 def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
-    """Yield the results of all kinds, in the order of `SEARCH_PROVIDERS`, exact ones first. One statement."""
+    """Yield the results of all kinds that the user may view, in the order of `SEARCH_PROVIDERS`, exact ones first; at
+    most `MAX_HITS_PER_KIND` and one more of each kind. One statement.
+    """
     queries = {
         name: rows
         for name, provider in SEARCH_PROVIDERS.items()
@@ -142,6 +144,9 @@ def _search_prefixes(field: str, term: str) -> list[str]:
 
 
 def _format_pci_address(match: re.Match[str]) -> str:
+    """Return the address in lower case, with the domain `0000` if it has none, and with the function only if it has
+    one.
+    """
     domain, bus, device, function = match.groups()
     end = f".{function}" if function else ""
     return f"{domain or '0000'}:{bus}:{device}{end}".lower()

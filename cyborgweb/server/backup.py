@@ -48,9 +48,9 @@ class BackupError(CyborgwebError):
 
 
 class BackupDescription(msgspec.Struct, frozen=True):
-    """The content of `backup.json`. `migrations` are the applied ones, which show the database's release.
+    """The content of `backup.json`. `migrations` are the applied ones (`app.name`), which show the database's release.
 
-    `postgresql` is the server's major version.
+    `postgresql` is the server's major version; `files` are the names of the files of the state directory in the backup.
     """
 
     taken_at: datetime
@@ -62,7 +62,8 @@ class BackupDescription(msgspec.Struct, frozen=True):
 def create_backup(folder: Path, progress: ProgressCallback) -> BackupDescription:
     """Write a backup to the new folder, completely or not at all, and return its description.
 
-    `progress` is called with the size of the dump in bytes while it grows. Raises BackupError, PostgresError.
+    `progress` is called with the size of the dump in bytes while it grows. Raises BackupError, PostgresError; then
+    `<folder>.part` may be left, which the next call deletes.
     """
     if folder.exists():
         raise BackupError(f"{folder} exists already: name a new folder for the backup")
@@ -105,7 +106,8 @@ def read_description(folder: Path) -> BackupDescription:
 
 
 def restore_dump(folder: Path, description: BackupDescription) -> None:
-    """Restore the dump into the empty database, all or nothing, and put back the files that are missing.
+    """Restore the dump into the empty database, all or nothing, and then put back the files that the state directory
+    does not have.
 
     The secret key is always replaced by the backup's, because the database's secrets are encrypted with that key.
     Raises BackupError, PostgresError.
@@ -182,7 +184,8 @@ def _try_lock(lock: int) -> bool:
 def _run_client_program(
     name: str, options: list[str], output_file: Path | None = None, progress: ProgressCallback | None = None
 ) -> None:
-    """Run `pg_dump` or `pg_restore` on our database, and call `progress` with the size of the file `output_file`.
+    """Run `pg_dump` or `pg_restore` on our database and wait for its end. If both `output_file` and `progress` are
+    given, call `progress` with that file's size in bytes every `PROGRESS_INTERVAL_S`.
 
     The password is passed in its environment, which other users cannot read. Raises BackupError if it fails.
     """
@@ -213,6 +216,7 @@ def _get_server_major() -> int:
 
 
 def _query_count(statement: str) -> int:
+    """Return the number that the statement selects."""
     with connection.cursor() as cursor:
         cursor.execute(statement)
         return int(cursor.fetchone()[0])

@@ -25,7 +25,11 @@ def log_line(process_name: str, text: str) -> None:
 
 @dataclass
 class ChildProcess:
-    """A supervised process. Call `start` once, then `keep_running` in every round: it restarts a dead process."""
+    """A supervised process. Call `start` once, then `keep_running` in every round: it restarts a dead process.
+
+    `deaths` counts the deaths in a row; a process that ran for STABLE_AFTER_S starts from one again. `started_at` and
+    `next_start_at` are times of the monotonic clock; `next_start_at` is None unless a restart is scheduled.
+    """
 
     name: str
     command: list[str]
@@ -114,6 +118,7 @@ class ChildProcess:
         self._close_output()
 
     def _close_output(self) -> None:
+        """Close the process's output and forget the process. Output that has not been read yet is lost."""
         if self.process is not None and self.process.stdout is not None:
             self.selector.unregister(self.process.stdout)
             self.process.stdout.close()
@@ -121,6 +126,7 @@ class ChildProcess:
 
 
 def _signal_group(group: int, sig: int) -> None:
+    """Send a signal to a process group. Do nothing if the group has no process any more."""
     try:
         os.killpg(group, sig)
     except ProcessLookupError:

@@ -45,6 +45,7 @@ class ClusterWatchdog(threading.Thread):
         return results
 
     def run(self) -> None:
+        """Check all clusters every second, for ever. Connect again if the database fails."""
         while True:
             try:
                 with psycopg.connect(self._dsn, autocommit=True, connect_timeout=3) as connection:
@@ -55,6 +56,9 @@ class ClusterWatchdog(threading.Thread):
                 time.sleep(1)  # the database is away: others restart it, and this thread connects again
 
     def _check_clusters(self, connection: psycopg.Connection[tuple[str]]) -> None:
+        """Store for each cluster one job that it does not take up, or None, and wake the supervisor if there is one.
+        Raises psycopg.Error.
+        """
         for cluster in {job[0] for job in self._jobs.values()}:
             cluster_jobs = {name: job for name, job in self._jobs.items() if job[0] == cluster}
             lock_class = next(iter(cluster_jobs.values()))[1]

@@ -105,6 +105,7 @@ class Supervisor:
             lock.close()
 
     def _catch_signals(self) -> None:
+        """Make SIGINT and SIGTERM end the loop, and let every signal, also SIGCHLD, wake the selector."""
         signal.set_wakeup_fd(self.wake_w)
         for sig in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sig, self._on_signal)
@@ -112,6 +113,7 @@ class Supervisor:
         self.selector.register(self.wake_r, selectors.EVENT_READ)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
+        """Note that everything is to stop. The loop in `run` does the stopping."""
         if not self.is_stopping:
             log_line("serve", f"{signal.Signals(signum).name}: stopping")
         self.is_stopping = True
@@ -152,6 +154,9 @@ class Supervisor:
         return _open_listener(self.settings.agent_listen, "CYBORG_AGENT_LISTEN")
 
     def _start_database(self) -> None:
+        """Start the embedded PostgreSQL, wait until it accepts connections, and create its database. Do nothing if
+        CYBORG_DATABASE_URL is set. Raises PostgresError.
+        """
         if self.settings.database_url:
             return
         home = self.settings.state_path / "postgres"
@@ -198,6 +203,9 @@ class Supervisor:
         return facts
 
     def _make_environment(self, **variables: str) -> dict[str, str]:
+        """Return the environment of a child: our own, with the state directory, Django's settings, the folder of
+        metrics, and `variables`, which override the others.
+        """
         state = {"CYBORG_STATE_DIR": str(self.settings.state_path), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
         state[metric_files.FOLDER_VARIABLE] = str(self.settings.state_path / METRICS_FOLDER)
         return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | variables
@@ -226,6 +234,9 @@ class Supervisor:
         self._start_child("web", command, self._make_environment(), tuple(fds))
 
     def _start_clusters_and_agent(self, facts: dict[str, Any]) -> None:
+        """Let the web process serve, then start the two clusters, the agent if one is wanted, and the watchdog. `facts`
+        is what `_prepare_database` returned.
+        """
         os.close(self.start_gate_fd)
         manage, worker = str(ROOT / "manage.py"), "cyborgweb.settings.worker"
         for name in ("ingest", "work"):
@@ -240,6 +251,7 @@ class Supervisor:
     def _start_child(
         self, name: str, command: list[str], environment: dict[str, str], fds: tuple[int, ...] = ()
     ) -> None:
+        """Start a process and supervise it under this name from now on."""
         self.children[name] = ChildProcess(name, command, environment, fds, self.selector, ROOT)
         self.children[name].start()
 
@@ -263,6 +275,7 @@ class Supervisor:
     def _print_addresses(
         self, listener: socket.socket, agent_listener: socket.socket | None, facts: dict[str, Any]
     ) -> None:
+        """Write the agents' URL with its fingerprint, the console's URL and the first login to the log."""
         if agent_listener:
             from cyborgweb.server import tls
 
@@ -302,6 +315,7 @@ class Supervisor:
             cluster.kill()
 
     def _restart_dead_database(self) -> None:
+        """Start the embedded database again if it has ended. After a failed start the next one is tried 5 s later."""
         if self.postgres is None or self.postgres.process is None or self.postgres.process.poll() is None:
             return
         if time.monotonic() < self.next_postgres_start_at:
@@ -315,6 +329,10 @@ class Supervisor:
             self.next_postgres_start_at = time.monotonic() + 5
 
     def _stop_everything(self) -> None:
+        """Stop the web process, the agent and the clusters, each within its limit from `STOP_S` and all within about
+        `STOP_DEADLINE_S`. Then stop the embedded database, with the rest of that time, but at least 1 s for each
+        signal.
+        """
         end = time.monotonic() + STOP_DEADLINE_S
         for name, patience in STOP_S.items():
             if child := self.children.get(name):
@@ -325,6 +343,9 @@ class Supervisor:
 
 
 def _open_listener(listen: str, key: str) -> socket.socket:
+    """Return a listening socket for an ADDRESS:PORT value; `key` is the name of its key, for messages. Raises
+    StartError if the address cannot be used, ConfigurationError if it is none.
+    """
     host, port = parse_listen_address(listen, key)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -340,11 +361,13 @@ def _open_listener(listen: str, key: str) -> socket.socket:
 
 
 def _make_url(listener: socket.socket) -> str:
+    """Return the http URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _drain_pipe(fd: int) -> None:
+    """Read everything that the non-blocking pipe holds."""
     try:
         while os.read(fd, 4096):
             pass
@@ -353,7 +376,9 @@ def _drain_pipe(fd: int) -> None:
 
 
 def main() -> None:
-    """`python -m cyborgweb.server.supervisor`."""
+    """Run the supervisor as the command line says. Exits with status 2 and one sentence on stderr if the
+    start fails.
+    """
     parser = argparse.ArgumentParser(
         prog="cyborgweb.server.supervisor",
         description="Run the whole control plane on this machine: database, web, clusters, agent. Ctrl-C stops it.",

@@ -146,7 +146,7 @@ class TwoListenerServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open both listeners."""
+        """Open both listeners. A TLS handshake may take HANDSHAKE_S seconds."""
         await super().startup(sockets)
         if self._second_listener is None:
             return

@@ -49,6 +49,9 @@ default this takes two hours, and PostgreSQL would keep the locks of a vanished 
 
 
 def _make_database_settings(settings: Keys) -> dict[str, object]:
+    """Return Django's settings of the one database: CYBORG_DATABASE_URL with its options, or the embedded database's
+    socket.
+    """
     common = {
         "ENGINE": "django.db.backends.postgresql",
         "CONN_MAX_AGE": 300,

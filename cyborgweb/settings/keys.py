@@ -254,7 +254,9 @@ class Keys:
 
     @property
     def has_cloud(self) -> bool:
-        """Whether a cloud is configured to which the service user can log in."""
+        """Whether a cloud is configured to which the service user can log in: by CYBORG_CLOUD, OS_CLOUD
+        or OS_AUTH_URL.
+        """
         return bool(self.cloud or os.environ.get("OS_CLOUD") or os.environ.get("OS_AUTH_URL"))
 
     @property

@@ -50,10 +50,8 @@ class CensusBusyError(CyborgwebError, RefusedError):
 
 @dataclass(frozen=True)
 class CensusQuestion:
-    """What to ask.
-
-    Which hosts (None: all), for how many requests (`count`) of which profile ('': any unit), and how many seconds to
-    wait.
+    """What to ask: which hosts (names; None: all), for how many requests (`count`) of which profile ('': any unit), and
+    for how many seconds to wait for answers at most (`within_s`).
     """
 
     hosts: tuple[str, ...] | None = None
@@ -66,8 +64,8 @@ class CensusQuestion:
 class CensusRow:
     """One host of the answer.
 
-    `free` is the number of units that fit; `room` is how many requests find a place, at most as many as were asked for;
-    `why` is the reason if the host does not fit. `load` is None if the host did not answer.
+    `free` is the number of free units that fit; `room` is how many requests the host can take, at most as many as were
+    asked for; `why` is the reason if the host does not fit. `load` is None if the host did not answer.
     """
 
     host: Host
@@ -88,8 +86,9 @@ class CensusRow:
 class Census:
     """The result of a census.
 
-    `came`: how many hosts answered; `missing`: the others, with the reason; `left_out`: how many hosts there are beyond
-    MAX_HOSTS.
+    `came`: how many hosts answered; `missing`: the others, with the reason, also those that were not asked because
+    their agent is down, may not connect or has never joined; `rows`: all hosts, those that fit first; `left_out`: how
+    many hosts there are beyond MAX_HOSTS.
     """
 
     came: int
@@ -100,7 +99,7 @@ class Census:
 
     @property
     def fitting(self) -> int:
-        """Return how many hosts have room for all the requests."""
+        """The number of hosts that can take all the requests."""
         return sum(row.fits for row in self.rows)
 
 
@@ -119,6 +118,7 @@ def take_census(question: CensusQuestion) -> Census:
 
 
 def _ask_hosts(question: CensusQuestion) -> Census:
+    """Do the work of `take_census`: load hosts and free units, ask the agents that can answer, and compare."""
     started_at = time.monotonic()
     wanted_groups = _load_profile_groups(question.profile)
     hosts, left_out = _load_hosts(question.hosts)
@@ -146,6 +146,9 @@ def _ask_hosts(question: CensusQuestion) -> Census:
 
 
 def _load_profile_groups(name: str) -> tuple[Mapping[str, str], ...] | None:
+    """Return the groups of the device profile, None if no profile is named. Raises RefusedError NOT_FOUND if it does
+    not exist, CONFLICT if it asks for no accelerator.
+    """
     if not name:
         return None
     profile = profiles.get_profile_by_name(name)
@@ -185,6 +188,9 @@ def _build_row(
     count: int,
     load: LoadSummary | None,
 ) -> CensusRow:
+    """Return the row of one host: its free units that fit, how many of `count` requests it can take, and why the host
+    does not fit, if so. `wanted_groups` None means any unit.
+    """
     if wanted_groups is None:
         fitting, room = host_candidates, min(count, sum(one.free for one in host_candidates))
     else:
@@ -221,6 +227,9 @@ def _explain_missing_hosts(
 
 
 def _explain_silence(last_load: telemetry.HostLoad | None, gateways: Sequence[str], within_s: float) -> str:
+    """Return why a host that was asked did not answer, as far as it is known. `last_load` is its last sample;
+    `gateways` are those that did not answer.
+    """
     if last_load is not None:
         return (
             f"silent: no answer within {within_s:g} s; it last spoke {max(0.0, time.time() - last_load.at):.0f} s ago"
@@ -231,6 +240,7 @@ def _explain_silence(last_load: telemetry.HostLoad | None, gateways: Sequence[st
 
 
 def _explain_not_asked(liveness: str) -> str:
+    """Return why a host was not asked; `liveness` is its agent's, '' if no agent has joined."""
     if not liveness:
         return "no agent has joined for it"
     return "its agent is down" if liveness == "down" else f"its agent may not connect: {liveness}"

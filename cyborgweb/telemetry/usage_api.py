@@ -138,6 +138,10 @@ class UsageView(CollectionView):
         return self._respond_with_etag(request, lambda: self._list_groups(query, elevated))
 
     def _parse_query(self, request: Request, elevated: bool) -> CapacityQuery:
+        """Return the query that the parameters describe. Raises ParseError (400) for unusable groups, NotFound for a
+        bad cursor, and PolicyDeniedError if a caller who sees one project only asks for other groups than
+        PROJECT_COLUMNS allows, or for one host.
+        """
         parameters = request.query_params
         by = tuple((parameters.get("by") or ("resource_class" if elevated else "project")).split(","))
         if not 1 <= len(set(by)) == len(by) <= 2 or not set(by) <= capacity.GROUP_COLUMNS.keys():
@@ -156,6 +160,7 @@ class UsageView(CollectionView):
         )
 
     def _list_groups(self, query: CapacityQuery, elevated: bool) -> dict[str, Any]:
+        """Return the body of the answer: one page of groups. Only callers that see all projects get loads."""
         loads = telemetry.get_last_loads() if elevated else None
         rows, next_url = self.paginator.split_page(usage_with_load.count_groups_with_load(loads, query)[0])
         results = [

@@ -23,7 +23,7 @@ finite whatever hosts send.
 
 
 def count_groups_with_load(loads: LoadSnapshot | None, *queries: CapacityQuery) -> list[list[CapacityGroup]]:
-    """Return the groups of each question; one statement for all. Without `loads` the groups have no load."""
+    """Return the groups of each query; one statement for all. Without `loads` the groups have no load."""
     return capacity.query_groups(queries, [*iterate_fresh_samples(loads)] if loads else ())
 
 
@@ -33,7 +33,9 @@ def compute_host_loads(loads: LoadSnapshot) -> dict[int, LoadSummary]:
 
 
 def iterate_fresh_samples(loads: LoadSnapshot) -> Iterator[LastSample]:
-    """Yield the samples that count: fresh ones, without implausible values."""
+    """Yield the last sample of each device, if it is at most `MAX_SAMPLE_AGE_S` seconds old. Implausible values are
+    None.
+    """
     oldest = time.time() - MAX_SAMPLE_AGE_S
     for host in loads.hosts.values():
         if host.at >= oldest:
@@ -41,6 +43,9 @@ def iterate_fresh_samples(loads: LoadSnapshot) -> Iterator[LastSample]:
 
 
 def _iterate_device_samples(host: HostLoad) -> Iterator[LastSample]:
+    """Yield the last sample of each of the host's devices, with None for values that are missing or implausible. Keys
+    that PostgreSQL cannot store are left out.
+    """
     for key, values in host.devices.items():
         if "\0" not in key:
             yield LastSample(
@@ -51,4 +56,5 @@ def _iterate_device_samples(host: HostLoad) -> Iterator[LastSample]:
 
 
 def _drop_implausible(value: float | None, max_value: float) -> float | None:
+    """Return the value if it is between 0 and `max_value`; otherwise None."""
     return value if value is not None and 0 <= value <= max_value else None
