@@ -69,7 +69,7 @@ def encode_public_key(key: Ed25519PublicKey) -> str:
 
 
 def sign_data(key: Ed25519PrivateKey, data: bytes) -> str:
-    """Sign `data` and return the signature in base64url, as messages have it."""
+    """Sign `data` and return the signature as messages have it: 64 bytes in base64url with padding."""
     return base64.urlsafe_b64encode(key.sign(data)).decode()
 
 

@@ -159,7 +159,12 @@ def _apply_write(
     observed: dict[str, ObservedProvider],
     outcome: SyncOutcome,
 ) -> None:
-    """Send one write and update `observed` and `outcome`."""
+    """Send one write. Put the provider's new state into `observed` and `outcome.written`, and the write into
+    `outcome.writes` if it changed something. A deleted provider is removed from `outcome.written` only.
+
+    A provider or a resource class with allocations stays and becomes a problem in `outcome`. Raises the errors of
+    PlacementClient, among them PlacementConflictError if the provider has changed meanwhile.
+    """
     uuid = write.uuid
     if isinstance(write, DeleteProvider):
         _delete_provider(placement, write, outcome)

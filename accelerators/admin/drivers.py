@@ -97,7 +97,7 @@ class DriverAdmin(ReadOnlyModelAdmin):
 
     @display(description="Drift", ordering="drifts")
     def shown_drift(self, row: HostDriver) -> SafeString | str:
-        """Render a badge if the reported state differs from the wanted one; a dash if it does not."""
+        """Render a badge if the reported state or generation differs from the wanted one; a dash if neither does."""
         return render_drift(row) or badges.DASH
 
     @display(description="Message")

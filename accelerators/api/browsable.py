@@ -143,9 +143,10 @@ def _build_forms(data: Any, view: Any, request: Request, is_own_api: bool) -> It
 
 
 def _cut_rows(data: Any) -> tuple[Any, list[Any], int]:
-    """Return the data to show, the rows in it if it is a list, and the number of rows that are left out.
+    """Return the data to show, the rows in it, and the number of rows that are left out.
 
-    At most MAX_ROWS rows are kept, in the data as well.
+    The rows are the list `results`, or a list that is the only entry; at most MAX_ROWS are kept, in the data as well.
+    Other data, also a list itself, is returned unchanged with [] and 0.
     """
     if not isinstance(data, Mapping):
         return data, [], 0

@@ -213,4 +213,6 @@ ENDED_COMMAND_STATES = frozenset({_C.SUCCEEDED, _C.FAILED, _C.REFUSED, _C.EXPIRE
 
 
 class IllegalTransitionError(AcceleratorsError):
-    """The life cycle does not allow this action in this state; the text says which actions are possible."""
+    """A device's state does not allow an action. The text is the end of a sentence about the device ("is ready: …") and
+    names the actions that are possible, or for `retire` what has to be done first.
+    """

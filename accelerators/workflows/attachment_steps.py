@@ -126,9 +126,10 @@ def start_undoing(row: Attachment, fault: str) -> None:
 
 
 def mark_attachment_failed(row: Attachment, fault: str) -> None:
-    """Mark an attachment of which no step was done yet as failed because of `fault`; this ends it.
+    """Move an attachment to the state `failed` because of `fault`, with an event; this ends it, and nothing is undone.
 
-    Raises ConcurrentUpdateError as `advance_attachment` does.
+    The caller must know that no step was done yet; this is not checked. Raises ConcurrentUpdateError if its state or
+    step has changed in the database.
     """
     advance_attachment(row, _S.FAILED, "", fault, fault=fault, ended_at=datetime.now(UTC))
 

@@ -107,9 +107,11 @@ FutureResults = list[tuple[asyncio.Future[Any], Any]]
 
 
 class DatabaseWriter(threading.Thread):
-    """Takes jobs from the event loop by `put`, and resolves their futures there after the commit.
+    """The thread that does the gateway's work on the database. It serves the jobs that the event loop passes to `put`,
+    in batches of several commits, and resolves each job's future on the event loop after the commit.
 
-    `on_agent_changes` is called on the event loop with agent rows that have changed.
+    While the database is down it retries. It also flushes leases and refusals and enqueues periodic jobs.
+    `on_agent_changes` is called on the event loop with agent rows that any process has changed.
     """
 
     def __init__(

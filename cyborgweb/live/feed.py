@@ -351,8 +351,11 @@ class LiveFeed:
     def _update_pages(
         self, watchers: list[ConsoleWatcher], state_by_watcher: dict[ConsoleWatcher, tuple[object, ...]]
     ) -> None:
-        """Bring pages up to date, list by list. If one list fails, its pages are closed with TRY_AGAIN_LATER and the
-        others go on; an error of the connection is raised.
+        """Find the rows that differ on these pages, list by list, and note them in the pages' pending messages.
+
+        At most MAX_RENDERED_ROWS rows are rendered; pages beyond that wait for a later look. If one list fails, its
+        pages are removed and closed with TRY_AGAIN_LATER, and the others go on. OperationalError and InterfaceError
+        are raised, and any error if the connection is lost.
         """
         by_list: dict[Any, list[ConsoleWatcher]] = defaultdict(list)
         for watcher in watchers:
@@ -460,8 +463,10 @@ class LiveFeed:
             keys_by_list[snapshot.shared_key] = set()  # it took too long: report no new rows
 
     def _send_reload_hints(self, pages: list[ConsoleWatcher], now: float) -> None:
-        """Tell pages that are not lists to reload when anything changed, longest waiting first, at most
-        `MAX_RELOAD_HINTS`.
+        """Note for pages that are not lists that they must reload, if anything has changed since their last hint.
+
+        At most MAX_RELOAD_HINTS pages are told per call, longest waiting first, and each at most once in
+        `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S is not live until it is told.
         """
         if pages and now >= self._next_uncounted_at:
             self._next_uncounted_at = now + self._intervals.uncounted_query_s

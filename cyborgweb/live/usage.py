@@ -128,7 +128,11 @@ class UsageStream:
             self._open_streams -= 1
 
     async def _serve_stream(self, scope: Any, listener: _UsageListener, receive: Any, send: Any) -> None:
-        """Serve one stream until the client disconnects, loses its permission, is too slow, or the process ends."""
+        """Send events, the first at once, until the client disconnects, loses its permission, is too slow, or all
+        streams are ended. The response must be started; it is ended here unless the client has disconnected.
+
+        Registers the listener meanwhile, and starts the reader of samples if none runs. Errors are logged, not raised.
+        """
         self._listeners.add(listener)
         listener.set_next_event({})
         if self._reader_task is None:

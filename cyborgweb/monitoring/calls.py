@@ -90,5 +90,5 @@ def _failure_label(error: BaseException) -> str:
 
 
 def _status_label(code: int) -> str:
-    """Return the HTTP status as text; `error` for a number that is no HTTP status."""
+    """Return an HTTP status as the text of its number, such as `404`; `error` for a number outside 100 to 599."""
     return str(code) if 100 <= code < 600 else "error"

@@ -184,10 +184,11 @@ def _try_lock(lock: int) -> bool:
 def _run_client_program(
     name: str, options: list[str], output_file: Path | None = None, progress: ProgressCallback | None = None
 ) -> None:
-    """Run `pg_dump` or `pg_restore` on our database and wait for its end. If both `output_file` and `progress` are
-    given, call `progress` with that file's size in bytes every `PROGRESS_INTERVAL_S`.
+    """Run `pg_dump` or `pg_restore`, in a version that fits the server, on our database and wait for its end. If both
+    `output_file` and `progress` are given, call `progress` with that file's size in bytes every `PROGRESS_INTERVAL_S`.
 
-    The password is passed in its environment, which other users cannot read. Raises BackupError if it fails.
+    The password is passed in its environment, which other users cannot read. Raises BackupError if the program ends
+    with an error, PostgresError if no version that fits is installed.
     """
     parameters = libpq.get_connection_parameters()
     environment = os.environ | {"PGPASSWORD": parameters.pop("password", "")}

@@ -31,7 +31,10 @@ all hosts, a longer list adds nothing.
 
 
 class WriterForm(WriterModelForm):
-    """The form starts with an empty reason, because the reason belongs to the next change."""
+    """The form that selects who writes to Placement, the conductor or the agents, with an optional reason.
+
+    The reason is empty at first: the stored one belongs to the last change.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the form with an empty reason."""
