@@ -39,9 +39,10 @@ HOLDER_CHECKS: Registry[Callable[[Device], HolderCheckResult]] = Registry("holde
 
 
 def find_requests_of_device(device: Device) -> HolderCheckResult:
-    """Return up to five requests that hold a handle of the device or are being bound to it, as a holder check.
+    """Return up to five requests that hold a handle of the device or are being bound to it: the holder check of our own
+    requests.
 
-    Reads rows without locking them; `unknown` of the result is always ''.
+    Reads rows without locking them; `unknown` of the HolderCheckResult is always ''.
     """
     rows = query_requests_of_devices([device.pk], "uuid", "instance_uuid")[:5]
     return HolderCheckResult(tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in rows))

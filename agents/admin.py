@@ -39,8 +39,9 @@ def render_liveness_badge(agent: Agent) -> SafeString:
 
 
 def build_host_section(host: Host) -> dict[str, Any] | None:
-    """Return the agent of a host, with its state and the times since when it is connected and enrolled, for its page.
+    """Return the data of a host's agent for the host's page.
 
+    These are its row, its state, and four times: last heard, connected, enrolled, and since when it has its key.
     Returns None if no agent has joined for the host.
     """
     agent: Agent | None = getattr(host, "agent", None)

@@ -179,7 +179,9 @@ def bar_cloned_key(host_id: int, key: str, first: ConnectionIdentity, second: Co
 
 
 def describe_both(first: ConnectionIdentity, second: ConnectionIdentity) -> str:
-    """Return the addresses of two connections as the reason of a bar."""
+    """Return a text with the addresses of two connections that use the same key at the same time: the reason why the
+    agent is barred.
+    """
     return f"{first.address} and {second.address} at the same time"
 
 

@@ -17,9 +17,10 @@ LIVENESS_STATES = (AgentState.UP, AgentState.LATE, AgentState.DOWN)
 
 
 def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]:
-    """Return two times that divide agents into up, late and down.
+    """Return two times, the later one first.
 
-    An agent that was last heard after the first is up; one last heard between the two is late; any other is down.
+    An agent is `up` if it was last heard at or after the first time, `late` if it was last heard between the two times
+    or at the second, otherwise `down`.
 
     A silence of one heartbeat plus the interval of lease flushes is normal. An agent is down after the same silence
     after which the job `leases` marks its host as stale.

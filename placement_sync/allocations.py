@@ -22,7 +22,10 @@ ProviderAmounts = Mapping[str, int]
 
 
 class ConsumerAllocations(msgspec.Struct, frozen=True):
-    """All allocations of a consumer: provider → resource class → amount. `generation` is None if it has none."""
+    """All allocations of a consumer: provider → resource class → amount.
+
+    `generation` is the consumer's generation, None if the consumer has no allocations.
+    """
 
     uuid: str
     generation: int | None = None

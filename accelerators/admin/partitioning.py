@@ -108,7 +108,7 @@ def _load_chosen_devices(request: HttpRequest) -> list[Device]:
 def _parse_change(request: HttpRequest, devices: list[Device]) -> PartitionChange:
     """Return the change that the form asks for. Raises RefusedError INVALID for a wrong count or layout.
 
-    The generation that the form has seen is used only if there is one device.
+    The generation with which the form was rendered is used only for exactly one device.
     """
     sign, count = CHANGE_SIGNS.get(request.POST.get("change", "")), request.POST.get("count", "")
     if sign is None or (sign and not (count.isascii() and count.isdecimal() and len(count) <= 5)):

@@ -16,7 +16,7 @@ from accelerators.models import fields
 
 
 class AttachmentState(Choice):
-    """States of an attachment: attaching, undoing a failure, detaching, and the two ends."""
+    """States of an attachment. In the states `detached` and `failed` it has ended."""
 
     ASKED = "asked"
     ATTACHING = "attaching", "busy"

@@ -62,8 +62,9 @@ def lock_id(name: str) -> int:
 def enqueue_job(name: str) -> None:
     """Wake the job `name`. Call it after the commit of the changes that the job must see.
 
-    Costs one statement if the job is awake already. In that case its `tick` row will be deleted later than that commit,
-    so the task that deletes it sees the changes. Raises KeyError if no such job is registered.
+    A job is awake while its row is in `tick`; then this costs only the statement that finds the row. The task deletes
+    the row before it looks for work. So if the row is still there after the caller's commit, the task will see the
+    caller's changes. Raises KeyError if no such job is registered.
     """
     _enqueue_jobs([name])
 

@@ -151,8 +151,9 @@ def release_requests(row: Attachment) -> None:
 
 
 def end_attachment(row: Attachment, text: str = "") -> None:
-    """Mark an attachment whose steps are all taken back as ended: detached, or failed if it never was attached.
+    """End an attachment after all its steps were taken back.
 
+    Its state becomes `detached` if it was `detaching`, otherwise `failed`.
     Raises ConcurrentUpdateError as `advance_attachment` does.
     """
     final_state = _S.DETACHED if row.state == _S.DETACHING else _S.FAILED
@@ -162,8 +163,8 @@ def end_attachment(row: Attachment, text: str = "") -> None:
 def is_past_pending_writes(row: Attachment) -> bool:
     """Return True if the undo or the detach of an attachment began more than LONGEST_WRITE ago.
 
-    `row` must be in the state `undoing` or `detaching`. Every write to Placement that was sent before that has then
-    either taken effect or never will.
+    If so, each write to Placement that was sent before the undo or the detach began has taken effect or will never take
+    effect. `row` must be in the state `undoing` or `detaching`.
     """
     began = next(entry["at"] for entry in row.steps if entry["step"] == row.state)
     return datetime.fromisoformat(began) < datetime.now(UTC) - LONGEST_WRITE

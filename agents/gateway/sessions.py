@@ -45,8 +45,9 @@ class SessionClosedError(AgentsError):
 class AgentSession:
     """The state of one connected agent.
 
-    `applied_hash` is the hash of the report known to be applied for its host, '' if unknown; `last_acknowledged` the
-    newest (epoch, seq) that this connection has acknowledged: durable, or found applied.
+    `applied_hash` is the hash of the report known to be applied for its host, '' if unknown. `last_acknowledged` is the
+    newest (epoch, seq) of the reports acknowledged on this connection; that report is stored durably, or its content
+    was applied already.
     """
 
     __slots__ = (

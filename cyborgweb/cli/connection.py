@@ -52,7 +52,10 @@ class ApiClient(ABC):
         """
 
     def spell_verb(self, verb: str) -> str:
-        """Return how people type a verb of the command line that uses this client, for messages."""
+        """Return the command that a person types to run `verb`, for example `cyborg device-list`; messages quote it.
+
+        It depends on which program uses this client.
+        """
         return f"cyborg {verb}"
 
     def get(self, path: str, **query: Any) -> dict[str, Any]:

@@ -82,8 +82,11 @@ NEVER_RENDERED: RenderedRow = (None, {}, {})
 
 @dataclass(frozen=True)
 class FeedIntervals:
-    """Intervals in seconds: between two looks (each sends a row at most once), two checks of who may watch, two
-    reload hints to one page, and two queries of what no generation counts (leases, intents, agents).
+    """Shortest intervals in seconds.
+
+    `look_s`: between two searches for changed rows (each sends a row at most once to a page). `permission_check_s`:
+    between two checks of who may watch. `reload_hint_s`: between two reload hints to the same page.
+    `uncounted_query_s`: between two queries of data whose changes no Generation row counts (leases, intents, agents).
     """
 
     look_s: float = 0.5

@@ -52,7 +52,7 @@ def lists_by_path() -> dict[str, admin.ModelAdmin[Any]]:
 
 class ListSnapshot:
     """The list at `path?query` as `user` sees it. Raises PermissionDenied if the user may not view it, KeyError if
-    there is no list at `path`; a crafted query raises what the list raises.
+    there is no list at `path`. If the query is invalid, the exception of the admin's change list is passed on.
     """
 
     def __init__(self, path: str, query: str, user: User, session: Any) -> None:

@@ -68,8 +68,8 @@ def _count_requests(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_counted(error: BaseException | None, since: float) -> bool:
-    """Return whether the error comes from an inner call, such as a login, that was already counted since `since`: then
-    the outer call was never made.
+    """Return True if the error comes from an inner call, such as a login, that was counted at or after `since`
+    (monotonic clock). The outer call was then never made, and is not counted.
     """
     while error is not None:
         if vars(error).get(COUNTED_AT, float("-inf")) >= since:

@@ -243,8 +243,10 @@ def _give_up(deliveries: QuerySet[Delivery], reason: str) -> None:
 
 
 def _stop_subscription(id: int, standing: SubscriptionStanding, reason: str) -> None:
-    """Set the subscription to `standing`, give up its waiting deliveries, and record an event. If it belongs to a
-    person, put a message into their inbox. Nothing is delivered until somebody makes it active again.
+    """Set the subscription to `standing`, give up its waiting deliveries, and record an event.
+
+    If it belongs to a person, a message in that person's inbox says so. Nothing else is delivered for the subscription
+    until somebody makes it active again.
     """
     with conductor.writing():
         row = Subscription.objects.get(pk=id)

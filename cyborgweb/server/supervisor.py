@@ -303,9 +303,10 @@ class Supervisor:
     def _replace_stuck_cluster(self, cluster: ChildProcess, stuck_job: str | None) -> None:
         """Kill a cluster that does not take up the job `stuck_job`, unless it may still be starting.
 
-        The dead cluster is restarted in the next round. The time allowed for starting doubles with each quick death (16
-        times at most); otherwise a busy machine would replace it before it has started. When the cluster takes up its
-        jobs (`stuck_job` is None) and has run for that time, its deaths are reset to 0.
+        The dead cluster is restarted in the next round. The time allowed for starting doubles with each death in a row,
+        up to 16 times the first value; otherwise a cluster on a busy machine would be killed before it has started.
+        When the cluster takes up its jobs (`stuck_job` is None) and has run longer than the first, undoubled value,
+        `deaths` is reset to 0.
         """
         start_allowance_s = self.settings.tick_stall_s + 3
         if stuck_job is None:
@@ -343,8 +344,9 @@ class Supervisor:
 
 
 def _open_listener(listen: str, key: str) -> socket.socket:
-    """Return a listening socket for an ADDRESS:PORT value; `key` is the name of its key, for messages. Raises
-    StartError if the address cannot be used, ConfigurationError if it is none.
+    """Return a listening socket for an ADDRESS:PORT value; `key` is the name of its key, for messages.
+
+    Raises ConfigurationError if the value is not an address and a port, StartError if the address cannot be used.
     """
     host, port = parse_listen_address(listen, key)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

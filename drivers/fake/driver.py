@@ -269,7 +269,9 @@ class FakeDevice:
         return Plan(tuple(steps), "; ".join(step.does for step in steps)[:4096])
 
     def plan_install(self) -> list[Step]:
-        """Return a step for each name of the Script's `install` whose file is not `on`."""
+        """Return a step for each name in the Script's `install`, unless the device's file of that name has the content
+        `on`.
+        """
         return [
             self.make_set_step(word, "on")
             for word in dict.fromkeys(self.script.install)

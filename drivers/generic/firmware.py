@@ -78,7 +78,7 @@ def add_program_act(machine: Machine, device: Device) -> Device:
 
 
 def make_program_services(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Service]:
-    """Return the services program and firmware, unavailable if none of the devices has an upload directory."""
+    """Return the two services `program` and `firmware`. Both are unavailable if no device has an upload directory."""
     names = sorted(
         path.rpartition("/")[2] for device in devices for path in list_upload_folders(machine, device.address or "")
     )

@@ -42,7 +42,7 @@ class LoadSampler:
         """Return the samples that can be read within READING_SHARE of the machine's deadline.
 
         `unread` of the result names the devices that failed or hang, with the reason. Devices that were not reached in
-        time are in neither list; the next call starts with them. Nothing is raised for a device.
+        time are neither in `samples` nor in `unread`; the next call starts with them. Nothing is raised for a device.
         """
         self._unfinished_rounds = [one for one in self._unfinished_rounds if one.is_alive()]
         hanging_keys = {one.current_key for one in self._unfinished_rounds}

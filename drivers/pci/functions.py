@@ -142,8 +142,9 @@ class PciDriver(Driver):
         """Plan how to bring the function to the state of its rule; `vfs` and `bind` of `ask.layout` override the rule.
 
         Virtual functions must exist before steps to bind them can be planned: execute the steps and call this again
-        until the plan has none (two plans, more for about a hundred virtual functions). Raises Gone, Busy if the host
-        or a guest uses a function that would be changed, and Invalid or Unsupported with a text that says what to do.
+        until the plan has no steps. Usually two plans have steps; many virtual functions (about a hundred) need more,
+        because one plan has at most MAX_STEPS steps. Raises Gone, Busy if the host or a guest uses a function that
+        would be changed, and Invalid or Unsupported with a text that says what to do.
         """
         address = find_address(machine, ask.key)
         rule = _apply_layout(

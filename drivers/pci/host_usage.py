@@ -128,7 +128,10 @@ def _iterate_network_uses(machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _describe_route_use(port: str, interface: str) -> str:
-    """Return that `port` carries the default route and, if it is not `interface` itself, of which interface."""
+    """Return the text that `port` carries the default route.
+
+    If `port` is not `interface`, the text also names `interface`, to which the route belongs.
+    """
     return f"{port} carries the default route" + ("" if port == interface else f" of {interface}")
 
 

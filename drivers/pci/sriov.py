@@ -33,7 +33,8 @@ def supports_sriov(machine: Machine, address: str) -> bool:
 
 
 def plan_virtual_functions(view: HostUsage, address: str, wanted: int, *, unbound: bool) -> list[Step]:
-    """Return the steps to exactly `wanted` virtual functions; no steps if there are that many.
+    """Return the steps after which the card has exactly `wanted` virtual functions; no steps if it has that many
+    already.
 
     With `unbound`, the kernel does not bind drivers to the new functions. Raises Busy if the host or a guest uses the
     card or one of its virtual functions (guests are checked only when `view.for_act`), Invalid if `wanted` exceeds the

@@ -202,8 +202,9 @@ class TreeAdmin(ReadOnlyModelAdmin):
         return badges.render_identifier(str(tree.root or ""))
 
     def has_look_permission(self, request: HttpRequest) -> bool:
-        """Return whether the user may have hosts compared; Django asks this for the permission `look`.
+        """Return whether the user may order that hosts are compared with Placement and corrected.
 
+        Django calls this for admin actions with the permission `look`.
         The rule `cyborg:service:discover` or Django's permission `accelerators.change_host` allows it, but not while
         everything is read only.
         """

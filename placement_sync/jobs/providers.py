@@ -143,10 +143,10 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
 def _synchronize_in_parallel(
     cloud: Any, hosts: Sequence[Host], dry_run_hosts: Collection[int] = ()
 ) -> list[SyncResult]:
-    """Synchronize the hosts in parallel and return the results in their order; for the host ids in `dry_run_hosts`, a
-    dry run.
+    """Synchronize the hosts in parallel and return the results in the order of `hosts`.
 
-    After one host could not reach Placement, the others are not tried and get the same error.
+    A host whose id is in `dry_run_hosts` gets only a dry run. When Placement is unavailable for one host, the hosts
+    that have not begun are not tried and get the same error.
     """
     known_names: set[str] = set()
     outages: list[PlacementUnavailableError] = []

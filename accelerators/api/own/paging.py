@@ -97,7 +97,7 @@ class RowPagination(CursorPagination):
     def paginate_queryset(
         self, queryset: QuerySet[Any] | Sequence[Any], request: Request, view: Any = None
     ) -> list[Any]:
-        """Return the rows of the page that `parse_request` has read, which must be called before. Takes one statement.
+        """Return the rows of the requested page. Call `parse_request` first. Takes one statement.
 
         Raises NotFound (404) if the cursor's value does not fit the sort field.
         """

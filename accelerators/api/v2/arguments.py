@@ -69,7 +69,8 @@ def parse_page_query(
 ) -> tuple[ListQuery, Mapping[str, str]]:
     """Parse the query string of a list that handles its own parameters, those in `known`.
 
-    Returns the page (limit and marker, oldest first) and the given parameters of `known`. Raises V2Error 400.
+    Returns the ListQuery (limit and marker; the order is the default one, oldest first) and the parameters of `known`
+    that were given. Raises V2Error 400.
     """
     values = _get_last_values(dict(params), {*known, "limit", "marker"})
     return _build_list_query(values, {}, None, None), {name: values[name] for name in known if name in values}

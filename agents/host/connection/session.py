@@ -36,7 +36,10 @@ HEALTH_SEVERITY: dict[Health, int] = {"ok": 0, "unknown": 1, "degraded": 2, "fai
 
 
 class CommandSink(Protocol):
-    """The receiver of commands, with the newest progress of each one by number: `executor.Executor`."""
+    """Receives commands; `executor.Executor` implements it.
+
+    `progress` maps a command's number to its newest progress, until that is taken out and sent.
+    """
 
     progress: dict[int, wire.Progress]
 

@@ -71,9 +71,9 @@ class _QueuedCommand:
 class Executor:
     """Accepts commands and runs them, the commands of one device in the order of their numbers.
 
-    `allowed_acts` are the acts that the operator of this host allows, by driver; the entry ALL_DRIVERS holds for
-    drivers without one of their own, and without either all acts are allowed. `read_log` returns the last lines of the
-    agent's log.
+    `allowed_acts` maps a driver to the acts that this host's operator allows. The entry ALL_DRIVERS applies to each
+    driver that has no entry. If both entries are missing, all acts are allowed. `read_log` returns the last lines of
+    the agent's log.
     """
 
     def __init__(

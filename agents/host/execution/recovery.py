@@ -64,7 +64,7 @@ def find_lost_effects(context: HostContext) -> dict[tuple[str, str], list[Applie
 
 
 async def restore_effects(context: HostContext, effects: list[AppliedEffect]) -> None:
-    """Restore these entries of one device, in order; an entry that still holds costs no step.
+    """Restore these entries of one device, in order. An entry whose effect still exists on the host needs no step.
 
     Images are not restored: PlanFailedError is raised if the device has lost its image. Raises PlanFailedError at the
     first entry that fails; the later ones are not tried.
