@@ -7,7 +7,7 @@ from: a reference is entered as a uuid.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,6 @@ class FormField:
     required: bool = False
     max_length: int | None = None
     choices: tuple[tuple[str, str], ...] = ()
-    several: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def _build_field(name: str, field: serializers.Field[Any, Any, Any, Any], value:
     return FormField(name, text, kind, str(field.help_text or ""), field.required and method == "POST", max_length)
 
 
-def build_filter_fields(view: Any, params: Mapping[str, str], reserved: Collection[str] = ()) -> tuple[FormField, ...]:
+def build_filter_fields(view: Any, params: Mapping[str, str]) -> tuple[FormField, ...]:
     """Return the filter fields of a list of our own API, and the field `ordering`, filled with the query's values."""
     fields = []
     for name, query_filter in view.get_filters().items():

@@ -4,6 +4,7 @@ choices of models, filters and forms, and the badges of the console, come from t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal, Self
 
@@ -30,4 +31,9 @@ class Choice(StrEnum):
     @classmethod
     def choices(cls) -> list[tuple[str, str]]:
         """Return value and label of each member, in the form that Django's `choices` has."""
-        return [(member.value, member.label) for member in cls]
+        return list_choices(cls)
+
+
+def list_choices(words: Iterable[str]) -> list[tuple[str, str]]:
+    """Return each word with its label, in the form that Django's `choices` has; plain text is its own label."""
+    return [(str(word), getattr(word, "label", word)) for word in words]

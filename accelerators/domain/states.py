@@ -207,11 +207,6 @@ BIND_ENDED_STATES = (_R.BOUND.value, _R.BIND_FAILED.value)
 """The states in which the bind of a request has ended (contract section 4.1)."""
 
 
-_C = CommandState
-ENDED_COMMAND_STATES = frozenset({_C.SUCCEEDED, _C.FAILED, _C.REFUSED, _C.EXPIRED, _C.UNKNOWN})
-"""The final states of a command."""
-
-
 class IllegalTransitionError(AcceleratorsError):
     """A device's state does not allow an action. The text is the end of a sentence about the device ("is ready: …") and
     names the actions that are possible, or for `retire` what has to be done first.

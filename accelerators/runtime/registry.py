@@ -32,7 +32,7 @@ class Registry(Mapping[str, Entry]):
     def register(self, name: str, entry: Entry) -> None:
         """Add an entry. Do nothing if an equal one has this name already; raise RegistrationError if another one has.
 
-        Of a `single` registry, the only entry must have this name.
+        A `single` registry that has an entry accepts no other name.
         """
         if self._entries.get(name, entry) != entry:
             raise RegistrationError(f"Another {self._kind} is already registered as {name!r}.")

@@ -54,4 +54,5 @@ class SearchProvider:
 
 
 SEARCH_PROVIDERS: Registry[SearchProvider] = Registry("search provider")
-"""What `cyborgweb.pages.search` finds, in the order in which it lists it. The name of an entry is `app.model`."""
+"""Search providers, in the order in which `cyborgweb.pages.search` lists their results. The name of an entry is
+`app.model`."""

@@ -180,7 +180,7 @@ class _Reference(msgspec.Struct):
 
 
 class _TokenDocument(msgspec.Struct):
-    """What we read of a token in Keystone's answer. Other fields are ignored."""
+    """The fields of a token that are read from Keystone's answer; other fields are ignored."""
 
     expires_at: datetime
     user: _Reference

@@ -102,11 +102,6 @@ BY_RESOURCE_CLASS = CapacityQuery(["resource_class"], order="largest", limit=MAX
 BY_PROJECT = CapacityQuery(["project"], order="largest", limit=MAX_PROJECTS)
 
 
-def list_resource_classes(loads: LoadSnapshot | None = None) -> list[RenderableCapacity]:
-    """Return the capacity of the largest `MAX_RESOURCE_CLASSES` resource classes, the largest first. One statement."""
-    return query_capacity(loads, BY_RESOURCE_CLASS)[0]
-
-
 def query_capacity(loads: LoadSnapshot | None, *queries: CapacityQuery) -> list[list[RenderableCapacity]]:
     """Return the groups of each query as RenderableCapacity objects, in the order of the queries. One statement for all
     queries.

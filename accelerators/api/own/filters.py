@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import django_filters as filters
 
+from accelerators.domain.choices import list_choices
+
 
 def host_filter(field_name: str | None = None) -> filters.CharFilter:
     """Build a filter by the exact name of a host."""
@@ -26,8 +28,3 @@ def presence_filter(field_name: str, help_text: str = "") -> filters.BooleanFilt
     """Build a filter by whether a column has a value: `true` keeps the rows in which it is not NULL, `false` the
     others."""
     return filters.BooleanFilter(field_name, "isnull", exclude=True, help_text=help_text)
-
-
-def list_choices(words: Iterable[str]) -> list[tuple[str, str]]:
-    """Return each word with its label; plain text, which has none, is its own label."""
-    return [(str(word), getattr(word, "label", word)) for word in words]

@@ -86,12 +86,12 @@ def test_capacity_counts_held_free_and_out_of_offer_by_class() -> None:
                 deployable=handle.deployable,
                 attach_handle=handle,
             )
-    (one,) = capacity.list_resource_classes()
+    ((one,),) = capacity.query_capacity(None, capacity.BY_RESOURCE_CLASS)
     assert (one.name, one.total, one.held, one.free, one.reserved) == ("FPGA", 12, 3, 5, 4)
     assert 'class="free" width="66.67"' in one.bar and 'class="held" width="25.00"' in one.bar
     with conductor.writing():
         Device.objects.filter(address="0000:02:00.0").update(state="retired")
-    assert capacity.list_resource_classes()[0].total == 8
+    assert capacity.query_capacity(None, capacity.BY_RESOURCE_CLASS)[0][0].total == 8
 
 
 @pytest.mark.django_db
