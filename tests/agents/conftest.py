@@ -10,6 +10,7 @@ import pytest
 from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.settings.keys import Keys
 from tests.support.webserver import serving
+from tests.support.wireagent import WireAgent, make_join_secret
 
 
 class GatewaySlot:
@@ -36,3 +37,11 @@ def gateway() -> Iterator[AgentGateway]:
     made = AgentGateway(Keys(lease_flush_s=0.05))
     yield made
     made.stop()
+
+
+@pytest.fixture
+def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
+    """Return an agent that can join as host `cmp1` at the gateway of this test; a file with another gateway has its
+    own."""
+    gateway_slot.gateway = gateway
+    return WireAgent(gateway_slot.port, token=make_join_secret())

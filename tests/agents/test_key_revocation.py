@@ -28,11 +28,12 @@ from cyborgweb.asgi import AgentApplication
 from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
-from tests.agents.gateway.test_gateway import make_join_secret, make_report
+from tests.agents.gateway.test_gateway import make_report
 from tests.agents.host.fake_gateway import QUICK
+from tests.support.background import running_beside
 from tests.support.reports import make_card
 from tests.support.webserver import serving, until
-from tests.support.wireagent import WireAgent, ask, is_closed
+from tests.support.wireagent import WireAgent, ask, is_closed, make_join_secret
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -305,7 +306,7 @@ def stored_keys(directory: Path) -> list[str]:
 def run_link(directory: Path, endpoint: GatewayEndpoint) -> Iterator[None]:
     """Run the agent's link in a thread with an event loop of its own; stop it at the end."""
 
-    async def run() -> None:
+    async def run(over: threading.Event) -> None:
         journal = open_journal(directory, "cmp1")
         link = GatewayLink(
             journal,
@@ -321,11 +322,5 @@ def run_link(directory: Path, endpoint: GatewayEndpoint) -> Iterator[None]:
         await asyncio.gather(work, return_exceptions=True)
         journal.close()
 
-    over = threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
-    thread.start()
-    try:
+    with running_beside(lambda over: asyncio.run(run(over))):
         yield
-    finally:
-        over.set()
-        thread.join(10)

@@ -23,6 +23,7 @@ AGENTS = re.compile(r"agents: https://127\.0\.0\.1:(\d+) \(certificate sha256:([
 CONSOLE = re.compile(r"console: http://127\.0\.0\.1:(\d+)/")
 FREE_PORTS = {"CYBORG_LISTEN": "127.0.0.1:0", "CYBORG_AGENT_LISTEN": "127.0.0.1:0"}
 PATIENCE_S = 60.0
+STOP_S = 15.0
 
 
 @dataclass
@@ -47,15 +48,7 @@ class RunningProduct:
 def run_product(lab: Lab, **settings: str) -> Iterator[RunningProduct]:
     """Run `python -m cyborgweb.server.supervisor` inside the context; it dies with this process."""
     log_file = lab.home / "serve.log"
-    environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1"} | settings
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cyborgweb.server.supervisor", "--leash"],
-            stdout=log,
-            stderr=log,
-            cwd=ROOT,
-            env=environment,
-        )
+    process = start_supervisor(log_file, settings)
     try:
         found = wait_for(lambda: CONSOLE.search(log_file.read_text()), "its console's address", process)
         port = int(found[1])
@@ -64,12 +57,25 @@ def run_product(lab: Lab, **settings: str) -> Iterator[RunningProduct]:
         assert agents  # printed before the line of the console
         yield RunningProduct(process.pid, port, int(agents[1]), agents[2])
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop_supervisor(process)
+
+
+def start_supervisor(log_file: Path, settings: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start `python -m cyborgweb.server.supervisor` at free ports, with its output in `log_file`; it dies with us."""
+    environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1"} | settings
+    command = [sys.executable, "-m", "cyborgweb.server.supervisor", "--leash"]
+    with log_file.open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)
+
+
+def stop_supervisor(process: subprocess.Popen[bytes]) -> None:
+    """Ask the supervisor to stop; kill it if it has not ended after STOP_S."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def wait_for(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +10,11 @@ from time import monotonic
 
 from cyborgweb.database.postgres import Postgres
 from tests.bench.figures import Row, median
-from tests.bench.product import CONSOLE, FREE_PORTS, get, wait_for
+from tests.bench.product import CONSOLE, get, start_supervisor, stop_supervisor, wait_for
 from tests.bench.promises import FIRST_START, SECOND_START
-from tests.bench.remote_calls import ROOT
 
 FIRST_S, SECOND_S = 8.0, 5.0
-PATIENCE_S, STOP_S = 180.0, 15.0
+PATIENCE_S = 180.0
 
 
 def rows(starts: int, progress: Callable[[str], None]) -> list[Row]:
@@ -50,16 +45,8 @@ def _make_row(name: str, against: str, times: list[float], bound: float) -> Row:
 def _time_start(state: Path) -> float:
     """Start the product, wait until /healthz answers with 200, and stop it; return the seconds until then."""
     log_file = state / "serve.log"
-    environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1", "CYBORG_STATE_DIR": str(state)}
-    with log_file.open("wb") as log:
-        began = monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cyborgweb.server.supervisor", "--leash"],
-            stdout=log,
-            stderr=log,
-            cwd=ROOT,
-            env=environment,
-        )
+    began = monotonic()
+    process = start_supervisor(log_file, {"CYBORG_STATE_DIR": str(state)})
     try:
         port = int(
             wait_for(lambda: CONSOLE.search(log_file.read_text()), "its console's address", process, PATIENCE_S)[1]
@@ -67,12 +54,7 @@ def _time_start(state: Path) -> float:
         wait_for(lambda: _is_healthy(port), "/healthz", process, PATIENCE_S)
         return monotonic() - began
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop_supervisor(process)
 
 
 def _is_healthy(port: int) -> bool:

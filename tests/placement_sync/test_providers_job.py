@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from typing import Any
@@ -26,19 +25,12 @@ from tests.placement_sync.session import (
     COMPUTE_PROVIDER,
     PlacementModelSession,
     placement_session,
-    using_placement_model,
 )
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.support.statements import count_call_statements
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("placement")]
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
-
-
-@pytest.fixture(autouse=True)
-def placement() -> Iterator[PlacementModelSession]:
-    with using_placement_model() as session:
-        yield session
 
 
 def make_ready_host(cards: int = 1, seq: int = 1) -> Host:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from io import StringIO
 from typing import Any
@@ -24,21 +23,13 @@ from placement_sync.jobs import providers
 from placement_sync.models import Discrepancy, DiscrepancyKind
 from tests.placement_sync.session import (
     COMPUTE_PROVIDER,
-    PlacementModelSession,
     placement_session,
-    using_placement_model,
 )
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 from tests.support.statements import count_statements
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("placement")]
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
-
-
-@pytest.fixture(autouse=True)
-def placement() -> Iterator[PlacementModelSession]:
-    with using_placement_model() as session:
-        yield session
 
 
 @pytest.fixture

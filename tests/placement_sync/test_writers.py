@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from io import StringIO
 from typing import Any
@@ -28,19 +27,11 @@ from placement_sync.client import PlacementClient
 from placement_sync.jobs import providers, writer_election
 from placement_sync.models import Tree, WrittenProvider
 from tests.placement_sync.session import (
-    PlacementModelSession,
     placement_session,
-    using_placement_model,
 )
 from tests.placement_sync.test_providers_job import ADMIN, make_intents_due, make_ready_host, observed_provider
 
-pytestmark = pytest.mark.django_db
-
-
-@pytest.fixture(autouse=True)
-def placement() -> Iterator[PlacementModelSession]:
-    with using_placement_model() as session:
-        yield session
+pytestmark = [pytest.mark.django_db, pytest.mark.usefixtures("placement")]
 
 
 @pytest.fixture

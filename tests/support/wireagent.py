@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from agents import credentials, wire
+from agents import authentication, credentials, wire
 
 
 @dataclass
@@ -149,3 +149,9 @@ def is_closed(socket: ClientConnection) -> bool:
     except ConnectionClosed:
         return True
     return False
+
+
+def make_join_secret(host: str = "cmp1") -> str:
+    """Create a join token for `host` that is valid for an hour; return its secret."""
+    join_string = authentication.create_join_token(host, address="http://x", hours=1, created_by="t")
+    return credentials.parse_join_string(join_string).secret

@@ -13,9 +13,8 @@ from accelerators.domain.errors import RefusedError
 from accelerators.models import Command, Device, Event, Host
 from accelerators.runtime import pubsub
 from accelerators.workflows import command_endings
-from agents import authentication, credentials, jobs, wire
+from agents import jobs, wire
 from agents.gateway import command_dispatch
-from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
 from tests.agents.conftest import GatewaySlot
 from tests.support.reports import make_card, make_driver_report
@@ -25,6 +24,7 @@ from tests.support.wireagent import (
     WireAgent,
     ask,
     is_closed,
+    make_join_secret,
     receive_command,
     receive_result_ack,
     send_result,
@@ -39,15 +39,6 @@ ADMIN_CALLER = Caller("olga", "u", frozenset({"admin"}), "p1")
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
     monkeypatch.setattr(command_dispatch, "RESEND_S", 0.3)
-
-
-@pytest.fixture
-def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
-    gateway_slot.gateway = gateway
-    join = credentials.parse_join_string(
-        authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
-    )
-    return WireAgent(gateway_slot.port, token=join.secret)
 
 
 def make_report(*devices: object, seq: int = 1) -> wire.Report:
@@ -184,10 +175,7 @@ def test_no_command_is_lost_when_notifications_are_lost(agent: WireAgent, monkey
 def test_X1_a_host_can_neither_receive_nor_answer_commands_of_another_host(
     agent: WireAgent, gateway_slot: GatewaySlot
 ) -> None:
-    join = credentials.parse_join_string(
-        authentication.create_join_token("cmp2", address="http://x", hours=1, created_by="t")
-    )
-    other = WireAgent(gateway_slot.port, host="cmp2", node="cmp2", token=join.secret)
+    other = WireAgent(gateway_slot.port, host="cmp2", node="cmp2", token=make_join_secret("cmp2"))
     with agent.connect_and_say_hello(OPS) as socket, other.connect_and_say_hello(OPS) as stranger:
         command = command_queue.order_host_command("logs", Host.objects.get(name="cmp1").uuid, ADMIN_CALLER)
         heard = take_command(socket)

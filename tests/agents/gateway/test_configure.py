@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,10 @@ from accelerators.domain.states import EventSource, RolloutOp
 from accelerators.models import Command, Device, HostDriver, Rollout
 from accelerators.workflows import command_endings, driver_rollouts
 from accelerators.workflows.driver_config import DriverChange
-from agents import authentication, credentials, jobs, wire
+from agents import jobs, wire
 from agents.gateway import command_dispatch
-from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.models import ApiToken
-from cyborgweb.settings.keys import Keys
 from drivers.inventory import DriverReport
-from tests.agents.conftest import GatewaySlot
 from tests.support.reports import apply_report, get_or_create_host, make_card
 from tests.support.webserver import until
 from tests.support.wireagent import OPS, WireAgent, ask, receive_result_ack, send_result, take_command
@@ -30,21 +26,9 @@ from tests.support.wireagent import OPS, WireAgent, ask, receive_result_ack, sen
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-@pytest.fixture
-def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentGateway]:
+@pytest.fixture(autouse=True)
+def _short_poll_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
-    made = AgentGateway(Keys(lease_flush_s=0.05))
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
-    gateway_slot.gateway = gateway
-    join = credentials.parse_join_string(
-        authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
-    )
-    return WireAgent(gateway_slot.port, token=join.secret)
 
 
 class ApiOperator:

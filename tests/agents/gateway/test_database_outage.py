@@ -12,18 +12,10 @@ from django.db import connection
 from accelerators.runtime import database_outage, pubsub
 from agents import wire
 from agents.gateway.asgi_app import AgentGateway
-from tests.agents.conftest import GatewaySlot
-from tests.agents.gateway.test_gateway import make_join_secret
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
-    gateway_slot.gateway = gateway
-    return WireAgent(gateway_slot.port, token=make_join_secret())
 
 
 @contextmanager

@@ -9,14 +9,14 @@ from django.db.models import F, Value
 from django.db.models.functions import Replace
 
 from accelerators.models import Device, Event, Host
-from agents import authentication, credentials, jobs, wire
+from agents import jobs, wire
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.leases import mark_stale_hosts
 from agents.models import Agent, JoinToken, Lease, Spooled
 from tests.agents.conftest import GatewaySlot
 from tests.support.reports import make_card, make_driver_report
 from tests.support.webserver import until
-from tests.support.wireagent import WireAgent, ask, is_closed
+from tests.support.wireagent import WireAgent, ask, is_closed, make_join_secret
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def port(gateway: AgentGateway, gateway_slot: GatewaySlot) -> int:
     gateway_slot.gateway = gateway
     return gateway_slot.port
-
-
-def make_join_secret(host: str = "cmp1") -> str:
-    return credentials.parse_join_string(
-        authentication.create_join_token(host, address="http://x", hours=1, created_by="t")
-    ).secret
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from agents.gateway.writer import CommandJob
 from agents.models import Agent, Lease, Spooled
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
-from tests.agents.gateway.test_gateway import make_join_secret, make_report
+from tests.agents.gateway.test_gateway import make_report
 from tests.support.reports import make_card
 from tests.support.webserver import until
-from tests.support.wireagent import WireAgent, ask, is_closed
+from tests.support.wireagent import WireAgent, ask, is_closed, make_join_secret
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

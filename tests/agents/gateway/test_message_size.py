@@ -18,20 +18,13 @@ from agents import wire
 from agents.gateway import metrics
 from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.settings.keys import Keys
-from tests.agents.conftest import GatewaySlot
-from tests.agents.gateway.test_gateway import make_join_secret, make_report
+from tests.agents.gateway.test_gateway import make_report
 from tests.support.reports import make_card
 from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask
 
 pytestmark = pytest.mark.django_db(transaction=True)
 MAX_MESSAGE_BYTES = Keys().max_message_bytes
-
-
-@pytest.fixture
-def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
-    gateway_slot.gateway = gateway
-    return WireAgent(gateway_slot.port, token=make_join_secret())
 
 
 def make_beat(seq: int, size: int, filler: str = "x") -> str:

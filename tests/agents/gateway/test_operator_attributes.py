@@ -21,11 +21,9 @@ from accelerators.domain.provider_ids import compute_provider_uuid
 from accelerators.models import Attribute, Deployable, Device, Intent
 from agents import jobs as agent_tasks
 from agents import wire
-from agents.gateway.asgi_app import AgentGateway
 from cyborgweb.models import ApiToken
 from placement_sync.jobs import providers as placement_tasks
-from tests.agents.conftest import GatewaySlot
-from tests.agents.gateway.test_gateway import make_join_secret, make_report
+from tests.agents.gateway.test_gateway import make_report
 from tests.placement_sync.session import PlacementModelSession, placement_session, using_placement_model
 from tests.support.reports import make_card
 from tests.support.wireagent import WireAgent, ask
@@ -39,12 +37,6 @@ ADMIN = Caller("ops", "u", frozenset({"admin"}), "p1")
 def placement() -> Iterator[PlacementModelSession]:
     with using_placement_model() as session:
         yield session
-
-
-@pytest.fixture
-def agent(gateway: AgentGateway, gateway_slot: GatewaySlot) -> WireAgent:
-    gateway_slot.gateway = gateway
-    return WireAgent(gateway_slot.port, token=make_join_secret())
 
 
 def report_and_merge(socket: ClientConnection, seq: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from websockets.sync.client import ClientConnection
 
@@ -11,27 +9,14 @@ from accelerators import conductor
 from accelerators.commands import command_queue, placement_delegation
 from accelerators.commands.command_queue import CommandOrder
 from accelerators.models import Command, Host
-from agents import authentication, credentials, wire
+from agents import wire
 from agents.gateway import command_dispatch
-from agents.gateway.asgi_app import AgentGateway
 from agents.models import Agent
-from cyborgweb.settings.keys import Keys
 from placement_sync.jobs import writer_election
-from tests.agents.conftest import GatewaySlot
 from tests.support.webserver import until
 from tests.support.wireagent import OPS, WireAgent, ask, take_command
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def agent(gateway_slot: GatewaySlot) -> Iterator[WireAgent]:
-    gateway_slot.gateway = AgentGateway(Keys(lease_flush_s=0.05))
-    join = credentials.parse_join_string(
-        authentication.create_join_token("cmp1", address="http://x", hours=1, created_by="t")
-    )
-    yield WireAgent(gateway_slot.port, token=join.secret)
-    gateway_slot.gateway.stop()
 
 
 def connect_with_writes(agent: WireAgent, writes: str | None = "") -> ClientConnection:

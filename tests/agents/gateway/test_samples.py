@@ -18,7 +18,7 @@ from msgspec import Raw
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Event, Host
-from agents import authentication, credentials, telemetry, wire
+from agents import telemetry, wire
 from agents.gateway import metrics, sample_cache, sample_rpc
 from agents.gateway.asgi_app import AgentGateway
 from agents.gateway.sample_rpc import HostSamples, SampleEndpoint, SampleRequest
@@ -28,7 +28,7 @@ from agents.wire import DeviceLoad, Samples, Watch
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import GatewaySlot
 from tests.support.webserver import until
-from tests.support.wireagent import WireAgent, ask
+from tests.support.wireagent import WireAgent, ask, make_join_secret
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -53,10 +53,7 @@ def gateway(gateway_slot: GatewaySlot) -> Iterator[AgentGateway]:
 
 
 def make_agent(port: int, host: str = "cmp1") -> WireAgent:
-    made = credentials.parse_join_string(
-        authentication.create_join_token(host, address="http://x", hours=1, created_by="t")
-    )
-    return WireAgent(port, host=host, token=made.secret)
+    return WireAgent(port, host=host, token=make_join_secret(host))
 
 
 @pytest.fixture

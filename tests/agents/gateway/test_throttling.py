@@ -20,10 +20,10 @@ from agents.models import Spooled
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import DriverReport
 from tests.agents.conftest import GatewaySlot
-from tests.agents.gateway.test_gateway import make_join_secret, make_report
+from tests.agents.gateway.test_gateway import make_report
 from tests.support.reports import make_card, make_driver_report
 from tests.support.webserver import until
-from tests.support.wireagent import WireAgent, ask
+from tests.support.wireagent import WireAgent, ask, make_join_secret
 
 
 class FakeClock:

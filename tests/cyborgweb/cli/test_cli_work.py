@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from io import StringIO
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from cyborgweb.cli import following
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Backend, DriverReport, Service
 from tests.cyborgweb.cli.conftest import Cyborg, assert_refused
+from tests.support.background import running_beside
 from tests.support.reports import apply_report, get_or_create_host, make_card, make_driver_report
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -53,7 +54,7 @@ def run_agents(outcome: str = "succeeded", text: str = "done", **outcome_by_op: 
     outcome.
     """
 
-    def work() -> None:
+    def work(over: Event) -> None:
         while not over.wait(0.01):
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
                 command_queue.store_progress([CommandProgress(command.host_id, command.pk, 50, "half of it")])
@@ -67,14 +68,8 @@ def run_agents(outcome: str = "succeeded", text: str = "done", **outcome_by_op: 
         connection.close()
 
     begun_ops: list[str] = []
-    over = Event()
-    thread = Thread(target=work, daemon=True)
-    thread.start()
-    try:
+    with running_beside(work):
         yield
-    finally:
-        over.set()
-        thread.join(10)
 
 
 def test_a_progress_bar_on_a_terminal_reaches_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +235,7 @@ INSTANCE = "6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b"
 def run_attachment_job(**states: str) -> Iterator[None]:
     """The work of attaching, beside the test: from each state to that one, or to `fault`."""
 
-    def work() -> None:
+    def work(over: Event) -> None:
         while not over.wait(0.01):
             for row in Attachment.objects.filter(state__in=states):
                 fault = "Placement has no room" if states[row.state] == "undoing" else row.fault
@@ -250,14 +245,8 @@ def run_attachment_job(**states: str) -> Iterator[None]:
                     )
         connection.close()
 
-    over = Event()
-    thread = Thread(target=work, daemon=True)
-    thread.start()
-    try:
+    with running_beside(work):
         yield
-    finally:
-        over.set()
-        thread.join(10)
 
 
 @pytest.fixture

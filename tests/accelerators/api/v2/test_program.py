@@ -36,6 +36,7 @@ from cyborgweb.wsgi import application as wsgi
 from drivers.inventory import Attribute as Fact
 from drivers.inventory import Device
 from tests.accelerators.api.v2.conftest import Call, get_fault_string
+from tests.support.background import running_beside
 from tests.support.reports import apply_report, make_card, make_driver_report
 from tests.support.webserver import serving, until
 
@@ -70,7 +71,7 @@ def run_agents(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
     `outcome` and `text` are the answer of the agents.
     """
 
-    def work() -> None:
+    def work(over: Event) -> None:
         while not over.wait(0.01):
             download.run()
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
@@ -78,14 +79,8 @@ def run_agents(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
             command_endings.end_answered_commands()
         connection.close()
 
-    over = threading.Event()
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
+    with running_beside(work):
         yield
-    finally:
-        over.set()
-        thread.join(10)
 
 
 @pytest.fixture
