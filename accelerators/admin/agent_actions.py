@@ -131,4 +131,4 @@ def _render_confirmation(admin: Any, request: HttpRequest, act: OrderableCommand
         "reason": request.POST.get("reason", ""),
         "longest": MAX_REASON,
     }
-    return TemplateResponse(request, "accelerators/order.html", context)
+    return TemplateResponse(request, "accelerators/admin/confirm_agent_action.html", context)

@@ -100,7 +100,9 @@ class BulkAdmin(ReadOnlyModelAdmin):
         """
         bulk = self._require_view_permission(request, Bulk.objects.filter(pk=pk).first())
         context = build_progress_context(bulk) if bulk else {}
-        return TemplateResponse(request, "accelerators/bulk_now.html", context, status=200 if bulk else 404)
+        return TemplateResponse(
+            request, "accelerators/admin/bulk_action_progress.html", context, status=200 if bulk else 404
+        )
 
     def _require_view_permission(self, request: HttpRequest, bulk: Bulk | None) -> Bulk | None:
         """Return `bulk`, which may be None, unchanged.
@@ -137,7 +139,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
         draft = bulk.state == BulkState.DRAFT
         context |= _build_confirmation_context(bulk) if draft else {}
         context |= _build_result_context(bulk) if not draft or bulk.ended_at else {}
-        return TemplateResponse(request, "accelerators/bulk.html", context)
+        return TemplateResponse(request, "accelerators/admin/bulk_action.html", context)
 
     def _handle_post(self, request: HttpRequest, bulk: Bulk) -> HttpResponse:
         """Perform the verb of a POST: `confirm`, `try` (dry run), `cancel` or `again` (a new draft of refused devices).

@@ -143,7 +143,9 @@ class CommandAdmin(ReadOnlyModelAdmin):
         """
         command = self._require_view_permission(request, Command.objects.filter(pk=pk)).first()
         context = build_progress_context(command) if command else {}
-        return TemplateResponse(request, "accelerators/command_now.html", context, status=200 if command else 404)
+        return TemplateResponse(
+            request, "accelerators/admin/command_progress.html", context, status=200 if command else 404
+        )
 
     def latest_commands_view(self, request: HttpRequest, owner_type: str, pk: int) -> HttpResponse:
         """Answer with the part of a device's or host's page that lists its newest commands; polled while one runs.
@@ -154,7 +156,7 @@ class CommandAdmin(ReadOnlyModelAdmin):
         owner_type = "device" if owner_type == "device" else "host"
         commands = self._require_view_permission(request, Command.objects.filter(**{owner_type: pk}))
         return TemplateResponse(
-            request, "accelerators/command_lately.html", build_latest_context(commands, owner_type, pk)
+            request, "accelerators/admin/recent_commands.html", build_latest_context(commands, owner_type, pk)
         )
 
     def _require_view_permission(self, request: HttpRequest, commands: QuerySet[Command]) -> QuerySet[Command]:
@@ -185,7 +187,7 @@ class CommandAdmin(ReadOnlyModelAdmin):
             "detail": list(_iterate_details(command)),
             "events": timeline.render_events(Event.objects.filter(subject=command.uuid)[: timeline.MAX_EVENTS]),
         }
-        return TemplateResponse(request, "accelerators/command.html", context)
+        return TemplateResponse(request, "accelerators/admin/command.html", context)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Command]:
         """Return the commands with host and device, but without `detail`, which is loaded only when a page reads it.

@@ -250,4 +250,4 @@ def _render_confirmation(
         "reason": request.POST.get("reason", ""),
         "longest": lifecycle.MAX_REASON,
     }
-    return TemplateResponse(request, "accelerators/decide.html", context)
+    return TemplateResponse(request, "accelerators/admin/confirm_device_action.html", context)

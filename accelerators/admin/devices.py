@@ -207,7 +207,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             | commands.load_latest_context(request, device)
             | partitioning.build_units_context(request, device)
         )
-        return TemplateResponse(request, "accelerators/device.html", context | build_sections("device", device))
+        return TemplateResponse(request, "accelerators/admin/device.html", context | build_sections("device", device))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Device]:
         """Return the devices that this user may see, with their hosts loaded."""

@@ -145,7 +145,7 @@ class DriverAdmin(ReadOnlyModelAdmin):
             ),
         }
         context |= permissions.build_permission_context(request, permissions.START_ROLLOUT)
-        return TemplateResponse(request, "accelerators/driver.html", context)
+        return TemplateResponse(request, "accelerators/admin/driver.html", context)
 
 
 @admin.register(Rollout)
@@ -211,7 +211,9 @@ class RolloutAdmin(ReadOnlyModelAdmin):
             raise PermissionDenied
         rollout = Rollout.objects.filter(pk=pk).first()
         context = build_progress_context(rollout) if rollout else {}
-        return TemplateResponse(request, "accelerators/rollout_now.html", context, status=200 if rollout else 404)
+        return TemplateResponse(
+            request, "accelerators/admin/rollout_progress.html", context, status=200 if rollout else 404
+        )
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -235,7 +237,7 @@ class RolloutAdmin(ReadOnlyModelAdmin):
             request, permissions.START_ROLLOUT
         )
         context |= {"settings": "" if rollout.settings is None else json.dumps(rollout.settings, indent=2)}
-        return TemplateResponse(request, "accelerators/rollout.html", context)
+        return TemplateResponse(request, "accelerators/admin/rollout.html", context)
 
 
 def render_reported_state(row: HostDriver) -> SafeString:

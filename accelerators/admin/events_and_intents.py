@@ -179,7 +179,7 @@ class EventAdmin(ReadOnlyModelAdmin):
             if event.subject
             else [],
         }
-        return TemplateResponse(request, "accelerators/event.html", context)
+        return TemplateResponse(request, "accelerators/admin/event.html", context)
 
     @display(description="Time")
     def time(self, event: Event) -> SafeString:

@@ -170,7 +170,7 @@ class HostAdmin(ReadOnlyModelAdmin):
             request, host
         )
         return TemplateResponse(
-            request, "accelerators/host.html", context | build_sections("host", host) | (extra_context or {})
+            request, "accelerators/admin/host.html", context | build_sections("host", host) | (extra_context or {})
         )
 
 

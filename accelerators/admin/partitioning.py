@@ -158,7 +158,7 @@ def _render_page(
         "most": partitioning.MAX_UNITS,
         "longest": MAX_REASON,
     }
-    return TemplateResponse(request, "accelerators/units.html", context)
+    return TemplateResponse(request, "accelerators/admin/partition_device.html", context)
 
 
 def _describe_layout(result: PartitionResult | None) -> str:

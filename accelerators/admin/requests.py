@@ -122,7 +122,7 @@ class AcceleratorRequestAdmin(ReadOnlyModelAdmin):
             if arq.instance_uuid
             else [],
         }
-        return TemplateResponse(request, "accelerators/request.html", context | build_sections("request", arq))
+        return TemplateResponse(request, "accelerators/admin/request.html", context | build_sections("request", arq))
 
     @display(description="Request", ordering="uuid")
     def shown_uuid(self, request: AcceleratorRequest) -> SafeString:

@@ -139,7 +139,7 @@ class ConsoleModelAdmin(ModelAdmin):
     show_facets = ShowFacets.NEVER
     list_filter_sheet = False
     list_fullwidth = True
-    list_before_template = "console/chips.html"
+    list_before_template = "console/filter_chips.html"
     actions: Sequence[Callable[..., Any] | str] | None = None
     empty = "There are none yet."
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}

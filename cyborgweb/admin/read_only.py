@@ -62,4 +62,4 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
             "may": self.has_change_permission(request),
             "longest": MAX_REASON,
         }
-        return TemplateResponse(request, "console/maintenance.html", context)
+        return TemplateResponse(request, "cyborgweb/admin/read_only.html", context)

@@ -103,7 +103,7 @@ def show_documentation(request: HttpRequest) -> HttpResponse:
     """Show Swagger UI, served from our own static files."""
     crumbs = [("API", "/api/"), ("docs", "/api/docs/")]
     page = {"title": "Documentation", "crumbs": crumbs, "navigation": build_navigation(request.path)}
-    return render(request, "api/docs.html", page)
+    return render(request, "cyborgweb/api/docs.html", page)
 
 
 def _build_routes() -> Iterator[URLPattern]:

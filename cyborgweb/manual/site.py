@@ -121,7 +121,7 @@ def render_frame(edition: ManualEdition, name: str, title: str, extra_context: d
         "script": edition.static_url(THEME_SCRIPT),
         "icon": edition.static_url("console/icon.svg"),
     }
-    return render_to_string("help/page.html", context | extra_context)
+    return render_to_string("cyborgweb/manual/page.html", context | extra_context)
 
 
 @cache

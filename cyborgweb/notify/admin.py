@@ -113,7 +113,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
     ordering = ("-id",)
     search_fields = ("uuid__startswith", "name__icontains", "project_id__startswith")
     search_help_text = "name, project, uuid"
-    change_form_outer_before_template = "notify/subscription_before.html"
+    change_form_outer_before_template = "cyborgweb/notify/subscription_state.html"
     exports = {
         "shown_standing": ("standing", "last_error"),
         "shown_way": ("way",),

@@ -43,7 +43,7 @@ def show_census(request: HttpRequest) -> HttpResponse:
             context |= _build_result_context(census.take_census(_build_question(form_values)))
         except RefusedError as refused:
             context["refused"] = refused.text
-    return TemplateResponse(request, "console/census.html", context)
+    return TemplateResponse(request, "cyborgweb/pages/census.html", context)
 
 
 def _build_question(form_values: dict[str, str]) -> census.CensusQuestion:

@@ -62,4 +62,4 @@ def _render_in_console(request: HttpRequest, exception: Exception, status: int) 
     if isinstance(exception, BadRequest | PermissionDenied | Http404) and exception.args:
         sentence = exception.args[0] if isinstance(exception.args[0], str) else sentence
     page = admin.site.each_context(request) | {"title": title, "sentence": sentence}
-    return render(request, "console/refused.html", page, status=status)
+    return render(request, "cyborgweb/pages/error.html", page, status=status)

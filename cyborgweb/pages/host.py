@@ -36,7 +36,7 @@ class HostPage(HostAdmin):
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if not self.has_view_permission(request, host):
             raise PermissionDenied
-        return TemplateResponse(request, "console/host_load.html", {"load": load.build_host_load(host)})
+        return TemplateResponse(request, "cyborgweb/pages/host_load.html", {"load": load.build_host_load(host)})
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
         """Return the hosts with their agents and leases, which the list shows."""

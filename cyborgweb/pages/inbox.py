@@ -50,7 +50,7 @@ def show_inbox(request: HttpRequest) -> HttpResponse:
         "page": page,
         "unread": _count_unread(rows),
     }
-    return TemplateResponse(request, "console/inbox.html", context)
+    return TemplateResponse(request, "cyborgweb/pages/inbox.html", context)
 
 
 def count_unread_as_json(request: HttpRequest) -> HttpResponse:

@@ -1,7 +1,7 @@
 """What users save for the console's lists: named views, private or shared, and the columns they want to see.
 
-`accelerators.ui.changelist` reads them through the registry LIST_MEMORY; the forms in `console/chips.html` post to
-`store_list_memory`.
+`accelerators.ui.changelist` reads them through the registry LIST_MEMORY; the forms in the template
+`console/filter_chips.html` post to `store_list_memory`.
 """
 
 from __future__ import annotations

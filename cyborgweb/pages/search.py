@@ -55,7 +55,7 @@ def show_search(request: HttpRequest) -> HttpResponse:
             for title, found in groups
         ],
     }
-    return TemplateResponse(request, "console/find.html", context)
+    return TemplateResponse(request, "cyborgweb/pages/search_results.html", context)
 
 
 def _iterate_hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:

@@ -47,4 +47,4 @@ def show_usage_page(request: HttpRequest) -> HttpResponse:
         "most": MAX_GROUPS_SHOWN,
         "silent": loads.silent,
     }
-    return TemplateResponse(request, "console/usage.html", context)
+    return TemplateResponse(request, "cyborgweb/pages/usage.html", context)

@@ -62,7 +62,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
     """
 
     actions = ("look_now",)
-    list_before_template = "placement_sync/waiting.html"
+    list_before_template = "placement_sync/admin/hosts_not_written.html"
     list_display = ("shown_host", "standing", "providers", "looked", "shown_root")
     list_display_links = ("standing",)
     list_filter = (SyncStateFilter,)
@@ -174,7 +174,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
             "asked": comparison_lines,
         }
         context |= permissions.build_permission_context(request, permissions.RESCAN, "accelerators.change_host")
-        return TemplateResponse(request, "placement_sync/tree.html", context)
+        return TemplateResponse(request, "placement_sync/admin/host_providers.html", context)
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, tree: Tree) -> SafeString:

@@ -15,7 +15,7 @@ from placement_sync.jobs.discrepancies import (
 
 
 def build_host_section(host: Host) -> list[dict[str, Any]]:
-    """Return the discrepancies of a host as the template `accelerators/faults.html` needs them. One statement."""
+    """Return the discrepancies of a host for the template `accelerators/admin/discrepancies.html`. One statement."""
     return _render_discrepancies(list_discrepancies_of_host(host.pk))
 
 
