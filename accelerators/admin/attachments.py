@@ -103,9 +103,9 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "title": "Attach to a running instance",
             "opts": self.opts,
             "profiles": DeviceProfile.objects.order_by("name").values_list("name", flat=True)[:MAX_PROFILES],
-            "said": {name: request.POST.get(name, request.GET.get(name, "")) for name in ("instance", "profile")}
+            "form_values": {name: request.POST.get(name, request.GET.get(name, "")) for name in ("instance", "profile")}
             | {name: request.POST.get(name, request.GET.get(name, "")) for name in ("device", "reason")},
-            "longest": MAX_REASON,
+            "max_reason_length": MAX_REASON,
         }
         return TemplateResponse(request, "accelerators/admin/attach_form.html", context)
 
@@ -145,7 +145,7 @@ class AttachmentAdmin(ReadOnlyModelAdmin):
             "hotplug": libvirt_xml.describe_plugging(handles, row.host),
             "libvirt": libvirt_xml.render_hostdev_elements(handles),
             "open": row.state not in attachment_orders.REVERTING_OR_ENDED,
-            "longest": MAX_REASON,
+            "max_reason_length": MAX_REASON,
         }
         context |= permissions.build_permission_context(request, permissions.DETACH)
         return TemplateResponse(request, "accelerators/admin/attachment.html", context)

@@ -134,7 +134,7 @@ class BulkAdmin(ReadOnlyModelAdmin):
                 messages.error(request, refused.text)
                 context["reason"] = request.POST.get("reason", "")
         context |= self.admin_site.each_context(request) | {"title": describe_bulk(bulk), "opts": self.opts}
-        context |= permissions.build_permission_context(request) | {"longest": lifecycle.MAX_REASON}
+        context |= permissions.build_permission_context(request) | {"max_reason_length": lifecycle.MAX_REASON}
         context |= {"mine": bulk.actor == device_actions.get_caller(request).name}
         draft = bulk.state == BulkState.DRAFT
         context |= _build_confirmation_context(bulk) if draft else {}
@@ -300,7 +300,7 @@ def build_progress_context(bulk: Bulk) -> dict[str, Any]:
         "bar": render_bulk_progress(bulk) if running else "",
         "counts": [mark for mark, _ in count_outcomes(bulk)] if bulk.started_at else [],
         "took": badges.format_duration(bulk.started_at, None if running else bulk.ended_at) if bulk.started_at else "",
-        "piece": reverse("admin:accelerators_bulk_now", args=[bulk.pk]) if running else "",
+        "refresh_url": reverse("admin:accelerators_bulk_now", args=[bulk.pk]) if running else "",
     }
 
 
@@ -332,14 +332,14 @@ def _build_confirmation_context(bulk: Bulk) -> dict[str, Any]:
     return {
         "choice": device_actions.find_choice_of_bulk(bulk),
         "forecast": [(_render_outcome(prediction.outcome, MOVED_PREDICTED), prediction) for prediction in predictions],
-        "going": sum(one.number for one in predictions if one.outcome == DeviceOutcome.MOVED),
+        "moved_count": sum(one.number for one in predictions if one.outcome == DeviceOutcome.MOVED),
         "holders": [
             (render_item_device(item), item.host, *holders_by_device[item.device_id])
             for item in held_items
             if item.device_id in holders_by_device
         ],
         "held": sum(one.number for one in predictions if one.held),
-        "typed": any(one.held and one.outcome == DeviceOutcome.MOVED for one in predictions),
+        "needs_typed_total": any(one.held and one.outcome == DeviceOutcome.MOVED for one in predictions),
         "first": [
             (
                 render_item_device(item),

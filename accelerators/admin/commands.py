@@ -183,7 +183,7 @@ class CommandAdmin(ReadOnlyModelAdmin):
             "title": f"{command.op} {command.device_name or command.host.name}",
             "opts": self.opts,
             "about": render_command_device(command),
-            "asked": list(_list_arguments(command)),
+            "arguments": list(_list_arguments(command)),
             "detail": list(_iterate_details(command)),
             "events": timeline.render_events(Event.objects.filter(subject=command.uuid)[: timeline.MAX_EVENTS]),
         }
@@ -263,7 +263,7 @@ def build_progress_context(command: Command) -> dict[str, Any]:
         "bar": badges.render_progress_bar(command.percent, command.progress)
         if command.started_at and not command.ended_at
         else "",
-        "waits": "" if command.ended_at else describe_waiting(command),
+        "wait_reason": "" if command.ended_at else describe_waiting(command),
         "stages": [
             {
                 "name": name,
@@ -275,7 +275,7 @@ def build_progress_context(command: Command) -> dict[str, Any]:
             if at or not command.ended_at
         ],
         "open": command.pk,
-        "piece": "" if command.ended_at else reverse("admin:accelerators_command_now", args=[command.pk]),
+        "refresh_url": "" if command.ended_at else reverse("admin:accelerators_command_now", args=[command.pk]),
     }
 
 
@@ -301,7 +301,7 @@ def build_latest_context(commands: QuerySet[Command], owner_type: str, pk: int) 
         "commands": rows,
         "of": owner_type,
         "open": " ".join(open_ids),
-        "piece": reverse("admin:accelerators_command_lately", args=[owner_type, pk]) if open_ids else "",
+        "refresh_url": reverse("admin:accelerators_command_lately", args=[owner_type, pk]) if open_ids else "",
         "all_commands": f"{reverse('admin:accelerators_command_changelist')}?{urlencode(list_query)}",
     }
 

@@ -244,10 +244,10 @@ def _render_confirmation(
         "choice": choice,
         "device": device,
         "holders": holders,
-        "word": device.address or device.key,
-        "wrong": error,
-        "kept": [("choice", choice.name), ("seen", request.POST.get("seen", ""))],
+        "confirmation_text": device.address or device.key,
+        "error": error,
+        "hidden_fields": [("choice", choice.name), ("seen", request.POST.get("seen", ""))],
         "reason": request.POST.get("reason", ""),
-        "longest": lifecycle.MAX_REASON,
+        "max_reason_length": lifecycle.MAX_REASON,
     }
     return TemplateResponse(request, "accelerators/admin/confirm_device_action.html", context)

@@ -190,15 +190,17 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             "held": held_count,
             "total": card.handle_counts.total(),
             "draining": badges.render_drain_badge(device.drain_to, held_count),
-            "choices": device_actions.list_available_choices(device, held_count) if permission_context["may"] else [],
-            "impossible": device_actions.explain_unavailable_choices(device, held_count)
-            if permission_context["may"]
+            "choices": device_actions.list_available_choices(device, held_count)
+            if permission_context["may_change"]
+            else [],
+            "unavailable_actions": device_actions.explain_unavailable_choices(device, held_count)
+            if permission_context["may_change"]
             else [],
             "to_install": device.to_install.splitlines(),
-            "acts": orderable_commands,
+            "orderable_commands": orderable_commands,
             "images": agent_actions.select_images(orderable_commands),
-            "longest": lifecycle.MAX_REASON,
-            "signals": raw_inventory.load_last_signals(request, device),
+            "max_reason_length": lifecycle.MAX_REASON,
+            "last_check": raw_inventory.load_last_signals(request, device),
             "stored": raw_inventory.dump_inventory(device, deployables),
             "events": timeline.render_events(events),
         }

@@ -174,8 +174,10 @@ class EventAdmin(ReadOnlyModelAdmin):
             "by": timeline.describe_actor(event),
             "changed": badges.list_changes(event.changes),
             "seal": sealing.find_seal_of_event(event),
-            "along": timeline.render_events(same_request[: timeline.MAX_EVENTS]) if same_request is not None else [],
-            "lately": timeline.render_events(others.filter(subject=event.subject)[:MAX_SUBJECT_EVENTS])
+            "same_request_events": timeline.render_events(same_request[: timeline.MAX_EVENTS])
+            if same_request is not None
+            else [],
+            "same_subject_events": timeline.render_events(others.filter(subject=event.subject)[:MAX_SUBJECT_EVENTS])
             if event.subject
             else [],
         }

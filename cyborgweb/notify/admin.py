@@ -269,7 +269,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
             recent_deliveries = row.deliveries.order_by("-id")[:MAX_RECENT_DELIVERIES]
             context["row"], context["standing"] = row, self.shown_standing(row)
             context["failing"] = badges.render_relative_time(row.failing_since) if row.failing_since else ""
-            context["lately"] = [
+            context["recent_messages"] = [
                 (render_progress(one), one.kind, badges.render_relative_time(one.at), one.last_error)
                 for one in recent_deliveries
             ]

@@ -34,8 +34,8 @@ def show_census(request: HttpRequest) -> HttpResponse:
     form_values = {name: request.POST.get(name, "").strip() for name in ("profile", "count", "hosts")}
     context = admin.site.each_context(request) | {
         "title": "Load census",
-        "said": {**form_values, "count": form_values["count"] or "1"},
-        "most": census.MAX_REQUEST_COUNT,
+        "form_values": {**form_values, "count": form_values["count"] or "1"},
+        "max_requests": census.MAX_REQUEST_COUNT,
         "profiles": DeviceProfile.objects.order_by("name").values_list("name", flat=True)[:MAX_PROFILE_NAMES],
     }
     if request.method == "POST":
@@ -87,10 +87,10 @@ def _build_result_context(result: census.Census) -> dict[str, Any]:
     ]
     missing = [(badges.render_page_link("host", host.pk, host.name), why) for host, why in result.missing[:MAX_ROWS]]
     return {
-        "taken": result,
-        "asked": len(result.rows),
+        "census": result,
+        "number_asked": len(result.rows),
         "rows": rows,
         "missing": missing,
-        "hidden": max(0, len(result.rows) - MAX_ROWS),
-        "silent_hidden": max(0, len(result.missing) - MAX_ROWS),
+        "rows_hidden": max(0, len(result.rows) - MAX_ROWS),
+        "missing_hidden": max(0, len(result.missing) - MAX_ROWS),
     }

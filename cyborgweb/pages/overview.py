@@ -99,11 +99,11 @@ def build_overview_context(request: HttpRequest, context: dict[str, Any]) -> dic
             "devices": devices,
             "classes": classes,
             "projects": projects,
-            "silent": loads.silent,
+            "missing_nodes": loads.silent,
             "needs": [(badges.render_badge(need.label, need.tone), need) for need in alerts.list_alerts(system_state)],
-            "troubles": troubles,
+            "failures": troubles,
             "waiting": current_backlog,
-            "told": [
+            "notices": [
                 _describe_delay(
                     "Placement",
                     "provider",

@@ -38,13 +38,13 @@ def show_usage_page(request: HttpRequest) -> HttpResponse:
     context = admin.site.each_context(request) | {
         "title": "Usage",
         "by": by,
-        "words": [(name, name.replace("_", " ")) for name in GROUP_COLUMNS],
-        "heads": [name.replace("_", " ").capitalize() for name in by],
+        "grouping_choices": [(name, name.replace("_", " ")) for name in GROUP_COLUMNS],
+        "headings": [name.replace("_", " ").capitalize() for name in by],
         "types": [kind.value for kind in DeviceType],
-        "said": form_values,
+        "form_values": form_values,
         "groups": capacity_groups[:MAX_GROUPS_SHOWN],
         "more": len(capacity_groups) > MAX_GROUPS_SHOWN,
-        "most": MAX_GROUPS_SHOWN,
-        "silent": loads.silent,
+        "max_groups": MAX_GROUPS_SHOWN,
+        "missing_nodes": loads.silent,
     }
     return TemplateResponse(request, "cyborgweb/pages/usage.html", context)

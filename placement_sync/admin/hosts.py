@@ -171,7 +171,7 @@ class TreeAdmin(ReadOnlyModelAdmin):
             "faults": [
                 (badges.render_choice(one.kind), one) for one in discrepancies.list_discrepancies_of_host(host.pk)
             ],
-            "asked": comparison_lines,
+            "comparison_lines": comparison_lines,
         }
         context |= permissions.build_permission_context(request, permissions.RESCAN, "accelerators.change_host")
         return TemplateResponse(request, "placement_sync/admin/host_providers.html", context)

@@ -42,7 +42,7 @@ def _render_discrepancies(discrepancies: Iterable[DiscrepancySummary]) -> list[d
         {
             "kind": badges.render_choice(one.kind),
             "since": badges.render_relative_time(one.since),
-            "said": one.explanation,
+            "explanation": one.explanation,
         }
         for one in discrepancies
     ]
