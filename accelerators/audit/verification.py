@@ -78,7 +78,7 @@ def verify_seals(
     result.number, result.hash = newest_seal.number, newest_seal.hash
     seals = Seal.objects.filter(number__gte=first, number__lte=newest_seal.number if last is None else last)
     events_total = seals.aggregate(events=Sum("events", default=0))["events"]
-    previous = Seal.objects.filter(number=first - 1).first() or Seal(
+    previous = Seal.objects.filter(number__lt=first).order_by("-number").first() or Seal(
         number=0, tx=-1, event=0, hash=hash_chain.FIRST_PREVIOUS_HASH
     )
     dropped = set(Seal.objects.exclude(drops="").values_list("drops", flat=True))

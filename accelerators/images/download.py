@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
@@ -31,6 +32,8 @@ SLICE_S = 25.0
 """Seconds after which a run of the job ends; it wakes itself again if there is more to do."""
 MAX_PARALLEL_FETCHES = 4
 """Number of images that are fetched at the same time."""
+MAX_IMAGES_NAMED = 3
+"""Number of images with the same function that a refusal names."""
 IS_WAITING_FOR_IMAGE = Q(state=CommandState.PREPARING.value, answered_at__isnull=True)
 DIGEST_ALGORITHMS = ("sha256", "sha512")
 
@@ -157,7 +160,8 @@ def _find_stored_image(kind: str, value: str) -> Image | None:
     if kind != "function_id":
         raise ImageUnusableError("the command does not say which image it wants")
     uploaded = Image.objects.filter(source=ImageSource.UPLOAD, properties__contains={FUNCTION_KEY: value})
-    return _require_at_most_one([image for image in uploaded[:3] if store.has_complete_file(image)], value)
+    complete = (image for image in uploaded.iterator() if store.has_complete_file(image))
+    return _require_at_most_one(list(islice(complete, MAX_IMAGES_NAMED)), value)
 
 
 def _require_at_most_one(images: Sequence[_AnyImage], function: str) -> _AnyImage | None:

@@ -77,6 +77,10 @@ def _listen_forever() -> None:
                 "The connection that listens for notifications is lost (%s); connecting again.",
                 str(error).strip() or type(error).__name__,
             )
+        except Exception:
+            log.exception(
+                "A subscriber failed on a notification. Connecting again; all subscribers read their data anew."
+            )
         time.sleep(RETRY_S)
 
 
@@ -97,8 +101,11 @@ def _deliver_until_disconnected() -> None:
         for topic in list(_subscribers):
             _call_subscribers(topic, None)
         for notice in listener.notifies():
-            sender, topic, detail = notice.payload.split(" ", 2)
-            if sender != str(os.getpid()):
+            sender, _, message = notice.payload.partition(" ")
+            topic, separator, detail = message.partition(" ")
+            if not separator:
+                log.warning("A notification on the channel %s is not ours and was ignored.", CHANNEL)
+            elif sender != str(os.getpid()):
                 _call_subscribers(topic, detail)
 
 

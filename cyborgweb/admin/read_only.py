@@ -40,13 +40,15 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
     ) -> HttpResponse:
         """GET: show whether everything is read only, since when, by whom and why. POST: switch it on or off.
 
-        After a POST, redirects to the page; a refusal (an unusable reason) becomes a message there. A POST without the
-        permission to change only shows the page. Raises PermissionDenied for a person without the view permission, and
-        for another id than 1.
+        After a POST, redirects to the page; a refusal (an unusable reason) becomes a message there. Raises
+        PermissionDenied for a person without the view permission, for a POST without the permission to change, and for
+        another id than 1.
         """
         if object_id != "1" or not self.has_view_permission(request):
             raise PermissionDenied
-        if request.method == "POST" and self.has_change_permission(request):
+        if request.method == "POST":
+            if not self.has_change_permission(request):
+                raise PermissionDenied
             reason_and_source = request.POST.get("reason", ""), EventSource.PERSON
             try:
                 read_only.switch_read_only("on" in request.POST, device_actions.get_caller(request), *reason_and_source)
@@ -59,7 +61,7 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
             "opts": self.opts,
             "now": active,
             "since": badges.render_relative_time(active.since) if active else "",
-            "may": self.has_change_permission(request),
-            "longest": MAX_REASON,
+            "may_change": self.has_change_permission(request),
+            "max_reason_length": MAX_REASON,
         }
         return TemplateResponse(request, "cyborgweb/admin/read_only.html", context)

@@ -60,9 +60,14 @@ def load_root(host: Host) -> str:
 def store_outcome(host: Host, outcome: SyncOutcome) -> None:
     """Store the outcome of a synchronization, and delete the rows of providers that it no longer contains.
 
-    One transaction. The time of the last synchronization is set even if the outcome has problems. Stored claims stay.
+    One transaction. The time at which Placement last matched completely stays if the outcome has problems. Stored
+    claims stay.
     """
-    tree = Tree(host=host, root=outcome.root or None, looked_at=Now(), synced_at=Now(), problems=outcome.problems)
+    tree = Tree(host=host, root=outcome.root or None, looked_at=Now(), problems=outcome.problems)
+    updated_fields = ["root", "looked_at", "problems"]
+    if not outcome.problems:
+        tree.synced_at = Now()
+        updated_fields.append("synced_at")
     written = [_encode_written(host, uuid, entry) for uuid, entry in sorted(outcome.written.items())]
     with transaction.atomic():
         WrittenProvider.objects.filter(host=host).exclude(uuid__in=outcome.written).delete()
@@ -76,7 +81,7 @@ def store_outcome(host: Host, outcome: SyncOutcome) -> None:
             [tree],
             update_conflicts=True,
             unique_fields=["host"],
-            update_fields=["root", "looked_at", "synced_at", "problems"],
+            update_fields=updated_fields,
         )
 
 

@@ -107,15 +107,15 @@ def _migrate_database() -> None:
 def _create_first_login(path: Path) -> str:
     """Create the user `admin` if there is no user yet, and return `admin / password`, which is also written to `path`.
 
-    If the file exists, return its content; if only users exist, return a text that says so.
+    If users exist, return the content of the file or, without one, a text that says so. If a process ended after it had
+    written the file and before it had created the user, the user gets the password of the file.
     """
-    if path.exists():
-        return path.read_text().strip()
+    stored = path.read_text().strip() if path.exists() else ""
     users = get_user_model()
     if users.objects.exists():
-        return "a login that already exists"
-    password = secrets.token_urlsafe(12)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        return stored or "a login that already exists"
+    password = stored.partition(" / ")[2] or secrets.token_urlsafe(12)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(f"admin / {password}\n")
     users.objects.create_superuser("admin", password=password)
     changes = {"is_superuser": [None, True]}
