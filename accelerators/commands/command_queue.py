@@ -127,10 +127,11 @@ class CommandAnswer(NamedTuple):
 
 
 def get_time_limits(op: str, is_programming: bool = False) -> tuple[int, int]:
-    """Return two times in seconds: until a command must have begun, and how much longer it may run.
+    """Return two times in seconds: a command must begin within the first and end within the sum of both.
 
-    The first is long for commands that may wait for a host that is away. A command for a bind gets one time limit for
-    both, which ends shortly before the bind's deadline (`BIND_MARGIN_S`).
+    Both count from the moment when the command is placed. The first is long for commands that may wait for a host that
+    is away. For `attach` and `program` the second is 0, and the first is shorter than a bind's time limit by
+    `BIND_MARGIN_S` (at most a tenth of it). `is_programming` selects the longer limit of binds that program a device.
     """
     keys = settings.KEYS
     if op in ("install", "uninstall", "detach"):
@@ -146,7 +147,8 @@ def place_commands(orders: Sequence[CommandOrder], source: EventSource = EventSo
 
     The commands have the order of `orders`. Costs one statement. Call it inside `conductor.writing()`. For exclusive
     commands the caller must have locked the device rows and checked that they are not busy. After the commit, agents
-    are notified and the job that fetches images is woken if needed.
+    are notified and the job that fetches images is woken if needed. Raises AssertionError if the target of an order
+    does not exist.
     """
     if not orders:
         return []
@@ -398,8 +400,11 @@ def _notify_of_placed_commands(hosts: set[int], commands: Sequence[Command]) -> 
 
 
 def _check_arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) -> dict[str, Any]:
-    """Check what the caller gave for the device command `op`; return the command arguments. Raise RefusedError
-    INVALID."""
+    """Check what the caller gave for the device command `op`, and return the arguments of its CommandOrder.
+
+    An image becomes the argument `wanted`. Raises RefusedError INVALID for an unknown `op`, for an argument that `op`
+    lacks or does not take, and for a layout that breaks a limit.
+    """
     if op not in ALLOWED_STATES:
         raise RefusedError(
             RefusalReason.INVALID, f"{op} is no command for a device; these are: {', '.join(ALLOWED_STATES)}."
@@ -426,8 +431,11 @@ def _check_arguments(op: str, layout: Mapping[str, str] | None, image: UUID | No
 
 
 def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
-    """Return the id of the deployable to program; without `deployable_uuid`, of the only one. Raise RefusedError
-    INVALID."""
+    """Return the id of the deployable to program; without `deployable_uuid`, that of the device's only one.
+
+    Missing deployables do not count. Raises RefusedError INVALID if the device has no such deployable, or if none is
+    named and there is not exactly one.
+    """
     ids_by_uuid = dict(Deployable.objects.filter(device=device, missing_since__isnull=True).values_list("uuid", "id"))
     if deployable_uuid is None and len(ids_by_uuid) == 1:
         return next(iter(ids_by_uuid.values()))
@@ -437,7 +445,11 @@ def _choose_deployable(device: Device, deployable_uuid: UUID | None) -> int:
 
 
 def _refuse_if_impossible(op: str, device: Device) -> None:
-    """Raise RefusedError unless the command `op` is possible for the device now. The device must be locked."""
+    """Raise RefusedError unless the command `op` is possible for the device now. The device must be locked.
+
+    CONFLICT if its state, its driver, another command or its agent does not allow `op`. A destructive `op` also raises
+    IN_USE if somebody holds the device, and UNAVAILABLE if a holder check cannot answer.
+    """
     if DeviceState(device.state) not in ALLOWED_STATES[op]:
         possible = ", ".join(sorted(ALLOWED_STATES[op]))
         raise RefusedError(
@@ -485,7 +497,8 @@ def refuse_if_busy(device: Device, op: str) -> None:
 
 
 def refuse_if_unreachable(host: Host) -> None:
-    """Raise RefusedError CONFLICT if the host's agent is known to take no commands."""
+    """Raise RefusedError CONFLICT, with the reason, if a check in REACH_CHECKS says that the host's agent takes no
+    commands."""
     for check in REACH_CHECKS.values():
         if text := check(host):
             raise RefusedError(RefusalReason.CONFLICT, f"{text[0].upper()}{text[1:]}.")

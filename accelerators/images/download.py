@@ -223,8 +223,8 @@ def _fetch_missing_images(missing: Mapping[WantedImage, list[int]], deadline: fl
 def _find_service_image(service: ImageService, kind: str, value: str) -> ServiceImage:
     """Ask the service for the description of the wanted image.
 
-    Raises ImageServiceUnavailableError if it cannot be had now. Raises ImageUnusableError if there is no such image, if
-    several images have the function, or if the image is empty or too large.
+    Raises ImageServiceUnavailableError if the service cannot answer now. Raises ImageUnusableError if there is no such
+    image, if several images have the function, or if the image is empty or too large.
     """
     offer: ServiceImage | None
     if kind == "bitstream_id":

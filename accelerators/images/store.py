@@ -144,9 +144,10 @@ def delete_image(uuid: UUID, caller: Caller, source: EventSource) -> None:
 
 
 def add_glance_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[str, str]) -> Image:
-    """Write the row of an image that was copied from Glance, and delete older copies that exceed the limits.
+    """Write the row of an image that was copied from Glance, and delete copies that exceed the limits.
 
-    Returns the row. The file must be in place already (`finalize_file`). Also deletes abandoned files (ABANDONED_S).
+    Returns the row; a row with this uuid is overwritten. The file must be in place already (`finalize_file`). Records
+    an event for the copy and for each deleted one. Also deletes abandoned files (ABANDONED_S).
     """
     values = {"name": name, "size": size, "sha256": sha256, "properties": dict(properties), "by": "glance"}
     with conductor.writing():

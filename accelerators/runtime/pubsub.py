@@ -47,8 +47,9 @@ def publish(topic: str, detail: str = "") -> None:
 def subscribe(topic: str, subscriber: Subscriber) -> None:
     """Call `subscriber(detail)` at every notification of `topic`, and `subscriber(None)` if some may have been lost.
 
-    It runs in the listener's thread, or for notifications of this process in the thread that calls `publish`. Call
-    `start_listener` as well, to start the listener.
+    The subscriber runs in the listener's thread, or for notifications of this process in the thread that calls
+    `publish`. It must not raise: an exception would end the listener's thread. Call `start_listener` as well, to start
+    the listener.
     """
     with _lock:
         _subscribers.setdefault(topic, []).append(subscriber)
@@ -103,6 +104,8 @@ def _deliver_until_disconnected() -> None:
 
 
 def _call_subscribers(topic: str, detail: str | None) -> None:
-    """Call the subscribers of `topic` in this process, in the current thread."""
+    """Call the subscribers of `topic` in this process, in the current thread; raise the exception of the first that
+    fails.
+    """
     for subscriber in _subscribers.get(topic, []):
         subscriber(detail)
