@@ -75,7 +75,7 @@ class UserAdmin(AuditedAdminMixin, UserAdminBase, ConsoleModelAdmin):
 
 @admin.register(Group)
 class GroupAdmin(AuditedAdminMixin, StockGroupAdmin, ConsoleModelAdmin):
-    """Groups of users that share permissions. A group named after a role or project gets its permissions when saved."""
+    """Groups of users that share permissions. Saving a group named after a role or project sets its permissions."""
 
     kind = "group"
     list_display = ("name",)
@@ -91,7 +91,9 @@ class GroupAdmin(AuditedAdminMixin, StockGroupAdmin, ConsoleModelAdmin):
 
 @admin.register(ApiToken)
 class ApiTokenAdmin(AuditedAdminMixin, ConsoleModelAdmin):
-    """Tokens for `X-Auth-Token`. `manage.py api_token` makes a token and shows it once; deleting it here revokes it."""
+    """Tokens for `X-Auth-Token`. `manage.py api_token` makes a token and shows it once; to delete it here
+    revokes it.
+    """
 
     kind = "token"
     list_display = ("name", "user", "shown_roles", "project_id", "created")

@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 STATEMENT_TIMEOUT_MS = 3000
 """Timeout of one statement, in milliseconds."""
 MAX_SERIES = 50_000
-"""Time series of devices that are exported at most."""
+"""The largest number of time series of devices that are exported."""
 MAX_SAMPLE_AGE_S = 180.0
 """Seconds after which a host's sample is no longer exported: a host sends one a minute."""
 MAX_SERIES_PER_HOST = 1_000
-"""Time series of one host at most, so that it does not take the place of others."""
+"""The largest number of time series of one host, so that it does not take the place of others."""
 METRIC_NAME = re.compile(
     r"utilization_percent|memory_(?:used|total)_bytes|temperature_celsius(?:_[1-9]\d?)?|power_watts|energy_joules_total"
     r"|busy_seconds_total|errors_(?:correctable|nonfatal|fatal)_total",
@@ -99,7 +99,7 @@ def collect_gauges() -> Iterator[Metric]:
 
 
 def _add_fleet(gauges: GaugeList) -> None:
-    """Add the gauges of hosts, agents and devices."""
+    """Add the gauges of hosts, agents and devices. Two statements."""
     enrolled = Q(agent__isnull=False)
     barred = [word for word in AgentState if word not in liveness.LIVENESS_STATES]
     counts = {word: Count("pk", filter=enrolled & Q(agent__barred=word)) for word in barred}
@@ -126,7 +126,10 @@ def _add_fleet(gauges: GaugeList) -> None:
 
 
 def _add_work(gauges: GaugeList) -> None:
-    """Add the gauges of unfinished work: queues, intents, binds, commands, attachments, rollouts and discrepancies."""
+    """Add the gauges of unfinished work: queues, intents, binds, commands, attachments, rollouts and discrepancies.
+
+    Two statements. Intents are added only for kinds that have a handler in this process.
+    """
     now, work = datetime.now(UTC), backlog.read_backlog()
 
     def age(moment: datetime | None) -> float:
@@ -206,8 +209,10 @@ def _add_counts_by_state(gauges: GaugeList) -> None:
 
 
 def _add_loads(loads: telemetry.LoadSnapshot, gauges: GaugeList) -> None:
-    """Add the loads of devices from their hosts' last samples, which are not stored. Values that are too many, unknown
-    by name or of an unknown device are counted and left out.
+    """Add the loads of devices from their hosts' last samples, and the number of silent gateways. One statement.
+
+    Samples older than MAX_SAMPLE_AGE_S are ignored. A value is left out, and only counted, if a limit on the number of
+    series is reached, if METRIC_NAME does not allow its name, or if its device is unknown.
     """
     since = time.time() - MAX_SAMPLE_AGE_S
     fresh_loads = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}

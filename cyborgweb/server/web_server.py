@@ -30,7 +30,10 @@ RESERVED_FILES = 500
 
 
 def main() -> None:
-    """Serve on the inherited, listening socket `--fd` until SIGTERM, and on `--agent-fd` with TLS if it is given."""
+    """Serve on the inherited, listening socket `--fd` until SIGTERM, and on `--agent-fd` with TLS if it is given.
+
+    The code is loaded first; then, with `--after`, this waits until the other end of that pipe is closed.
+    """
     parser = argparse.ArgumentParser(prog="cyborgweb.server.web_server", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of a listening socket")
     parser.add_argument(
@@ -95,7 +98,9 @@ def _find_address_towards(database: str) -> str:
 
 
 def make_websocket_settings(max_message_bytes: int) -> dict[str, Any]:
-    """Return uvicorn's settings for WebSockets. The tests' server uses them, too."""
+    """Return uvicorn's settings for WebSockets: our protocol class, messages of at most `max_message_bytes`, no
+    compression, and a ping every 30 s. The tests' server uses them, too.
+    """
     from cyborgweb.server.websocket_protocol import WebSocketProtocol
 
     return {
@@ -124,7 +129,7 @@ def make_config(application: Any) -> uvicorn.Config:
 
 
 class TwoListenerServer(uvicorn.Server):
-    """A uvicorn server with an optional second listener, which is started and stopped with the first.
+    """A uvicorn server with an optional second listener, which speaks TLS and is started and stopped with the first.
 
     Both share one set of connections, so a shutdown waits for the connections of both. `on_shutdown` is called at the
     beginning of the shutdown, before uvicorn waits for open connections.
