@@ -72,8 +72,9 @@ def _read_consumers(cloud: Any, endpoint: str, providers: Sequence[str]) -> Hold
 def check_nova(device: Device) -> HolderCheckResult:
     """Return the instances that gave back their request of this device and are still on its host, or why it is unknown.
 
-    Their guests may still use the device. An instance that was deleted, is shelved, or is on another host does not hold
-    it any more.
+    Their guests may still use the device. An instance that was deleted, is shelved and offloaded, or is on another host
+    does not hold it any more; one whose host Nova does not show counts as on this host. Nobody holds the device if Nova
+    is switched off or no cloud is configured.
     """
     host = device.host
     former_holders = [uuid for uuid in _load_former_holders(device) if uuid not in _unknown_instances]
@@ -82,8 +83,9 @@ def check_nova(device: Device) -> HolderCheckResult:
 
 
 def _load_former_holders(device: Device) -> list[str]:
-    """Return the instances that gave back a handle of the device. Events are the record: each unbind and each deletion
-    writes which handle was held. One statement.
+    """Return the instances that gave back a handle of the device within RELEASED_WITHIN_DAYS, the latest first, at most
+    MAX_INSTANCES. They are read from events: each unbind and each deletion records which handle was held. One
+    statement.
 
     Attachments that ended without a fault, or were never attached, are left out: Nova did not plug the device into the
     running instance, and whoever detached it has removed it from the guest. If somebody else deleted the requests, the

@@ -197,7 +197,11 @@ def _bind_programmed_requests(host: str) -> None:
 
 
 def _enqueue_hosts_to_sweep() -> None:
-    """Raise an intent for up to INTENT_BATCH hosts that were not looked at for SWEEP_S."""
+    """Raise an intent for up to INTENT_BATCH hosts that were not looked at for SWEEP_S, or never although they have
+    providers.
+
+    Hosts that have an intent already are left out.
+    """
     looked_at_before = Q(placement__looked_at__lt=Now() - timedelta(seconds=SWEEP_S))
     providers = Deployable.objects.filter(device__host=OuterRef("pk"), rp_uuid__isnull=False)
     intents = Intent.objects.filter(kind=KIND, key=Cast(OuterRef("uuid"), CharField()))
@@ -207,6 +211,6 @@ def _enqueue_hosts_to_sweep() -> None:
 
 
 def _back_off_due_intents(error: str) -> None:
-    """Record the failure for all due intents, so that they back off together while Placement is away."""
+    """Record the failure for all due `provider` intents, so that they back off together while Placement is away."""
     while due := outbox.load_due_intents(KIND, 1000):
         outbox.record_failures(due, error)

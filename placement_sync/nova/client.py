@@ -149,7 +149,10 @@ def send_get(session: Any, endpoint: str, path: str, params: Mapping[str, str], 
 
 
 def get_server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLINE_S) -> NovaServer | None:
-    """Return one instance, or None if Nova answers 404. Raises NovaUnavailableError."""
+    """Return one instance, or None if Nova answers 404.
+
+    Raises NovaUnavailableError if there is no answer, or any other answer than a description of the instance.
+    """
     answer = send_get(session, endpoint, f"/servers/{uuid}", {}, timeout_s)
     if answer.status_code == 404:
         return None
@@ -243,7 +246,10 @@ class InstanceStateCache:
         return states
 
     def _add_answer(self, future: Future[dict[str, InstanceState]], known: dict[str, InstanceState]) -> bool:
-        """Add a finished listing to `known`; return False if it failed or is not finished."""
+        """Add a finished listing to `known`; return False if it failed or is not finished.
+
+        A listing that has not begun is cancelled; one that is running goes on and still fills the cache.
+        """
         if not future.done():
             future.cancel()
             return False
@@ -253,9 +259,10 @@ class InstanceStateCache:
         return True
 
     def _update_back_off(self, failed: list[Future[dict[str, InstanceState]]]) -> None:
-        """Start the back-off if a listing failed; log one warning when Nova goes away, and no other until it was back.
+        """Start the back-off if `failed` is not empty; otherwise note that Nova answers.
 
-        A missing cloud configuration is not logged.
+        `failed` are the listings that failed or did not end in time. The first failure after a success is logged as a
+        warning, unless it is a missing cloud configuration.
         """
         if failed:
             self._back_off_until = self._monotonic() + CACHE_S

@@ -44,7 +44,7 @@ class NoticeResult:
 
 
 def build_body(notices: Sequence[Notice]) -> dict[str, Any]:
-    """Return the request body for these notices."""
+    """Return the body of one call of Nova's server external events: one event per notice, in their order."""
     return {
         "events": [
             {
@@ -83,7 +83,8 @@ def interpret_answer(notices: Sequence[Notice], status: int, answer: object) -> 
 def send_notices(session: Any, endpoint: str, notices: Sequence[Notice]) -> list[NoticeResult]:
     """Send the notices in one call through a keystoneauth1 session and return the result of each.
 
-    Blocks for up to TIMEOUT_S.
+    Blocks for up to TIMEOUT_S. Errors of the call are not raised: all results then have `nova_unavailable` set.
+    `endpoint` overrides the address of Nova in Keystone's catalogue, unless it is ''.
     """
     from keystoneauth1.exceptions import ClientException
 
@@ -110,7 +111,10 @@ def send_notices(session: Any, endpoint: str, notices: Sequence[Notice]) -> list
 
 
 def _parse_event_codes(answer: object) -> Mapping[str, int] | None:
-    """Return the code of each request's event, or None if the answer is no list of events."""
+    """Return the code of each request's event, or None if the answer is no list of events.
+
+    Events whose code is not a number are left out.
+    """
     events = answer.get("events") if isinstance(answer, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         return None
