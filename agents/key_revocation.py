@@ -45,8 +45,8 @@ class AgentChange:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionIdentity:
-    """Identifies a connection when two connections use the same key: the client's address, its boot id and its
-    epoch."""
+    """Identifies a connection when two connections use the same key: the client's address, its boot id ('' if it has
+    not sent Hello) and its epoch."""
 
     address: str
     boot_id: str
@@ -179,14 +179,15 @@ def bar_cloned_key(host_id: int, key: str, first: ConnectionIdentity, second: Co
 
 
 def describe_both(first: ConnectionIdentity, second: ConnectionIdentity) -> str:
-    """Return a text with the addresses of two connections that use the same key at the same time: the reason why the
-    agent is barred.
-    """
+    """Return the reason why an agent is barred as a clone: a text with the addresses of the two connections."""
     return f"{first.address} and {second.address} at the same time"
 
 
 def explain_bar(barred: str, reason: str, host: str) -> str:
-    """Return the sentence for a barred agent: why it is barred, and how an operator lifts the bar."""
+    """Return the sentence for a barred agent: why it is barred, and how an operator lets the host join again.
+
+    `barred` is a `BarKind`, `reason` the stored reason of the bar.
+    """
     make_token = f"make a token with `manage.py join_token {host}`"
     if barred == BarKind.CLONE:
         remedy = f"find out which one is right, then {make_token}, or run `manage.py agents --admit {host}`"

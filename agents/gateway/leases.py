@@ -65,13 +65,16 @@ class LeaseBuffer:
         self._hello_data: dict[int, dict[str, object]] = {}
 
     def note_heartbeat(self, host_id: int, epoch: int) -> None:
-        """Note that a message of this host's agent has arrived now, so that the next flush renews the lease."""
+        """Note that a message of this host's agent has arrived now, so that the next flush renews the lease.
+
+        `epoch` is the agent's epoch; the lease keeps the highest one.
+        """
         self._renewals[host_id] = (time.time(), epoch)
 
     def note_hello(self, session: AgentSession, said: wire.Hello) -> None:
         """Note what an agent says about itself in Hello: version, commands, Placement writes, boot id, address.
 
-        The next flush stores it. It replaces what an earlier Hello of the host said, if that is not flushed yet.
+        The next flush stores it in the agent's row. It replaces an earlier Hello of the host that is not flushed yet.
         """
         identity = session.identity
         self._hello_data[identity.host_id] = {

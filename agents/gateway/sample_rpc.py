@@ -55,7 +55,7 @@ class HostSamples(Struct, frozen=True):
     said: msgspec.Raw
 
     def decode_loads(self) -> tuple[wire.DeviceLoad, ...]:
-        """Decode and return the load of the host's devices; raise DecodeError."""
+        """Decode and return the load of the host's devices; raise msgspec.DecodeError if they are no valid samples."""
         return _samples_decoder.decode(self.said).loads
 
 

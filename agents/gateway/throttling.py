@@ -93,7 +93,10 @@ class HandshakeThrottle:
 
     @contextmanager
     def count_handshake(self) -> Iterator[None]:
-        """Count a handshake while it waits for the database. If the block ends without an error, it was admitted."""
+        """Count a handshake in `in_progress` while the block runs, because it waits for the database.
+
+        If the block ends without an error, the handshake counts as admitted; `rate` follows the admitted ones.
+        """
         self.in_progress += 1
         try:
             yield
@@ -161,12 +164,19 @@ class ReportJitter:
         self._expected_reports = max(0.0, self._expected_reports - 1)
 
     def update_stored_rate(self, reports: int, seconds: float) -> None:
-        """Update the rate at which reports reach the disk. Batches of fewer than 10 are ignored."""
+        """Update the rate at which reports reach the disk: `reports` were stored within `seconds`.
+
+        Batches of fewer than 10 reports are ignored.
+        """
         if reports >= 10:  # with fewer, the time is mostly that of the commit itself
             self._stored_rate = max(1.0, (self._stored_rate + reports / max(seconds, 1e-6)) / 2)
 
     def update_merge_time(self, oldest_id: int | None, newest_id: int | None) -> None:
-        """Update how long the merge needs, from the ids of the oldest and newest spooled reports (None: no reports)."""
+        """Update the seconds that the merge needs for all spooled reports.
+
+        `oldest_id` and `newest_id` are the ids of the oldest and the newest of them, None if there are none. The rate
+        of the merge is measured by how fast the oldest id grows between two calls.
+        """
         now, previous = self._clock(), self._oldest_seen
         if oldest_id is None or newest_id is None:
             self._oldest_seen, self._merge_s = None, 0.0
