@@ -18,14 +18,17 @@ PASSWORD_FIELD = "password"
 
 
 class AuditedAdminMixin:
-    """A mixin for a ModelAdmin: records an event `<kind>.created`, `.changed` or `.deleted` for each change."""
+    """A mixin for a ModelAdmin: records an event `<kind>.created`, `.changed` or `.deleted` for each change.
+
+    The ModelAdmin must set `kind`, the word for its objects in events, such as `user`.
+    """
 
     kind: ClassVar[str]
 
     def construct_change_message(self, request: HttpRequest, form: Any, formsets: Any, add: bool = False) -> Any:
         """Record an event with the old and new values of the changed fields, then return Django's message.
 
-        Of a password, the event only says that there is another one.
+        The old values of a new object are None. About a password, the event only says that there is another one.
         """
         changes = {
             name: [
