@@ -77,11 +77,11 @@ def find_agent(host: str | UUID) -> Agent:
 
 
 def revoke_agent(agent: Agent, by: str, reason: str, source: EventSource = EventSource.PERSON) -> bool:
-    """Revoke an agent: bar its key, and have its connections ended. Return False if it is revoked already.
+    """Revoke an agent: bar its key, record an event, and notify the gateways, which end its connections.
 
-    Its row is locked and read again; raise RefusedError NOT_FOUND if it is gone. The host's open join tokens expire.
-    The host can come back only with a new join token and a new key. Reports that were acknowledged before are still
-    merged.
+    Return False, and change nothing, if it is revoked already. Its row is locked and read again; raise RefusedError
+    NOT_FOUND if it is gone. The host's open join tokens expire. The host can come back only with a new join token and a
+    new key. Reports that were acknowledged before are still merged.
     """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
@@ -96,7 +96,8 @@ def revoke_agent(agent: Agent, by: str, reason: str, source: EventSource = Event
 def lift_clone_bar(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> bool:
     """Lift the bar of an agent that was barred as a clone; return False if it is not barred.
 
-    Its row is locked and read again. Raise RefusedError: CONFLICT if it was revoked, NOT_FOUND if it is gone.
+    Its row is locked and read again. An event is recorded, and the gateways are notified. Raise RefusedError: CONFLICT
+    if it was revoked, NOT_FOUND if it is gone.
     """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
@@ -116,7 +117,8 @@ def lift_clone_bar(agent: Agent, by: str, source: EventSource = EventSource.PERS
 def request_key_rotation(agent: Agent, by: str, source: EventSource = EventSource.PERSON) -> None:
     """Ask an agent for a new key, now or when it connects next; the request is stored until the agent has sent a key.
 
-    Its row is locked and read again. Raise RefusedError: CONFLICT while it is barred, NOT_FOUND if it is gone.
+    Its row is locked and read again. An event is recorded, and the gateways are notified. Raise RefusedError: CONFLICT
+    while it is barred, NOT_FOUND if it is gone.
     """
     with conductor.writing():
         row = _lock_agent(agent.host_id)
@@ -134,8 +136,8 @@ def replace_key(host_id: int, old_key: str, new_key: str) -> None:
     """Replace a host's key `old_key` by `new_key`, in one transaction; do nothing if that is done already.
 
     The caller must have checked the agent's proof that it has both keys. The agent's row is locked. Tokens bound to the
-    old key expire. Raise RefusedError: CONFLICT if `old_key` is not the host's key any more, if the agent is barred, or
-    if another host uses `new_key`; NOT_FOUND if the host has no agent.
+    old key expire, and an event is recorded. Raise RefusedError: CONFLICT if `old_key` is not the host's key any more,
+    if the agent is barred, or if another host uses `new_key`; NOT_FOUND if the host has no agent.
     """
     with conductor.writing():
         row = _lock_agent(host_id)
@@ -159,8 +161,8 @@ def replace_key(host_id: int, old_key: str, new_key: str) -> None:
 def bar_cloned_key(host_id: int, key: str, first: ConnectionIdentity, second: ConnectionIdentity) -> None:
     """Bar a key that two live connections use, until a person decides. Do nothing if it is barred or replaced.
 
-    The agent's row is locked. All join tokens of the host expire. Raise RefusedError NOT_FOUND if the host has no
-    agent.
+    The agent's row is locked. All join tokens of the host expire, an event is recorded, and the gateways are notified.
+    Raise RefusedError NOT_FOUND if the host has no agent.
     """
     with conductor.writing():
         row = _lock_agent(host_id)

@@ -17,13 +17,12 @@ LIVENESS_STATES = (AgentState.UP, AgentState.LATE, AgentState.DOWN)
 
 
 def compute_thresholds(now: datetime | None = None) -> tuple[datetime, datetime]:
-    """Return two times, the later one first.
+    """Return two times: an agent is `up` if it was last heard at or after the first, `late` if it was last heard at or
+    after the second, otherwise `down`.
 
-    An agent is `up` if it was last heard at or after the first time, `late` if it was last heard between the two times
-    or at the second, otherwise `down`.
-
-    A silence of one heartbeat plus the interval of lease flushes is normal. An agent is down after the same silence
-    after which the job `leases` marks its host as stale.
+    The first is one heartbeat plus the interval of lease flushes before `now` (default: the present time), because such
+    a silence is normal; it is never earlier than the second. The second is two heartbeats and 2 s before `now`: after
+    the same silence the job `leases` marks the host as stale.
     """
     beat, flush = settings.KEYS.beat_s, settings.KEYS.lease_flush_s
     down = 2 * beat + 2

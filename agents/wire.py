@@ -373,6 +373,6 @@ def count_unknown_fields(data: bytes | str, message: Message | UnknownMessage) -
 
 
 def hash_report_content(drivers: tuple[DriverReport, ...]) -> str:
-    """Return the hash of a report's content. It does not depend on the order of the drivers."""
+    """Return the hash of a report's content, 40 hexadecimal digits. It does not depend on the order of the drivers."""
     ordered = sorted(drivers, key=lambda d: d.driver)
     return hashlib.blake2b(_encode_json(ordered), digest_size=20).hexdigest()

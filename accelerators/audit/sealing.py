@@ -86,7 +86,10 @@ def append_seal(last: Seal, month: str, **columns: Any) -> Seal:
 
 
 def build_link(seal: Seal, previous_hash: str) -> SealContent:
-    """Return the values that the hash of a seal covers; `previous_hash` is the hash of the previous seal."""
+    """Return the values that the hash of a seal covers; `previous_hash` is the hash of the previous seal.
+
+    `hash` of the result is the hash that the seal must have.
+    """
     sealed_at = seal.sealed_at.astimezone(UTC).isoformat(timespec="microseconds")
     return SealContent(
         seal.number, previous_hash, seal.month, seal.tx, seal.event, seal.events, seal.digest, seal.drops, sealed_at

@@ -258,7 +258,8 @@ def mark_image_failed(number: int, text: str) -> None:
 def refuse_undelivered_commands(numbers: Sequence[int], text: str) -> None:
     """Store the answer "refused", with the reason `text`, for commands that no agent has taken; skip all others.
 
-    After the commit the job `commands` is woken, which ends them.
+    `numbers` are primary keys. Commands that have an answer already are skipped, too. After the commit the job
+    `commands` is woken, which ends the refused ones.
     """
     with conductor.writing():
         _refuse(Command.objects.filter(id__in=numbers, state__in=NOT_BEGUN_STATES), text[:4096].replace("\0", ""))
@@ -312,9 +313,9 @@ def store_answers(answers: Iterable[CommandAnswer]) -> set[CommandId]:
     """Store answers of agents; return the commands that need nothing more, so that their agents may forget them.
 
     The other commands end when the report that belongs to the answer is applied
-    (`command_endings.end_answered_commands`). An answer to a command that has already ended as expired or unknown is
-    only noted; if that command was an attachment and the agent did not refuse it, what it made on the host is removed
-    (`order_missing_detaches`).
+    (`command_endings.end_answered_commands`); the job `commands` is woken after the commit. An answer to a command that
+    has already ended as expired or unknown is only noted, with an event; if that command was an `attach` that the agent
+    did not refuse, a `detach` removes what it made on the host (`order_missing_detaches`).
     """
     rows = {(message.host, message.number): message._asdict() for message in answers}
     with conductor.writing():
@@ -393,7 +394,10 @@ def publish_changed_commands(uuids: Sequence[str]) -> None:
 
 
 def _notify_of_placed_commands(hosts: set[int], commands: Sequence[Command]) -> None:
-    """After the commit: notify the gateways, and wake the job that fetches images if a command needs one."""
+    """Notify the gateways, and wake the job `images` if a command needs an image. Call it after the commit.
+
+    `hosts` are the ids of the commands' hosts.
+    """
     if any("wanted" in command.arguments for command in commands):
         jobs.enqueue_job("images")
     pubsub.publish(COMMANDS_TOPIC, str(hosts.pop()) if len(hosts) == 1 else "")

@@ -74,7 +74,11 @@ def to_image_ref(image: Image) -> dict[str, Any]:
 
 
 def check_properties(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Check the properties of an image and return them as a dict. Raises RefusedError INVALID if one breaks a limit."""
+    """Check the properties of an image and return them as a dict; of equal keys the last one counts.
+
+    Raises RefusedError INVALID for more than MAX_PROPERTIES, for an empty key, for a key above MAX_KEY characters or a
+    value above MAX_VALUE, and for NUL in either.
+    """
     checked: dict[str, str] = {}
     for key, value in pairs:
         if not key or len(key) > MAX_KEY or len(value) > MAX_VALUE or "\0" in key + value:

@@ -56,7 +56,7 @@ class GenerationCache(Generic[Value]):
         pubsub.subscribe(collection, self.drop_all)
 
     def get(self, key: str) -> Value | None:
-        """Return the value for `key`, or None if there is none.
+        """Return the value for `key`, from the cache or else from `load`; None if `load` finds none.
 
         Threads that ask for a key that is being loaded wait for that load. If it raises, all of them get the exception.
         """

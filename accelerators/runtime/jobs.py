@@ -173,10 +173,10 @@ def _run_steps_under_lock(
 
 @contextmanager
 def try_connection_lock(name: str) -> Iterator[bool]:
-    """Try to take the lock of the job `name` for this database connection; yield True if it was free.
+    """Try, without waiting, to take the lock of the job `name` for this database connection; yield True if it was free.
 
-    It needs no open transaction, and ends with the connection if the worker is killed. A caller that gets False must
-    leave the work to the holder of the lock, or wake the job.
+    The lock ends with the block, or with the connection if the worker is killed; it needs no transaction. A caller that
+    gets False must leave the work to the holder of the lock, or wake the job.
     """
     key = [LOCK_CLASS, lock_id(name)]
     with connection.cursor() as cursor:

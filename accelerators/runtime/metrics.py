@@ -211,6 +211,7 @@ def count_bind_outcomes(moves: Collection[Mapping[str, Any]]) -> None:
     durations = [(OUTCOME_LABELS[move["state"]], move["waited"]) for move in moves if "waited" in move]
 
     def record_counts() -> None:
+        """Add the counted requests, and the times for which they waited, to the metrics."""
         for state, number in states.items():
             if state in OUTCOME_LABELS:
                 _binds_total.labels(OUTCOME_LABELS[state]).inc(number)
@@ -225,6 +226,7 @@ def count_ended_commands(commands: Iterable[tuple[str, str]]) -> None:
     counts = Tally(commands)
 
     def record_counts() -> None:
+        """Add the counted commands to the metrics."""
         for (op, outcome), number in counts.items():
             _commands_ended_total.labels(op, outcome).inc(number)
 

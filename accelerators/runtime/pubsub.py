@@ -69,7 +69,7 @@ def start_listener() -> None:
 
 
 def _listen_forever() -> None:
-    """Listen for ever; connect again `RETRY_S` seconds after the connection was lost."""
+    """Listen for ever: connect again `RETRY_S` seconds after the connection was lost or refused. A loss is logged."""
     while True:
         try:
             _deliver_until_disconnected()

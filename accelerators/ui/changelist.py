@@ -312,8 +312,8 @@ class BoundedPaginator(AnyPaginator):
     def count(self) -> int:
         """Return the number of rows, exact up to `EXACT`; sets `estimated` if there are more.
 
-        Then it is `EXACT` if the query has a condition, else the database's estimate for the whole table, at least
-        `EXACT`. One or two statements, once per paginator.
+        If there are more, the result is `EXACT` if the query has a condition, else the database's estimate for the
+        whole table, at least `EXACT`. One or two statements, once per paginator.
         """
         rows = cast("QuerySet[Any]", self.object_list)  # no list of this console paginates anything else
         exact = rows.order_by()[: self.EXACT + 1].count()

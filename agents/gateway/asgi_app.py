@@ -314,9 +314,10 @@ class AgentGateway:
     async def _handle_control_message(
         self, session: AgentSession, message: wire.FromAgent | wire.UnknownMessage
     ) -> None:
-        """Handle infrequent messages: those sent once per connection, and answers to the gateway's own requests.
+        """Handle any message other than Beat and Report.
 
-        A message of an unknown type is counted and dropped. Raise SessionClosedError for a message that is not allowed.
+        NewKey, Taken and Result are stored before this returns; progress is stored later. A message of an unknown type
+        is counted and dropped. Raise SessionClosedError for a message that is not allowed or cannot be stored.
         """
         if type(message) is wire.Hello:
             session.boot_id = message.boot_id
@@ -345,7 +346,7 @@ class AgentGateway:
             self.counters["unknown_types"] += 1
 
     def _collect_progress(self, session: AgentSession, message: wire.Progress) -> None:
-        """Keep the newest progress of each command, and schedule the write PROGRESS_INTERVAL_S after the last one.
+        """Keep the newest progress of each command, and schedule a write, at least PROGRESS_INTERVAL_S after the last.
 
         While MAX_PENDING_PROGRESS commands wait, progress of further commands is dropped.
         """

@@ -105,7 +105,7 @@ def _describe_no_commands(host: str, release: str) -> str:
 
 
 class CommandDispatcher(threading.Thread):
-    """The thread that reads what is to be sent, and hands it to the event loop.
+    """The thread that reads from the database what is to be sent to agents, and hands it to the event loop.
 
     Call `add_agent`, `remove_agent` and `watch_result` on the event loop, where the sockets are.
     """

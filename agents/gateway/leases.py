@@ -114,8 +114,8 @@ class LeaseBuffer:
     ) -> None:
         """Write leases and Hello data, one statement each, without a common transaction.
 
-        This gateway is registered together with the leases, so not if there are none. Hello data that the database
-        rejects is logged and lost. Raise other database errors.
+        The statement for leases also registers this gateway if it has an address; without leases it is not executed.
+        Hello data that the database rejects is logged and lost. Raise other database errors.
         """
         with connection.cursor() as cursor:
             if renewals:
@@ -134,7 +134,8 @@ class LeaseBuffer:
 def mark_stale_hosts() -> bool:
     """Mark hosts as stale whose lease is older than two heartbeats and 2 s; unmark those that were heard again.
 
-    Hosts without an agent or a lease are never marked. Return False: the job need not run again at once.
+    Each changed host gets an event. Hosts without an agent or a lease are never marked. Always return False: the job
+    need not run again at once.
     """
     now = datetime.now(UTC)
     oldest_allowed = now - timedelta(seconds=2 * settings.KEYS.beat_s + 2)

@@ -258,9 +258,10 @@ class SampleCache:
             self._run_tick(time.monotonic())
 
     def _run_tick(self, due_at: float) -> None:
-        """Measure how late this tick is and renew expired requests; schedule the next tick while agents are connected.
+        """Note whether this tick is late, renew expired requests, and schedule the next tick if agents are connected.
 
-        `due_at` is when this tick should have run (monotonic).
+        `due_at` is when this tick should have run (monotonic). If it runs more than MAX_TICK_DELAY_S later, samples are
+        dropped until the next tick.
         """
         now = time.monotonic()
         self._is_loop_late = now - due_at > MAX_TICK_DELAY_S

@@ -36,6 +36,7 @@ class SampleRequest(Struct, frozen=True, omit_defaults=True):
     With neither `for_s` nor `within_s`, the answer holds the last samples. With `for_s`, the agents are also asked to
     send samples every `every_s` seconds for that long; the answer comes at once. With `within_s`, the agents are asked
     now, and the answer holds only newer samples; it comes when all agents have sent theirs, or after that many seconds.
+    Agents are asked only if `hosts` names their hosts, not for None.
     """
 
     hosts: Annotated[tuple[int, ...], Meta(max_length=100_000)] | None = None

@@ -61,8 +61,9 @@ class HandshakeThrottle:
     def admit_challenge(self, address: str) -> int:
         """Decide about a request for a challenge: return 0 and keep a place, or the seconds for Retry-After.
 
-        The limit of open sockets does not count here: an agent that fetches an image asks for a challenge as well, and
-        opens no socket.
+        While more than half of the places are taken, an address that has its share of kept places is refused
+        (ADDRESS_SHARE). The limit of open sockets does not count here: an agent that fetches an image asks for a
+        challenge as well, and opens no socket.
         """
         now = self._clock()
         while self._kept_places and self._kept_places[0][0] < now - CHALLENGE_HOLD_S:
@@ -106,7 +107,10 @@ class HandshakeThrottle:
             self.in_progress -= 1
 
     def schedule_return(self) -> int:
-        """Count a refusal, and return after how many whole seconds the agent should come back (for Retry-After)."""
+        """Count a refusal, and return after how many whole seconds the agent should come back (for Retry-After).
+
+        The result is 1 to MAX_RETRY_AFTER_S + 1.
+        """
         now = self._clock()
         self.refused_count += 1
         self._update_rate(now)
@@ -151,7 +155,10 @@ class ReportJitter:
         self._oldest_seen: tuple[float, int] | None = None
 
     def choose_jitter(self) -> float:
-        """Count an agent that connects, and return the seconds over which it should spread its report (for Welcome)."""
+        """Count an agent that connects, and return the seconds over which it should spread its report (for Welcome).
+
+        The result is 0 to MAX_JITTER_S.
+        """
         self._decay_expected_reports()
         self._expected_reports += 1
         return min(
