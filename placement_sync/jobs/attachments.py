@@ -106,10 +106,10 @@ def step() -> bool:
 def look_up_instance(uuid: str, project: str | None = None) -> NovaInstance:
     """Ask Nova for an instance, and check that Placement has allocations of it, to which a claim can be added.
 
-    Takes at most 4 s (2 s per service). Raises RefusedError: NOT_FOUND if Nova has no such instance, or it is not of
-    `project`; UNAVAILABLE if a service does not answer; CONFLICT if nothing can be attached now or with this
-    configuration. For an instance of another project Placement is not asked: the answer would reveal that the instance
-    exists.
+    Takes at most 4 s (2 s per service). Placement is not asked if it is switched off. Raises RefusedError: NOT_FOUND if
+    Nova has no such instance, or it is not of `project` (None: any project); UNAVAILABLE if a service gives no usable
+    answer; CONFLICT if Nova is switched off or not configured, or if Placement has nothing allocated to the instance.
+    For an instance of another project Placement is not asked: the answer would reveal that the instance exists.
     """
     keys = settings.KEYS
     if (cloud := get_cloud_session(keys.nova_endpoint)) is None:

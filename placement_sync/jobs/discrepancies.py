@@ -330,8 +330,9 @@ def _build_unattached(provider: ComparedProvider, consumer: str, amounts: Mappin
 def _find_without_device(broken_holdings: Sequence[HoldingRequest]) -> tuple[list[Contradiction], set[str]]:
     """Find instances that Nova shows as ACTIVE on their host although the handle that they hold has a defect.
 
-    Returns the contradictions, and the instances for which Nova gave no answer. Asks Nova for at most MAX_NOVA_QUERIES
-    instances; the others count as not answered. Both are empty if Nova is switched off or no cloud is configured.
+    `broken_holdings` are bound requests with a `defect`. Returns the contradictions, and the instances for which Nova
+    gave no answer. Asks Nova for at most MAX_NOVA_QUERIES instances; the others count as not answered. Both are empty
+    if Nova is switched off or no cloud is configured.
     """
     if not broken_holdings or (cloud := get_cloud_session(settings.KEYS.nova_endpoint)) is None:
         return [], set()
@@ -519,9 +520,10 @@ def _build_row(fault: Contradiction, now: datetime) -> Discrepancy:
 
 
 def _build_event(verb: str, row: Discrepancy, change: list[str | None]) -> dict[str, Any]:
-    """Return the event of a discrepancy.
+    """Return the event `discrepancy.appeared` or `discrepancy.mended` (`verb`); nothing is written.
 
-    Its subject is the device, if there is one, so that the device's time line shows it.
+    `change` holds the discrepancy's label before and after, None for no discrepancy. The subject is the device, if
+    there is one, so that the device's time line shows the event.
     """
     subject = (row.device.uuid, str(row.device)) if row.device else None
     changes = {"discrepancy": change, "instance": [None, str(row.instance)][:: 1 if verb == "appeared" else -1]}

@@ -171,8 +171,8 @@ def get_servers(
 ) -> dict[str, NovaServer | NovaUnavailableError | None]:
     """Return several instances by uuid, read in parallel (MAX_PARALLEL_CALLS threads); None if Nova answers 404.
 
-    An instance maps to NovaUnavailableError if Nova has not answered for it within `deadline_s`, which is for all
-    together.
+    An instance maps to NovaUnavailableError if Nova has given no usable answer for it within `deadline_s`, which is for
+    all together. Nothing is raised.
     """
     executor = ThreadPoolExecutor(MAX_PARALLEL_CALLS, thread_name_prefix="servers")
     futures = {uuid: executor.submit(partial(get_server, session, endpoint, uuid, deadline_s)) for uuid in uuids}
@@ -234,7 +234,10 @@ class InstanceStateCache:
             return {uuid: entry[1] for uuid, entry in cached if entry and now < entry[0]}
 
     def _list_project(self, project: str, uuids: Collection[str]) -> dict[str, InstanceState]:
-        """List the project's servers, cache the states of these uuids, and return them."""
+        """List the project's servers, cache the states of these uuids, and return them.
+
+        Raises what the session, the call or an unusable answer raises.
+        """
         states = look_up_instances(make_fetcher(self._session(), self._endpoint, self._deadline_s), project, uuids)
         until = self._monotonic() + CACHE_S
         with self._lock:

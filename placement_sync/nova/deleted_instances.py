@@ -49,8 +49,9 @@ def run() -> None:
 def step() -> bool:
     """Compare the instances that hold requests with Nova, at most every LISTING_INTERVAL_S.
 
-    Delete the requests of those that are certainly gone. If Nova does not answer usably, a warning is logged. Does
-    nothing if Nova is switched off or no cloud is configured. Always returns False: there is never more.
+    Delete the requests of those that are certainly gone: this listing lacks them, one at least LISTING_INTERVAL_S ago
+    lacked them, and Nova answers 404 for them. If Nova does not answer usably, a warning is logged. Does nothing if
+    Nova is switched off or no cloud is configured. Always returns False: there is never more.
     """
     holding = _load_holding_instances()
     missing_since = {str(row.instance): row.since for row in Vanished.objects.all()}

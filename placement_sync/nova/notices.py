@@ -122,7 +122,10 @@ def _parse_event_codes(answer: object) -> Mapping[str, int] | None:
 
 
 def _interpret_code(code: int) -> NoticeResult:
-    """Return the result that the code of one event stands for; 0 means that Nova's answer lacks the event."""
+    """Return the result that the code of one event stands for; 0 means that Nova's answer lacks the event.
+
+    FINAL_CODES need no retry. Any other code has to be sent again and needs a person's attention.
+    """
     meaning = {
         200: "accepted",
         404: "Nova does not know the instance",

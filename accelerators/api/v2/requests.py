@@ -54,7 +54,7 @@ REQUESTS = V2Resource(
 
 
 class RequestMethods(V2View):
-    """The methods that the collection and its members share. POST and PATCH ignore a uuid in the path."""
+    """POST, PATCH and DELETE, which the collection and its members share. POST and PATCH ignore a uuid in the path."""
 
     resource = REQUESTS
     allow_header = "DELETE, GET, PATCH, POST"
