@@ -31,7 +31,8 @@ EVENT_TEXT = """json_build_array(e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM
 """SQL expression of an event's canonical text (docs/audit.md): a JSON array with `, ` between its values."""
 EVENT_DIGEST = f"sha256(convert_to({EVENT_TEXT}, 'UTF8'))"
 SELECT_FINAL_TX = "SELECT accelerators_event_final()"
-"""This and `accelerators_event_renumber` are SQL functions, which are called by name."""
+"""The transaction number below which all transactions have ended, so that nobody can add events to them any more. It is
+raw SQL because the ORM has no call of an SQL function without a table."""
 SELECT_UNSEALED = f"""
 SELECT e.tx, e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM'), {EVENT_DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND e.tx < %s ORDER BY e.tx, e.id LIMIT %s

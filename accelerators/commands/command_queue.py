@@ -42,7 +42,8 @@ EXCLUSIVE_OPS = frozenset({"install", "uninstall", "program", "partition", "rese
 TYPES_CREATED_ON_HOST = ("MDEV", "DEV")
 """Types of handles that must be created on the host before they can be used. libvirt prepares PCI functions itself."""
 BIND_MARGIN_S = 6
-"""A command for a bind ends this many seconds before the bind's deadline, so that the bind's fault tells the reason."""
+"""A command for a bind ends this many seconds before the bind's deadline (at most a tenth of the bind's time limit),
+so that the bind's fault tells the reason."""
 MAX_REASON = 500
 MAX_LAYOUT, MAX_WORD, MAX_VALUE = 64, 64, 255
 
@@ -269,8 +270,8 @@ def refuse_undelivered_commands(numbers: Sequence[int], text: str) -> None:
 def cancel_preparing_commands(requests: Sequence[UUID | str]) -> None:
     """Refuse the commands of these accelerator requests that still wait for an image. Agents never receive them.
 
-    Commands that another transaction has locked are skipped, because it is ending them. After the commit the job
-    `commands` is woken. Call it inside `conductor.writing()`.
+    Commands that another transaction has locked are skipped, because it is ending them. If any was refused, the job
+    `commands` is woken after the commit. Call it inside `conductor.writing()`.
     """
     if requests:
         preparing = Command.objects.filter(request__in=requests, state=CommandState.PREPARING, answered_at__isnull=True)

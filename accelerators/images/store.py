@@ -31,7 +31,7 @@ MAX_UPLOADS = 1000
 MAX_COPIES = 64
 MAX_COPIES_BYTES = 8 * 1024**3
 """Copies of Glance's images beyond this size in all (or beyond MAX_COPIES) are deleted, the longest unused first. The
-newest copy always stays."""
+newest copy always stays, and so do copies that an open command needs."""
 ABANDONED_S = 24 * 3600.0
 """A file without a row is deleted when nothing has been written to it for this many seconds."""
 

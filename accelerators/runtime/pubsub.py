@@ -1,9 +1,9 @@
-"""Publish and subscribe between all processes, by PostgreSQL's NOTIFY: a topic has news.
+"""Publish and subscribe between all processes, by PostgreSQL's NOTIFY.
 
-A notification carries only names and ids; the news itself is in the database. Writers call `publish` after their
-commit; code that keeps data in memory calls `subscribe`. A notification may be lost while the listener is not
-connected. Therefore subscribers are called with None after every (re)connection, and must also re-read their data from
-time to time.
+A notification says only that something of a topic has changed, with a name or an id as its detail; the data itself is
+in the database. Writers call `publish` after their commit; code that keeps data in memory calls `subscribe`. A
+notification may be lost while the listener is not connected. Therefore subscribers are called with None after every
+(re)connection, and must also re-read their data from time to time.
 """
 
 from __future__ import annotations

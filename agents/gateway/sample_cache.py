@@ -28,7 +28,7 @@ from agents.gateway.sessions import AgentSession, SessionClosedError
 log = logging.getLogger(__name__)
 
 SAMPLES_PREFIX = '{"type":"Samples",'
-"""The beginning of every Samples message. By it a message can be dropped without being decoded."""
+"""The beginning of every Samples message. It makes it possible to drop such a message without decoding it."""
 MAX_TOTAL_BYTES = 256 * 1024 * 1024
 """Maximum size of all samples that one gateway keeps."""
 MESSAGES_PER_S, MAX_BURST = 4.0, 8.0

@@ -193,7 +193,7 @@ class ReportJitter:
             return
         if (
             oldest_id != previous[1]
-        ):  # while hosts with faults are merged first, the oldest report stays: it shows no rate
+        ):  # while hosts with faults are merged first, the oldest report stays, so that its id shows no rate
             self._merged_rate = max(1.0, (self._merged_rate + (oldest_id - previous[1]) / (now - previous[0])) / 2)
         self._merge_s = (newest_id - oldest_id + 1) / self._merged_rate
 

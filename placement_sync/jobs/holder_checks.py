@@ -1,8 +1,8 @@
 """The holder checks of Placement and Nova before a destructive act (`accelerators.safety`).
 
-Placement tells which consumers have an allocation of the device. Nova tells which instances that gave their request
-back still live on the host. `placement_sync.apps` registers both where a cloud is configured. A service that does not
-answer within 2 s counts against the act.
+Placement tells which consumers have an allocation of the device. Nova tells which of the instances that gave their
+request back are still on the host. `placement_sync.apps` registers both where a cloud is configured. If a service does
+not answer within 2 s, the act is refused.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Observed with a real Nova: a server that is deleted while it is being bound leaves its requests behind. An instance
 counts as deleted only if two complete listings, at least LISTING_INTERVAL_S apart, lack it and Nova answers 404 to a
-direct query. A listing that contains none of MIN_FOREIGN_CLOUD or more instances is taken for another cloud's and
-ignored.
+direct query. If MIN_FOREIGN_CLOUD or more instances hold requests and a listing contains none of them, it is taken for
+another cloud's and ignored.
 """
 
 from __future__ import annotations
