@@ -97,7 +97,8 @@ class EnrolledAgent:
 
     `epoch` is the highest one seen from it. `applied_hash` is the hash of the report last applied for its host; '' if
     there is none, and while a report waits to be merged. `connection_number` belongs to this connection: later
-    connections have higher numbers, also at other gateways. `rotation_requested`: an operator has asked for a new key.
+    connections have higher numbers, also at other gateways. `barred` is a `BarKind`, '' if the agent may connect.
+    `rotation_requested`: an operator has asked for a new key.
     """
 
     public_key: str

@@ -29,8 +29,11 @@ MAX_REASON_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class AgentChange:
-    """An agent whose row has changed. `connection_number`, `epoch`, `boot_id` and `address` describe its newest
-    connection."""
+    """An agent whose row has changed.
+
+    `barred` is a `BarKind`, '' if the agent may connect; `reason` is that of the bar. `connection_number`, `epoch`,
+    `boot_id` and `address` describe its newest connection.
+    """
 
     host_id: int
     public_key: str

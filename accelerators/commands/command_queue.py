@@ -102,7 +102,7 @@ class CommandOrder:
 
 
 class CommandProgress(NamedTuple):
-    """An agent's message about the progress of one of its host's commands."""
+    """An agent's message about the progress of one of its host's commands. `host` and `number` are primary keys."""
 
     host: int
     number: int
@@ -113,8 +113,8 @@ class CommandProgress(NamedTuple):
 class CommandAnswer(NamedTuple):
     """An agent's message that one of its host's commands has ended.
 
-    `epoch`, `seq` and `hash` identify the report that shows the result. They are (0, 0, '') if that report is applied
-    already.
+    `host` and `number` are primary keys; `outcome` is succeeded, failed, refused or unknown. `epoch`, `seq` and `hash`
+    identify the report that shows the result. They are (0, 0, '') if that report is applied already.
     """
 
     host: int

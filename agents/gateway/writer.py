@@ -65,7 +65,10 @@ poll may have been committed, or its agent admitted, only after it."""
 
 @dataclass(slots=True)
 class SpoolJob:
-    """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already."""
+    """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already.
+
+    `payload` is the text of the Report message. An `urgent` report shows a fault and is stored before others.
+    """
 
     future: asyncio.Future[Any]
     host_id: int

@@ -67,7 +67,8 @@ def iterate_server_pages(
 def look_up_instances(fetch: FetchServers, project: str, uuids: Collection[str]) -> dict[str, InstanceState]:
     """Return state and name of these instances of a project, by uuid; an instance that Nova does not list is GONE.
 
-    Reads no further page once all of them are found. Raises whatever `fetch` raises.
+    Reads no further page once all of them are found. Raises whatever `fetch` raises, and KeyError if an answer does not
+    describe servers.
     """
     missing, states = set(uuids), {}
     for servers in iterate_server_pages(fetch, project):

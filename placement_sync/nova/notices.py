@@ -21,7 +21,10 @@ yet, and Nova will query the request itself when it has (422).
 
 @dataclass(frozen=True)
 class Notice:
-    """The outcome of one request that Nova shall be notified of."""
+    """The outcome of one request that Nova shall be notified of: bound if `completed`, otherwise failed.
+
+    `request` and `instance` are uuids.
+    """
 
     request: str
     instance: str

@@ -37,7 +37,8 @@ _LIMIT = re.compile(r"[0-9]{1,18}")
 class ListQuery:
     """The parsed query of a list. `equal_filters` maps columns to the values that they must have.
 
-    `sort` is a key and a direction; None means the default order, oldest first. `limit` None means no limit.
+    `sort` is a key and a direction; None means the default order, oldest first. `limit` None means no limit. `marker`
+    is the uuid of the element after which the list begins, None for the first.
     """
 
     equal_filters: Mapping[str, str] = field(default_factory=dict)
