@@ -115,7 +115,7 @@ def describe_bind_duration(steps: Iterable[RenderedTimelineEntry]) -> str:
 class NoticeRow:
     """One notice to Nova, ready for a template: answered, refused, or still to be sent.
 
-    `status` is what Nova is told: completed or failed. `answer` is Nova's answer, or how often the notice was tried.
+    `status` is what is sent to Nova: completed or failed. `answer` is Nova's answer, or how often the notice was tried.
     """
 
     at: SafeString
