@@ -229,7 +229,7 @@ def open_partial_file(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
 def finalize_file(file: IO[bytes], uuid: UUID | str) -> None:
     """Flush a complete, checked file to the disk and give it its final name, so that it survives a power cut.
 
-    Raises OSError.
+    `file` is the open file of `open_partial_file`. Raises OSError if the disk fails or is full.
     """
     file.flush()
     os.fsync(file.fileno())

@@ -213,7 +213,10 @@ class TreeAdmin(ReadOnlyModelAdmin):
 
     @admin.action(description="Compare with Placement now", permissions=["look"])
     def look_now(self, request: HttpRequest, trees: QuerySet[Tree]) -> None:
-        """Raise an intent for each selected host, so that the job synchronizes it with Placement within seconds."""
+        """Raise an intent for each selected host, so that the job synchronizes it with Placement within seconds.
+
+        Stored allocations of the hosts are marked as outdated, and a message says how many hosts there are.
+        """
         hosts = list(Host.objects.filter(placement__in=trees))
         _request_synchronization(hosts)
         subject = "1 host is" if len(hosts) == 1 else f"{len(hosts)} hosts are"

@@ -454,7 +454,7 @@ def _read_allocations(cloud: Any, providers: Sequence[str]) -> dict[str, dict[st
     outages: list[Exception] = []
 
     def read_provider(uuid: str) -> dict[str, dict[str, int]] | None:
-        """Return the allocations of one provider, None if Placement gave no usable answer."""
+        """Return the allocations of one provider, None if Placement gave no usable answer or was found away before."""
         if outages:
             return None
         try:

@@ -57,7 +57,7 @@ def check_placement(device: Device) -> HolderCheckResult:
 def _read_consumers(cloud: Any, endpoint: str, providers: Sequence[str]) -> HolderCheckResult:
     """Return the consumers with an allocation of any of these providers (at most MAX_SHOWN), or why that is unknown.
 
-    Costs one call per provider, each with a deadline of 2 s.
+    Costs one call per provider, each with a deadline of 2 s. If one of them fails, the result has only `unknown`.
     """
     placement = PlacementClient(cloud, endpoint, timeout_s=HOLDER_CHECK_DEADLINE_S)
     consumers: set[str] = set()
