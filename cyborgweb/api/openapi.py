@@ -125,7 +125,7 @@ class ViewSchema(AutoSchema):
         )
 
     def get_request_serializer(self) -> Any:
-        """Return the serializer of the request body, or the schema of a binary body."""
+        """Return the serializer of the request body; for an upload, the schema of a binary body by media type."""
         if self.collection.action == "create" and hasattr(self.collection, "upload_media_type"):
             return {self.collection.upload_media_type: {"type": "string", "format": "binary", "minLength": 1}}
         return self.collection.get_body_serializer_class(self.collection.action)
@@ -292,7 +292,8 @@ def _get_body_reference(operation: dict[str, Any]) -> str:
 
 
 def _get_possible_errors(method: str) -> list[str]:
-    """Return the error statuses that are possible for a method.
+    """Return the error statuses that are possible for a method, as texts: 409 only for methods that change something,
+    413 and 415 only for methods with a body, and all others of ERROR_DESCRIPTIONS.
 
     404 is possible for every method: a list answers it for a bad cursor, and a creation if its body refers to a row
     that does not exist.

@@ -60,7 +60,9 @@ class AuditedAdminMixin:
 
 
 def _to_event_value(value: Any) -> Any:
-    """Return the value as it is stored in an event: objects by their names, collections as sorted lists."""
+    """Return the value as it is stored in an event: None, bool, int and str unchanged, a collection as a sorted list of
+    names, and any other object by its name.
+    """
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return sorted(map(str, value)) if isinstance(value, Iterable) else str(value)

@@ -100,10 +100,9 @@ def describe_remedy(caller: Caller, rule: str) -> str:
 
 
 def find_sufficient_role(caller: Caller, rule: str) -> str:
-    """Return the first role with which the rule would allow this caller: of reader, member, manager, operator and
-    admin.
+    """Return the first of reader, member, manager, operator and admin with which the rule would allow this caller.
 
-    Returns '' if none of them is sufficient. Raises KeyError for an unknown rule.
+    Returns '' if none of these roles is sufficient. Raises KeyError for an unknown rule.
     """
     usual_roles = (*RANKED_ROLES[:3], OPERATOR, "admin")
     return next((role for role in usual_roles if is_allowed(replace(caller, roles=IMPLIED_ROLES[role]), rule)), "")

@@ -35,8 +35,8 @@ MAX_ENTRIES = 10_000
 class TokenCheckUnavailableError(CyborgwebError):
     """Keystone gave no answer about a token. `reason` is one line.
 
-    `unreachable` is True if the network or Keystone itself failed, and False if Keystone rejects the service user or
-    our configuration is unusable.
+    `unreachable` is True if the network or Keystone itself failed, and False for every other reason: a refused service
+    user, throttling, an unreadable answer, or an unusable configuration.
     """
 
     def __init__(self, reason: str, unreachable: bool) -> None:

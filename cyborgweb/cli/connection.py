@@ -35,9 +35,7 @@ NEVER_SENT_ERRORS = ("NewConnectionError", "NameResolutionError")
 
 
 class ApiClient(ABC):
-    """A client of the API below `/api/`. Every request raises CliError if it fails, with the API's own
-    message if any.
-    """
+    """A client of the API below `/api/`. A request that fails raises CliError, with the API's own message if any."""
 
     @property
     @abstractmethod
@@ -48,9 +46,9 @@ class ApiClient(ABC):
     def send_request(
         self, method: str, path: str, *, params: Mapping[str, Any] | None = None, json: Any = None, data: Any = None
     ) -> dict[str, Any]:
-        """Send a request to `path` below `/api/` and return the decoded answer.
+        """Send a request to `path` below `/api/` and return the decoded answer, {} if it is empty.
 
-        The body is `json`, or the bytes that `data` can read.
+        `params` is the query. The body is `json`, or the bytes that `data` can read. Raises CliError.
         """
 
     def spell_verb(self, verb: str) -> str:

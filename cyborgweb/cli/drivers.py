@@ -78,9 +78,7 @@ def read_settings_file(context: click.Context, parameter: click.Parameter, path:
 
 
 def _parse_settings(text: str, path: str) -> Any:
-    """Parse settings as TOML, JSON or YAML, chosen by the ending of `path`. Raises ValueError if that is not
-    possible.
-    """
+    """Parse settings as TOML or JSON if `path` ends so, else as YAML. Raises ValueError if they cannot be parsed."""
     if path.endswith(".toml"):
         import tomllib
 
@@ -297,8 +295,7 @@ def _start_rollout(
 
 
 def _follow_rollout(cli_context: CliContext, rollout: dict[str, Any], title: str) -> dict[str, Any]:
-    """Follow a rollout until it has ended and no host is changing its driver any more; return it as the API shows it
-    then.
+    """Follow a rollout until it has ended and no host changes its driver any more; return it as the API shows it then.
 
     Raises CliError in the same cases as `follow_until_ended`.
     """

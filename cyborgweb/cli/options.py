@@ -120,9 +120,7 @@ def connection_options(hidden: bool = False) -> list[click.Parameter]:
 
 
 def output_options() -> list[click.Parameter]:
-    """Return the output options --format, --json and --columns, which store what they are given in
-    `CliContext.output`.
-    """
+    """Return the options --format, --json and --columns, which store what they are given in `CliContext.output`."""
     return [
         click.Option(
             ["--format", "-f"],

@@ -55,7 +55,7 @@ def print_rows(
     """Print rows on standard output in the chosen format.
 
     A column is a field, or `name=path` with a path into the row. `empty_text` is printed on standard error if a table
-    has no rows. Raises UsageError for an unknown column.
+    has no rows. Raises UsageError if the user chose a column that the first row does not have.
     """
     row_list = list(rows)
     path_by_name = dict(_parse_column(column) for column in columns)
@@ -185,9 +185,7 @@ def format_lines(value: Any) -> list[str]:
 
 
 def _format_object(value: Mapping[str, Any]) -> str:
-    """Format an object on one line: as its name if it has one, as a PCI address if it is one, else as `key=value`
-    pairs.
-    """
+    """Format an object on one line: by its name if it has one, else as a PCI address or as `key=value` pairs."""
     match value:
         case {"name": name}:
             return format_cell(name)

@@ -164,8 +164,9 @@ class Postgres:
     def start(self) -> None:
         """Start the server and return when it accepts connections. Create the data directory first if there is none.
 
-        Raises PostgresError if there are no binaries for the data directory, if a folder cannot be used, after
-        `START_S` seconds without success, or as soon as `should_give_up` returns True.
+        Raises PostgresError if there are no binaries for the data directory, if the socket's folder belongs to another
+        user, if the data directory cannot be created, after `START_S` seconds without success, or as soon as
+        `should_give_up` returns True; OSError if a folder cannot be created.
         """
         version = self.data / "PG_VERSION"
         binaries = find_binaries(self.pg_bin, int(version.read_text()) if version.exists() else None)

@@ -42,7 +42,9 @@ Cells = dict[str, str]
 
 @lru_cache(maxsize=1)
 def lists_by_path() -> dict[str, admin.ModelAdmin[Any]]:
-    """Return the console's lists by their address. Models whose first field is not the primary key are left out."""
+    """Return address → ModelAdmin of each list of the console. Models whose first field is not the primary key are left
+    out, because the versions of their rows could not be read.
+    """
     return {
         reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_changelist"): one
         for model, one in admin.site._registry.items()

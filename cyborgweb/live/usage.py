@@ -130,9 +130,10 @@ class UsageStream:
 
     async def _serve_stream(self, scope: Any, listener: _UsageListener, receive: Any, send: Any) -> None:
         """Send events, the first at once, until the client disconnects, loses its permission, is too slow, or all
-        streams are ended. The response must be started; it is ended here unless the client has disconnected.
+        streams are ended. Then end the response, unless the client has disconnected.
 
-        Registers the listener meanwhile, and starts the reader of samples if none runs. Errors are logged, not raised.
+        The caller must have started the response. The listener is registered meanwhile, and the reader of samples is
+        started if it does not run. Errors are logged, not raised.
         """
         self._listeners.add(listener)
         listener.set_next_event({})
@@ -167,9 +168,11 @@ class UsageStream:
         body = b""
 
         async def receive() -> dict[str, Any]:
+            """Return an empty request body."""
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(event: dict[str, Any]) -> None:
+            """Keep the start of the answer and its body, in place of sending them."""
             nonlocal body
             if event["type"] == "http.response.start":
                 started.append(event)

@@ -32,8 +32,7 @@ DJANGO_OPTIONS = {"--settings", "--pythonpath"}
 
 
 def _drop_django_options(verb: click.Command) -> click.Command:
-    """Return a copy of the verb without the option names in DJANGO_OPTIONS, which Django would take for its own
-    options.
+    """Return a copy of the verb without the option names in DJANGO_OPTIONS, which Django would take for its own.
 
     Each option keeps its other names, such as `--settings-file`.
     """

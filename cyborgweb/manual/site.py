@@ -62,9 +62,7 @@ SERVED_EDITION = ManualEdition()
 
 @dataclass(frozen=True)
 class ManualHit:
-    """A section that the search found: its address, the titles of its page and of itself, and an excerpt of
-    its text.
-    """
+    """A section that the search found: its address, the title of its page, its own title, and an excerpt."""
 
     url: str
     page: str

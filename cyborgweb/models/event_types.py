@@ -13,9 +13,7 @@ from accelerators.domain.choices import Choice
 
 
 class NotificationKind(StrEnum):
-    """The kind of event that a message reports. `label` is the title of such a message, `meaning` a sentence
-    about it.
-    """
+    """The kind of event that a message reports. `label` is the title of its messages, `meaning` says what happened."""
 
     label: str
     meaning: str

@@ -46,9 +46,11 @@ def _count_requests(send: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def request(url: str, method: str, *positional: Any, **options: Any) -> Any:
+        """Call `send`, count the call, and return its answer or raise its error."""
         started = time.monotonic()
 
         def count(status: str) -> None:
+            """Count the call with this status, and record how long it has taken."""
             service = SERVICES.get((options.get("endpoint_filter") or {}).get("service_type"), "other")
             verb = method if method in METHODS else "other"
             _calls.labels(service, verb, status).inc()

@@ -56,13 +56,17 @@ class GaugeList:
     gauges: list[Metric] = field(default_factory=list)
 
     def add_gauge(self, name: str, text: str, value: float) -> None:
-        """Add a gauge with one value."""
+        """Add a gauge with one value. `text` is its help text."""
         self.gauges.append(GaugeMetricFamily(name, text, value=value))
 
     def add_labelled_gauge(
         self, name: str, text: str, labels: Iterable[str], values: Iterable[tuple[Iterable[str], float]]
     ) -> None:
-        """Add a gauge with one value for each combination of label values."""
+        """Add a gauge with the label names `labels`. `values` are pairs: the values of these labels, and the gauge's
+        value.
+
+        `text` is the gauge's help text.
+        """
         family = GaugeMetricFamily(name, text, labels=list(labels))
         for label_values, value in values:
             family.add_metric(list(label_values), value)
@@ -70,7 +74,9 @@ class GaugeList:
 
 
 def collect_gauges() -> Iterator[Metric]:
-    """Yield all gauges. If the database fails, yield only the build information and `cyborg_database_up` 0."""
+    """Yield all gauges. If the database fails, log it and yield only `cyborg_build_info` and
+    `cyborg_database_up` (0).
+    """
     gauges = GaugeList()
     gauges.add_labelled_gauge(
         "cyborg_build_info",
@@ -133,6 +139,7 @@ def _add_work(gauges: GaugeList) -> None:
     now, work = datetime.now(UTC), backlog.read_backlog()
 
     def age(moment: datetime | None) -> float:
+        """Return the seconds since `moment`, 0 for None."""
         return max(0.0, (now - moment).total_seconds()) if moment else 0.0
 
     gauges.add_gauge("cyborg_spool_reports", "Reports that are acknowledged but not merged yet.", work.spool)

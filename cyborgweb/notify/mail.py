@@ -59,6 +59,7 @@ def _send_in_thread(mail: EmailMessage) -> Future[None]:
     future: Future[None] = Future()
 
     def run() -> None:
+        """Send the mail, then complete the future."""
         try:
             mail.send()
         except Exception as error:  # noqa: BLE001 - the future raises it in the waiting thread

@@ -93,8 +93,8 @@ RETURNING s.id, s.failing_since < statement_timestamp() - make_interval(secs => 
 class DueDelivery:
     """A delivery that is due for its next attempt, with what is needed to send it.
 
-    `attempts` were made before. `subscription` is the subscription's primary key; `secret` is its secret as it is
-    stored, encrypted ('' for mail).
+    `message` is the message's id, `at` the time of the event, and `attempts` the number of attempts before this one.
+    `subscription` is the subscription's primary key; `secret` is its secret as it is stored, encrypted ('' for mail).
     """
 
     id: int
@@ -135,8 +135,7 @@ def send_webhooks() -> bool:
 
 
 def send_mails() -> bool:
-    """Send the mails that are due, at most MAX_MAILS_PER_ROUND, and store the outcomes. Return True if there may be
-    more.
+    """Send the due mails, at most MAX_MAILS_PER_ROUND, and store the outcomes. Return True if there may be more.
 
     If the mail server is unavailable, return False, and put off all mail by `MAIL_SERVER_RETRY_S` seconds. No rows are
     locked while it sends.
@@ -316,8 +315,8 @@ def _post_delivery(
 
 
 def _send_mails(due_deliveries: Iterable[DueDelivery]) -> tuple[list[DueDelivery], list[AttemptOutcome], bool]:
-    """Send one mail per subscription, for at most `MAX_MAILS_PER_ROUND` subscriptions and about `MAX_MAIL_ROUND_S`
-    seconds.
+    """Send one mail for each of at most `MAX_MAILS_PER_ROUND` subscriptions, for about `MAX_MAIL_ROUND_S` seconds at
+    most.
 
     Return the deliveries that were tried, their outcomes in the same order, and whether the mail server is unavailable.
     No further mail is sent once it is. Stores nothing.

@@ -91,12 +91,13 @@ def create(
 
 
 def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API) -> Subscription:
-    """Change a subscription, record an event, wake its delivery job and return it. The row is locked meanwhile.
+    """Set the fields in `values`, record an event, wake the job that delivers the messages, and return the
+    subscription.
 
-    A change also resets its failures and back-off, so a paused subscription that is made active starts afresh. Without
-    any change no event is recorded and nothing is reset; a `target` in `values` always counts as a change. Raises
-    RefusedError NOT_FOUND if it does not exist, CONFLICT if `way` would change, INVALID if the values do not fit
-    together.
+    The row is locked meanwhile. A change also resets the failures and the back-off, so a paused subscription that is
+    made active starts afresh. Without any change no event is recorded and nothing is reset; a `target` in `values`
+    always counts as a change. Raises RefusedError NOT_FOUND if the subscription does not exist, CONFLICT if `way` would
+    change, INVALID if the values do not fit together.
     """
     with conductor.writing():
         row = _lock_subscription(pk)

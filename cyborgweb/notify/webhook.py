@@ -48,14 +48,15 @@ class WebhookUrlError(CyborgwebError):
 
 @dataclass(frozen=True)
 class AllowedDestinations:
-    """What the configuration allows for webhooks, in addition to public addresses over HTTPS."""
+    """What the configuration allows for webhooks, in addition to public addresses over HTTPS: unencrypted HTTP
+    (`allow_http`), and addresses in `networks`.
+    """
 
     allow_http: bool = False
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
 
     def allows_address(self, address: IpAddress) -> bool:
-        """Return whether a connection to this address is allowed: it is a public unicast address, or in one of
-        `networks`.
+        """Return whether connections to this address are allowed: it is public unicast, or in one of `networks`.
 
         An IPv4 address that a public IPv6 address contains (mapped, 6to4, Teredo, NAT64) must be allowed as well.
         """
@@ -150,8 +151,7 @@ def resolve_host(host: str, port: int) -> Sequence[str]:
 def post_message(
     url: str, headers: dict[str, str], body: bytes, allowed: AllowedDestinations, lookup: LookupFunction = resolve_host
 ) -> AttemptOutcome:
-    """Make one attempt to post the message and return its outcome. Blocks for about `ATTEMPT_TIMEOUT_S` seconds at
-    most.
+    """Make one attempt to post the message and return its outcome. Blocks for at most about `ATTEMPT_TIMEOUT_S` s.
 
     Errors of the URL, the network and TLS, and every answer but 2xx, are returned as a failed outcome and not raised.
     `lookup` resolves the host's name.

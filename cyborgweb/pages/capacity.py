@@ -28,8 +28,8 @@ class RenderableCapacity(CapacityGroup):
 
     @property
     def bar(self) -> SafeString:
-        """The bar of the group's units as SVG, without numbers: held is solid, free is light, out of offer is
-        hatched.
+        """The bar of the group's units as SVG, without numbers: solid is held, light is free, hatched is not
+        offered.
         """
         whole = max(self.total or 0, self.held + (self.free or 0) + self.reserved, 1)
         held, free = 100 * self.held / whole, 100 * (self.free or 0) / whole
@@ -73,9 +73,7 @@ def format_power(load: LoadSummary) -> str:
 
 
 def render_level_bar(percent: float, mark: float | None = None) -> SafeString:
-    """Return a bar as SVG, without numbers: filled to `percent` (0 to 100), with a line at `mark` (percent; None: no
-    line).
-    """
+    """Return a bar as SVG, without numbers: filled to `percent` (0 to 100), with a line at `mark` percent if given."""
     line = (
         ""
         if mark is None

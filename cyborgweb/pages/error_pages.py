@@ -25,9 +25,7 @@ TITLES_AND_SENTENCES = {
 
 
 def raise_not_found(request: HttpRequest) -> HttpResponse:
-    """Raise Http404. It answers addresses that contain NUL: text in PostgreSQL cannot contain it, so they
-    name no row.
-    """
+    """Raise Http404, for addresses that contain NUL. Text in PostgreSQL cannot contain it, so they name no row."""
     raise Http404
 
 

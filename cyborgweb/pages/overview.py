@@ -161,9 +161,7 @@ def _build_device_table(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
     states = [state.value for state in DeviceState if any(key[0] == state for key in counts)]
 
     def build_cell(state: str = "", kind: str = "") -> LinkedCount:
-        """Return the number of devices of this state and type ('' for any), with a link to the list of these
-        devices.
-        """
+        """Return how many devices have this state and type ('' for any), with a link to their list."""
         filters = {"state__exact": state, "type__exact": kind}
         number = sum(n for (s, k), n in counts.items() if state in ("", s) and kind in ("", k))
         return LinkedCount(number, alerts.list_url("device", **{name: word for name, word in filters.items() if word}))

@@ -28,9 +28,7 @@ MAX_VIEWS = 50
 
 @dataclass(frozen=True)
 class ListedView:
-    """A saved view as the list's page shows it: its primary key, its name, its query string, and who owns and
-    sees it.
-    """
+    """A saved view as the list's page shows it. `key` is its primary key, `query` its query string."""
 
     key: int
     name: str

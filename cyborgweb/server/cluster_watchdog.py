@@ -36,8 +36,7 @@ class ClusterWatchdog(threading.Thread):
         self._lock = threading.Lock()
 
     def take_results(self) -> list[tuple[str, str | None]]:
-        """Return the newest result of each cluster since the last call, and forget these results. Called by another
-        thread.
+        """Return the newest result of each cluster since the last call, and forget these results. Thread-safe.
 
         A result is (cluster, job): the name of a job that the cluster does not take up, None if it takes up all its
         jobs. Clusters that were not checked since the last call are left out.

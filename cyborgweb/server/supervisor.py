@@ -321,8 +321,7 @@ class Supervisor:
             cluster.kill()
 
     def _restart_dead_database(self) -> None:
-        """Start the embedded database again if it has ended, and wait until it accepts connections or cannot be
-        started.
+        """Start the embedded database again if it has ended, and wait until it accepts connections or has failed.
 
         A failed start is logged, and the next one is tried after 5 s at the earliest.
         """

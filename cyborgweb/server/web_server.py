@@ -67,7 +67,8 @@ def find_own_url(listener: socket.socket, database_url: str = "") -> str:
     """Return the URL at which our other processes reach this web process.
 
     If it listens on all addresses, this is the machine's address on the route to the database, because the other
-    processes use the same database; for a database on this machine it is the loopback address.
+    processes use the same database; for a database on this machine, or if that address cannot be found, it is the
+    loopback address.
     """
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -159,6 +160,7 @@ class TwoListenerServer(uvicorn.Server):
         config.load()
 
         def make_protocol() -> asyncio.Protocol:
+            """Return the protocol for one connection to the TLS listener."""
             made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
                 config=config, server_state=self.server_state, app_state=self.lifespan.state
             )

@@ -10,7 +10,9 @@ from agents.wire import MESSAGE_ERROR_KEY
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Tells the application why a message was not delivered to it, and counts a refused upgrade as answered."""
+    """Tells the application why a message was not delivered to it, and lets it refuse an upgrade without an
+    error log.
+    """
 
     def handle_parser_exception(self) -> None:
         """Store why this server closes the connection in `scope["state"]`, then close it as uvicorn does.

@@ -121,7 +121,10 @@ def take_census(question: CensusQuestion) -> Census:
 
 
 def _ask_hosts(question: CensusQuestion) -> Census:
-    """Do the work of `take_census`: load hosts and free units, ask the agents that can answer, and compare."""
+    """Do the work of `take_census`: load hosts and free units, ask the agents that can answer, and build the rows.
+
+    Raises RefusedError as `take_census` does.
+    """
     started_at = time.monotonic()
     wanted_groups = _load_profile_groups(question.profile)
     hosts, left_out = _load_hosts(question.hosts)
@@ -163,7 +166,8 @@ def _load_profile_groups(name: str) -> tuple[Mapping[str, str], ...] | None:
 
 
 def _load_hosts(names: tuple[str, ...] | None) -> tuple[list[Host], int]:
-    """Return the hosts with their agents, and the number of hosts beyond MAX_HOSTS.
+    """Return the hosts of these names, or the first MAX_HOSTS of all hosts for None, with their agents; and the number
+    of hosts that are left out.
 
     Raises RefusedError NOT_FOUND for a name that does not exist.
     """
