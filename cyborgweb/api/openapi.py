@@ -204,7 +204,7 @@ class TargetSerializerExtension(OpenApiSerializerExtension):
     priority = 1
 
     def map_serializer(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
-        """Return the schema with the two alternatives."""
+        """Return the schema with the two alternatives: the field `device` alone, or `host` and `backend`."""
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         alternatives = (["device"], ["host", "backend"])
         schemas = [{"required": names, "maxProperties": len(names)} for names in alternatives]

@@ -73,7 +73,7 @@ def get_auth_url() -> str:
 
 @lru_cache(maxsize=1)
 def get_token_cache() -> TokenCache:
-    """Return this process's one cache of Keystone's answers about tokens. Asks nothing by itself."""
+    """Return this process's only cache of Keystone's answers about tokens, which is created at the first call."""
     return TokenCache(validate_token)
 
 

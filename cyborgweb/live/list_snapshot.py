@@ -101,7 +101,7 @@ class ListSnapshot:
         """
         if not keys:
             return {}
-        # The ORM's own statement in a plain one: PostgreSQL hashes the rows, so that they need not be transferred.
+        # The ORM's statement is wrapped in a plain one, so that PostgreSQL hashes the rows and sends only the hashes.
         sql, parameters = self.rows.filter(pk__in=keys).query.sql_with_params()
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT q.the_key, hashtextextended(q::text, 0) FROM ({sql}) AS q(the_key)", parameters)

@@ -233,7 +233,7 @@ class UsageStream:
             hosts = {host for host, _ in self._host_and_key.values()}
             loads = telemetry.request_periodic_loads(hosts, self._intervals.event_s, SAMPLE_REQUEST_S)
         finally:
-            connection.close()  # a new connection is needed every few seconds at most
+            connection.close()  # the database is needed only every few seconds, so no connection is kept
         return {uuid: telemetry.describe_device_load(loads, *place) for uuid, place in self._host_and_key.items()}
 
 

@@ -113,7 +113,7 @@ class Subscription(fields.Row):
 
 
 class Delivery(models.Model):
-    """One message for one subscription. `message` is its id, which is the same at every attempt."""
+    """One message for one subscription, and the progress of its delivery. `message` is the message's id."""
 
     message = models.UUIDField(
         default=uuid.uuid4,

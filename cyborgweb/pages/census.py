@@ -28,7 +28,7 @@ MAX_HOSTS_LENGTH = 100_000
 def show_census(request: HttpRequest) -> HttpResponse:
     """Show the form and, after a POST, what the hosts answered or why the question was refused.
 
-    A POST blocks until the hosts have answered, for about two seconds at most. Raises PermissionDenied for users who
+    A POST blocks until the hosts have answered, for a few seconds at most. Raises PermissionDenied for users who
     may not view devices.
     """
     if not request.user.has_perm("accelerators.view_device"):

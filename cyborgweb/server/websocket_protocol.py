@@ -10,8 +10,8 @@ from agents.wire import MESSAGE_ERROR_KEY
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Tells the application why a message was not delivered to it, and lets it refuse an upgrade without an
-    error log.
+    """Tells the application why a message was not delivered to it, and keeps uvicorn from logging a refused upgrade as
+    an error.
     """
 
     def handle_parser_exception(self) -> None:
