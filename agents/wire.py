@@ -133,7 +133,7 @@ class Taken(Message, frozen=True):
 
 
 class Progress(Message, frozen=True, omit_defaults=True):
-    """Progress of a command; the first one also says that the command has started. For display, not kept for ever."""
+    """Progress of a command, for display; the first one also says that the command has started."""
 
     number: NonNegativeInt
     percent: Annotated[int, Meta(ge=0, le=100)] = 0
@@ -291,7 +291,7 @@ class Probe(Message, frozen=True):
 
 
 class Rotate(Message, frozen=True):
-    """Asks the agent to make and store a new key and send it as NewKey, because an operator wants that."""
+    """Asks the agent to make and store a new key and to send it as NewKey, because an operator has asked for one."""
 
 
 FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result | Samples
@@ -324,8 +324,10 @@ def encode_message(message: Message) -> str:
 
 
 def decode_from_agent(data: bytes | str) -> FromAgent | UnknownMessage:
-    """Decode and validate a message of an agent. Return UnknownMessage for an unknown type; raise
-    MalformedMessageError."""
+    """Decode and validate a message of an agent. Return UnknownMessage for an unknown type.
+
+    Raise MalformedMessageError if it is not JSON, or if a field is missing or breaks a limit.
+    """
     try:
         message: FromAgent = _agent_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -334,8 +336,10 @@ def decode_from_agent(data: bytes | str) -> FromAgent | UnknownMessage:
 
 
 def decode_from_gateway(data: bytes | str) -> FromGateway | UnknownMessage:
-    """Decode and validate a message of a gateway. Return UnknownMessage for an unknown type; raise
-    MalformedMessageError."""
+    """Decode and validate a message of a gateway. Return UnknownMessage for an unknown type.
+
+    Raise MalformedMessageError if it is not JSON, or if a field is missing or breaks a limit.
+    """
     try:
         message: FromGateway = _gateway_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -369,6 +373,6 @@ def count_unknown_fields(data: bytes | str, message: Message | UnknownMessage) -
 
 
 def hash_report_content(drivers: tuple[DriverReport, ...]) -> str:
-    """Return the hash of a report's content. It does not depend on the order of the drivers."""
+    """Return the hash of a report's content, 40 hexadecimal digits. It does not depend on the order of the drivers."""
     ordered = sorted(drivers, key=lambda d: d.driver)
     return hashlib.blake2b(_encode_json(ordered), digest_size=20).hexdigest()

@@ -318,7 +318,7 @@ def load_latest_context(request: HttpRequest, owner: Device | Host) -> dict[str,
 
 
 def _list_arguments(command: Command) -> Iterator[tuple[str, Any]]:
-    """Yield the command's arguments as pairs of name and value; empty ones are left out."""
+    """Yield the arguments of the command that its page shows, as pairs of name and value; empty ones are left out."""
     arguments = command.arguments
     pairs = {name: arguments.get(name) for name in ("driver", "deployable", "uuid", "consumer")}
     pairs |= arguments.get("layout", {})

@@ -158,7 +158,10 @@ def list_available_choices(device: Device, held: int) -> list[StateChoice]:
 
 
 def explain_unavailable_choices(device: Device, held: int) -> list[tuple[str, str]]:
-    """Return the labels of the actions that are not possible now, each with the reason."""
+    """Return the labels of the actions whose buttons are not shown now, each with the reason as a sentence.
+
+    `held` is the number of our requests that hold the device.
+    """
     current = lifecycle.build_lifecycle_state(device, held)
     return [
         (choice.label, choice.explain_unavailable(current))

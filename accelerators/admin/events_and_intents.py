@@ -60,8 +60,8 @@ class EventAgeListFilter(admin.SimpleListFilter):
 class EventChangeList(ConsoleChangeList):
     """List of events that finds all matches of a search first and then sorts them.
 
-    Otherwise the database would read events from the newest on until a page is full. For words that are each frequent
-    but rare together, it read a million events. A search with more matches than are counted exactly is still read from
+    Otherwise the database would read events from the newest on until a page is full; for words that are each frequent
+    but rare together, that was a million events. A search with more matches than are counted exactly is still read from
     the newest event on, because its pages fill quickly.
     """
 

@@ -31,8 +31,8 @@ def store_programmed_image(device: Device, deployable_name: str, image: Mapping[
     """Store the image's bitstream as the content of a deployable, and the image's function as its only function trait.
 
     If `deployable_name` is '', all deployables of the device get it. Deployables that are missing are skipped. `image`
-    has the fields of `agents.wire.ImageRef`. Each deployable gets an event, and the provider of its host is written
-    again. Call it inside `conductor.writing()`, with the device's host locked first.
+    has the fields of `agents.wire.ImageRef`. Locks the deployables. Records an event for each and raises a `provider`
+    intent for the host. Call it inside `conductor.writing()`, with the device's host locked first.
     """
     with conductor.writing():
         deployables = Deployable.objects.select_for_update(of=("self",)).filter(
@@ -82,10 +82,11 @@ def _store_image_of_deployable(deployable: Deployable, image: Mapping[str, Any],
 
 
 def clear_bitstreams(device: int, deployable_name: str) -> None:
-    """Forget the bitstream of a deployable (all of the device if the name is ''), because its content is unknown.
+    """Clear the stored bitstream of a deployable (of all deployables of the device if the name is ''), because its
+    content is unknown.
 
-    Records one event if any deployable had a bitstream. Function traits stay as they are. Call it inside
-    `conductor.writing()`.
+    `device` is the device's primary key. Records one event if any deployable had a bitstream. Function traits stay as
+    they are. Call it inside `conductor.writing()`.
     """
     programmed_deployables = Deployable.objects.filter(device=device, bitstream_id__isnull=False).select_related(
         "device__host"

@@ -19,7 +19,8 @@ UNHEALTHY_STATUSES = (Health.DEGRADED.value, Health.FAILED.value)
 class Device(fields.Row):
     """A card, identified by its host and `key`.
 
-    `state` is the device's life cycle, which operators control; `status` is the health that its driver reports.
+    `state` is the device's place in its life cycle, which operators, admission rules, reports and commands change;
+    `status` is the health that its driver reports.
     """
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="devices", db_index=False)

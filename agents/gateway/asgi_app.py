@@ -157,7 +157,10 @@ class AgentGateway:
         await send({"type": "http.response.body", "body": body})
 
     def _reject_if_throttled(self, retry_after_s: int) -> None:
-        """Count and raise a 503 with Retry-After `retry_after_s`; do nothing for 0 (see `HandshakeThrottle`)."""
+        """Raise ConnectionRejectedError 503 with this Retry-After, and count it as a refusal; do nothing for 0.
+
+        `retry_after_s` is what `HandshakeThrottle` has answered.
+        """
         if retry_after_s:
             is_full = self.open_connections >= self.settings.agent_connections
             limit = "as many agents are connected as CYBORG_AGENT_CONNECTIONS allows"
@@ -256,8 +259,10 @@ class AgentGateway:
             raise ConnectionRejectedError(503, "database", reason, self.throttle.schedule_return()) from None
 
     async def _send_welcome(self, session: AgentSession) -> bool:
-        """Renew the host's lease, send Welcome, and send Rotate if a new key was asked for. Return False if the agent
-        is already gone."""
+        """Note a heartbeat for the host's lease, send Welcome, and ask the agent for a new key if one was requested.
+
+        Return False if the agent is already gone.
+        """
         identity = session.identity
         self.leases.note_heartbeat(identity.host_id, session.epoch)
         known_state = identity.epoch, identity.applied_hash, self.settings.max_message_bytes
@@ -309,9 +314,10 @@ class AgentGateway:
     async def _handle_control_message(
         self, session: AgentSession, message: wire.FromAgent | wire.UnknownMessage
     ) -> None:
-        """Handle infrequent messages: those sent once per connection, and answers to the gateway's own requests.
+        """Handle any message other than Beat and Report.
 
-        A message of an unknown type is counted and dropped. Raise SessionClosedError for a message that is not allowed.
+        NewKey, Taken and Result are stored before this returns; progress is stored later. A message of an unknown type
+        is counted and dropped. Raise SessionClosedError for a message that is not allowed or cannot be stored.
         """
         if type(message) is wire.Hello:
             session.boot_id = message.boot_id
@@ -340,7 +346,7 @@ class AgentGateway:
             self.counters["unknown_types"] += 1
 
     def _collect_progress(self, session: AgentSession, message: wire.Progress) -> None:
-        """Keep the newest progress of each command, and schedule the write PROGRESS_INTERVAL_S after the last one.
+        """Keep the newest progress of each command, and schedule a write, at least PROGRESS_INTERVAL_S after the last.
 
         While MAX_PENDING_PROGRESS commands wait, progress of further commands is dropped.
         """
@@ -473,9 +479,10 @@ class AgentGateway:
         await send_text(session, f'{{"type":"Ack","seq":{epoch_seq[1]},"of":"Report"}}')
 
     async def _wait_until_spooled(self, job: SpoolJob) -> bool:
-        """Wait until the report is committed to the spool. Return False if it was not stored, since it is applied.
+        """Wait until the report is committed to the spool, and return True.
 
-        Raise SessionClosedError if the database cannot store it. While the database is down, it waits.
+        Return False if it was not stored, because its content is applied already. Raise SessionClosedError if the
+        database rejects it. While the database is down, it waits.
         """
         self._pending_bytes += len(job.payload)
         try:
@@ -485,8 +492,8 @@ class AgentGateway:
             self._pending_bytes -= len(job.payload)
 
     async def _send_refusal(self, session: AgentSession, close_error: SessionClosedError) -> None:
-        """Record the refusal, send Refuse and close with 1008. Wait at most CLOSE_TIMEOUT_S for a peer that reads
-        nothing."""
+        """Count the refusal, send Refuse and close the connection with 1008. Wait at most CLOSE_TIMEOUT_S for a peer
+        that reads nothing. If the connection is gone, this is only logged."""
         self.refusals.add(session.identity.host, close_error.code, close_error.reason)
         text = wire.encode_message(wire.Refuse(close_error.code, close_error.reason[:4096]))
         try:

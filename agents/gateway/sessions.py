@@ -121,7 +121,7 @@ class AgentSession:
 class SessionRegistry:
     """The sessions of one gateway: per host the one that holds it, and those that wait for their first message.
 
-    `bar_clone` is called to store that two connections hold one key.
+    `bar_clone` is called when two processes turn out to use one key; it must have the key barred, and must not block.
     """
 
     def __init__(self, bar_clone: BarCloneCallback) -> None:
@@ -157,9 +157,10 @@ class SessionRegistry:
     async def claim_host(self, session: AgentSession) -> None:
         """Make this session, which has sent its first message, the holder of its host.
 
-        See the rule in the module's docstring. It may take PROBE_TIMEOUT_S. Raise SessionClosedError: `superseded` if a
-        newer connection holds the host, `clone` if another process still answers on the older connection; then the
-        older connection is closed as well, and the key is barred.
+        The rule is in the module's docstring. If another connection holds the host, this may wait PROBE_TIMEOUT_S for
+        the answer to a probe. Raise SessionClosedError: `superseded` if a newer connection holds the host, `clone` if
+        another process still answers on the older connection; then the older connection is closed as well, and the key
+        is barred.
         """
         host = session.identity.host_id
         while (older := self.by_host.get(host)) is not session:

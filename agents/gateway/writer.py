@@ -65,7 +65,10 @@ poll may have been committed, or its agent admitted, only after it."""
 
 @dataclass(slots=True)
 class SpoolJob:
-    """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already."""
+    """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already.
+
+    `payload` is the text of the Report message. An `urgent` report shows a fault and is stored before others.
+    """
 
     future: asyncio.Future[Any]
     host_id: int
@@ -230,7 +233,8 @@ class DatabaseWriter(threading.Thread):
     def _retry_during_outage(self, work: Callable[[], None]) -> None:
         """Do `work`, and retry it with a back-off (0.1 to 2 s) while the database is down, until `stop`.
 
-        Nothing is acknowledged meanwhile, and nothing is lost. Other errors are raised.
+        Nothing is acknowledged meanwhile, and nothing is lost. Jobs whose connection has ended are dropped. Other
+        errors are raised. After `stop` it returns even if `work` was not done.
         """
         pause = 0.1
         while not self._stopping:
@@ -309,7 +313,7 @@ class DatabaseWriter(threading.Thread):
         """Store reports in the spool, leaving out those already applied; return for each whether it was stored.
 
         One COPY is one commit. There is no transaction around it: every round trip here takes time from the event loop.
-        If anything was stored, the job that merges it is enqueued. Raise database errors.
+        If anything was stored, the job `merge` is woken. Raise database errors.
         """
         now, began = datetime.now(UTC), time.monotonic()
         with connection.cursor() as cursor:
@@ -336,7 +340,7 @@ class DatabaseWriter(threading.Thread):
         """Do what is due: flush leases, metrics and refusals, enqueue periodic jobs, read changed agent rows, measure
         the spool.
 
-        Every SPOOL_CHECK_INTERVAL_S enqueue a merge job if the spool has rows, in case an earlier job was lost. Raise
+        Every SPOOL_CHECK_INTERVAL_S wake the job `merge` if the spool has rows, in case an earlier task was lost. Raise
         database errors.
         """
         if self._leases.flush():
@@ -404,8 +408,8 @@ def _apply_trust_change(job: TrustJob) -> Exception | None:
 
 
 def _store_command_messages(jobs: list[CommandJob]) -> FutureResults:
-    """Store messages about commands, in one go; return for each whether its command is settled. Raise database
-    errors."""
+    """Store messages about commands together; return for each whether its command is settled, so that a Result can be
+    acknowledged. Raise database errors."""
     settled = command_dispatch.store_messages([job.message for job in jobs])
     return [(job.future, job.message[:2] in settled) for job in jobs]
 

@@ -23,9 +23,9 @@ CHANGE_PERMISSION = "cyborgweb.change_maintenance"
 
 
 class MaintenanceAdmin(ReadOnlyModelAdmin):
-    """The page of the read-only switch. A person with its permission can always use it, also while it is on."""
+    """The page of the read-only switch. A person with the permission to change it can use it also while it is on."""
 
-    list_display = ("since", "by", "reason")  # of its export; the list itself is not shown
+    list_display = ("since", "by", "reason")  # the columns of the export; the list itself is not shown
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         """Return whether the user has Django's permission `cyborgweb.change_maintenance`, whatever the switch says."""

@@ -93,7 +93,7 @@ def serve_openapi_document(request: HttpRequest) -> HttpResponse:
 
 @lru_cache(maxsize=2)
 def _render_document(as_json: bool) -> str:
-    """Return the document as JSON or YAML, rendered once per process."""
+    """Return the OpenAPI document as JSON or YAML, rendered once per process. Raises ValueError if it has gaps."""
     from cyborgweb.api import openapi
 
     return openapi.render_json() if as_json else openapi.render_yaml()

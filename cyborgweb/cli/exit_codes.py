@@ -11,7 +11,10 @@ from cyborgweb.errors import CyborgwebError
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the command, documented in `docs/cli.md`."""
+    """Exit codes of the command, documented in `docs/cli.md`.
+
+    AWAY: the server cannot be reached or trusted, or is busy. PARTIAL: several targets ended with different codes.
+    """
 
     DONE = 0
     REFUSED = 1
@@ -46,7 +49,7 @@ class CliError(CyborgwebError, click.ClickException):
 def to_printable_line(text: str) -> str:
     """Return `text` on one line: white space becomes blanks, other characters that cannot be printed become U+FFFD.
 
-    Hosts and tenants wrote some of it, and control characters could change the terminal.
+    The text may come from hosts and tenants, and their control characters could change the terminal.
     """
     return "".join(
         sign if sign.isprintable() else " " if sign.isspace() else "\N{REPLACEMENT CHARACTER}" for sign in text

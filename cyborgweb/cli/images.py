@@ -24,7 +24,7 @@ CHUNK_BYTES = 1_048_576
 
 @dataclass
 class FileWithProgress:
-    """A file of `size` bytes that is being sent; every read advances the progress bar, if there is one."""
+    """A file of `size` bytes that is being sent; every read advances the progress bar `bar`, which may be None."""
 
     file: IO[bytes]
     size: int

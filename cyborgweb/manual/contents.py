@@ -17,7 +17,9 @@ FIELDS_PAGE = "fields"
 
 @dataclass(frozen=True)
 class ContentsEntry:
-    """A page in the table of contents; `name` is its path below docs/ without the extension."""
+    """A page in the table of contents: the heading of its `part`, its path below docs/ without the extension (`name`),
+    and its `title`.
+    """
 
     part: str
     name: str

@@ -62,7 +62,7 @@ SERVED_EDITION = ManualEdition()
 
 @dataclass(frozen=True)
 class ManualHit:
-    """A section that the search found."""
+    """A section that the search found: its address, the title of its page, its own title, and an excerpt."""
 
     url: str
     page: str
@@ -168,7 +168,10 @@ def excerpt_around(text: str, words: list[str]) -> str:
 
 
 def write_files(folder: Path) -> int:
-    """Write the edition in files into `folder`, which is deleted first; return the number of pages."""
+    """Delete `folder`, write the edition in files into it, with a search page, and return the number of pages.
+
+    Raises OSError if a file cannot be written.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "assets").mkdir(parents=True)
     for entry in contents.load_entries():
@@ -193,5 +196,5 @@ def write_files(folder: Path) -> int:
 
 
 def _link_to(entry: ContentsEntry, edition: ManualEdition) -> tuple[str, str]:
-    """Return the address and the title of a page."""
+    """Return the address of a page in this edition, and its title."""
     return edition.page_url(entry.name), entry.title

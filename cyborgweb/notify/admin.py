@@ -211,8 +211,8 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return field_names if obj else tuple(name for name in field_names if name != "standing")
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """Refuse filters on `HIDDEN_FIELDS` fields: a URL may hold a token, which a filter would let people guess
-        letter by letter.
+        """Return whether a list may be filtered by this lookup: never by a field of HIDDEN_FIELDS, because a URL may
+        hold a token, which a filter would let people guess letter by letter.
         """
         return lookup.partition("__")[0] not in HIDDEN_FIELDS and super().lookup_allowed(lookup, value, request)
 
@@ -249,7 +249,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         subscriptions.delete(obj.pk, caller, EventSource.PERSON)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Subscription]) -> None:
-        """Delete the selected subscriptions one by one, so that each gets its own event."""
+        """Delete the selected subscriptions one by one with `delete_model`, so that each gets its own event."""
         for row in queryset:
             self.delete_model(request, row)
 
@@ -282,9 +282,12 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return [path("<int:pk>/do/<str:verb>/", action_view, name="cyborgweb_subscription_do"), *super().get_urls()]
 
     def perform_action(self, request: HttpRequest, pk: int, verb: str) -> HttpResponseBase:
-        """On POST, send a test message or rotate the secret; then redirect to the subscription's page with a message. A
-        new secret, or the reason of a refusal, is in that message. Raises PermissionDenied if the user may not change
-        it.
+        """On POST, send a test message (`verb` is `test`) or rotate the secret (`rotate`), then redirect to the
+        subscription's page.
+
+        A message there has the new secret, or the reason of a refusal. For another verb, or a subscription that the
+        user may not see, redirects with a message, too. Answers 405 to other methods. Raises PermissionDenied if the
+        user may not change the subscription.
         """
         row, caller = self.get_queryset(request).filter(pk=pk).first(), get_caller(request)
         if row is None or verb not in SUBSCRIPTION_ACTIONS:
@@ -373,6 +376,8 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
     def replay(self, request: HttpRequest, queryset: QuerySet[Delivery]) -> None:
         """Deliver the selected messages again with the same ids. Inbox messages and deliveries that are still waiting
         are left out. If one of the subscriptions is not active, nothing is sent and the reason is shown.
+
+        Raises PermissionDenied if the session has no caller.
         """
         caller = get_caller(request)
         if caller is None:

@@ -26,8 +26,10 @@ MAX_HOSTS_LENGTH = 100_000
 
 
 def show_census(request: HttpRequest) -> HttpResponse:
-    """Show the form and, after a POST, what the hosts answered or why the question was refused. Raises PermissionDenied
-    for users who may not view devices.
+    """Show the form and, after a POST, what the hosts answered or why the question was refused.
+
+    A POST blocks until the hosts have answered, for a few seconds at most. Raises PermissionDenied for users who
+    may not view devices.
     """
     if not request.user.has_perm("accelerators.view_device"):
         raise PermissionDenied
@@ -47,7 +49,9 @@ def show_census(request: HttpRequest) -> HttpResponse:
 
 
 def _build_question(form_values: dict[str, str]) -> census.CensusQuestion:
-    """Build the question from the form. Raises RefusedError INVALID for values that cannot be used."""
+    """Build the question from the form's fields `profile`, `count` and `hosts` (names with commas or blanks between
+    them; '' for all). Raises RefusedError INVALID for values that cannot be used.
+    """
     count = form_values["count"] or "1"
     if not (count.isascii() and count.isdecimal() and len(count) <= 3 and 1 <= int(count) <= census.MAX_REQUEST_COUNT):
         raise RefusedError(
@@ -71,8 +75,8 @@ def _build_question(form_values: dict[str, str]) -> census.CensusQuestion:
 
 
 def _build_result_context(result: census.Census) -> dict[str, Any]:
-    """Return what the template shows of a census: at most `MAX_ROWS` hosts that were asked, at most `MAX_ROWS` without
-    an answer, and how many are hidden.
+    """Return what the template shows of a census: at most MAX_ROWS of all hosts, at most MAX_ROWS of those that did not
+    answer, and how many of each are not shown.
     """
     rows = [
         {

@@ -30,7 +30,11 @@ class HostPage(HostAdmin):
         return [path("<path:object_id>/load/", view, name="accelerators_host_load"), *super().get_urls()]
 
     def show_load(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Show only the loads of the host's devices; the page fetches this part again and again."""
+        """Show only the loads of the host's devices, which the host's page fetches again and again.
+
+        Raises PermissionDenied if the user may not view the host; redirects with a message if it does not exist. Asks
+        the host's agent to go on sending samples (`load.build_host_load`).
+        """
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -44,6 +48,8 @@ class HostPage(HostAdmin):
 
     @display(description="Agent", ordering="lease__seen_at")
     def shown_agent(self, host: Host) -> SafeString:
-        """Return the badge of the agent's liveness (up, late, down); `not enrolled` for a host without an agent."""
+        """Return a badge with the agent's state: up, late, down or why it is barred; `not enrolled` for a host without
+        an agent.
+        """
         agent = getattr(host, "agent", None)
         return render_liveness_badge(agent) if agent else badges.render_badge("not enrolled", "calm")

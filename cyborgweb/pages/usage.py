@@ -18,7 +18,9 @@ MAX_PARAMETER_LENGTH = 255
 
 
 def show_usage_page(request: HttpRequest) -> HttpResponse:
-    """Show the groups that the form asks for, as bars: by `by` and `then`, limited to a host, type or resource class.
+    """Show groups of units as bars: grouped by `by` and then by `then`, limited to a host, type or resource class.
+
+    These are parameters of the query; an unknown grouping is ignored, and without any the groups are resource classes.
     Raises PermissionDenied for users who may not view devices.
     """
     if not request.user.has_perm("accelerators.view_device"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before the restart after the first, second, … death in a row; the last one holds for all later deaths."""
+"""Seconds before the restart after the first, second, … death in a row; the last value is for all later deaths."""
 STABLE_AFTER_S = 30.0
 """If a process ran for more than this many seconds, its death counts as the first one again."""
 
@@ -27,8 +27,9 @@ def log_line(process_name: str, text: str) -> None:
 class ChildProcess:
     """A supervised process. Call `start` once, then `keep_running` in every round: it restarts a dead process.
 
-    `deaths` counts the deaths in a row; a process that ran for STABLE_AFTER_S starts from one again. `started_at` and
-    `next_start_at` are times of the monotonic clock; `next_start_at` is None unless a restart is scheduled.
+    `deaths` counts the deaths in a row; after a run of more than STABLE_AFTER_S seconds, the count starts again at 1.
+    `started_at` and `next_start_at` are times of the monotonic clock; `next_start_at` is None unless a restart is
+    scheduled. `partial_line` is output without its line end yet.
     """
 
     name: str
@@ -65,7 +66,10 @@ class ChildProcess:
         return time.monotonic() - self.started_at if self.process else 0.0
 
     def forward_output(self) -> None:
-        """Copy the process's new output to the log, line by line. Does not block; of an endless line it keeps 8 KB."""
+        """Copy the process's new complete lines of output to the log. Does not block.
+
+        An incomplete line is kept for the next call, of a very long one only the last 8 KB.
+        """
         if self.process is None or self.process.stdout is None:
             return
         try:

@@ -19,9 +19,11 @@ BASE_DIR = Path(__file__).resolve().parents[2]
 
 
 def _load_secret_key(settings: Keys) -> str:
-    """Return Django's secret key from the state directory. Create it if there is none, readable only by its owner.
+    """Return Django's secret key from the file in the state directory. If there is none, create a random key in a file
+    that only its owner can read.
 
     Processes that start at the same time get the same key. An empty file, as a full disk leaves it, gets a new key.
+    Raises OSError if the file cannot be read or written.
     """
     path = settings.state_path / "secret-key"
     with suppress(FileNotFoundError):
@@ -55,8 +57,9 @@ default this takes two hours, and PostgreSQL would keep the locks of a vanished 
 
 
 def _make_database_settings(settings: Keys) -> dict[str, object]:
-    """Return Django's settings of the one database: CYBORG_DATABASE_URL with its options, or the embedded database's
-    socket.
+    """Return Django's settings of the one database: that of CYBORG_DATABASE_URL, or the embedded one at its socket.
+
+    Options in the URL's query, such as `sslmode`, are passed to libpq and override ours.
     """
     common = {
         "ENGINE": "django.db.backends.postgresql",

@@ -47,7 +47,10 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
 
 
 def load_written(host: Host) -> dict[str, WrittenRecord]:
-    """Return what was last written to each provider of the host, by provider uuid. One statement."""
+    """Return what was last written to each provider of the host, and how Placement last showed it, by provider uuid.
+
+    One statement.
+    """
     return {str(row.uuid): _decode_written(row) for row in WrittenProvider.objects.filter(host=host).defer("claims")}
 
 

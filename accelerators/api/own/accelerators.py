@@ -325,7 +325,8 @@ class AcceleratorView(CollectionView):
         """Place the commands that add units (`sign` 1) or remove them (-1), as the body says; 202 with one result per
         device.
 
-        If the body names a generation, which only a single device can have, its refusal is raised as RefusedError.
+        If the body names a generation, it must name a single device, and a refusal of that device is raised as
+        RefusedError.
         """
         values = self.validate_body()
         targets = [
