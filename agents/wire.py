@@ -257,7 +257,8 @@ class Welcome(Message, frozen=True):
     `beat_s`: seconds between heartbeats. `epoch`: the highest epoch ever seen from this host; an agent whose own epoch
     is lower raises it above this one and reconnects. `applied_hash`: hash of the report last applied for this host, ''
     if none or unknown. `max_bytes`: maximum size of a message. `jitter_s`: seconds over which the agent spreads its
-    report.
+    report. A further Welcome on the same connection replaces `applied_hash` and `jitter_s`: with '' the gateway asks
+    for the report again. Agents older than that drop it.
     """
 
     beat_s: float

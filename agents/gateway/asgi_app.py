@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -41,6 +42,8 @@ CLOSE_TIMEOUT_S = 1.0
 """Seconds to wait until an agent has received the Refuse message and the close frame."""
 PROGRESS_INTERVAL_S = 0.2
 """Minimum seconds between two writes of one agent's command progress. The newest progress is always written."""
+REPORT_REQUEST_INTERVAL_S = 10.0
+"""Minimum seconds between two requests for the report of one connection."""
 MANY_HOSTS = "(many)"
 """Host name under which refusals of many hosts are counted together. An outage or a connection storm then makes one
 event a minute instead of one per host."""
@@ -117,6 +120,7 @@ class AgentGateway:
             refusals=self.refusals,
             report_jitter=self.report_jitter,
             on_agent_changes=self.sessions.apply_agent_changes,
+            on_reports_needed=self._request_reports,
         )
 
     def stop(self) -> None:
@@ -265,11 +269,28 @@ class AgentGateway:
         """
         identity = session.identity
         self.leases.note_heartbeat(identity.host_id, session.epoch)
-        known_state = identity.epoch, identity.applied_hash, self.settings.max_message_bytes
-        welcome = wire.Welcome(self.settings.beat_s, *known_state, round(self.report_jitter.choose_jitter(), 1))
+        welcome = self._build_welcome(session, identity.applied_hash)
+        session.report_requested_at = -math.inf if identity.applied_hash else asyncio.get_running_loop().time()
         if (is_delivered := await send_message(session, welcome)) and identity.rotation_requested:
             self.sessions.request_new_key(session)
         return is_delivered
+
+    def _build_welcome(self, session: AgentSession, applied_hash: str) -> wire.Welcome:
+        """Return a Welcome that names `applied_hash` as the hash of the last applied report."""
+        known_state = session.identity.epoch, applied_hash, self.settings.max_message_bytes
+        return wire.Welcome(self.settings.beat_s, *known_state, round(self.report_jitter.choose_jitter(), 1))
+
+    def _request_reports(self, host_ids: list[int]) -> None:
+        """Forget which report is applied for these hosts, and ask those that are connected here for their reports.
+
+        A connection is asked at most once in REPORT_REQUEST_INTERVAL_S, because its report may be on its way.
+        """
+        now = asyncio.get_running_loop().time()
+        for session in filter(None, map(self.sessions.by_host.get, host_ids)):
+            session.applied_hash = ""
+            if now - session.report_requested_at >= REPORT_REQUEST_INTERVAL_S:
+                session.report_requested_at = now
+                self.sessions.request_report(session, self._build_welcome(session, ""))
 
     async def _receive_messages(self, session: AgentSession, receive: Any) -> None:
         """Receive and handle messages until the peer closes. The first one decides which connection holds the host.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -47,7 +48,8 @@ class AgentSession:
 
     `applied_hash` is the hash of the report known to be applied for its host, '' if unknown. `last_acknowledged` is the
     newest (epoch, seq) of the reports acknowledged on this connection; that report is stored durably, or its content
-    was applied already.
+    was applied already. `report_requested_at` is when the agent was last told that no report of its host is applied, in
+    seconds of the event loop's clock; infinity before its Welcome.
     """
 
     __slots__ = (
@@ -71,6 +73,7 @@ class AgentSession:
         "progress_flushed_at",
         "progress_writes",
         "public_key",
+        "report_requested_at",
         "send",
         "task",
         "version",
@@ -92,6 +95,7 @@ class AgentSession:
         self.address = str((scope.get("client") or ("unknown",))[0])[:64]
         self.applied_hash = identity.applied_hash
         self.last_acknowledged = (0, 0)
+        self.report_requested_at = math.inf
         self.highest_epoch = highest_allowed_epoch(identity.epoch)
         self.boot_id = self.next_public_key = ""
         self.awaits_new_key = self.is_contested = self.has_sent_hello = False
@@ -214,6 +218,13 @@ class SessionRegistry:
         if not session.awaits_new_key:
             session.awaits_new_key = True
             self._start_task(send_message(session, wire.Rotate()))
+
+    def request_report(self, session: AgentSession, welcome: wire.Welcome) -> None:
+        """Ask the agent for its report again, by a further Welcome that names no applied report. It returns at once.
+
+        An agent of a release that does not know this drops the message; it sends its report with its next connection.
+        """
+        self._start_task(send_message(session, welcome))
 
     def _apply_agent_change(self, session: AgentSession, change: AgentChange) -> None:
         """Apply the agent's changed row to one session: close it, probe it, ask for a new key, or do nothing.

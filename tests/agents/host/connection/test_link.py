@@ -169,6 +169,23 @@ def test_a_report_that_the_gateway_lost_is_resent_with_a_new_number_after_the_ne
     asyncio.run(story())
 
 
+def test_a_report_that_the_gateway_asks_for_again_is_resent_on_the_same_connection(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with FakeGateway().open() as server, run_agent_link(tmp_path, server.gateway()) as host:
+            host.record_report(*ONE_DEVICE)
+            await wait_until(lambda: host.journal.acknowledged)
+            await server.sockets[-1].send(wire.encode_message(wire.Welcome(0.05, 0, "", wire.MAX_MESSAGE_BYTES)))
+            await wait_until(lambda: len(server.reports) == 2)
+            assert len(server.sockets) == 1
+            assert server.reports[1].drivers == ONE_DEVICE and server.reports[1].seq > server.reports[0].seq
+            await wait_until(lambda: host.journal.acknowledged)
+            server.beats.clear()
+            await wait_until(lambda: len(server.beats) >= 3)
+            assert len(server.reports) == 2, "once is enough"
+
+    asyncio.run(story())
+
+
 def test_only_the_newest_report_is_sent_after_the_pending_one_is_acknowledged(tmp_path: Path) -> None:
     async def story() -> None:
         server = FakeGateway(acknowledge=False)
