@@ -362,7 +362,7 @@ def _keep_unended_failure(device: Device, earlier_health: tuple[str, str] | None
     health, reason = offer.combine_health(earlier_health or reported_health, reported_health)
     if (health, reason) == reported_health:
         return device
-    return msgspec.structs.replace(device, status=health, status_reason=reason)  # type: ignore[arg-type]
+    return msgspec.structs.replace(device, status=health, status_reason=reason)
 
 
 def _collect_deployable_changes(

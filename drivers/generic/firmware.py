@@ -17,7 +17,7 @@ from drivers.generic.backend import make_service
 from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
 from drivers.inventory import BackendKind, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.pci import binding, functions, sriov
+from drivers.pci import binding, functions
 from drivers.pci.host_usage import find_functions_used_by_host
 from drivers.plan import Act, Ask, Check, Plan, Step, Write
 
@@ -91,7 +91,7 @@ def plan_upload(machine: Machine, ask: Ask) -> Plan:
     """Return a plan of one step, which uploads the image to the function.
 
     Raises Gone if the function is absent, Unsupported if it has no upload directory, Failed if it has several, and Busy
-    if the host or a guest uses the function or one of its virtual functions.
+    if the host or a guest uses the function, or one of its companion or virtual functions.
     """
     address = functions.find_address(machine, ask.key)
     upload_folders = list_upload_folders(machine, address)
@@ -102,7 +102,7 @@ def plan_upload(machine: Machine, ask: Ask) -> Plan:
         raise Failed(
             f"{address} has several directories in /sys/class/firmware ({names}), and this driver cannot choose one"
         )
-    parts = [address, *sriov.list_virtual_functions(machine, address)]
+    parts = functions.list_card_functions(machine, address)
     binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True).refuse_if_used(parts)
     name = ask.image.name if ask.image else "the image"
     step = Step(

@@ -5,7 +5,8 @@ lower-case hex without 0x, and all that are given must match. `type` is the devi
 functions) and `bind` (the kernel driver of what is handed out, such as `vfio-pci`; '' for none) describe the wanted
 state; what a rule does not set is left unchanged.
 The formats are upstream's (contract section 6.3), its mistakes are not: the type comes from a rule or the PCI class,
-and functions that the host itself uses are never offered. `drivers.pci.sriov` and `drivers.pci.binding` plan the steps.
+and functions that the host itself uses, or that no IOMMU isolates, are never offered. `drivers.pci.sriov` and
+`drivers.pci.binding` plan the steps; `drivers.pci.iommu` tells which functions belong together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from drivers.base import Driver, Findings, at_most
 from drivers.errors import Busy, DriverError, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
-from drivers.pci import binding, pci_health, sriov
+from drivers.pci import binding, iommu, pci_health, sriov
 from drivers.pci.host_usage import find_functions_used_by_host
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
@@ -166,7 +167,8 @@ class PciDriver(Driver):
         address = find_address(machine, ask.key)
         view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
         steps = sriov.plan_virtual_functions_restore(view, address, ask.first)
-        for part in [address] if steps else [address, *sriov.list_virtual_functions(machine, address)]:
+        virtual_functions = [] if steps else sriov.list_virtual_functions(machine, address)
+        for part in [address, *iommu.list_companions(machine, address), *virtual_functions]:
             steps += binding.plan_binding_restore(view, part, ask.first)
         return Plan(
             tuple(steps[:MAX_STEPS]), "as it was before its first change" if ask.first else "it was never changed"
@@ -175,11 +177,11 @@ class PciDriver(Driver):
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
 
-        Raises Gone if the function is absent, Busy if the host or a guest uses the function or one of its virtual
-        functions, and Unsupported if the kernel has no method.
+        Raises Gone if the function is absent, Busy if the host or a guest uses one of the card's functions
+        (`list_card_functions`), and Unsupported if the kernel has no method.
         """
         address = find_address(machine, ask.key)
-        path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.list_virtual_functions(machine, address)]
+        path, parts = f"{PCI_DEVICES}/{address}", list_card_functions(machine, address)
         if not machine.exists(f"{path}/reset"):
             raise Unsupported(f"{address} cannot be reset: the kernel knows no method for it")
         binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True).refuse_if_used(parts)
@@ -192,18 +194,25 @@ class PciDriver(Driver):
         return Plan((step,), "reset")
 
 
-def discover_devices(machine: Machine, rules: list[PciRule]) -> Findings:
+def list_card_functions(machine: Machine, address: str) -> list[str]:
+    """Return the function `address`, its companion functions and its virtual functions: all that an act may affect."""
+    return [address, *iommu.list_companions(machine, address), *sriov.list_virtual_functions(machine, address)]
+
+
+def discover_devices(machine: Machine, rules: list[PciRule], *, passthrough: bool = True) -> Findings:
     """Return the devices that the rules select, and faults for functions that cannot be offered.
 
-    A function whose reading fails becomes a fault; one that was unplugged meanwhile is left out. Raises DriverError if
-    it cannot be determined which functions the host uses.
+    With `passthrough`, guests get the functions themselves, so a function without an IOMMU is a fault. Without it,
+    guests get something else that the caller makes of them, such as mediated devices. A function whose reading fails
+    becomes a fault; one that was unplugged meanwhile is left out. Raises DriverError if it cannot be determined which
+    functions the host uses.
     """
     devices: list[Device] = []
     faults: list[Fault] = []
     in_use = find_functions_used_by_host(machine)
     for address in machine.pci_functions():
         try:
-            for finding in _discover_function(machine, address, rules, in_use):
+            for finding in _discover_function(machine, address, rules, in_use, passthrough):
                 if isinstance(finding, Fault):
                     faults.append(finding)
                 else:
@@ -252,7 +261,7 @@ def _list_missing_requirements(machine: Machine, rules: list[PciRule]) -> Iterat
         if fields[4:5] == ["/sys"] and "ro" in fields[5].split(","):
             yield "/sys is mounted read-only for the agent (a container without write access?)"
     if not machine.names("/sys/kernel/iommu_groups"):
-        yield "no IOMMU, so no guest gets a PCI function: switch it on in the firmware and on the kernel's command line"
+        yield f"no guest gets a PCI function: {iommu.describe_missing_iommu(machine)}"
     for name in sorted({rule.bind for rule in rules if rule.bind}):
         if not machine.exists(f"{binding.DRIVERS_FOLDER}/{name}"):
             yield f"the kernel has no driver {name}, which a rule binds to: load it (modprobe {name})"
@@ -290,24 +299,29 @@ def _read_id(machine: Machine, address: str, name: str) -> str:
 
 
 def _discover_function(
-    machine: Machine, address: str, rules: list[PciRule], in_use: dict[str, str]
+    machine: Machine, address: str, rules: list[PciRule], in_use: dict[str, str], passthrough: bool
 ) -> Iterator[Device | Fault]:
     """Yield the device of a function if a rule selects it, and a fault for each part that cannot be handed out.
 
     The parts are its virtual functions or, if there are none, the function itself. `in_use` (address → reason) holds
     the functions that the host uses: such a part is a fault with that reason, and no handle of the device. There is no
-    device if the function itself is such a part, or if its type is unknown, which is a fault, too. A virtual function
-    of a selected card is part of that card's device, so it yields nothing by itself. Raises DriverError, which is Gone
-    if the function was unplugged.
+    device if the function itself is such a part, if it has no IOMMU although `passthrough`, or if its type is unknown;
+    these are faults, too. A virtual or companion function of a selected card is part of that card's device, so it
+    yields nothing by itself; a companion function of any other card is a fault. Raises DriverError, which is Gone if
+    the function was unplugged.
     """
     function = _read_function(machine, address)
     rule = find_matching_rule(function, rules)
     if rule is None or _is_part_of_selected_card(machine, address, rules):
         return
+    if main_function := iommu.find_main_function(machine, address):
+        yield Fault(address, f"it is part of the card {main_function} and given away with it: select {main_function}")
+        return
     virtual_functions = sriov.list_virtual_functions(machine, address)
     parts = virtual_functions or [address]
-    yield from (Fault(part, in_use[part]) for part in parts if part in in_use)
-    if parts == [address] and address in in_use:
+    unusable = _explain_unusable_parts(machine, address, parts, in_use, passthrough)
+    yield from (Fault(part, reason) for part, reason in unusable.items())
+    if address in unusable:
         return
     device_type = rule.type or get_class_type(function)
     if device_type is None:
@@ -315,31 +329,63 @@ def _discover_function(
             address, f"its PCI class {function.pci_class} does not determine the device type: set `type` in the rule"
         )
         return
-    handed_out = [part for part in parts if part not in in_use and (virtual_functions or not rule.vfs)]
-    to_install = _describe_install_steps(binding.HostUsage(machine, in_use, for_act=False), address, rule)
+    handed_out = [part for part in parts if part not in unusable and (virtual_functions or not rule.vfs)]
+    view = binding.HostUsage(machine, in_use, for_act=False)
+    to_install = _describe_install_steps(view, address, rule) if passthrough else ""
     yield _build_device(machine, function, device_type, handed_out, to_install)
 
 
+def _explain_unusable_parts(
+    machine: Machine, address: str, parts: list[str], in_use: dict[str, str], passthrough: bool
+) -> dict[str, str]:
+    """Return why parts of the device of `address` cannot be handed out: address → reason.
+
+    The host uses the part or, with `passthrough`, a companion function in the part's IOMMU group. If there is no IOMMU
+    although `passthrough`, this is the reason of `address` itself, whatever its parts are.
+    """
+    reasons = {part: in_use[part] for part in parts if part in in_use}
+    if not passthrough:
+        return reasons
+    for companion in filter(in_use.__contains__, iommu.list_companions(machine, address)):
+        group = iommu.find_group(machine, companion)
+        for part in parts:
+            if group and iommu.find_group(machine, part) == group:
+                reasons.setdefault(part, f"{companion} would be given away with it, but {in_use[companion]}")
+    if not iommu.find_group(machine, address):
+        reasons.setdefault(address, f"no guest can get it: {iommu.describe_missing_iommu(machine)}")
+    return reasons
+
+
 def _is_part_of_selected_card(machine: Machine, address: str, rules: list[PciRule]) -> bool:
-    """Return whether the function is a virtual function of a card that a rule selects. Raises DriverError."""
-    card = machine.link(f"{PCI_DEVICES}/{address}/physfn")
+    """Return whether the function is a virtual or companion function of a card that a rule selects.
+
+    Raises DriverError.
+    """
+    card = machine.link(f"{PCI_DEVICES}/{address}/physfn") or iommu.find_main_function(machine, address)
     return bool(card) and find_matching_rule(_read_function(machine, card), rules) is not None
 
 
 def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> list[Step]:
     """Return the steps towards the rule that are possible now; virtual functions are bound only after they exist.
 
-    Raises the errors of `sriov.plan_virtual_functions` and `binding.plan_binding`.
+    If the rule wants a driver of VFIO or none, the companion functions in the IOMMU groups of what is handed out are
+    bound with it. Raises the errors of `sriov.plan_virtual_functions`, `binding.plan_binding` and
+    `iommu.refuse_blocked_groups`.
     """
-    unbound = rule.bind is not None
+    machine, unbound = view.machine, rule.bind is not None
     steps = [] if rule.vfs is None else sriov.plan_virtual_functions(view, address, rule.vfs, unbound=unbound)
-    if rule.bind is None:
-        return steps
     if steps:
-        binding.refuse_unless_bindable(view.machine, address, rule.bind)  # refuse before the first change, not halfway
+        if rule.bind is not None:  # refuse before the first change, not halfway
+            binding.refuse_unless_bindable(machine, address, rule.bind)
         return steps
-    parts = sriov.list_virtual_functions(view.machine, address) or [address]
-    return [step for part in parts for step in binding.plan_binding(view, part, rule.bind)]
+    parts = sriov.list_virtual_functions(machine, address) or [address]
+    wanted = {} if rule.bind is None else dict.fromkeys(parts, rule.bind)
+    if rule.bind == "" or (rule.bind and iommu.is_vfio_driver(rule.bind)):
+        companions = iommu.list_companions_in_groups(machine, address, parts)
+        wanted |= dict.fromkeys(companions, binding.VFIO if rule.bind else "")
+    steps = [step for part, driver in wanted.items() for step in binding.plan_binding(view, part, driver)]
+    iommu.refuse_blocked_groups(machine, parts, {*parts, *wanted})
+    return steps
 
 
 def _describe_install_steps(view: binding.HostUsage, address: str, rule: PciRule) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from drivers.errors import Busy, Denied
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine
+from drivers.pci.iommu import list_companions
 from drivers.plan import DESTRUCTIVE, Act, Ask, Plan, Write, stray
 
 FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
@@ -16,13 +17,13 @@ FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "
 
 
 def find_device_addresses(machine: Machine, address: str | None) -> frozenset[str]:
-    """Return the PCI addresses of a device: its own and those of its virtual functions; none without an address."""
+    """Return the PCI addresses of a device: its own, those of its virtual and its companion functions; none without an
+    address."""
     if not address:
         return frozenset()
     device_dir = f"{PCI_DEVICES}/{address}"
-    return frozenset(
-        {address} | {machine.link(f"{device_dir}/{name}") for name in machine.names(device_dir, "virtfn*")}
-    )
+    virtual_functions = {machine.link(f"{device_dir}/{name}") for name in machine.names(device_dir, "virtfn*")}
+    return frozenset({address, *virtual_functions, *list_companions(machine, address)})
 
 
 def check_plan_paths(

@@ -237,9 +237,9 @@ def test_existing_virtual_functions_of_a_card_that_the_host_uses_are_offered(hos
         ({"vfs": 2}, "vfio", Unsupported, "bound to vfio-pci"),
         ({"vfs": 2}, "plain", Unsupported, "cannot have virtual functions"),
         ({"bind": "xocl"}, "", Unsupported, "modprobe xocl"),
-        ({"bind": "vfio-pci"}, "no iommu", Unsupported, "intel_iommu=on"),
-        ({"vfs": 2, "bind": "vfio-pci"}, "no iommu", Unsupported, "intel_iommu=on"),
-        ({"bind": "vfio-pci"}, "neighbour", Busy, "as 0000:01:00.7, which is bound to the host's driver snd"),
+        ({"bind": "vfio-pci"}, "neighbour", Busy, "as 0000:02:00.0, which is bound to the host's driver snd"),
+        ({"bind": ""}, "neighbour", Busy, "as 0000:02:00.0, which is bound to the host's driver snd"),
+        ({}, "neighbour", Busy, "as 0000:02:00.0, which is bound to the host's driver snd"),
     ],
 )
 def test_an_impossible_install_is_refused_with_the_reason_before_any_write(
@@ -247,10 +247,10 @@ def test_an_impossible_install_is_refused_with_the_reason_before_any_write(
 ) -> None:
     host = ModelMachine(tmp_path)
     host.load("nvme", "1b36:0010")
-    host.pci(CARD, *DISK_IDS, group=None if change == "no iommu" else 7, vfs=0 if change == "plain" else 4)
+    host.pci(CARD, *DISK_IDS, group=7, vfs=0 if change == "plain" else 4)
     if change == "neighbour":
         host.load("snd", "1b36:00aa")
-        host.pci("0000:01:00.7", "0x1b36", "0x00aa", "0x040300", group=7)
+        host.pci("0000:02:00.0", "0x1b36", "0x00aa", "0x040300", group=7)
         host.pci("0000:00:1c.0", "0x1b36", "0x0001", "0x060400", group=7)
     if change == "unbound":
         host.write("/sys/bus/pci/drivers/nvme/unbind", CARD)
