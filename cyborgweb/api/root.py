@@ -107,8 +107,9 @@ def show_documentation(request: HttpRequest) -> HttpResponse:
 
 
 def _build_routes() -> Iterator[URLPattern]:
-    """Yield the routes of each collection, its members and its verbs, with and without a slash at the end, as v2 has
-    them.
+    """Yield the routes of each collection of our own API, of its members and of its verbs.
+
+    As in v2, a slash at the end of an address is optional.
     """
     for name, view in COLLECTIONS.items():
         key = view.lookup_url_kwarg or view.lookup_field

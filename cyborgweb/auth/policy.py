@@ -120,7 +120,9 @@ class PolicyFileError(CyborgwebError):
 
 @dataclass(frozen=True)
 class LoadedRules:
-    """One loaded set of rules, and the cached decisions made with it. Without an `enforcer` nobody may do anything."""
+    """A loaded set of policy rules, and the cached decisions made with it. Without `enforcer` nobody may do
+    anything.
+    """
 
     enforcer: Any = None
     decisions: dict[tuple[str, frozenset[str], str, str], bool] = field(default_factory=dict)
@@ -174,7 +176,7 @@ class Policy:
             self._next_check_at = self._monotonic() + FILE_CHECK_INTERVAL_S
 
     def _reload(self, file_exists: bool) -> None:
-        """Put the defaults and the file's overrides in force, with an empty cache of decisions.
+        """Put the default rules and the policy file's overrides in force, with an empty cache of decisions.
 
         If the file is unusable, or is gone after rules were loaded, log this and keep the rules that are in force. If
         none are in force yet, nobody may do anything until the file is repaired.
@@ -232,7 +234,7 @@ def _evaluate_rule(enforcer: Any, caller: Caller, rule: str) -> bool:
 
 
 def _parse_file(path: Path) -> dict[str, str]:
-    """Return the operator's overrides: rule → check.
+    """Return the operator's overrides in a policy file: rule → check.
 
     Raises PolicyFileError if the file cannot be read, is too large, is not YAML with texts, or has a check that
     oslo.policy does not understand.
@@ -261,7 +263,7 @@ def _parse_file(path: Path) -> dict[str, str]:
 
 
 def _build_enforcer(overrides: Mapping[str, str], new_defaults: bool) -> Any:
-    """Return an Enforcer with the default rules and the `overrides`; it never reads files itself.
+    """Return an Enforcer of oslo.policy with the default rules and the `overrides`; it never reads files itself.
 
     Raises PolicyFileError if a rule refers to itself or to an unknown rule.
     """

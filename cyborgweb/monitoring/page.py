@@ -83,7 +83,7 @@ class MetricsCache:
         return last.rendered[media], media
 
     def clear(self) -> None:
-        """Drop the cached collection (for tests)."""
+        """Drop the cached metrics, so that the next request collects them anew. For tests."""
         self._last = MetricsSnapshot()
 
 

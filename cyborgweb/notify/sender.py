@@ -108,7 +108,7 @@ class DueDelivery:
     secret: str
 
     def build_body(self) -> bytes:
-        """Return the JSON body for the receiver: the same bytes at every attempt."""
+        """Return the JSON body of the webhook's request: the same bytes at every attempt."""
         return orjson.dumps({"type": self.kind, "timestamp": self.at, "data": self.data})
 
 

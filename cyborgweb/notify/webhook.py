@@ -252,7 +252,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _build_request(destination: WebhookUrl, headers: dict[str, str], body: bytes) -> bytes:
-    """Return the bytes of the HTTP/1.1 request. It asks for the connection to be closed after the answer."""
+    """Return the bytes of an HTTP/1.1 POST. It asks for the connection to be closed after the answer."""
     host_header = f"[{destination.host}]" if ":" in destination.host else destination.host
     port = "" if destination.port == (443 if destination.is_https else 80) else f":{destination.port}"
     lines = [

@@ -23,7 +23,7 @@ class RenderableCapacity(CapacityGroup):
 
     @classmethod
     def from_group(cls, group: CapacityGroup) -> RenderableCapacity:
-        """Return this group as a RenderableCapacity."""
+        """Return a copy of this group as a RenderableCapacity."""
         return cls(*(getattr(group, field.name) for field in fields(CapacityGroup)))
 
     @property

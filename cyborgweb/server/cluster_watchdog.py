@@ -46,7 +46,7 @@ class ClusterWatchdog(threading.Thread):
         return results
 
     def run(self) -> None:
-        """Check all clusters every second, for ever. Connect again if the database fails."""
+        """Check every second, for ever, whether a cluster is stuck. Connect again if the database fails."""
         while True:
             try:
                 with psycopg.connect(self._dsn, autocommit=True, connect_timeout=3) as connection:

@@ -80,7 +80,7 @@ class CensusRow:
 
     @property
     def sort_key(self) -> tuple[bool, bool, float, str]:
-        """Sort key: hosts that fit first, then the least busy; an unknown load comes last."""
+        """Sort key of a census: hosts that fit first; among them the least busy first, those of unknown load last."""
         mean = self.load.mean if self.load else None
         return not self.fits, mean is None, mean or 0.0, self.host.name
 

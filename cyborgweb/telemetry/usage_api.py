@@ -131,7 +131,7 @@ class UsageView(CollectionView):
         return cast(UsageGroupPaginator, super().paginator)
 
     def list(self, request: Request) -> HttpResponse:
-        """Return a page of groups. The parameters are validated before anything is counted."""
+        """Return a page of groups of units, with an ETag. The parameters are validated before anything is counted."""
         self.filter_queryset(self.get_queryset())
         self.paginator.parse_request(request, self)
         elevated = self.can_see_all_projects()
