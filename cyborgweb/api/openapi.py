@@ -79,8 +79,9 @@ SUMMARY_VERBS = {
 
 
 class ViewSchema(AutoSchema):
-    """The part of the document for one view. Authentication is configured in the settings, so all views list the
-    same schemes.
+    """The part of the OpenAPI document for one view of our own API.
+
+    Authentication is configured in the settings, so all views list the same security schemes.
     """
 
     @property
@@ -319,7 +320,7 @@ def generate_document() -> dict[str, Any]:
 
 
 def validate_document() -> None:
-    """Validate the document against OpenAPI's schema. Takes a second, so do not call it in a request.
+    """Validate our OpenAPI document against OpenAPI's schema. Takes a second, so do not call it in a request.
 
     Raises jsonschema's ValidationError if it is invalid, ValueError as `generate_document` does.
     """
@@ -327,12 +328,12 @@ def validate_document() -> None:
 
 
 def render_yaml() -> str:
-    """Return the document as YAML. Raises ValueError as `generate_document` does."""
+    """Return the OpenAPI document as YAML. Raises ValueError as `generate_document` does."""
     document: bytes = OpenApiYamlRenderer2().render(generate_document(), renderer_context={})
     return document.decode()
 
 
 def render_json() -> str:
-    """Return the document as JSON. Raises ValueError as `generate_document` does."""
+    """Return the OpenAPI document as JSON. Raises ValueError as `generate_document` does."""
     document: bytes = OpenApiJsonRenderer2().render(generate_document(), renderer_context={})
     return document.decode()

@@ -129,7 +129,7 @@ class LoadedRules:
 
 
 class Policy:
-    """The rules in force: the defaults and the overrides in the policy file. Thread-safe.
+    """The policy rules in force: the defaults and the overrides in the policy file. Thread-safe.
 
     The file is checked twice a second at most, and read again when it has changed. If it is broken, this is logged once
     and the last good rules stay in force. If there are none yet, everybody is refused until the file is repaired,
@@ -281,7 +281,9 @@ def _build_enforcer(overrides: Mapping[str, str], new_defaults: bool) -> Any:
 
 
 def _effective_check(rule: PolicyRule, new_defaults: bool) -> str:
-    """Return the rule's check. Unless `new_defaults` is set, it also allows whom the rule's legacy check allows."""
+    """Return the rule's check. Unless `new_defaults` is set, the rule's legacy check, if any, is added to it
+    with `or`.
+    """
     return rule.check if new_defaults or not rule.legacy else f"({rule.check}) or ({rule.legacy})"
 
 

@@ -204,5 +204,5 @@ def write_files(folder: Path) -> int:
 
 
 def _link_to(entry: ContentsEntry, edition: ManualEdition) -> tuple[str, str]:
-    """Return the address of a page in this edition, and its title."""
+    """Return the address of a manual page in this edition, and its title."""
     return edition.page_url(entry.name), entry.title

@@ -54,7 +54,7 @@ class MetricsSnapshot:
 
 
 class MetricsCache:
-    """Cache of the last collection; one thread at a time makes a new one."""
+    """Cache of the metrics that were collected last. One thread at a time collects new ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -206,8 +206,10 @@ def _check_addresses(addresses: Sequence[IpAddress], host: str, allowed: Allowed
 
 def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, lookup: LookupFunction) -> socket.socket:
     """Resolve the host name, check all its addresses, and open a connection to one of them, with TLS if the URL asks
-    for it. Raises WebhookUrlError if an address is not allowed, OSError if the name is not resolved or the connection
-    fails.
+    for it.
+
+    Raises WebhookUrlError if there is no address or one of them is not allowed, OSError if the name is not resolved, no
+    connection is possible, or the certificate is not accepted.
     """
     try:
         address_texts = _lookup_threads.submit(lookup, destination.host, destination.port).result(CONNECT_TIMEOUT_S)

@@ -352,7 +352,7 @@ class Supervisor:
 
 
 def _open_listener(listen: str, key: str) -> socket.socket:
-    """Return a listening socket for an ADDRESS:PORT value; `key` is the name of its key, for messages.
+    """Return a listening socket for an ADDRESS:PORT value; `key` is the name of its configuration key, for messages.
 
     Raises ConfigurationError if the value is not an address and a port, StartError if the address cannot be used.
     """

@@ -127,7 +127,7 @@ class UsageView(CollectionView):
 
     @property
     def paginator(self) -> UsageGroupPaginator:
-        """The paginator of the groups."""
+        """The view's paginator, which is a UsageGroupPaginator."""
         return cast(UsageGroupPaginator, super().paginator)
 
     def list(self, request: Request) -> HttpResponse:
