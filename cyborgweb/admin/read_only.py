@@ -28,8 +28,8 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
     list_display = ("since", "by", "reason")  # the columns of the export; the list itself is not shown
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user has Django's permission `cyborgweb.change_maintenance`, also while all is
-        read only.
+        """Return whether the user has Django's permission `cyborgweb.change_maintenance`; the switch does not
+        matter.
         """
         return bool(request.user.has_perm(CHANGE_PERMISSION))
 

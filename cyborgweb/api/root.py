@@ -66,7 +66,7 @@ class ApiRootView(UnauthenticatedView):
     """
 
     def get(self, request: Request) -> Response:
-        """Return the address of every resource."""
+        """Return the address of every resource of our own API, by name."""
         base = request.build_absolute_uri("/api/")
         return Response({name: f"{base}{name}/" for name in (*COLLECTIONS, *OTHER_RESOURCES, "schema", "docs")})
 
@@ -75,7 +75,7 @@ class ApiNotFoundView(UnauthenticatedView):
     """Answer 404, in the API's error shape, for every address that does not exist."""
 
     def get(self, request: Request, **kwargs: str) -> Response:
-        """Raise Http404."""
+        """Raise Http404, for every method."""
         raise Http404
 
     post = patch = put = delete = get

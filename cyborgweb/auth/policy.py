@@ -120,9 +120,7 @@ class PolicyFileError(CyborgwebError):
 
 @dataclass(frozen=True)
 class LoadedRules:
-    """A loaded set of policy rules, and the cached decisions made with it. Without `enforcer` nobody may do
-    anything.
-    """
+    """A loaded set of policy rules, and the decisions made with it. Without `enforcer` nobody may do anything."""
 
     enforcer: Any = None
     decisions: dict[tuple[str, frozenset[str], str, str], bool] = field(default_factory=dict)
@@ -163,8 +161,8 @@ class Policy:
         return allowed
 
     def _check_file(self) -> None:
-        """Reload the rules if the policy file has changed. Do nothing if it was checked less than
-        `FILE_CHECK_INTERVAL_S` ago.
+        """Reload the policy rules if the policy file has changed. Do nothing if the file was checked less than
+        `FILE_CHECK_INTERVAL_S` seconds ago.
         """
         with self._reload_lock:
             if self._monotonic() < self._next_check_at:

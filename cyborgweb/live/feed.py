@@ -144,8 +144,10 @@ class ConsoleWatcher:
 
 
 class LiveFeed:
-    """The feed thread and its queue. `add_watcher`, `follow_rows` and `remove_watcher` are called from the event loop
-    and do not block; the private methods run in the thread, which starts with the first `add_watcher`.
+    """The thread that keeps open console pages up to date, and its queue of calls.
+
+    `add_watcher`, `follow_rows` and `remove_watcher` are called from the event loop and do not block. The private
+    methods run in the thread, which starts with the first `add_watcher`.
     """
 
     def __init__(self, intervals: FeedIntervals = FeedIntervals()) -> None:
@@ -500,12 +502,10 @@ class LiveFeed:
             keys_by_list[snapshot.shared_key] = set()  # usually a query that took too long: report no new rows
 
     def _send_reload_hints(self, pages: list[ConsoleWatcher], now: float) -> None:
-        """If anything has changed, note in the pending messages of `pages`, which are not lists, that the page must
-        reload.
+        """If anything has changed, note in the pending messages of `pages`, which are not lists, that they must reload.
 
         At most MAX_RELOAD_HINTS pages get the hint per call, those that have waited longest first, and each at most
-        once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S seconds is not live until it gets
-        it.
+        once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S seconds is not live until then.
         """
         if pages and now >= self._next_uncounted_at:
             self._next_uncounted_at = now + self._intervals.uncounted_query_s

@@ -53,7 +53,7 @@ def lists_by_path() -> dict[str, admin.ModelAdmin[Any]]:
 
 
 class ListSnapshot:
-    """The list at `path?query` as `user` sees it. The methods query the rows anew.
+    """The console's list at `path?query` as `user` sees it. The methods query the rows anew.
 
     To create it runs the list's own queries once. Raises PermissionDenied if the user may not view the list, KeyError
     if there is no list at `path`. If the query is invalid, the exception of the admin's change list is passed on.

@@ -113,8 +113,8 @@ class DueDelivery:
 
 
 def run() -> None:
-    """Run the job `deliveries`: rounds of `send_webhooks` until nothing is due, for about `MAX_RUN_S`
-    seconds at most.
+    """Run the job `deliveries`: rounds of `send_webhooks` until nothing is due, for about `MAX_RUN_S` seconds at
+    most. If there is more then, wake the job again.
     """
     _run_rounds(JOB_BY_WAY[DeliveryWay.WEBHOOK], send_webhooks)
 

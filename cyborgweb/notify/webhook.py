@@ -84,8 +84,8 @@ class WebhookUrl:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """Result of one attempt. `error` is '' on success; `is_gone` means that the receiver answered 410 and wants no more
-    messages.
+    """Result of one attempt to deliver a message. `error` is '' on success; `is_gone` means that the receiver answered
+    410 and wants no more messages.
     """
 
     error: str = ""

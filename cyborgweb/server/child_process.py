@@ -100,9 +100,7 @@ class ChildProcess:
             self.start()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group of the child's session. Does not wait. Do nothing if there is no
-        process.
-        """
+        """Send SIGKILL to the process group of the child's session, if there is a child. Does not wait."""
         if self.process is not None:
             _signal_group(self.process.pid, signal.SIGKILL)
 

@@ -57,8 +57,8 @@ class ClusterWatchdog(threading.Thread):
                 time.sleep(1)  # the database is away: others restart it, and this thread connects again
 
     def _check_clusters(self, connection: psycopg.Connection[tuple[str]]) -> None:
-        """Store for each cluster one job that it does not take up, or None, and wake the supervisor if there is one.
-        Raises psycopg.Error.
+        """Store for each cluster the name of a job that it does not take up, or None; for each stuck cluster, wake the
+        supervisor. Raises psycopg.Error if the database fails.
         """
         for cluster in {job[0] for job in self._jobs.values()}:
             cluster_jobs = {name: job for name, job in self._jobs.items() if job[0] == cluster}

@@ -113,7 +113,9 @@ class Supervisor:
         self.selector.register(self.wake_r, selectors.EVENT_READ)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """Note that everything is to stop. The loop in `run` does the stopping."""
+        """Note in `is_stopping` that everything must stop, and log the first such signal. The stopping is done in
+        `run`.
+        """
         if not self.is_stopping:
             log_line("serve", f"{signal.Signals(signum).name}: stopping")
         self.is_stopping = True

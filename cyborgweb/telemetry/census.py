@@ -64,7 +64,7 @@ class CensusQuestion:
 
 @dataclass(frozen=True)
 class CensusRow:
-    """One host of the answer.
+    """One host in the result of a census.
 
     `free` is the number of free units that fit; `room` is how many requests the host can take, at most as many as were
     asked for. `fits` is whether it can take all of them and its agent is up or late; otherwise `why` is the reason (''
@@ -102,7 +102,7 @@ class Census:
 
     @property
     def fitting(self) -> int:
-        """The number of hosts that can take all the requests."""
+        """The number of hosts that can take as many requests as were asked for."""
         return sum(row.fits for row in self.rows)
 
 
