@@ -28,11 +28,13 @@ class MaintenanceAdmin(ReadOnlyModelAdmin):
     list_display = ("since", "by", "reason")  # the columns of the export; the list itself is not shown
 
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        """Return whether the user has Django's permission `cyborgweb.change_maintenance`, whatever the switch says."""
+        """Return whether the user has Django's permission `cyborgweb.change_maintenance`; the switch does not
+        matter.
+        """
         return bool(request.user.has_perm(CHANGE_PERMISSION))
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Redirect to the page of the switch, because there is never more than one row to list."""
+        """Redirect to the page of the read-only switch, because there is never more than one row to list."""
         return HttpResponseRedirect(reverse("admin:cyborgweb_maintenance_change", args=[1]))
 
     def change_view(

@@ -79,21 +79,22 @@ SUMMARY_VERBS = {
 
 
 class ViewSchema(AutoSchema):
-    """The part of the document for one view. Authentication is configured in the settings, so all views list the
-    same schemes.
+    """The part of the OpenAPI document for one view of our own API.
+
+    Authentication is configured in the settings, so all views list the same security schemes.
     """
 
     @property
     def collection(self) -> CollectionView:
-        """The view. This schema is set for the collections of our own API alone."""
+        """The view that this schema describes. Only collections of our own API use this schema."""
         return cast(CollectionView, self.view)
 
     def get_auth(self) -> list[dict[str, list[str]]]:
-        """Return the same for all views: a token or a session is enough."""
+        """Return the security schemes of an operation. They are the same for all: a token or a session is enough."""
         return [{name: []} for name in SECURITY_SCHEMES]
 
     def get_summary(self) -> str:
-        """Return the summary: a verb and the resource, such as `List devices`."""
+        """Return the operation's summary in the OpenAPI document: a verb and the resource, such as `List devices`."""
         names = self.collection.basename.replace("_", " ")
         if action_name := self.collection.collection_action_name:
             return f"{action_name.capitalize()} {names}"
@@ -101,8 +102,8 @@ class ViewSchema(AutoSchema):
         return f"{verb} {names if self.collection.action == 'list' else names.removesuffix('s')}"
 
     def get_description(self) -> str:  # type: ignore[override]  # drf-spectacular has dropped DRF's parameters
-        """Return the description: the docstring of the action if it is a verb or has its own answer, otherwise that
-        of the view.
+        """Return the operation's description in the OpenAPI document: the docstring of the view's action if it is a
+        verb such as `replay` or has an answer of its own, otherwise the docstring of the view.
         """
         uses_action_docstring = (
             self.collection.action in self.collection.member_actions
@@ -125,7 +126,7 @@ class ViewSchema(AutoSchema):
         )
 
     def get_request_serializer(self) -> Any:
-        """Return the serializer of the request body; for an upload, the schema of a binary body by media type."""
+        """Return the serializer of the operation's request body; for an upload, a binary schema by media type."""
         if self.collection.action == "create" and hasattr(self.collection, "upload_media_type"):
             return {self.collection.upload_media_type: {"type": "string", "format": "binary", "minLength": 1}}
         return self.collection.get_body_serializer_class(self.collection.action)
@@ -204,7 +205,7 @@ class TargetSerializerExtension(OpenApiSerializerExtension):
     priority = 1
 
     def map_serializer(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
-        """Return the schema with the two alternatives: the field `device` alone, or `host` and `backend`."""
+        """Return the schema of one target: it has either the field `device`, or the fields `host` and `backend`."""
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         alternatives = (["device"], ["host", "backend"])
         schemas = [{"required": names, "maxProperties": len(names)} for names in alternatives]
@@ -217,7 +218,7 @@ class SettingsFieldExtension(OpenApiSerializerFieldExtension):
     target_class = "accelerators.api.own.rollouts.SettingsField"
 
     def map_serializer_field(self, auto_schema: AutoSchema, direction: Direction) -> dict[str, Any]:
-        """Return the schema of an object with any properties."""
+        """Return the schema of a driver's settings: an object with any properties."""
         return {"type": "object", "additionalProperties": {}}
 
 
@@ -235,8 +236,8 @@ class UuidReferenceFieldExtension(OpenApiSerializerFieldExtension):
 
 
 def complete_document(result: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Add to the document what drf-spectacular does not know: error responses, ETags, field descriptions, and that
-    request bodies accept no unknown fields. Changes `result` and returns it.
+    """Add to the OpenAPI document what drf-spectacular does not know: error responses, ETags, field descriptions, and
+    that request bodies accept no unknown fields. Changes `result` and returns it.
     """
     components = result.setdefault("components", {})
     components["securitySchemes"] = SECURITY_SCHEMES
@@ -279,7 +280,7 @@ def _add_field_descriptions(name: str, schema: dict[str, Any]) -> None:
 
 
 def _iterate_operations(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the address, the method and the operation of each operation in the document."""
+    """Yield each operation of the OpenAPI document with its address and its method (in lower case)."""
     for address, methods in result["paths"].items():
         for method, operation in methods.items():
             yield address, method, operation
@@ -319,7 +320,7 @@ def generate_document() -> dict[str, Any]:
 
 
 def validate_document() -> None:
-    """Validate the document against OpenAPI's schema. Takes a second, so do not call it in a request.
+    """Validate our OpenAPI document against OpenAPI's schema. Takes a second, so do not call it in a request.
 
     Raises jsonschema's ValidationError if it is invalid, ValueError as `generate_document` does.
     """
@@ -327,12 +328,12 @@ def validate_document() -> None:
 
 
 def render_yaml() -> str:
-    """Return the document as YAML. Raises ValueError as `generate_document` does."""
+    """Return the OpenAPI document as YAML. Raises ValueError as `generate_document` does."""
     document: bytes = OpenApiYamlRenderer2().render(generate_document(), renderer_context={})
     return document.decode()
 
 
 def render_json() -> str:
-    """Return the document as JSON. Raises ValueError as `generate_document` does."""
+    """Return the OpenAPI document as JSON. Raises ValueError as `generate_document` does."""
     document: bytes = OpenApiJsonRenderer2().render(generate_document(), renderer_context={})
     return document.decode()

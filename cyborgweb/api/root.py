@@ -66,7 +66,7 @@ class ApiRootView(UnauthenticatedView):
     """
 
     def get(self, request: Request) -> Response:
-        """Return the address of every resource."""
+        """Return the address of every resource of our own API, by name."""
         base = request.build_absolute_uri("/api/")
         return Response({name: f"{base}{name}/" for name in (*COLLECTIONS, *OTHER_RESOURCES, "schema", "docs")})
 
@@ -75,7 +75,7 @@ class ApiNotFoundView(UnauthenticatedView):
     """Answer 404, in the API's error shape, for every address that does not exist."""
 
     def get(self, request: Request, **kwargs: str) -> Response:
-        """Raise Http404."""
+        """Raise Http404, for every method."""
         raise Http404
 
     post = patch = put = delete = get
@@ -107,8 +107,9 @@ def show_documentation(request: HttpRequest) -> HttpResponse:
 
 
 def _build_routes() -> Iterator[URLPattern]:
-    """Yield the routes of each collection, its members and its verbs, with and without a slash at the end, as v2 has
-    them.
+    """Yield the routes of each collection of our own API, of its members and of its verbs.
+
+    As in v2, a slash at the end of an address is optional.
     """
     for name, view in COLLECTIONS.items():
         key = view.lookup_url_kwarg or view.lookup_field

@@ -150,7 +150,7 @@ def _caller_from_keystone(token: str, service_token: str) -> Caller | None:
 
 
 def _is_well_formed(token: str) -> bool:
-    """Return whether the text has the syntax of a token (`TOKEN_PATTERN`). The token itself is not checked."""
+    """Return whether the text has the syntax of a token (`TOKEN_PATTERN`). Its validity is not checked."""
     return TOKEN_PATTERN.fullmatch(token) is not None
 
 

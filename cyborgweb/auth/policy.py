@@ -120,14 +120,14 @@ class PolicyFileError(CyborgwebError):
 
 @dataclass(frozen=True)
 class LoadedRules:
-    """One loaded set of rules, and the cached decisions made with it. Without an `enforcer` nobody may do anything."""
+    """A loaded set of policy rules, and the decisions made with it. Without `enforcer` nobody may do anything."""
 
     enforcer: Any = None
     decisions: dict[tuple[str, frozenset[str], str, str], bool] = field(default_factory=dict)
 
 
 class Policy:
-    """The rules in force: the defaults and the overrides in the policy file. Thread-safe.
+    """The policy rules in force: the defaults and the overrides in the policy file. Thread-safe.
 
     The file is checked twice a second at most, and read again when it has changed. If it is broken, this is logged once
     and the last good rules stay in force. If there are none yet, everybody is refused until the file is repaired,
@@ -161,8 +161,8 @@ class Policy:
         return allowed
 
     def _check_file(self) -> None:
-        """Reload the rules if the policy file has changed. Do nothing if it was checked less than
-        `FILE_CHECK_INTERVAL_S` ago.
+        """Reload the policy rules if the policy file has changed. Do nothing if the file was checked less than
+        `FILE_CHECK_INTERVAL_S` seconds ago.
         """
         with self._reload_lock:
             if self._monotonic() < self._next_check_at:
@@ -174,7 +174,7 @@ class Policy:
             self._next_check_at = self._monotonic() + FILE_CHECK_INTERVAL_S
 
     def _reload(self, file_exists: bool) -> None:
-        """Put the defaults and the file's overrides in force, with an empty cache of decisions.
+        """Put the default rules and the policy file's overrides in force, with an empty cache of decisions.
 
         If the file is unusable, or is gone after rules were loaded, log this and keep the rules that are in force. If
         none are in force yet, nobody may do anything until the file is repaired.
@@ -232,7 +232,7 @@ def _evaluate_rule(enforcer: Any, caller: Caller, rule: str) -> bool:
 
 
 def _parse_file(path: Path) -> dict[str, str]:
-    """Return the operator's overrides: rule → check.
+    """Return the operator's overrides in a policy file: rule → check.
 
     Raises PolicyFileError if the file cannot be read, is too large, is not YAML with texts, or has a check that
     oslo.policy does not understand.
@@ -261,7 +261,7 @@ def _parse_file(path: Path) -> dict[str, str]:
 
 
 def _build_enforcer(overrides: Mapping[str, str], new_defaults: bool) -> Any:
-    """Return an Enforcer with the default rules and the `overrides`; it never reads files itself.
+    """Return an Enforcer of oslo.policy with the default rules and the `overrides`; it never reads files itself.
 
     Raises PolicyFileError if a rule refers to itself or to an unknown rule.
     """
@@ -279,7 +279,9 @@ def _build_enforcer(overrides: Mapping[str, str], new_defaults: bool) -> Any:
 
 
 def _effective_check(rule: PolicyRule, new_defaults: bool) -> str:
-    """Return the rule's check. Unless `new_defaults` is set, it also allows whom the rule's legacy check allows."""
+    """Return the rule's check. Unless `new_defaults` is set, the rule's legacy check, if any, is added to it
+    with `or`.
+    """
     return rule.check if new_defaults or not rule.legacy else f"({rule.check}) or ({rule.legacy})"
 
 

@@ -39,7 +39,7 @@ class ReadOnlyError(CyborgwebError, ApiError):
 
 
 def get_maintenance() -> Maintenance | None:
-    """Return the row while everything is read only, otherwise None.
+    """Return the row of the read-only switch while everything is read only, otherwise None.
 
     The result is cached in this process for TTL_S seconds, or until a change is notified; so it costs one statement
     every few seconds.
@@ -91,12 +91,12 @@ def switch_read_only(on: bool, actor: Caller, reason: str, source: EventSource) 
 
 
 def _notify_processes() -> None:
-    """Tell all processes to drop their cached row."""
+    """Notify all processes, so that they drop their cached row of the read-only switch."""
     pubsub.publish(TOPIC)
 
 
 def _drop_cached(_detail: str | None) -> None:
-    """Forget the cached row, so that the next `get_maintenance` reads the table. Called for each notification."""
+    """Forget the cached row of the read-only switch, so that the next `get_maintenance` reads the table."""
     global _cached
     _cached = None
 

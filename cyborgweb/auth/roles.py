@@ -131,7 +131,8 @@ def get_keystone_roles(user: Any) -> frozenset[str]:
 
 
 def get_session_caller(user: Any, session: Any) -> Caller | None:
-    """Return a logged-in user as the Caller that the APIs see.
+    """Return a logged-in user as the Caller that the APIs see: with Keystone from the session's data, otherwise from
+    the user's groups.
 
     Returns None for a user who may not enter the console, and with Keystone for a session without Keystone's data.
     """
@@ -145,7 +146,10 @@ def get_session_caller(user: Any, session: Any) -> Caller | None:
 
 
 def get_caller(request: HttpRequest) -> Caller | None:
-    """Return the Caller for the user and session of this request; None as in `get_session_caller`."""
+    """Return the Caller for the user and session of this request.
+
+    Returns None if the user may not enter the console, or if the session lacks the data of the login with Keystone.
+    """
     return get_session_caller(request.user, getattr(request, "session", {}))
 
 

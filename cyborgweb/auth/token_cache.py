@@ -94,7 +94,7 @@ class TokenCache:
         return None if not allow_expired and self._clock() >= result.expires_at else result.caller
 
     def _get_cached(self, key: _CacheKey) -> TokenResult | None:
-        """Return the cached answer if it is fresh, or if its token has expired (then no question is needed).
+        """Return Keystone's cached answer if it is fresh, or if its token has expired (then no question is needed).
 
         Otherwise return None. Does not ask Keystone.
         """

@@ -42,7 +42,7 @@ class CliError(CyborgwebError, click.ClickException):
         return f"{self.message} [{self.reason}]" if self.reason else self.message
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the message, after the command's name, on `file` or standard error."""
+        """Print the error's message, after the command's name, on `file`; on standard error if it is None."""
         click.echo(f"cyborg: {self.format_message()}", file=file, err=True)
 
 

@@ -156,7 +156,7 @@ def _store_in_context(
     """
 
     def store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-        """Store the converted value; do nothing if it is empty."""
+        """Store the option's converted value in the CliContext; do nothing if it is empty."""
         if not value:
             return
         cli_context = context.ensure_object(CliContext)

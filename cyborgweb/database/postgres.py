@@ -162,7 +162,8 @@ class Postgres:
         return choose_socket_folder(self.home / "run")
 
     def start(self) -> None:
-        """Start the server and return when it accepts connections. Create the data directory first if there is none.
+        """Start the PostgreSQL server and return when it accepts connections. Create the data directory if there is
+        none.
 
         Raises PostgresError if there are no binaries for the data directory, if the socket's folder belongs to another
         user, if the data directory cannot be created, after `START_S` seconds without success, or as soon as
@@ -210,8 +211,8 @@ class Postgres:
         new_data.rename(self.data)
 
     def _run_server(self, binaries: PostgresBinaries, user_prefix: list[str]) -> None:
-        """Start the server process, again and again until it accepts connections. Raises PostgresError with the end of
-        its log after `START_S` seconds, or when `should_give_up` returns True.
+        """Start the PostgreSQL process, and again if it ends, until it accepts connections. Raises PostgresError with
+        the end of its log after `START_S` seconds, or when `should_give_up` returns True.
         """
         values = (
             f"unix_socket_directories={self.socket}",
@@ -241,8 +242,8 @@ class Postgres:
             time.sleep(0.3)  # an old server may still be shutting down, and its lock file still exist
 
     def _wait_until_accepting(self, end: float) -> bool:
-        """Return True when the server accepts connections; False if it has ended, at `end` (monotonic clock), or when
-        `should_give_up` returns True.
+        """Return True when PostgreSQL accepts connections; False if the server has ended, at `end` (monotonic clock),
+        or when `should_give_up` returns True.
         """
         import psycopg
 
@@ -269,7 +270,7 @@ class Postgres:
                 connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Stop the server: fast shutdown, then immediate shutdown, then SIGKILL, with `timeout` seconds for each.
+        """Stop the PostgreSQL server: fast shutdown, then immediate shutdown, then SIGKILL, each for `timeout` seconds.
 
         Returns when the server has ended, or after the last timeout. Does nothing if it was never started.
         """

@@ -144,8 +144,10 @@ class ConsoleWatcher:
 
 
 class LiveFeed:
-    """The feed thread and its queue. `add_watcher`, `follow_rows` and `remove_watcher` are called from the event loop
-    and do not block; the private methods run in the thread, which starts with the first `add_watcher`.
+    """The thread that keeps open console pages up to date, and its queue of calls.
+
+    `add_watcher`, `follow_rows` and `remove_watcher` are called from the event loop and do not block. The private
+    methods run in the thread, which starts with the first `add_watcher`.
     """
 
     def __init__(self, intervals: FeedIntervals = FeedIntervals()) -> None:
@@ -161,7 +163,8 @@ class LiveFeed:
         self._stopping = False
 
     def add_watcher(self, watcher: ConsoleWatcher) -> None:
-        """Register a page, and find out who is logged in with its session. The thread does both later.
+        """Register an open console page, and find out who is logged in with its session. The feed's thread does it
+        later.
 
         SIGNED_OUT is posted to the page if nobody is logged in with the session or the user may not enter the console,
         and TRY_AGAIN_LATER if the database fails. The page is not registered then.
@@ -173,19 +176,20 @@ class LiveFeed:
 
     def follow_rows(self, watcher: ConsoleWatcher, path: str, query: str, rows: list[str]) -> None:
         """Follow these rows (keys as texts) of the list at `path?query` for this page from now on, in place of all rows
-        that it followed before. An empty `path` means that the page is not a list. The thread does it later.
+        that it followed before. An empty `path` means that the page is not a list. The feed's thread does it later.
 
         If the list cannot be followed, a close code is posted to the page.
         """
         self._calls.put((self._start_following, (watcher, path, query, rows)))
 
     def remove_watcher(self, watcher: ConsoleWatcher) -> None:
-        """Remove a page that has disconnected; the thread does it later. Nothing is posted to the page."""
+        """Remove a page that has disconnected; the feed's thread does it later. Nothing is posted to the page."""
         self._calls.put((self._watchers.discard, (watcher,)))
 
     def stop(self) -> None:
-        """Stop the thread, which closes its database connection, and wait for it for at most 15 s. For tests; a real
-        process just ends.
+        """Stop the feed's thread, which closes its database connection, and wait for it for at most 15 s.
+
+        For tests; a real process just ends.
         """
         self._stopping = True
         self._calls.put((lambda: None, ()))
@@ -193,8 +197,8 @@ class LiveFeed:
             self._thread.join(15)
 
     def _run(self) -> None:
-        """The thread's loop: process queued calls and check all pages until `stop`. After an error all pages are marked
-        as not live, and the loop goes on.
+        """The loop of the feed's thread: process queued calls and check all pages until `stop`. After an error all
+        pages are marked as not live, and the loop goes on.
         """
         while not self._stopping:
             try:
@@ -320,8 +324,9 @@ class LiveFeed:
                 self._send_pending_message(watcher)
 
     def _read_generations(self) -> None:
-        """Read all generations. This is the first statement of every piece of work, because it also sets the
-        statement timeout for the following ones.
+        """Read all generations, which count the writes to tables, and set the connection's statement timeout.
+
+        This must be the first statement of every piece of work.
         """
         with connection.cursor() as cursor:
             cursor.execute(SELECT_GENERATIONS, [str(STATEMENT_TIMEOUT_MS)])
@@ -497,12 +502,10 @@ class LiveFeed:
             keys_by_list[snapshot.shared_key] = set()  # usually a query that took too long: report no new rows
 
     def _send_reload_hints(self, pages: list[ConsoleWatcher], now: float) -> None:
-        """If anything has changed, note in the pending messages of `pages`, which are not lists, that the page must
-        reload.
+        """If anything has changed, note in the pending messages of `pages`, which are not lists, that they must reload.
 
         At most MAX_RELOAD_HINTS pages get the hint per call, those that have waited longest first, and each at most
-        once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S seconds is not live until it gets
-        it.
+        once in `reload_hint_s` seconds. A page that has waited for MAX_RELOAD_DELAY_S seconds is not live until then.
         """
         if pages and now >= self._next_uncounted_at:
             self._next_uncounted_at = now + self._intervals.uncounted_query_s

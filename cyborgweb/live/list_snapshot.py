@@ -53,7 +53,7 @@ def lists_by_path() -> dict[str, admin.ModelAdmin[Any]]:
 
 
 class ListSnapshot:
-    """The list at `path?query` as `user` sees it. The methods query the rows anew.
+    """The console's list at `path?query` as `user` sees it. The methods query the rows anew.
 
     To create it runs the list's own queries once. Raises PermissionDenied if the user may not view the list, KeyError
     if there is no list at `path`. If the query is invalid, the exception of the admin's change list is passed on.
@@ -108,8 +108,9 @@ class ListSnapshot:
             return dict(cursor.fetchall())
 
     def render_rows(self, keys: Collection[Any]) -> dict[Any, Cells]:
-        """Return primary key → the row's cells as HTML, by `field-<column>`. Rows that the person may not see, or that
-        do not exist, are left out.
+        """Render these rows as the console's list does: primary key → `field-<column>` → the HTML inside the cell.
+
+        Rows that the person may not see, or that do not exist, are left out.
         """
         return {row.pk: self._render_cells(row) for row in self.rows.filter(pk__in=keys)}
 
@@ -127,8 +128,9 @@ class ListSnapshot:
         }
 
     def _build_request(self, path: str) -> HttpRequest:
-        """Build a GET request for the page, with the person's user and session and the list's query. No middleware has
-        seen it.
+        """Build a GET request for the list's page, with the person's user and session and the list's query.
+
+        No middleware has seen the request.
         """
         request = HttpRequest()
         request.method, request.path, request.path_info = "GET", path, path

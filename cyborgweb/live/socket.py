@@ -24,7 +24,7 @@ TOO_LARGE, TOO_MANY = 1009, 4429
 
 
 class FollowRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """What a page sends: the path and the query of its address, and the keys of the rows that it shows."""
+    """What a console page sends: the path and the query of its address, and the keys of the rows that it shows."""
 
     path: str
     query: str = ""

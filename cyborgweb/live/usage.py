@@ -42,8 +42,8 @@ TOO_MANY_LISTENERS = b"Too many listeners are connected: try again later, or ask
 
 @dataclass(frozen=True)
 class StreamIntervals:
-    """Seconds between two events, between two permission checks of a listener, and for how long these checks may
-    fail before the stream ends.
+    """Seconds between two events of a usage stream (`event_s`), between two permission checks of a listener, and for
+    how long these checks may fail before the stream ends.
     """
 
     event_s: float = 1.0
@@ -80,8 +80,9 @@ class _UsageListener:
 
 
 class UsageStream:
-    """The ASGI application that serves the streams, at most MAX_LISTENERS. `json_application` is the application that
-    serves the same resource as JSON, on a bounded number of threads.
+    """The ASGI application that serves devices' usage as server-sent events, to at most MAX_LISTENERS clients.
+
+    `json_application` serves the same resource as JSON, on a bounded number of threads.
     """
 
     def __init__(self, json_application: Any, intervals: StreamIntervals = StreamIntervals()) -> None:
@@ -103,7 +104,7 @@ class UsageStream:
         )
 
     def end_all_streams(self) -> None:
-        """End all streams, because the process is about to stop or the reader has ended."""
+        """End all usage streams, because the process is about to stop or the reader of samples has ended."""
         for listener in self._listeners:
             listener.end_stream()
 
@@ -197,7 +198,12 @@ class UsageStream:
                 return
 
     async def _read_samples(self) -> None:
-        """Read samples every `StreamIntervals.event_s` seconds and pass them to all listeners, until there are none."""
+        """Read samples every `StreamIntervals.event_s` seconds and pass them to the listeners, until no listener is
+        left.
+
+        While the database fails, which is logged, the listeners get no new samples. After any other error all streams
+        end.
+        """
         loop = asyncio.get_running_loop()
         try:
             while self._listeners:

@@ -35,13 +35,13 @@ class ManualSection:
 
     @property
     def plain_text(self) -> str:
-        """Return the text on one line."""
+        """Return the section's text on one line."""
         return " ".join(" ".join(self.text).split())
 
 
 @dataclass(frozen=True)
 class RenderedPage:
-    """A rendered page without its frame. The first section is the page itself."""
+    """A rendered page of the manual without its frame. The first of its sections begins with the page's title."""
 
     name: str
     html: str
@@ -75,8 +75,9 @@ def render_page(name: str, source: str, address: AddressFunction) -> RenderedPag
 
 
 def resolve_link(name: str, link: str) -> str:
-    """Return the path below docs/, with its anchor, that a relative link on page `name` leads to. Raises IndexError if
-    it leads out of docs/.
+    """Return the path below docs/, with its anchor, to which a relative link on the manual's page `name` leads.
+
+    Raises IndexError if it leads out of docs/.
     """
     path, _, anchor = link.partition("#")
     folder = PurePosixPath(name).parent
@@ -90,7 +91,7 @@ def resolve_link(name: str, link: str) -> str:
 
 
 def diagram_path(name: str, anchor: str) -> str:
-    """Return the path below docs/ of the drawing that the page shows for the Mermaid block under this heading."""
+    """Return the path below docs/ of the drawing that page `name` shows for the Mermaid block under this heading."""
     return f"images/{PurePosixPath(name).name}-{anchor}.svg"
 
 

@@ -101,7 +101,7 @@ class Subscription(fields.Row):
 
     @property
     def destination(self) -> str:
-        """The target in a form that everybody may see.
+        """The subscription's target in a form that everybody may see.
 
         For a webhook it is the scheme, host and port of the URL, because the path may hold a token; for mail it is the
         whole address; for an inbox it is `the inbox`.

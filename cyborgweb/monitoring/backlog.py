@@ -99,7 +99,7 @@ class Backlog:
 
 
 def read_backlog() -> Backlog:
-    """Read all numbers from the database in one statement. Nothing is locked."""
+    """Read how much work is unfinished, and how many devices are unhealthy, in one statement. Nothing is locked."""
     with connection.cursor() as cursor:
         cursor.execute(SELECT_BACKLOG, {"near": NEAR_DEADLINE_S, "stuck": STUCK_AFTER})
         document: Any = cursor.fetchone()[0]

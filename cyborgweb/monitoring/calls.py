@@ -41,12 +41,13 @@ def count_calls(session: Any) -> Any:
 
 
 def _count_requests(send: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `send` and counts the call with its service, method, status and duration. Errors are
-    counted and raised as they are.
+    """Return a function that calls `send` and counts the call with its service, method, status and duration.
+
+    Errors are raised as they are, and counted unless they come from an inner call that has been counted.
     """
 
     def request(url: str, method: str, *positional: Any, **options: Any) -> Any:
-        """Call `send`, count the call, and return its answer or raise its error."""
+        """Call `send`, count the call, and return its answer or raise its error. See `_count_requests`."""
         started = time.monotonic()
 
         def count(status: str) -> None:

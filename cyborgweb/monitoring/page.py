@@ -54,7 +54,7 @@ class MetricsSnapshot:
 
 
 class MetricsCache:
-    """Cache of the last collection; one thread at a time makes a new one."""
+    """Cache of the metrics that were collected last. One thread at a time collects new ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class MetricsCache:
         return last.rendered[media], media
 
     def clear(self) -> None:
-        """Drop the cached collection (for tests)."""
+        """Drop the cached metrics, so that the next request collects them anew. For tests."""
         self._last = MetricsSnapshot()
 
 

@@ -90,8 +90,9 @@ class SubscriptionForm(SubscriptionModelForm):
             standing_field.choices = [(word, word) for word in dict.fromkeys(map(str, standings))]
 
     def clean(self) -> dict[str, Any]:
-        """Return the form's values. Raises ValidationError if they do not fit together; for this check `way` and
-        `scope` are the instance's if the form does not have them.
+        """Return the values of a subscription's form. Raises ValidationError if they do not fit together.
+
+        Fields that the form does not have (`way`, `scope`) are checked with their stored values.
         """
         data = cast("dict[str, Any]", super().clean())  # only `clean` of a subclass may return None
         if not self.errors:
@@ -129,8 +130,8 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
 
     @display(description="Standing", ordering="standing")
     def shown_standing(self, row: Subscription) -> SafeString:
-        """Return the standing as a badge with the last error; `failing` for an active subscription whose last attempts
-        failed.
+        """Return the subscription's standing as a badge with the last error. It is `failing` for an active subscription
+        whose last attempts failed.
         """
         if row.failures and row.standing == SubscriptionStanding.ACTIVE:
             return badges.render_badge("failing", "warn", row.last_error)
@@ -138,28 +139,30 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
 
     @display(description="Delivered by", ordering="way")
     def shown_way(self, row: Subscription) -> SafeString | str:
-        """Return the way, and where it leads (`Subscription.destination`): never the whole URL, which
-        may hold a token.
+        """Return how the subscription's messages are delivered, and where to: `Subscription.destination`, never the
+        whole URL, which may hold a token.
         """
         destination = "" if row.way == DeliveryWay.INBOX else row.destination
         return format_html('{} <span class="faint">{}</span>', row.way, destination)
 
     @display(description="Messages")
     def shown_kinds(self, row: Subscription) -> str:
-        """Return the kinds of messages separated by commas; `everything` if all kinds are chosen."""
+        """Return the subscription's kinds of messages, separated by commas; `everything` if all kinds are chosen."""
         return "everything" if len(row.kinds) == len(NotificationKind) else ", ".join(row.kinds)
 
     @display(description="Covers", ordering="scope")
     def shown_scope(self, row: Subscription) -> str:
-        """Return the project or `the whole cloud`, followed by the filters on host, type and label that are set."""
+        """Return what the subscription covers: its project or `the whole cloud`, then its filters on host,
+        type, label.
+        """
         scope_text = "the whole cloud" if row.scope == SubscriptionScope.CLOUD else f"project {row.project_id}"
         filters = {name: getattr(row, name) for name in ("host", "type", "label")}
         return ", ".join([scope_text, *(f"{name} {value}" for name, value in filters.items() if value)])
 
     @display(description="Belongs to", ordering="person")
     def shown_owner(self, row: Subscription) -> str:
-        """Return the user's name, or the project of a subscription that belongs to no person. A person without a Django
-        user is shown by id.
+        """Return whom the subscription belongs to: the user's name, or the project if it belongs to no person. A person
+        without a Django user is shown by id.
         """
         if not row.person:
             return f"project {row.project_id}"
@@ -277,7 +280,7 @@ class SubscriptionAdmin(RefusalAsMessage, ConsoleModelAdmin):
         return super().render_change_form(request, context, add, change, form_url, obj)
 
     def get_urls(self) -> list[Any]:
-        """Add the address of `perform_action` to the pages of this list."""
+        """Return the URL patterns of the subscriptions' pages, with that of `perform_action` added."""
         action_view = self.admin_site.admin_view(self.perform_action)
         return [path("<int:pk>/do/<str:verb>/", action_view, name="cyborgweb_subscription_do"), *super().get_urls()]
 
@@ -348,12 +351,12 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
 
     @display(description="When", ordering="-at")
     def when(self, row: Delivery) -> SafeString:
-        """Return when the event happened, relative to now."""
+        """Return when the event of the delivery happened, relative to now."""
         return badges.render_relative_time(row.at)
 
     @display(description="Message", ordering="kind")
     def told(self, row: Delivery) -> str:
-        """Return the message as one readable sentence."""
+        """Return the delivery's message as one readable sentence."""
         return describe_event(row.kind, row.data)
 
     @display(description="Subscription", ordering="subscription__name")
@@ -364,7 +367,7 @@ class DeliveryAdmin(ReadOnlyModelAdmin):
 
     @display(description="Progress", ordering="progress")
     def shown_progress(self, row: Delivery) -> SafeString:
-        """Return the progress as a coloured word with the last error."""
+        """Return the delivery's progress as a coloured word with the last error."""
         return render_progress(row)
 
     @display(description="Next attempt", ordering="next_at")

@@ -117,7 +117,9 @@ class SubscriptionSerializer(RowSerializer):
         )
 
     def validate_standing(self, standing: str) -> str:
-        """Return the standing unchanged. Raises ValidationError unless a person may set it (`active` or `off`)."""
+        """Return a subscription's standing unchanged. Raises ValidationError unless it is `active` or `off`, which are
+        the only ones that a person may set.
+        """
         if standing not in subscriptions.SETTABLE_STANDINGS:
             raise serializers.ValidationError(
                 f"Set it to {' or '.join(subscriptions.SETTABLE_STANDINGS)}; the others are set by the service."
@@ -125,8 +127,8 @@ class SubscriptionSerializer(RowSerializer):
         return standing
 
     def to_representation(self, instance: Subscription) -> dict[str, Any]:
-        """Return the fields. `target` is whole only if the context has `whole`, otherwise `Subscription.destination`,
-        because a webhook's URL may hold a token.
+        """Return the subscription's fields for an answer. `target` is complete only if the context has `whole`;
+        otherwise it is `Subscription.destination`, because a webhook's URL may hold a token.
         """
         shown: dict[str, Any] = super().to_representation(instance)
         if "target" in shown and not self.context.get("whole"):

@@ -108,13 +108,13 @@ class DueDelivery:
     secret: str
 
     def build_body(self) -> bytes:
-        """Return the JSON body for the receiver: the same bytes at every attempt."""
+        """Return the JSON body of the webhook's request: the same bytes at every attempt."""
         return orjson.dumps({"type": self.kind, "timestamp": self.at, "data": self.data})
 
 
 def run() -> None:
-    """Run the job `deliveries`: rounds of `send_webhooks` until nothing is due, for about `MAX_RUN_S`
-    seconds at most.
+    """Run the job `deliveries`: rounds of `send_webhooks` until nothing is due, for about `MAX_RUN_S` seconds at
+    most. If there is more then, wake the job again.
     """
     _run_rounds(JOB_BY_WAY[DeliveryWay.WEBHOOK], send_webhooks)
 

@@ -91,8 +91,7 @@ def create(
 
 
 def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: EventSource = EventSource.API) -> Subscription:
-    """Set the fields in `values`, record an event, wake the job that delivers the messages, and return the
-    subscription.
+    """Change the fields in `values` of a subscription, record an event, wake its delivery job, and return the row.
 
     The row is locked meanwhile. A change also resets the failures and the back-off, so a paused subscription that is
     made active starts afresh. Without any change no event is recorded and nothing is reset; a `target` in `values`

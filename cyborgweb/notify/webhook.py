@@ -84,8 +84,8 @@ class WebhookUrl:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """Result of one attempt. `error` is '' on success; `is_gone` means that the receiver answered 410 and wants no more
-    messages.
+    """Result of one attempt to deliver a message. `error` is '' on success; `is_gone` means that the receiver answered
+    410 and wants no more messages.
     """
 
     error: str = ""
@@ -206,8 +206,10 @@ def _check_addresses(addresses: Sequence[IpAddress], host: str, allowed: Allowed
 
 def _open_connection(destination: WebhookUrl, allowed: AllowedDestinations, lookup: LookupFunction) -> socket.socket:
     """Resolve the host name, check all its addresses, and open a connection to one of them, with TLS if the URL asks
-    for it. Raises WebhookUrlError if an address is not allowed, OSError if the name is not resolved or the connection
-    fails.
+    for it.
+
+    Raises WebhookUrlError if there is no address or one of them is not allowed, OSError if the name is not resolved, no
+    connection is possible, or the certificate is not accepted.
     """
     try:
         address_texts = _lookup_threads.submit(lookup, destination.host, destination.port).result(CONNECT_TIMEOUT_S)
@@ -252,7 +254,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _build_request(destination: WebhookUrl, headers: dict[str, str], body: bytes) -> bytes:
-    """Return the bytes of the HTTP/1.1 request. It asks for the connection to be closed after the answer."""
+    """Return the bytes of an HTTP/1.1 POST. It asks for the connection to be closed after the answer."""
     host_header = f"[{destination.host}]" if ":" in destination.host else destination.host
     port = "" if destination.port == (443 if destination.is_https else 80) else f":{destination.port}"
     lines = [

@@ -27,8 +27,8 @@ MAX_ERROR_LENGTH = 160
 
 @dataclass(frozen=True)
 class Alert:
-    """One line of the list: its tone, a label, the text of the link (`link_text`), the rest of the sentence
-    (`explanation`), and the link's address.
+    """Something that needs an operator, as one line: its tone, a label, the text of the link (`link_text`), the rest of
+    the sentence (`explanation`), and the link's address.
     """
 
     tone: Tone
@@ -40,7 +40,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class SystemState:
-    """Everything that the list is made from.
+    """All numbers from which `list_alerts` makes its list.
 
     `agents_by_state`: number of agents by liveness; it must have the key `down`. `devices_by_state`: number of devices
     by state. `failing_drivers` and `skipped_hardware`: how many there are on all hosts.

@@ -23,7 +23,7 @@ class RenderableCapacity(CapacityGroup):
 
     @classmethod
     def from_group(cls, group: CapacityGroup) -> RenderableCapacity:
-        """Return this group as a RenderableCapacity."""
+        """Return a copy of this group as a RenderableCapacity."""
         return cls(*(getattr(group, field.name) for field in fields(CapacityGroup)))
 
     @property
@@ -43,17 +43,17 @@ class RenderableCapacity(CapacityGroup):
 
     @property
     def load_bar(self) -> SafeString | str:
-        """The bar of the group's mean utilisation; '' if no device reports it."""
+        """The bar of the mean utilisation of the group's devices; '' if no device reports it."""
         return render_load_bar(self.load)
 
     @property
     def memory(self) -> str:
-        """The used memory and the total of the group's devices as text; '' if they are unknown."""
+        """The used and the total memory of the group's devices, such as `3.0 GiB of 16.0 GiB`; '' if one is unknown."""
         return format_memory(self.load)
 
     @property
     def watts(self) -> str:
-        """The total power of the group's devices as text; '' if it is unknown."""
+        """The total power of the group's devices, such as `250 W`; '' if it is unknown."""
         return format_power(self.load)
 
 

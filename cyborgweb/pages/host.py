@@ -25,7 +25,7 @@ class HostPage(HostAdmin):
     list_display = ("name", "shown_live", "shown_agent", "shown_drivers", "shown_devices", "shown_node", "reported")
 
     def get_urls(self) -> list[Any]:
-        """Add the address of `show_load` to the pages of hosts."""
+        """Return the URL patterns of the hosts' pages, with that of `show_load` added."""
         view = self.admin_site.admin_view(self.show_load)
         return [path("<path:object_id>/load/", view, name="accelerators_host_load"), *super().get_urls()]
 

@@ -66,7 +66,7 @@ class LinkedCount:
 
 @dataclass(frozen=True)
 class DeviceStateRow:
-    """One row of the table: the devices in one state, by type and in total."""
+    """One row of the overview's table of devices: the devices in one state, by type and in total."""
 
     device_state: str
     state: SafeString

@@ -66,11 +66,11 @@ def load_list_memory(user: Any, model: str) -> ListMemory:
 
 
 def store_list_memory(request: HttpRequest, model: str) -> HttpResponseBase:
-    """On POST, do what the form's field says, then redirect to the list.
+    """On POST, store what a user wants to keep for the console's list of `model`, then redirect to the list.
 
-    `name` saves the list as a view with this name, and `delete` deletes the view with this key; otherwise the chosen
-    columns are stored. Raises PermissionDenied for users who may not view the list, Http404 for an unknown list,
-    BadRequest for unknown columns.
+    The form's field `name` saves the list as a view with this name, and `delete` deletes the view with this key;
+    without these fields the chosen columns are stored. Raises PermissionDenied for users who may not view the list,
+    Http404 for an unknown list, BadRequest for unknown columns.
     """
     listing = _find_list(model)
     if not listing.has_view_permission(request):

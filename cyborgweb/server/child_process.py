@@ -45,7 +45,7 @@ class ChildProcess:
     partial_line: bytes = field(default=b"", repr=False)
 
     def start(self) -> None:
-        """Start the process now, in its own session, and register its output with the selector."""
+        """Start the child process now, in its own session, and register its output with the selector."""
         self.started_at, self.next_start_at, self.partial_line = time.monotonic(), None, b""
         self.process = subprocess.Popen(
             self.command,
@@ -62,7 +62,7 @@ class ChildProcess:
         self.selector.register(self.process.stdout, selectors.EVENT_READ, self)
 
     def get_uptime_s(self) -> float:
-        """Return the seconds since the process was started; 0 while there is none."""
+        """Return the seconds since the child process was started; 0 while there is none."""
         return time.monotonic() - self.started_at if self.process else 0.0
 
     def forward_output(self) -> None:
@@ -87,7 +87,7 @@ class ChildProcess:
                 log_line(self.name, text)
 
     def keep_running(self) -> None:
-        """If the process has died, kill the rest of its session and schedule a restart; restart it when that is due."""
+        """If the child has died, kill the rest of its session and schedule a restart; if a restart is due, start it."""
         if self.process is not None and self.process.poll() is not None:
             code = self.process.returncode
             self.kill()  # the processes that are left in its session
@@ -100,12 +100,12 @@ class ChildProcess:
             self.start()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group of its session. Does not wait."""
+        """Send SIGKILL to the process group of the child's session, if there is a child. Does not wait."""
         if self.process is not None:
             _signal_group(self.process.pid, signal.SIGKILL)
 
     def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM to the process, wait up to `timeout_s` seconds, then send SIGKILL to its process group.
+        """Send SIGTERM to the child, wait up to `timeout_s` seconds, then send SIGKILL to its process group.
 
         Returns when the process has ended.
         """

@@ -46,7 +46,7 @@ class ClusterWatchdog(threading.Thread):
         return results
 
     def run(self) -> None:
-        """Check all clusters every second, for ever. Connect again if the database fails."""
+        """Check every second, for ever, whether a cluster is stuck. Connect again if the database fails."""
         while True:
             try:
                 with psycopg.connect(self._dsn, autocommit=True, connect_timeout=3) as connection:
@@ -57,8 +57,8 @@ class ClusterWatchdog(threading.Thread):
                 time.sleep(1)  # the database is away: others restart it, and this thread connects again
 
     def _check_clusters(self, connection: psycopg.Connection[tuple[str]]) -> None:
-        """Store for each cluster one job that it does not take up, or None, and wake the supervisor if there is one.
-        Raises psycopg.Error.
+        """Store for each cluster the name of a job that it does not take up, or None; for each stuck cluster, wake the
+        supervisor. Raises psycopg.Error if the database fails.
         """
         for cluster in {job[0] for job in self._jobs.values()}:
             cluster_jobs = {name: job for name, job in self._jobs.items() if job[0] == cluster}

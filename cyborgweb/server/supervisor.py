@@ -113,7 +113,9 @@ class Supervisor:
         self.selector.register(self.wake_r, selectors.EVENT_READ)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """Note that everything is to stop. The loop in `run` does the stopping."""
+        """Note in `is_stopping` that everything must stop, and log the first such signal. The stopping is done in
+        `run`.
+        """
         if not self.is_stopping:
             log_line("serve", f"{signal.Signals(signum).name}: stopping")
         self.is_stopping = True
@@ -352,7 +354,7 @@ class Supervisor:
 
 
 def _open_listener(listen: str, key: str) -> socket.socket:
-    """Return a listening socket for an ADDRESS:PORT value; `key` is the name of its key, for messages.
+    """Return a listening socket for an ADDRESS:PORT value; `key` is the name of its configuration key, for messages.
 
     Raises ConfigurationError if the value is not an address and a port, StartError if the address cannot be used.
     """

@@ -26,7 +26,7 @@ VALIDITY = timedelta(days=3653)
 
 
 def make_ssl_context(settings: Keys) -> ssl.SSLContext:
-    """Return the listener's TLS context (TLS 1.2 or later). If no certificate is configured or made yet, make one.
+    """Return the TLS context of the agents' listener (TLS 1.2 or later). If there is no certificate yet, make one.
 
     Raises ConfigurationError if the certificate or its key cannot be written, read or used.
     """
@@ -41,7 +41,7 @@ def make_ssl_context(settings: Keys) -> ssl.SSLContext:
 
 
 def read_fingerprint(settings: Keys) -> str:
-    """Return the SHA-256 of the listener's certificate in hex, as join tokens pin it.
+    """Return the SHA-256 of the certificate of the agents' TLS listener, in hex, as join tokens pin it.
 
     If the file has several certificates, the first is meant. If none is configured or made yet, one is made. Raises
     ConfigurationError if the file cannot be written or read, or holds no certificate.

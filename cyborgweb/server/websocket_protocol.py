@@ -15,7 +15,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """
 
     def handle_parser_exception(self) -> None:
-        """Store why this server closes the connection in `scope["state"]`, then close it as uvicorn does.
+        """If this server closes the connection, because a message broke the protocol or a limit, store the close code
+        and the reason in `scope["state"]`. Then close the connection as uvicorn does.
 
         The application cannot tell it from the code of the disconnect event, because that is the same when the peer
         closes with this code.

@@ -64,7 +64,7 @@ class CensusQuestion:
 
 @dataclass(frozen=True)
 class CensusRow:
-    """One host of the answer.
+    """One host in the result of a census.
 
     `free` is the number of free units that fit; `room` is how many requests the host can take, at most as many as were
     asked for. `fits` is whether it can take all of them and its agent is up or late; otherwise `why` is the reason (''
@@ -80,7 +80,7 @@ class CensusRow:
 
     @property
     def sort_key(self) -> tuple[bool, bool, float, str]:
-        """Sort key: hosts that fit first, then the least busy; an unknown load comes last."""
+        """Sort key of a census: hosts that fit first; among them the least busy first, those of unknown load last."""
         mean = self.load.mean if self.load else None
         return not self.fits, mean is None, mean or 0.0, self.host.name
 
@@ -102,7 +102,7 @@ class Census:
 
     @property
     def fitting(self) -> int:
-        """The number of hosts that can take all the requests."""
+        """The number of hosts that can take as many requests as were asked for."""
         return sum(row.fits for row in self.rows)
 
 

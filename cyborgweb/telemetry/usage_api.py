@@ -127,11 +127,11 @@ class UsageView(CollectionView):
 
     @property
     def paginator(self) -> UsageGroupPaginator:
-        """The paginator of the groups."""
+        """The view's paginator, which is a UsageGroupPaginator."""
         return cast(UsageGroupPaginator, super().paginator)
 
     def list(self, request: Request) -> HttpResponse:
-        """Return a page of groups. The parameters are validated before anything is counted."""
+        """Return a page of groups of units, with an ETag. The parameters are validated before anything is counted."""
         self.filter_queryset(self.get_queryset())
         self.paginator.parse_request(request, self)
         elevated = self.can_see_all_projects()

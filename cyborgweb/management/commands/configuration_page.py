@@ -19,7 +19,7 @@ PAGE_HEAD = """\
 
 
 def render_configuration_page() -> str:
-    """Return the whole page as Markdown: one table of keys for the conductor, one for the agent."""
+    """Return the page `docs/configuration.md`: one table of keys for the conductor, and one for the agent."""
     return "\n".join(
         [
             PAGE_HEAD,
