@@ -23,7 +23,12 @@ HANDLE_STATE = Case(
     When(IS_MISSING, then=Value(HandleState.MISSING.value)),
     When(request__state="BindStarted", then=Value(HandleState.BEING_BOUND.value)),
     When(IS_HELD, then=Value(HandleState.HELD.value)),
-    When(deployable__device__state="ready", deployable__device__busy_with=None, then=Value(HandleState.FREE.value)),
+    When(
+        deployable__device__state="ready",
+        deployable__device__busy_with=None,
+        release__isnull=True,
+        then=Value(HandleState.FREE.value),
+    ),
     default=Value(HandleState.RESERVED.value),
 )
 """SQL expression for the state of an attach handle: a value of `HandleState`."""

@@ -14,7 +14,7 @@ from django.db.models import Exists, F, OuterRef
 from django.db.models.functions import JSONObject, Now
 
 from accelerators.domain.states import DeviceState, HandleType
-from accelerators.models import AttachHandle, Attribute, Deployable, Host
+from accelerators.models import AttachHandle, Attribute, Deployable, Host, ReleasedHandle
 from placement_sync.apply_writes import SyncOutcome
 from placement_sync.mapping import DeployableRecord
 from placement_sync.models import Tree, WrittenProvider
@@ -29,10 +29,19 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
     """
     device_nodes = AttachHandle.objects.filter(deployable=OuterRef("pk"), attach_type=HandleType.DEV)
     attributes = Attribute.objects.filter(deployable=OuterRef("pk")).values(item=JSONObject(key="key", value="value"))
+    releases = ReleasedHandle.objects.filter(handle__deployable=OuterRef("pk")).order_by()
     rows = (
         Deployable.objects.filter(~Exists(device_nodes), device__host=host, rp_uuid__isnull=False)
         .order_by(F("missing_since").asc(nulls_first=True), "id")
-        .values_list("name", "rp_uuid", "num_accelerators", "missing_since", "device__state", ArraySubquery(attributes))
+        .values_list(
+            "name",
+            "rp_uuid",
+            "num_accelerators",
+            "missing_since",
+            "device__state",
+            ArraySubquery(attributes),
+            ArraySubquery(releases.values("pk")),
+        )
     )
     return [
         DeployableRecord(
@@ -41,8 +50,9 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
             total if missing_since is None else 0,
             {item["key"]: item["value"] for item in attribute_items},
             device_state == DeviceState.READY and missing_since is None,
+            len(released_ids),
         )
-        for name, rp_uuid, total, missing_since, device_state, attribute_items in rows
+        for name, rp_uuid, total, missing_since, device_state, attribute_items, released_ids in rows
     ]
 
 
