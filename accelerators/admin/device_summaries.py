@@ -25,7 +25,7 @@ HANDLE_STATE = Case(
     When(request__state="BindStarted", then=Value(HandleState.BEING_BOUND.value)),
     When(IS_HELD, then=Value(HandleState.HELD.value)),
     When(
-        build_offered_condition("deployable__device") & Q(deployable__device__busy_with=None),
+        build_offered_condition("deployable__device") & Q(deployable__device__busy_with=None, release__isnull=True),
         then=Value(HandleState.FREE.value),
     ),
     default=Value(HandleState.RESERVED.value),

@@ -318,8 +318,13 @@ class HandleUseListFilter(admin.SimpleListFilter):
         return [("held", "held"), ("free", "free")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[AttachHandle]) -> QuerySet[AttachHandle]:
-        """Return the handles that a request holds, those that no request holds or, if nothing is chosen, all."""
-        return queryset.filter(request__isnull=self.value() == "free") if self.value() else queryset
+        """Return the handles that a request holds, those that are free or, if nothing is chosen, all.
+
+        A released handle that a guest may still use is not free.
+        """
+        if self.value() == "free":
+            return queryset.filter(request__isnull=True, release__isnull=True)
+        return queryset.filter(request__isnull=False) if self.value() else queryset
 
 
 @admin.register(AttachHandle)
@@ -337,7 +342,7 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
         "shown_missing",
     )
     list_filter = ("attach_type", HandleUseListFilter, PresenceListFilter)
-    list_select_related = ("request", "deployable__device__host")
+    list_select_related = ("request", "release", "deployable__device__host")
     ordering = ("id",)
     search_fields = (
         "uuid__startswith",
@@ -382,7 +387,7 @@ class AttachHandleAdmin(ReadOnlyModelAdmin):
     def shown_holder(self, handle: AttachHandle) -> SafeString:
         """Render the request that holds the handle as a link.
 
-        Without a holder, render the badge "free", or "not offered" with the reason if the handle is never offered to
+        Without a holder, render the badge "free", or "not offered" with the reason if the handle is not offered to
         Nova.
         """
         request = get_holder(handle)

@@ -25,7 +25,8 @@ from accelerators.ui.badges import GLYPHS
 class HandleState(Choice):
     """The state of an attach handle in a picture.
 
-    RESERVED is a term of Placement: nobody holds the handle, but its device is not ready or is busy with a command.
+    RESERVED is a term of Placement: nobody holds the handle, but its device is not ready or is busy with a command, or
+    a guest may still use it although its request is gone.
     """
 
     FREE = "free"

@@ -66,6 +66,7 @@ class StoredHandle(msgspec.Struct, frozen=True, array_like=True):
     attach_type: str
     info: str
     missing: bool
+    in_use: str = ""
 
 
 class StoredDeployable(msgspec.Struct, frozen=True, array_like=True):
@@ -436,15 +437,19 @@ def _collect_handle_changes(
     `changes` is for the event; nothing is stored there for a new deployable. A handle is identified by its `info`.
     """
     stored_handles = {h.info: h for h in old.handles} if old else {}
-    reported_types = {h.info: h.attach_type for h in new.handles}
-    for info, attach_type in reported_types.items():
-        handle = stored_handles.get(info)
+    reported_handles = {h.info: h for h in new.handles}
+    for info, reported in reported_handles.items():
+        handle, attach_type = stored_handles.get(info), reported.attach_type
+        row = {"deployable": deployable, "type": attach_type, "info": info, "use": reported.in_use}
         if handle is None or handle.missing or handle.attach_type != attach_type:
-            collected.handles.append({"deployable": deployable, "type": attach_type, "info": info})
+            collected.handles.append(row)
             if old:
                 changes[f"handle {info}"] = ["missing" if handle else None, attach_type]
+        elif handle.in_use != reported.in_use:
+            collected.handles.append(row)
+            changes[f"use of handle {info}"] = [handle.in_use, reported.in_use]
     for info, handle in stored_handles.items():
-        if info not in reported_types and not handle.missing:
+        if info not in reported_handles and not handle.missing:
             collected.missing_handles.append(handle.id)
             changes[f"handle {info}"] = [handle.attach_type, "missing"]
 

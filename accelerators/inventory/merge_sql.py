@@ -33,7 +33,8 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
         p.missing_since IS NOT NULL,
         coalesce((SELECT json_agg(json_build_array(a.id, a.key, a.value, a.origin))
                   FROM accelerators_attribute a WHERE a.deployable_id = p.id), '[]'),
-        coalesce((SELECT json_agg(json_build_array(t.id, t.attach_type, t.attach_info, t.missing_since IS NOT NULL))
+        coalesce((SELECT json_agg(json_build_array(t.id, t.attach_type, t.attach_info, t.missing_since IS NOT NULL,
+                    t.in_use))
                   FROM accelerators_attachhandle t WHERE t.deployable_id = p.id), '[]')))
       FROM accelerators_deployable p WHERE p.device_id = d.id), '[]'), d.state_since))
   FROM accelerators_device d WHERE d.host_id = h.id), '[]'))::text
@@ -91,14 +92,14 @@ ON CONFLICT (deployable_id, key) DO UPDATE SET value = excluded.value, updated_a
 """
 
 UPSERT_HANDLES = """
-INSERT INTO accelerators_attachhandle AS t (uuid, deployable_id, attach_type, attach_info)
-SELECT gen_random_uuid(), p.id, x.type, x.info
-FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, type text, info text)) WITH ORDINALITY
-  AS x(deployable, type, info, n)
+INSERT INTO accelerators_attachhandle AS t (uuid, deployable_id, attach_type, attach_info, in_use)
+SELECT gen_random_uuid(), p.id, x.type, x.info, x.use
+FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, type text, info text, use text)) WITH ORDINALITY
+  AS x(deployable, type, info, use, n)
 JOIN accelerators_deployable p ON p.uuid = x.deployable
 ORDER BY x.n
-ON CONFLICT (deployable_id, attach_info) DO UPDATE SET attach_type = excluded.attach_type, missing_since = NULL,
-  updated_at = now()
+ON CONFLICT (deployable_id, attach_info) DO UPDATE SET attach_type = excluded.attach_type, in_use = excluded.in_use,
+  missing_since = NULL, updated_at = now()
 """
 
 DELETE_ATTRIBUTES = "DELETE FROM accelerators_attribute WHERE id = ANY(%s)"

@@ -71,6 +71,7 @@ JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_devic
 WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND {IS_OFFERED_SQL} AND d.busy_with IS NULL
   AND t.attach_type <> 'DEV'
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
+  AND NOT EXISTS (SELECT FROM accelerators_releasedhandle w WHERE w.handle_id = t.id)
 """
 """FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`."""
 OFFERED_COUNT = "least({free}, greatest(p.num_accelerators - {held}, 0))"
@@ -91,14 +92,16 @@ until it is committed."""
 
 SELECT_SHORTAGE_FACTS = f"""
 SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FROM_FREE_HANDLES_OF_PROVIDER}),
-  EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV'), d.status
+  EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV'), d.status,
+  (SELECT count(*) FROM accelerators_releasedhandle w JOIN accelerators_attachhandle t ON t.id = w.handle_id
+    WHERE t.deployable_id = p.id)
 FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 """
 """Find out why RESERVE_HANDLES returned too few handles of a provider. Returns the deployable's id, the state of its
-device, whether a command uses the device alone, the number of free handles, whether it has device nodes, and the
-device's health; no row if there is no such provider."""
+device, whether a command uses the device alone, the number of free handles, whether it has device nodes, the device's
+health, and the number of released handles that wait for their host; no row if there is no such provider."""
 
 MOVE_REQUESTS = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname

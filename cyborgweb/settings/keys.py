@@ -130,6 +130,12 @@ class Keys:
         60,
         "How long `PATCH /v2/deployables/{uuid}/program` waits for its command; the command goes on afterwards.",
     )
+    detach_timeout_s: int = declare_key(
+        "CYBORG_DETACH_TIMEOUT_S",
+        300,
+        "How long a detached PCI function may wait for its host to confirm that no guest uses it. Then its device is "
+        "quarantined, and the host is still asked.",
+    )
     missing_retention_s: int = declare_key(
         "CYBORG_MISSING_RETENTION_S", 86_400, "How long a missing, free device is kept before it is removed."
     )

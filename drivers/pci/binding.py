@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from drivers.errors import Busy, Unsupported
 from drivers.machine import PCI_DEVICES, Machine
@@ -72,6 +73,21 @@ def list_guest_nodes(machine: Machine, addresses: Iterable[str]) -> tuple[Path, 
         read_iommu_group(machine, address) for address in addresses if read_bound_driver(machine, address) == VFIO
     )
     return tuple(dict.fromkeys(f"/dev/vfio/{group}" for group in groups if group))[:64]
+
+
+def find_guest_use(machine: Machine, address: str, *, for_act: bool) -> Literal["free", "guest", "unknown"]:
+    """Return whether a guest uses the function: `free` if no guest does, `unknown` if that cannot be found out.
+
+    Without `for_act`, nothing is opened, because a guest that starts at that moment would find its device node busy;
+    then a function that is bound to vfio-pci is `unknown`. With `for_act`, raises DriverError if the device node cannot
+    be opened for another reason than that a guest has it open.
+    """
+    if read_bound_driver(machine, address) != VFIO:
+        return "free"
+    nodes = list_guest_nodes(machine, [address]) if for_act else ()
+    if not nodes or not all(map(machine.exists, nodes)):
+        return "unknown"
+    return "guest" if any(map(machine.is_open, nodes)) else "free"
 
 
 def read_iommu_group(machine: Machine, address: str) -> str:

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from drivers.base import Driver, Findings, at_most
-from drivers.errors import Busy, DriverError, Gone, Invalid, Unsupported
+from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import binding, iommu, pci_health, sriov
@@ -103,7 +103,7 @@ class PciDriver(Driver):
         f"{binding.DRIVERS_FOLDER}/*/unbind",
         "/sys/bus/pci/drivers_probe",
     )
-    acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "partition", "reset")
+    acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "detach", "partition", "reset")
 
     def probe(self, machine: Machine, settings: dict[str, object]) -> tuple[str, ...]:
         """Return what is missing: privileges, a writable /sys, an IOMMU, kernel drivers that the rules name.
@@ -173,6 +173,28 @@ class PciDriver(Driver):
         return Plan(
             tuple(steps[:MAX_STEPS]), "as it was before its first change" if ask.first else "it was never changed"
         )
+
+    def detach(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """Return a plan without steps if no guest uses the function of `ask.handle`; libvirt itself detaches it.
+
+        Raises Busy while a guest uses it, Failed if that cannot be found out, and Invalid or Gone for an unknown handle
+        or device. A virtual function that does not exist any more is used by nobody.
+        """
+        card = find_address(machine, ask.key)
+        address = _parse_handle(ask.handle)
+        if not machine.exists(f"{PCI_DEVICES}/{address}"):
+            return Plan(said=f"{address} does not exist any more")
+        if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
+            raise Invalid(f"{address} is not a function of {ask.key}")
+        use = binding.find_guest_use(machine, address, for_act=True)
+        if use == "guest":
+            raise Busy(f"a guest still uses {address}: detach it from the guest, or end the guest")
+        if use == "unknown":
+            raise Failed(
+                f"whether a guest uses {address} cannot be found out: does the agent see /dev/vfio and the function's "
+                "IOMMU group?"
+            )
+        return Plan(said=f"no guest uses {address}")
 
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
@@ -447,7 +469,7 @@ def _build_device(
         traits.append(f"CUSTOM_PCI_{vendor}")
     traits.append(f"CUSTOM_PCI_PRODUCT_ID_{function.product.upper()}")
     attributes = (Attribute("rc", "CUSTOM_PCI"), *(Attribute(f"trait{n}", trait) for n, trait in enumerate(traits)))
-    handles = tuple(map(_make_handle, handed_out))
+    handles = tuple(_make_handle(machine, part) for part in handed_out)
     owner = vendor or function.vendor.upper()
     supported_acts = {"partition": sriov.supports_sriov(machine, address), "reset": machine.exists(f"{path}/reset")}
     return Device(
@@ -465,16 +487,29 @@ def _build_device(
         bridges=pci_health.list_bridges(machine, address),
         deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, owner),),
         to_install=to_install,
-        acts=" ".join(["health", "install", *(word for word, can in supported_acts.items() if can), "uninstall"]),
+        acts=" ".join(
+            ["detach", "health", "install", *(word for word, can in supported_acts.items() if can), "uninstall"]
+        ),
         changeable="bind vfs" if supported_acts["partition"] else "bind",
         sized_by="vfs" if supported_acts["partition"] else "",
     )
 
 
-def _make_handle(address: str) -> AttachHandle:
-    """Return the `PCI` handle of a function."""
+def _make_handle(machine: Machine, address: str) -> AttachHandle:
+    """Return the `PCI` handle of a function, with what can be seen of its use."""
     domain, bus, slot, number = re.split("[:.]", address)
-    return AttachHandle("PCI", json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number}))
+    use = binding.find_guest_use(machine, address, for_act=False)
+    info = json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number})
+    return AttachHandle("PCI", info, "" if use == "free" else use)
+
+
+def _parse_handle(handle: AttachHandle | None) -> str:
+    """Return the PCI address of a `PCI` handle. Raises Invalid for any other handle."""
+    try:
+        fields = json.loads(handle.info) if handle and handle.attach_type == "PCI" else {}
+        return f"{fields['domain']}:{fields['bus']}:{fields['device']}.{fields['function']}"
+    except (ValueError, KeyError):
+        raise Invalid(f"{handle} is not the handle of a PCI function") from None
 
 
 def _make_device_key(machine: Machine, function: PciFunction) -> str:

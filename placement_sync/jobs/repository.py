@@ -15,7 +15,7 @@ from django.db.models.functions import JSONObject, Now
 
 from accelerators.domain.offer import is_offered
 from accelerators.domain.states import HandleType
-from accelerators.models import AttachHandle, Attribute, Deployable, Host
+from accelerators.models import AttachHandle, Attribute, Deployable, Host, ReleasedHandle
 from placement_sync.apply_writes import SyncOutcome
 from placement_sync.mapping import DeployableRecord
 from placement_sync.models import Tree, WrittenProvider
@@ -30,6 +30,7 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
     """
     device_nodes = AttachHandle.objects.filter(deployable=OuterRef("pk"), attach_type=HandleType.DEV)
     attributes = Attribute.objects.filter(deployable=OuterRef("pk")).values(item=JSONObject(key="key", value="value"))
+    releases = ReleasedHandle.objects.filter(handle__deployable=OuterRef("pk")).order_by()
     rows = (
         Deployable.objects.filter(~Exists(device_nodes), device__host=host, rp_uuid__isnull=False)
         .order_by(F("missing_since").asc(nulls_first=True), "id")
@@ -41,6 +42,7 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
             "device__state",
             "device__status",
             ArraySubquery(attributes),
+            ArraySubquery(releases.values("pk")),
         )
     )
     return [
@@ -50,8 +52,9 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
             total if missing_since is None else 0,
             {item["key"]: item["value"] for item in attribute_items},
             is_offered(state, health) and missing_since is None,
+            len(released_ids),
         )
-        for name, rp_uuid, total, missing_since, state, health, attribute_items in rows
+        for name, rp_uuid, total, missing_since, state, health, attribute_items, released_ids in rows
     ]
 
 

@@ -84,7 +84,7 @@ def test_prepare_creates_the_first_login_only_once(tmp_path: Path, monkeypatch: 
     again = json.loads(run_manage_command("prepare", "--address", "http://127.0.0.1:1")[-1])
     assert again["login"] == facts["login"] and not AdmissionRule.objects.exists()
     named = "merge leases sweep seals deadlines drains commands images bulks rollouts attachments messages deliveries"
-    assert sorted(facts["jobs"]) == sorted([*named.split(), "mails"])
+    assert sorted(facts["jobs"]) == sorted([*named.split(), "mails", "releases"])
 
 
 def test_prepare_creates_the_sample_rule_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
