@@ -12,6 +12,7 @@ from accelerators.admin.topology_svg import MAX_CELLS, DeviceCard, HandleCell, H
 from accelerators.domain.choices import Tone
 from accelerators.domain.states import DeviceState, Health
 from accelerators.models import AttachHandle, Device
+from accelerators.models.devices import build_offered_condition
 from accelerators.ui import badges
 
 IS_MISSING = (
@@ -23,7 +24,10 @@ HANDLE_STATE = Case(
     When(IS_MISSING, then=Value(HandleState.MISSING.value)),
     When(request__state="BindStarted", then=Value(HandleState.BEING_BOUND.value)),
     When(IS_HELD, then=Value(HandleState.HELD.value)),
-    When(deployable__device__state="ready", deployable__device__busy_with=None, then=Value(HandleState.FREE.value)),
+    When(
+        build_offered_condition("deployable__device") & Q(deployable__device__busy_with=None),
+        then=Value(HandleState.FREE.value),
+    ),
     default=Value(HandleState.RESERVED.value),
 )
 """SQL expression for the state of an attach handle: a value of `HandleState`."""

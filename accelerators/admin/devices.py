@@ -27,6 +27,7 @@ from accelerators.admin import (
 )
 from accelerators.admin.filters import DeviceFreshnessListFilter, DrainingListFilter, DriverListFilter
 from accelerators.devices import lifecycle
+from accelerators.domain import offer
 from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnlyModelAdmin
@@ -177,6 +178,7 @@ class DeviceAdmin(ReadOnlyModelAdmin):
             "device": device,
             "state": badges.render_device_state(device.state),
             "health": badges.render_health(device.status),
+            "withheld": offer.describe_withheld_health(device.status),
             "stale": badges.render_stale_badge(stale_reason := device.host.stale_reason(device.driver, device.backend)),
             "why_stale": stale_reason,
             "state_since": badges.render_relative_time(device.state_since),

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from accelerators.domain import driver_status, traits
+from accelerators.domain import driver_status, offer, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
 from accelerators.domain.provider_ids import compute_provider_uuid
 from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
@@ -45,8 +45,8 @@ REPORTED_DEVICE_FIELDS = (
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])
-DRIVER_INDEX, MODEL_INDEX, BACKEND_INDEX = (
-    REPORTED_DEVICE_FIELDS.index(name) for name in ("driver", "model", "backend")
+DRIVER_INDEX, MODEL_INDEX, BACKEND_INDEX, STATUS_INDEX, STATUS_REASON_INDEX = (
+    REPORTED_DEVICE_FIELDS.index(name) for name in ("driver", "model", "backend", "status", "status_reason")
 )
 
 
@@ -99,6 +99,11 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
         """The driver and the backend that reported the device."""
         return self.facts[DRIVER_INDEX], self.facts[BACKEND_INDEX]
 
+    @property
+    def health(self) -> tuple[str, str]:
+        """The health of the device and the reason for it."""
+        return str(self.facts[STATUS_INDEX]), str(self.facts[STATUS_REASON_INDEX])
+
 
 class StoredHost(msgspec.Struct, frozen=True, array_like=True):
     """A row of `accelerators_host` with its devices; `drivers` is the host's JSON column of that name."""
@@ -135,6 +140,8 @@ class InventoryChanges:
     missing_handles: list[int] = field(default_factory=list)
     resized_devices: list[str] = field(default_factory=list)
     """Stored devices (uuid) of which a deployable or a handle appeared, changed or went missing."""
+    offer_changes: list[str] = field(default_factory=list)
+    """Stored devices (uuid) that left the offer, or came back to it, because their health changed."""
     events: list[RowValues] = field(default_factory=list)
     hosts: list[RowValues] = field(default_factory=list)
     provider_intents: list[RowValues] = field(default_factory=list)
@@ -169,7 +176,12 @@ class CombinedDriverReport:
             return replace(self, error=later_report.error, faults=later_report.faults)
         failed_backends = {backend.name for backend in later_report.backends if backend.error}
         kept_devices = (device for device in self.devices or () if device.backend in failed_backends)
-        reported_devices = (device for device in later_report.devices if device.backend not in failed_backends)
+        earlier_health = {device.key: (device.status, device.status_reason) for device in self.devices or ()}
+        reported_devices = (
+            _keep_unended_failure(device, earlier_health.get(device.key))
+            for device in later_report.devices
+            if device.backend not in failed_backends
+        )
         answered = {
             backend.name for backend in later_report.backends
         } - failed_backends | self.answered_backends & failed_backends
@@ -227,7 +239,7 @@ def collect_changes(
         collected.attributes,
         collected.state_changes,
     )
-    provider_relevant += (collected.gone_attributes,)
+    provider_relevant += (collected.gone_attributes, collected.offer_changes)
     size_before = sum(map(len, provider_relevant))
     reported: set[str] = set()
     for driver, driver_report in driver_reports.items():
@@ -294,7 +306,12 @@ def _collect_device_changes(
     """Append the changes of one reported device and of its deployables; `old` is the stored one, None if it is new.
 
     A device that was missing moves to the state that it returns to. There is at most one event: found, changed or back.
+    `offer.combine_health` decides about the health to store.
     """
+    if old is not None:
+        device = _keep_unended_failure(device, old.health)
+        if offer.is_offered(old.state, old.health[0]) != offer.is_offered(old.state, device.status):
+            collected.offer_changes.append(old.uuid)
     facts = (driver, *_get_reported_values(device))
     changes: dict[str, list[Any]] = {}
     device_uuid = old.uuid if old else str(uuid.uuid4())
@@ -334,6 +351,18 @@ def _collect_device_changes(
         collected.events.append(
             _build_agent_event(host, action, device_uuid, device.model, changes, f"reported by {driver}")
         )
+
+
+def _keep_unended_failure(device: Device, earlier_health: tuple[str, str] | None) -> Device:
+    """Return the device with the health that `offer.combine_health` computes from its earlier health and this report.
+
+    `earlier_health` is None if nothing is known of the device yet.
+    """
+    reported_health = (device.status, device.status_reason)
+    health, reason = offer.combine_health(earlier_health or reported_health, reported_health)
+    if (health, reason) == reported_health:
+        return device
+    return msgspec.structs.replace(device, status=health, status_reason=reason)
 
 
 def _collect_deployable_changes(

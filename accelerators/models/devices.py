@@ -7,6 +7,7 @@ from django.db.models import F, Func, Q, Value
 from django.db.models.functions import Coalesce, Now
 
 from accelerators.domain.device_actions import LifecycleState
+from accelerators.domain.offer import OFFERED_STATE, WITHHELD_HEALTH
 from accelerators.domain.states import AttributeOrigin, DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import fields
 from accelerators.models.hosts import Host
@@ -209,6 +210,15 @@ class AttachHandle(fields.Row):
             if self.attach_type == HandleType.DEV
             else ""
         )
+
+
+def build_offered_condition(device: str = "") -> Q:
+    """Build the condition that a device is offered (`accelerators.domain.offer`).
+
+    `device` is the path from the queried model to the device, such as "deployable__device"; '' for queries of devices.
+    """
+    path = f"{device}__" if device else ""
+    return Q(**{f"{path}state": OFFERED_STATE.value}) & ~Q(**{f"{path}status": WITHHELD_HEALTH.value})
 
 
 def build_driver_error_expression() -> Func:

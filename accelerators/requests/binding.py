@@ -28,7 +28,7 @@ from psycopg.errors import DeadlockDetected
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandOrder
-from accelerators.domain import groups
+from accelerators.domain import groups, offer
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
 from accelerators.domain.states import BINDABLE_STATES, EventSource, RequestState
@@ -395,12 +395,15 @@ def _raise_shortage_error(rp: str, count: int) -> None:
     rows = _fetch_all(sql.SELECT_SHORTAGE_FACTS, {"rp": rp})
     if not rows:
         raise RefusedError(RefusalReason.NOT_FOUND, f"Deployable not found with resource provider uuid={rp}")
-    ((deployable, state, busy, free, has_device_nodes),) = rows
+    ((deployable, state, busy, free, has_device_nodes, health),) = rows
     if free >= count:
         raise _HandlesContendedError
     if has_device_nodes:
         raise _build_none_free_error(deployable, "its handles are device nodes (DEV), which no guest gets")
-    why = "all are held" if state == "ready" else f"its device is {state}, not ready"
+    if state != offer.OFFERED_STATE:
+        why = f"its device is {state}, not {offer.OFFERED_STATE}"
+    else:
+        why = offer.describe_withheld_health(health) or "all are held"
     raise _build_none_free_error(deployable, "its device is busy with a command" if busy else why)
 
 

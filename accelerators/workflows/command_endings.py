@@ -238,8 +238,8 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
     """Collect the consequences of a command for its device's state.
 
     An install leads to ready or failed, a successful uninstall to inactive; a program stores the new content; a failed
-    detach only writes an event; any other exclusive command with an unknown outcome makes the device failed. A state
-    that a person has set since the command was ordered is kept.
+    detach only writes an event; a failed reset, and any other exclusive command with an unknown outcome, makes the
+    device failed. A state that a person has set since the command was ordered is kept.
     """
     command, state_now = ended.command, build_lifecycle_state(device)
     if command.op == "install" and state_now.effective_state == _S.INSTALLING:
@@ -249,6 +249,8 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
         _add_state_change(ended, device, _S.INACTIVE, command.reason or "uninstalled", consequences)
     elif command.op == "program":
         _apply_program_result(ended, device, consequences)
+    elif command.op == "reset" and ended.state is _C.FAILED:
+        _fail_device(ended, device, consequences)
     elif command.op == "detach" and not ended.succeeded:
         why = f"a handle could not be detached: {ended.text}"
         consequences.state_changes.append(
@@ -273,15 +275,17 @@ def _apply_program_result(ended: EndedCommand, device: Device, consequences: _Co
 
 
 def _fail_device_if_outcome_unknown(ended: EndedCommand, device: Device, consequences: _Consequences) -> None:
-    """Move the device to `failed` if the command's outcome is unknown, so that it is not offered.
+    """Move the device to `failed` as `_fail_device` does, if the command's outcome is unknown."""
+    if ended.state is _C.UNKNOWN:
+        _fail_device(ended, device, consequences)
+
+
+def _fail_device(ended: EndedCommand, device: Device, consequences: _Consequences) -> None:
+    """Move the device to `failed`, so that it is not offered until somebody enables it.
 
     Only a device that is ready, installing or in maintenance is moved.
     """
-    if ended.state is _C.UNKNOWN and build_lifecycle_state(device).effective_state in (
-        _S.READY,
-        _S.INSTALLING,
-        _S.MAINTENANCE,
-    ):
+    if build_lifecycle_state(device).effective_state in (_S.READY, _S.INSTALLING, _S.MAINTENANCE):
         _add_state_change(ended, device, _S.FAILED, f"{ended.command.op}: {ended.text}", consequences)
 
 

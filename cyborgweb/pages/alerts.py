@@ -83,7 +83,7 @@ def _device_alerts(system_state: SystemState) -> Iterator[Alert]:
         why = "failed: read the reason, then enable or retire."
         yield Alert("bad", "failed", count_noun(n, "device"), why, list_url("device", state__exact="failed"))
     if n := work.broken:
-        broken = "with broken hardware, as the driver reports: drain, then replace."
+        broken = "with broken hardware, as the driver reports: not offered; read the reason, drain, then replace."
         yield Alert("bad", "broken", count_noun(n, "device"), broken, list_url("device", status__exact="failed"))
     if n := work.degraded:
         degraded = "degraded, as the driver reports: plan an inspection."

@@ -13,7 +13,8 @@ from django.db import transaction
 from django.db.models import Exists, F, OuterRef
 from django.db.models.functions import JSONObject, Now
 
-from accelerators.domain.states import DeviceState, HandleType
+from accelerators.domain.offer import is_offered
+from accelerators.domain.states import HandleType
 from accelerators.models import AttachHandle, Attribute, Deployable, Host
 from placement_sync.apply_writes import SyncOutcome
 from placement_sync.mapping import DeployableRecord
@@ -32,7 +33,15 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
     rows = (
         Deployable.objects.filter(~Exists(device_nodes), device__host=host, rp_uuid__isnull=False)
         .order_by(F("missing_since").asc(nulls_first=True), "id")
-        .values_list("name", "rp_uuid", "num_accelerators", "missing_since", "device__state", ArraySubquery(attributes))
+        .values_list(
+            "name",
+            "rp_uuid",
+            "num_accelerators",
+            "missing_since",
+            "device__state",
+            "device__status",
+            ArraySubquery(attributes),
+        )
     )
     return [
         DeployableRecord(
@@ -40,9 +49,9 @@ def load_deployables(host: Host) -> list[DeployableRecord]:
             str(rp_uuid),
             total if missing_since is None else 0,
             {item["key"]: item["value"] for item in attribute_items},
-            device_state == DeviceState.READY and missing_since is None,
+            is_offered(state, health) and missing_since is None,
         )
-        for name, rp_uuid, total, missing_since, device_state, attribute_items in rows
+        for name, rp_uuid, total, missing_since, state, health, attribute_items in rows
     ]
 
 

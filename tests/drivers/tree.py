@@ -34,10 +34,14 @@ class FakeHost:
     def pci(
         self, address: str, vendor: str, device: str, pci_class: str, *, bus: str = "pci0000:00", **more: str
     ) -> Path:
-        """Add a PCI function; `more` are additional attributes. Return its directory."""
+        """Add a PCI function, whose configuration space has only its ids; `more` are additional attributes.
+
+        Return its directory.
+        """
         path = self.sys / "devices" / bus / address
         for name, value in {"vendor": vendor, "device": device, "class": pci_class, **more}.items():
             self.file(path / name, f"{value}\n")
+        self.file(path / "config", b"".join(int(word, 16).to_bytes(2, "little") for word in (vendor, device)))
         self.link(self.sys / "bus/pci/devices" / address, path)
         return path
 
