@@ -73,7 +73,9 @@ def merge_batch() -> bool:
         except msgspec.DecodeError as error:  # it was spooled by another release
             _record_dropped_report(host_id, error)
         else:
-            batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.all_drivers))
+            batch.setdefault(host_id, []).append(
+                HostReport(epoch, seq, report.hash, report.all_drivers, report.boot_id)
+            )
     try:
         with transaction.atomic():
             merge_reports(batch)

@@ -38,6 +38,8 @@ CODE_KEY_BARRED = "key-barred"
 
 NonNegativeInt = Annotated[int, Meta(ge=0, le=2**53)]
 Nonce = Annotated[str, Meta(max_length=64)]
+BootId = Annotated[str, Meta(max_length=64, pattern=r"^[^\x00]*$")]
+"""The kernel's random id of one boot of a host (/proc/sys/kernel/random/boot_id)."""
 STATES_NOT_RUNNING = ("disabled", "absent")
 """States of a driver that does not run on the host."""
 ResultOutcome = Literal["succeeded", "failed", "refused", "unknown"]
@@ -53,7 +55,7 @@ class Hello(Message, frozen=True):
     """First message of an agent: its version, its boot id, its enabled `drivers`, and what it supports."""
 
     agent_version: Word
-    boot_id: Annotated[str, Meta(max_length=64, pattern=r"^[^\x00]*$")]
+    boot_id: BootId
     drivers: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     ops: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     """The commands that the agent supports. Empty if the agent is older than commands."""
@@ -68,6 +70,8 @@ class Report(Message, frozen=True, omit_defaults=True):
     repeats its last known devices, or has none of them if they would make the message too large. `others` are drivers
     that do not run; they have their own field, because an older conductor would think that such a driver had answered
     and found no devices. `urgent`: the report shows a fault, and is processed before the reports of other hosts.
+    `boot_id`: the host's boot id when the report was made, '' if the agent does not tell it; it is part of the content,
+    so that the first report after a reboot is never taken for one that is known already.
     """
 
     epoch: NonNegativeInt
@@ -76,15 +80,16 @@ class Report(Message, frozen=True, omit_defaults=True):
     drivers: Annotated[tuple[DriverReport, ...], Meta(max_length=64)]
     others: Annotated[tuple[DriverReport, ...], Meta(max_length=64)] = ()
     urgent: bool = False
+    boot_id: BootId = ""
 
     @classmethod
     def from_driver_reports(
-        cls, epoch: int, seq: int, content_hash: str, driver_reports: tuple[DriverReport, ...]
+        cls, epoch: int, seq: int, content_hash: str, driver_reports: tuple[DriverReport, ...], boot_id: str = ""
     ) -> Report:
         """Make a Report from the reports of all drivers: split them into `drivers` and `others`, and set `urgent`."""
         drivers = tuple(report for report in driver_reports if report.state not in STATES_NOT_RUNNING)
         others = tuple(one for one in driver_reports if one.state in STATES_NOT_RUNNING)
-        return cls(epoch, seq, content_hash, drivers, others, shows_fault(drivers))
+        return cls(epoch, seq, content_hash, drivers, others, shows_fault(drivers), boot_id)
 
     @property
     def all_drivers(self) -> tuple[DriverReport, ...]:
@@ -373,7 +378,7 @@ def count_unknown_fields(data: bytes | str, message: Message | UnknownMessage) -
     return sum(1 for name in _fields_decoder.decode(data) if name not in known)
 
 
-def hash_report_content(drivers: tuple[DriverReport, ...]) -> str:
+def hash_report_content(drivers: tuple[DriverReport, ...], boot_id: str = "") -> str:
     """Return the hash of a report's content, 40 hexadecimal digits. It does not depend on the order of the drivers."""
     ordered = sorted(drivers, key=lambda d: d.driver)
-    return hashlib.blake2b(_encode_json(ordered), digest_size=20).hexdigest()
+    return hashlib.blake2b(_encode_json(ordered) + boot_id.encode(), digest_size=20).hexdigest()

@@ -18,6 +18,7 @@ import msgspec
 from accelerators.domain import driver_status, offer, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
 from accelerators.domain.provider_ids import compute_provider_uuid
+from accelerators.domain.states import AttributeOrigin
 from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
 
 RowValues = dict[str, Any]
@@ -80,6 +81,8 @@ class StoredDeployable(msgspec.Struct, frozen=True, array_like=True):
     missing: bool
     attributes: tuple[StoredAttribute, ...]
     handles: tuple[StoredHandle, ...]
+    bitstream: str | None = None
+    bitstream_in_flash: bool = False
 
 
 class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
@@ -116,15 +119,17 @@ class StoredHost(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     drivers: dict[str, dict[str, Any]]
     devices: tuple[StoredDevice, ...]
+    boot_id: str = ""
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """One inventory report of a host. Reports are ordered by (`epoch`, `seq`)."""
+    """One inventory report of a host. Reports are ordered by (`epoch`, `seq`). `boot_id` is '' if it is not known."""
 
     epoch: int
     seq: int
     hash: str
     drivers: tuple[DriverReport, ...]
+    boot_id: str = ""
 
 
 @dataclass
@@ -143,6 +148,8 @@ class InventoryChanges:
     """Stored devices (uuid) of which a deployable or a handle appeared, changed or went missing."""
     offer_changes: list[str] = field(default_factory=list)
     """Stored devices (uuid) that left the offer, or came back to it, because their health changed."""
+    ended_programs: list[int] = field(default_factory=list)
+    """Deployables that have lost what they were programmed with."""
     events: list[RowValues] = field(default_factory=list)
     hosts: list[RowValues] = field(default_factory=list)
     provider_intents: list[RowValues] = field(default_factory=list)
@@ -231,9 +238,9 @@ def collect_changes(
 
     That is: rows, device states, events, the host's row with the hash of the applied report, and a `provider` intent if
     Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`. A stored device whose
-    driver or backend reported an error stays as it is, even if another driver reports it.
+    driver or backend reported an error stays as it is, even if another driver reports it. If the host was rebooted,
+    all its devices lose what they were programmed with, unless it is in flash memory.
     """
-    stored = {device.key: device for device in host.devices}
     provider_relevant: tuple[list[Any], ...] = (
         collected.deployables,
         collected.missing_deployables,
@@ -242,6 +249,9 @@ def collect_changes(
     )
     provider_relevant += (collected.gone_attributes, collected.offer_changes)
     size_before = sum(map(len, provider_relevant))
+    if host.boot_id and report.boot_id not in ("", host.boot_id):
+        host = _end_programs_after_reboot(host, collected)
+    stored = {device.key: device for device in host.devices}
     reported: set[str] = set()
     for driver, driver_report in driver_reports.items():
         for device in driver_report.devices or ():
@@ -277,9 +287,8 @@ def collect_changes(
     drivers = driver_status.build_driver_entries(
         host.drivers, _build_driver_entries(host, driver_reports, now, collected), report.drivers, now
     )
-    collected.hosts.append(
-        {"id": host.id, "epoch": report.epoch, "seq": report.seq, "hash": report.hash, "drivers": drivers}
-    )
+    position: RowValues = {"epoch": report.epoch, "seq": report.seq, "hash": report.hash}
+    collected.hosts.append({"id": host.id, "drivers": drivers, "boot_id": report.boot_id or host.boot_id} | position)
 
 
 def apply_admission_rules(collected: InventoryChanges, rules: Sequence[EnabledRule]) -> None:
@@ -457,15 +466,62 @@ def _collect_handle_changes(
 def _mark_device_missing(
     host: StoredHost, device: StoredDevice, reason: str, now: str, collected: InventoryChanges
 ) -> None:
-    """Append the move of a device to `missing`, with its event; the device returns to its present state."""
+    """Append the move of a device to `missing`, with its event; the device returns to its present state.
+
+    It loses what it was programmed with, unless that is in flash memory: it may have been without power.
+    """
     collected.state_changes.append(
         {"uuid": device.uuid, "state": "missing", "returns_to": device.state, "reason": reason}
     )
     changes: dict[str, Any] = {"state": [device.state, "missing"], "state_since": [device.state_since, now]}
     changes["returns_to"] = [None, device.state]
+    changes |= _end_volatile_programs(device, collected)[1]
     collected.events.append(
         _build_agent_event(host, "device.missing", device.uuid, str(device.facts[MODEL_INDEX]), changes, reason)
     )
+
+
+def _end_programs_after_reboot(host: StoredHost, collected: InventoryChanges) -> StoredHost:
+    """Append the end of all that was programmed on the host and is not in flash memory, with an event for each device.
+
+    Returns the host as it is stored then.
+    """
+    devices = []
+    for device in host.devices:
+        device_after, changes = _end_volatile_programs(device, collected)
+        devices.append(device_after)
+        if changes:
+            reason = "the host was rebooted, so what the device was programmed with is lost"
+            name = str(device.facts[MODEL_INDEX])
+            collected.events.append(_build_agent_event(host, "device.unclear", device.uuid, name, changes, reason))
+    return msgspec.structs.replace(host, devices=tuple(devices))
+
+
+def _end_volatile_programs(
+    device: StoredDevice, collected: InventoryChanges
+) -> tuple[StoredDevice, dict[str, list[Any]]]:
+    """Append the end of what the device's deployables were programmed with, unless it is in flash memory.
+
+    That is the bitstream and the function trait that programming has set. Returns the device as it is stored then, and
+    the changes for an event.
+    """
+    deployables, changes = [], {}
+    for deployable in device.deployables:
+        traits_set = tuple(
+            one
+            for one in deployable.attributes
+            if (one.key, one.origin) == (traits.FUNCTION_TRAIT_KEY, AttributeOrigin.CONDUCTOR)
+        )
+        if not deployable.bitstream_in_flash and (deployable.bitstream or traits_set):
+            collected.ended_programs.append(deployable.id)
+            collected.gone_attributes += [one.id for one in traits_set]
+            changes[f"{deployable.name} bitstream"] = [deployable.bitstream, None]
+            changes |= {f"{deployable.name} function": [one.value, None] for one in traits_set}
+            kept = tuple(one for one in deployable.attributes if one not in traits_set)
+            deployables.append(msgspec.structs.replace(deployable, attributes=kept, bitstream=None))
+        else:
+            deployables.append(deployable)
+    return msgspec.structs.replace(device, deployables=tuple(deployables)), changes
 
 
 def _build_driver_entries(

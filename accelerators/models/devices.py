@@ -152,6 +152,11 @@ class Deployable(fields.Row):
     driver_name = models.CharField(max_length=100, default="", blank=True)
     rp_uuid = models.UUIDField(null=True, blank=True, db_index=True)
     bitstream_id = models.UUIDField(null=True, blank=True)
+    bitstream_in_flash = models.BooleanField(
+        default=False,
+        db_default=False,
+        help_text="Whether it keeps its bitstream in flash memory, so that resets and reboots do not end it.",
+    )
     missing_since = models.DateTimeField(null=True, blank=True)
 
     class Meta:

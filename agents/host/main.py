@@ -285,6 +285,7 @@ async def _run_agent(agent: _LoadedAgent, stop: asyncio.Event) -> None:
     reporter = InventoryReporter(drivers, journal, complete_reports=driver_set.complete_reports)
     placement_writer = DirectPlacementWriter(identity.host, os.environ, PlacementAuthority())
     hello_message = build_hello(tuple(drivers), placement_writer.find_obstacle())
+    journal.boot_id = hello_message.boot_id
     executor = _build_executor(agent, driver_set, reporter, placement_writer, hello_message.boot_id)
     sampler = HostLoadSampler(drivers, lambda: reporter.last_report)
     link = GatewayLink(

@@ -88,8 +88,9 @@ def make_program_services(machine: Machine, devices: tuple[Device, ...]) -> tupl
 
 
 def plan_upload(machine: Machine, ask: Ask) -> Plan:
-    """Return a plan of one step, which uploads the image to the function.
+    """Return a plan of one step, which uploads the image to the flash memory of the function.
 
+    The step is there even if this image is loaded already, because the kernel does not show what the flash contains.
     Raises Gone if the function is absent, Unsupported if it has no upload directory, Failed if it has several, and Busy
     if the host or a guest uses the function, or one of its companion or virtual functions.
     """
@@ -113,7 +114,7 @@ def plan_upload(machine: Machine, ask: Ask) -> Plan:
         idle=binding.list_guest_nodes(machine, parts),
         timeout_s=UPLOAD_S,
     )
-    return Plan((step,), step.does)
+    return Plan((step,), step.does, "flash")
 
 
 def _is_programmable(device: Device) -> bool:

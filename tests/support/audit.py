@@ -39,7 +39,7 @@ EXEMPT = {
     ("UPDATE", "accelerators_bulkitem"): "the same, and what a dry run found out",
 }
 COLUMNS = {
-    "accelerators_host": "applied_epoch applied_seq applied_hash reported_at drivers",
+    "accelerators_host": "applied_epoch applied_seq applied_hash boot_id reported_at drivers",
     "accelerators_image": "used_at",
     "accelerators_attachment": "claim release fault",
     "accelerators_releasedhandle": "answer ask_at ask_until",

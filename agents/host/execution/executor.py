@@ -28,6 +28,7 @@ from agents.host.execution.command_semantics import (
     SUPPORTED_OPS,
     ExecutionResult,
     build_ask,
+    describe_program,
     get_slot,
     is_question,
     list_acts,
@@ -464,14 +465,15 @@ class Executor:
             raise
         while True:
             try:
-                record_effects(command, ask, self._command_log, self._context.boot_id)
+                record_effects(command, ask, self._command_log, self._context.boot_id, plan_run.lifetime)
                 break
             except sqlite3.OperationalError as error:
                 log.error("the journal cannot store what was done (%s): trying again", error)
                 await asyncio.sleep(self._retry_s)
         if (driver, key) in self._reporter.failure_marks:
             await self._restore_device((driver, key))
-        return ExecutionResult("succeeded", summary, rescan_driver=driver)
+        detail = describe_program(command, self._context.boot_id, plan_run.lifetime)
+        return ExecutionResult("succeeded", summary, detail, rescan_driver=driver)
 
     def _remove_attachment(self, driver: str, key: str, slot: str) -> None:
         """Remove the attachment from the command log, because the act that failed was undone completely."""

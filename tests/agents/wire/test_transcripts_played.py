@@ -186,7 +186,7 @@ class RecordedGateway(FakeGateway):
                 elif message["type"] == "Report":
                     self.last_report = message["seq"]
                     decoded = msgspec.convert(message, wire.Report)
-                    assert message["hash"] == wire.hash_report_content(decoded.all_drivers)
+                    assert message["hash"] == wire.hash_report_content(decoded.all_drivers, decoded.boot_id)
                 elif message["type"] == "NewKey":
                     self._verify_new_key(msgspec.convert(message, wire.NewKey))
 

@@ -185,7 +185,9 @@ def test_a_firmware_backend_plans_an_upload_by_the_kernels_firmware_class(host: 
     assert services_by_name(work)["firmware"].limits == {"loaders": "secure-update0"}
     (tmp_path / "image").write_bytes(b"\xff\x00firmware\n")
     image = Image(str(tmp_path / "image"), 11, "0" * 64, "shell")
-    (step,) = work.plan("program", Ask(device.key, image=image)).steps
+    plan = work.plan("program", Ask(device.key, image=image))
+    (step,) = plan.steps
+    assert plan.lifetime == "flash", "a reboot does not end it"
     assert step.does == "load shell into 0000:04:00.0" and step.image == "firmware"
     asyncio.run(host.hand().upload(step.write.path, step.image, image, 5, lambda percent: None))
     assert (host.real(step.write.path) / "data").read_bytes() == b"\xff\x00firmware\n"
