@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
 import msgspec
+from django.db import DatabaseError
 
 from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.domain import errors
@@ -454,8 +455,8 @@ class AgentGateway:
     async def _handle_new_key(self, session: AgentSession, new_key: wire.NewKey) -> None:
         """Replace the agent's key by the one in NewKey, and send the Ack after the commit.
 
-        Raise SessionClosedError if no new key was asked for, if a signature is wrong, or if the database refuses the
-        key.
+        Raise SessionClosedError if no new key was asked for, if a signature is wrong, if the key is refused, or if the
+        database cannot store it.
         """
         old, new, identity = session.public_key, new_key.public_key, session.identity
         signed_data = credentials.build_rotation_bytes(identity.host, old, new, session.fingerprint)
@@ -471,6 +472,9 @@ class AgentGateway:
             await self._change_trust(lambda: key_revocation.replace_key(identity.host_id, old, new))
         except errors.RefusedError as refused:
             raise SessionClosedError("rotation", refused.text) from None
+        except DatabaseError:
+            reason = "the database cannot store the new key: see the gateway's log"
+            raise SessionClosedError("database", reason) from None
         session.public_key, session.next_public_key, session.awaits_new_key = new, "", False
         await send_message(session, wire.Ack(0, "NewKey"))
 

@@ -60,6 +60,17 @@ def test_P1_an_unchanged_report_costs_no_statement(
     assert Spooled.objects.count() == 0
 
 
+def test_an_agent_that_connects_with_another_node_name_is_told_that_no_report_is_applied(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        ask(socket, make_report(make_card(1)))
+    jobs.merge()
+    agent.node = "renamed"
+    with agent.connect() as socket:
+        assert agent.welcome and agent.welcome.applied_hash == ""
+        assert ask(socket, make_report(make_card(1), seq=2)) == wire.Ack(2, "Report")
+    assert Spooled.objects.count() == 1
+
+
 def test_a_report_equal_to_an_earlier_one_is_stored_when_another_came_between(agent: WireAgent) -> None:
     with agent.connect() as socket:
         ask(socket, make_report(make_card(1)))
