@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -204,14 +204,15 @@ def identify_or_enrol(credential: credentials.Credential, identity: EnrolledAgen
     """Return the identity for a verified credential; enrol the agent if necessary.
 
     `identity` is what `find_enrolled` has found for the credential's key, None if it is not enrolled. If it belongs to
-    the same host and is not barred, it is returned, and a changed `node` is stored. Otherwise the agent is enrolled by
-    its token in a transaction. Using a token expires the older tokens of its host, so that a replaced key cannot come
-    back with the token it once had. Raise ConnectionRejectedError (403) if there is no token, if the token is not valid
-    for this host and key, or if a bar forbids the enrolment.
+    the same host and is not barred, it is returned, and a changed `node` is stored; then no report counts as applied
+    any more. Otherwise the agent is enrolled by its token in a transaction. Using a token expires the older tokens of
+    its host, so that a replaced key cannot come back with the token it once had. Raise ConnectionRejectedError (403) if
+    there is no token, if the token is not valid for this host and key, or if a bar forbids the enrolment.
     """
     if identity is not None and identity.host == credential.host and not identity.barred:
         if identity.node != credential.node:
             conductor.ensure_host(credential.host, credential.node, credential.host)
+            return replace(identity, node=credential.node, applied_hash="")
         return identity
     if not credential.token:
         if identity is not None and identity.barred:

@@ -24,6 +24,9 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 """Default of `CYBORG_MAX_MESSAGE_BYTES`, the maximum size of one message in bytes."""
 MAX_SAMPLES_BYTES = 128 * 1024
 """Maximum size of one Samples message in bytes: enough for a thousand devices."""
+MESSAGE_MARGIN_BYTES = 64 * 1024
+"""By how much the limit of the web server's WebSocket library is above `CYBORG_MAX_MESSAGE_BYTES`. Without it the
+library would close a connection before the gateway can refuse the message with a reason."""
 MESSAGE_ERROR_KEY = "cyborg_message_error"
 """Key of `scope["state"]` where the web server stores (close code, reason) when it rejects a message.
 The application never sees that message, and can no longer send a Refuse to the peer."""

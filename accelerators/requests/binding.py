@@ -31,7 +31,8 @@ from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandOr
 from accelerators.domain import groups, offer
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
-from accelerators.domain.states import BINDABLE_STATES, EventSource, RequestState
+from accelerators.domain.states import BINDABLE_STATES, CommandState, EventSource, RequestState
+from accelerators.models import Command, Intent
 from accelerators.requests import binding_sql as sql
 from accelerators.requests import notices, profiles, releases
 from accelerators.runtime import jobs, metrics
@@ -249,13 +250,45 @@ def fail_overdue_binds() -> bool:
     """
     with conductor.writing():
         overdue = [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_OVERDUE, {"count": OVERDUE_BATCH_SIZE})]
-        fault = "nothing was heard from host {} before the deadline"
+        reasons = _explain_overdue_binds(overdue) if overdue else {}
         finish_binds(
-            [BindOutcome(request, fault.format(request.hostname)) for request in overdue],
-            EventSource.SYSTEM,
-            "deadlines",
+            [BindOutcome(request, reasons[request.uuid]) for request in overdue], EventSource.SYSTEM, "deadlines"
         )
     return len(overdue) == OVERDUE_BATCH_SIZE
+
+
+def _explain_overdue_binds(overdue: Sequence[WaitingRequest]) -> dict[str, str]:
+    """Return by the request's uuid what each of these binds still waited for at its deadline. Three statements."""
+    uuids = [request.uuid for request in overdue]
+    programmed = Intent.objects.filter(kind=PROGRAMMED_INTENT, key__in=uuids)
+    host_by_request = dict(programmed.values_list("key", "payload__host"))
+    provider_intents = Intent.objects.filter(kind="provider", key__in={*host_by_request.values()})
+    error_by_host = dict(provider_intents.values_list("key", "last_error"))
+    commands = Command.objects.filter(request__in=uuids).order_by("id")
+    last_command = {str(command.request): command for command in commands}
+    reasons = {}
+    for request in overdue:
+        if request.uuid in host_by_request:
+            error = error_by_host.get(host_by_request[request.uuid], "")
+            reason = (
+                f"host {request.hostname} was programmed, but its new traits were not in Placement before the deadline:"
+                f" {error or 'the job placement had not written them yet'}"
+            )
+        else:
+            reason = _describe_unfinished_command(request.hostname, last_command.get(request.uuid))
+        reasons[request.uuid] = reason[:1024]
+    return reasons
+
+
+def _describe_unfinished_command(host: str, command: Command | None) -> str:
+    """Return how far the last command of a bind had come at the bind's deadline."""
+    if command is None or (command.taken_at is None and command.answered_at is None):
+        if command is not None and command.state == CommandState.PREPARING:
+            return f"the image for host {host} was not ready before the deadline"
+        return f"nothing was heard from host {host} before the deadline"
+    if command.answered_at is None:
+        return f"host {host} accepted the command {command.op}, but did not answer it before the deadline"
+    return f"host {host} answered the command {command.op}, but its report was not applied before the deadline"
 
 
 def lock_waiting_requests(

@@ -11,9 +11,10 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
+from django.db import DatabaseError
 
 from accelerators.commands.command_queue import CommandAnswer, CommandProgress
 from accelerators.domain import errors
@@ -51,6 +52,9 @@ MAX_PENDING_PROGRESS = 256
 """Maximum number of commands of one agent whose progress waits to be written. Progress of further ones is dropped."""
 CLOSE_MESSAGE_TOO_LARGE = 1009
 """WebSocket close code for a message that is larger than the web server accepts."""
+
+
+UnknownKind = Literal["unknown_fields", "unknown_types"]
 
 
 class GatewaySettings(Protocol):
@@ -102,7 +106,6 @@ class AgentGateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self.counters = {"unknown_types": 0, "unknown_fields": 0}
         self.leases = LeaseBuffer(settings.lease_flush_s)
         self.refusals = RefusalCounter()
         self.challenges = authentication.ChallengeStore()
@@ -238,13 +241,25 @@ class AgentGateway:
         """Add a refusal if the web server closed this connection over a message (see wire.MESSAGE_ERROR_KEY)."""
         code, reason = scope.get("state", {}).get(wire.MESSAGE_ERROR_KEY, (0, ""))
         if code == CLOSE_MESSAGE_TOO_LARGE:
-            sentence = (
-                f"the message is larger than {self.settings.max_message_bytes} bytes ({reason}): agents of this product"
-                " keep to the limit, so look at what runs on this host, or raise CYBORG_MAX_MESSAGE_BYTES"
-            )
-            self.refusals.add(host, "too-large", sentence)
+            self.refusals.add(host, "too-large", self._describe_too_large(reason))
         elif code:
             self.refusals.add(host, "malformed", f"the WebSocket data is invalid (close code {code}): {reason}")
+
+    def _reject_too_large(self, data: str | bytes) -> None:
+        """Raise SessionClosedError if a message has more bytes than the limit; a text is measured in UTF-8."""
+        limit = self.settings.max_message_bytes
+        if len(data) * 4 <= limit:  # a character has at most 4 bytes, so that most messages need not be encoded
+            return
+        size = len(data.encode() if isinstance(data, str) else data)
+        if size > limit:
+            raise SessionClosedError("too-large", self._describe_too_large(f"it has {size} bytes"))
+
+    def _describe_too_large(self, size: str) -> str:
+        """Return the reason for the refusal of a message that is too large; `size` says how large it is."""
+        return (
+            f"the message is larger than {self.settings.max_message_bytes} bytes ({size}): agents of this product"
+            " keep to the limit, so look at what runs on this host, or raise CYBORG_MAX_MESSAGE_BYTES"
+        )
 
     async def _identify_agent(self, credential: credentials.Credential) -> EnrolledAgent:
         """Have the writer thread look up or enrol the agent of a verified credential, and return it.
@@ -303,6 +318,7 @@ class AgentGateway:
             "type"
         ] == "websocket.receive":
             data = event.get("text") or event.get("bytes") or b""
+            self._reject_too_large(data)
             try:
                 is_samples = isinstance(data, str) and data.startswith(SAMPLES_PREFIX)
                 # No sample is decoded before `claim_host`: until then another connection may still hold this host.
@@ -311,8 +327,8 @@ class AgentGateway:
                     continue
                 data = _decode_frame(data)
                 message = wire.decode_from_agent(data)
-                if peer_offers_newer:
-                    self.counters["unknown_fields"] += wire.count_unknown_fields(data, message)
+                if peer_offers_newer and (unknown_fields := wire.count_unknown_fields(data, message)):
+                    self._note_unknown(session, "unknown_fields", unknown_fields)
             except wire.MalformedMessageError as error:
                 raise SessionClosedError("malformed", str(error)) from None
             if not has_settled:
@@ -364,7 +380,21 @@ class AgentGateway:
         elif type(message) is wire.Samples:
             self.sample_cache.store_samples(session, message)
         elif type(message) is wire.UnknownMessage:
-            self.counters["unknown_types"] += 1
+            self._note_unknown(session, "unknown_types", 1)
+
+    def _note_unknown(self, session: AgentSession, kind: UnknownKind, count: int) -> None:
+        """Count fields or messages that were ignored because this release does not know them.
+
+        The first ones of a connection are also recorded as an event, which names the agent's release.
+        """
+        metrics.event_counts[kind] += count
+        if not session.has_sent_unknown:
+            session.has_sent_unknown = True
+            sentence = (
+                f"the agent stays connected, but a part of its messages ({kind.replace('_', ' ')}) was ignored: its"
+                " release may be newer than the conductor's, then upgrade the conductor"
+            )
+            self.refusals.add(session.identity.host, "unknown", sentence, is_disconnected=False)
 
     def _collect_progress(self, session: AgentSession, message: wire.Progress) -> None:
         """Keep the newest progress of each command, and schedule a write, at least PROGRESS_INTERVAL_S after the last.
@@ -431,8 +461,8 @@ class AgentGateway:
     async def _handle_new_key(self, session: AgentSession, new_key: wire.NewKey) -> None:
         """Replace the agent's key by the one in NewKey, and send the Ack after the commit.
 
-        Raise SessionClosedError if no new key was asked for, if a signature is wrong, or if the database refuses the
-        key.
+        Raise SessionClosedError if no new key was asked for, if a signature is wrong, if the key is refused, or if the
+        database cannot store it.
         """
         old, new, identity = session.public_key, new_key.public_key, session.identity
         signed_data = credentials.build_rotation_bytes(identity.host, old, new, session.fingerprint)
@@ -448,6 +478,9 @@ class AgentGateway:
             await self._change_trust(lambda: key_revocation.replace_key(identity.host_id, old, new))
         except errors.RefusedError as refused:
             raise SessionClosedError("rotation", refused.text) from None
+        except DatabaseError:
+            reason = "the database cannot store the new key: see the gateway's log"
+            raise SessionClosedError("database", reason) from None
         session.public_key, session.next_public_key, session.awaits_new_key = new, "", False
         await send_message(session, wire.Ack(0, "NewKey"))
 

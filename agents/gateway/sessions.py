@@ -61,6 +61,7 @@ class AgentSession:
         "epoch",
         "fingerprint",
         "has_sent_hello",
+        "has_sent_unknown",
         "highest_epoch",
         "identity",
         "is_contested",
@@ -98,7 +99,7 @@ class AgentSession:
         self.report_requested_at = math.inf
         self.highest_epoch = highest_allowed_epoch(identity.epoch)
         self.boot_id = self.next_public_key = ""
-        self.awaits_new_key = self.is_contested = self.has_sent_hello = False
+        self.awaits_new_key = self.is_contested = self.has_sent_hello = self.has_sent_unknown = False
         self.outbox: list[str] = []
         self.pending_progress: dict[int, wire.Progress] = {}
         self.progress_flushed_at = 0.0

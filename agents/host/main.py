@@ -401,6 +401,8 @@ def _driver_state_dir(settings: AgentSettings, driver: str) -> str:
 
 async def _close_drivers(drivers: Mapping[str, DriverProcess]) -> None:
     """End all driver processes at once; after STOP_TIMEOUT_S stop waiting for those that have not ended."""
+    if not drivers:  # asyncio.wait refuses an empty list
+        return
     closing = [asyncio.ensure_future(driver.close()) for driver in drivers.values()]
     done, late = await asyncio.wait(closing, timeout=STOP_TIMEOUT_S)
     for task in late:

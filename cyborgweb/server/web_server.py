@@ -99,15 +99,18 @@ def _find_address_towards(database: str) -> str:
 
 
 def make_websocket_settings(max_message_bytes: int) -> dict[str, Any]:
-    """Return uvicorn's settings for WebSockets: our protocol class, messages of at most `max_message_bytes`, no
-    compression, and a ping every 30 s. The tests' server uses them, too.
+    """Return uvicorn's settings for WebSockets: our protocol class, messages of at most `max_message_bytes` and a margin,
+    no compression, and a ping every 30 s. The tests' server uses them, too.
+
+    The library's limit is above `max_message_bytes`, so that the application refuses a larger message with its reason.
     """
+    from agents.wire import MESSAGE_MARGIN_BYTES
     from cyborgweb.server.websocket_protocol import WebSocketProtocol
 
     return {
         "ws": WebSocketProtocol,
         "ws_per_message_deflate": False,
-        "ws_max_size": max_message_bytes,
+        "ws_max_size": max_message_bytes + MESSAGE_MARGIN_BYTES,
         "ws_ping_interval": 30.0,
         "ws_ping_timeout": 30.0,
     }

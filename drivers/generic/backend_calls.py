@@ -115,6 +115,11 @@ class BackendCaller:
             self._lock.release()
         return call.get_result()
 
+    def release(self) -> None:
+        """End the pause: the backend is asked again as soon as its last question has returned."""
+        with self._lock:
+            self._pause_s, self._next_attempt_at = FIRST_PAUSE_S, 0.0
+
     def _start_call(self, question: str, function: Callable[[], T]) -> BackendCall[T]:
         """Start a question in a thread and return it; the lock must be held, and the last question must have ended.
 
@@ -134,12 +139,13 @@ class BackendCaller:
         The lock must be held.
         """
         now = datetime.now(UTC)
+        next_attempt = now + timedelta(seconds=self._pause_s)
         self._next_attempt_at = time.monotonic() + self._pause_s
         self.suspension = (
             f"it did not answer the question {question} within {timeout_s:.1f} s (its share of"
             f" CYBORG_DRIVER_DEADLINE_S) at {now:%Y-%m-%d %H:%M:%S} UTC: is a device stuck? It is not asked"
-            f" again before {now + timedelta(seconds=self._pause_s):%Y-%m-%d %H:%M:%S} UTC, nor before that question"
-            " has returned; the other backends are not affected"
+            f" again before {next_attempt:%Y-%m-%d %H:%M:%S} UTC (or a rescan), nor before that question has returned;"
+            " the other backends are not affected"
         )
         self._pause_s = min(self._pause_s * 2, MAX_PAUSE_S)
         return self._make_suspension_error()

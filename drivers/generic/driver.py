@@ -93,6 +93,11 @@ class GenericDriver(Driver):
         name, backend = self._find_backend(machine, settings, ask)
         return self._get_caller(name).call_if_idle("stats", lambda: backend.stats(machine, ask), STATS_S)
 
+    def release(self) -> None:
+        """End the pauses of all suspended backends."""
+        for caller in tuple(self._callers.values()):
+            caller.release()
+
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """Plan how to bring the device into the state of the backend's `desired`; the layout overrides it.
 

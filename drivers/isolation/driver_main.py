@@ -44,7 +44,8 @@ class DriverRequest(Struct, frozen=True):
     """One line of stdin.
 
     `state` is the directory to which `/state` leads. The caller waits `deadline_s` seconds for the answer. `ask` is set
-    for health and the acts, `asks` for samples, where only `key` and `backend` of each are used.
+    for health and the acts, `asks` for samples, where only `key` and `backend` of each are used. With `release` the
+    driver first forgets its pauses after failures (`Driver.release`).
     """
 
     id: int
@@ -55,6 +56,7 @@ class DriverRequest(Struct, frozen=True):
     deadline_s: float = 20.0
     ask: Ask | None = None
     asks: Annotated[tuple[Ask, ...], Meta(max_length=MAX_DEVICES)] = ()
+    release: bool = False
 
 
 class Manifest(Struct, frozen=True):
@@ -160,6 +162,8 @@ def _handle_request(
     try:
         machine = Machine(request.node, state_root=request.state or "/state")
         machine.deadline_s = request.deadline_s
+        if request.release:
+            driver.release()
         if request.call == "discover":
             findings = driver.discover(machine, request.settings)
             return DriverAnswer(request.id, report=_build_report(name, findings))

@@ -16,7 +16,7 @@ import pytest
 
 from agents import credentials, wire
 from agents.host.connection.identity import KEY_FILE as KEY
-from agents.host.main import lock_state_dir
+from agents.host.main import _close_drivers, lock_state_dir
 from drivers.configuration import ConfigurationError
 from tests.agents.host.fake_gateway import FakeGateway, wait_until
 from tests.support.environment import without_settings
@@ -211,6 +211,10 @@ def test_a_signal_stops_the_agent_and_all_driver_processes(tmp_path: Path, numbe
             assert not [line for line in log if "Traceback" in line]
 
     asyncio.run(story())
+
+
+def test_an_agent_without_a_running_driver_stops_without_an_error() -> None:
+    asyncio.run(_close_drivers({}))
 
 
 def test_a_watched_agent_sends_samples_of_its_devices(tmp_path: Path) -> None:

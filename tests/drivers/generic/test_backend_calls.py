@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import pytest
 
 from drivers.errors import Busy, Failed, Gone
-from drivers.generic import backend_calls
+from drivers.generic import GenericDriver, backend_calls
 from drivers.generic.backend_calls import BackendCaller
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
@@ -83,6 +83,23 @@ def test_each_late_answer_doubles_the_pause_and_an_answer_in_time_ends_it(
         caller.call("discover", lambda: time.sleep(0.2), 0.05)
     first, second = (datetime.strptime(text, "%Y-%m-%d %H:%M:%S UTC") for text in re.findall(TIME, caller.suspension))
     assert (second - first).total_seconds() == backend_calls.FIRST_PAUSE_S
+
+
+def test_a_rescan_ends_the_pause_but_not_a_question_that_still_hangs(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_calls, "FIRST_PAUSE_S", 1000.0)
+    caller = BackendCaller("gpus")
+    with pytest.raises(Failed):
+        caller.call("health", released.wait, 0.1)
+    driver = GenericDriver()
+    driver._callers["gpus"] = caller
+    driver.release()
+    with pytest.raises(Failed, match="did not answer the question health"):
+        caller.call("discover", lambda: "found", 30.0)
+    released.set()
+    assert caller._last_call and caller._last_call.has_ended_within(10)
+    assert caller.call("discover", lambda: "found", 30.0) == "found"
 
 
 def test_a_slow_load_does_not_suspend_its_backend_and_a_question_waits_for_it(released: threading.Event) -> None:
