@@ -43,7 +43,7 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
 
         Raises DriverError if it cannot be determined which functions the host uses.
         """
-        findings = self.find_functions(machine)
+        findings = self.find_functions(machine, shared=True)
         nodes = {device.key: find_device_node(machine, device.address or "") for device in findings.devices}
         devices_without_node = [device for device in findings.devices if not nodes[device.key]]
         faults = [

@@ -3,7 +3,8 @@
 Settings: `rules`, a list of tables. `vendor`, `product`, `class` and `address` select functions; they are globs over
 lower-case hex without 0x, and all that are given must match. `type` is the device type. `vfs` (the number of virtual
 functions) and `bind` (the kernel driver of what is handed out, such as `vfio-pci`; '' for none) describe the wanted
-state; what a rule does not set is left unchanged.
+state; what a rule does not set is left unchanged. `vfs_beside_host` names the functions that may have virtual functions
+although the host itself uses them.
 The formats are upstream's (contract section 6.3), its mistakes are not: the type comes from a rule or the PCI class,
 and functions that the host itself uses are never offered. `drivers.pci.sriov` and `drivers.pci.binding` plan the steps.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, TypeVar
 
@@ -24,7 +26,8 @@ from drivers.errors import Busy, DriverError, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import binding, pci_health, sriov
-from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.pci.guest_usage import list_card_functions
+from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
 VENDORS = {"10de": "NVIDIA", "102b": "MATROX", "10ee": "XILINX", "1bd4": "INSPUR", "8086": "INTEL", "19e5": "HUAWEI"}
@@ -49,6 +52,8 @@ BLOCKED_PREFIX = "cannot be done: "
 MatchT = TypeVar("MatchT", bound="PciMatch")
 VfCount = Annotated[int, Meta(ge=0, le=1024)]
 KernelDriverName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=32)]
+"""The PCI address of a function or the name of its network interface; not a glob."""
 HexGlob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
 
 
@@ -66,11 +71,14 @@ class PciRule(PciMatch, frozen=True, forbid_unknown_fields=True):
 
     `type` is the device type; None takes it from the PCI class. The wanted state is `vfs`, the number of virtual
     functions, and `bind`, the kernel driver ('' for no driver of the host); None leaves either as it is.
+    `vfs_beside_host` are names of functions whose number of virtual functions may be changed although the host itself
+    uses them, such as the card of its default route; the function itself stays the host's.
     """
 
     type: DeviceType | None = None
     vfs: VfCount | None = None
     bind: KernelDriverName | None = None
+    vfs_beside_host: Annotated[list[FunctionName], Meta(max_length=64)] = []
 
 
 class PciFunction(Struct, frozen=True):
@@ -150,7 +158,7 @@ class PciDriver(Driver):
         rule = _apply_layout(
             find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule(), ask.layout
         )
-        view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
+        view = inspect_usage_for_act(machine, address)
         return Plan(tuple(_plan_rule_steps(view, address, rule)[:MAX_STEPS]), _describe_rule(rule))
 
     def partition(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
@@ -164,8 +172,9 @@ class PciDriver(Driver):
         Unsupported if the card's kernel driver cannot change the number of virtual functions.
         """
         address = find_address(machine, ask.key)
-        view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
-        steps = sriov.plan_virtual_functions_restore(view, address, ask.first)
+        rule = find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule()
+        view = inspect_usage_for_act(machine, address)
+        steps = sriov.plan_virtual_functions_restore(_permit_beside_host(view, address, rule), address, ask.first)
         for part in [address] if steps else [address, *sriov.list_virtual_functions(machine, address)]:
             steps += binding.plan_binding_restore(view, part, ask.first)
         return Plan(
@@ -182,26 +191,32 @@ class PciDriver(Driver):
         path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.list_virtual_functions(machine, address)]
         if not machine.exists(f"{path}/reset"):
             raise Unsupported(f"{address} cannot be reset: the kernel knows no method for it")
-        binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True).refuse_if_used(parts)
-        step = Step(
-            does=f"reset {address}",
-            write=Write(f"{path}/reset", "1"),
-            idle=binding.list_guest_nodes(machine, parts),
-            timeout_s=RESET_S,
-        )
+        inspect_usage_for_act(machine, address).refuse_if_used(parts)
+        step = Step(does=f"reset {address}", write=Write(f"{path}/reset", "1"), timeout_s=RESET_S)
         return Plan((step,), "reset")
 
 
-def discover_devices(machine: Machine, rules: list[PciRule]) -> Findings:
+def inspect_usage_for_act(machine: Machine, address: str) -> binding.HostUsage:
+    """Return what the host uses of a function and its virtual functions, for planning an act.
+
+    Raises DriverError if it cannot be determined which functions the host uses.
+    """
+    in_use = find_functions_used_by_host(machine, list_card_functions(machine, address))
+    return binding.HostUsage(machine, in_use, for_act=True)
+
+
+def discover_devices(machine: Machine, rules: list[PciRule], *, shared: bool = False) -> Findings:
     """Return the devices that the rules select, and faults for functions that cannot be offered.
 
-    A function whose reading fails becomes a fault; one that was unplugged meanwhile is left out. Raises DriverError if
-    it cannot be determined which functions the host uses.
+    `shared` is for functions that stay bound to their kernel driver when they are handed out: programs of the host may
+    use them at the same time. A function whose reading fails becomes a fault; one that was unplugged meanwhile is left
+    out. Raises DriverError if it cannot be determined which functions the host uses.
     """
     devices: list[Device] = []
     faults: list[Fault] = []
-    in_use = find_functions_used_by_host(machine)
-    for address in machine.pci_functions():
+    addresses = machine.pci_functions()
+    in_use = find_functions_used_by_host(machine, _list_candidates(machine, addresses, rules), shared=shared)
+    for address in addresses:
         try:
             for finding in _discover_function(machine, address, rules, in_use):
                 if isinstance(finding, Fault):
@@ -215,6 +230,18 @@ def discover_devices(machine: Machine, rules: list[PciRule]) -> Findings:
     return Findings(tuple(devices), at_most(faults))
 
 
+def _list_candidates(machine: Machine, addresses: list[str], rules: list[PciRule]) -> set[str]:
+    """Return the functions that a rule selects, and their virtual functions; those that cannot be read are left out."""
+    candidates: set[str] = set()
+    for address in addresses:
+        try:
+            if find_matching_rule(_read_function(machine, address), rules):
+                candidates.update(list_card_functions(machine, address))
+        except DriverError:
+            continue  # `_discover_function` reports it
+    return candidates
+
+
 def read_rules(settings: dict[str, object]) -> list[PciRule]:
     """Return the validated rules of the settings. Raises Invalid if one is unusable or selects every function."""
     try:
@@ -223,7 +250,7 @@ def read_rules(settings: dict[str, object]) -> list[PciRule]:
         hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
         raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
     for number, rule in enumerate(rules, 1):
-        if rule == PciRule(type=rule.type, vfs=rule.vfs, bind=rule.bind):
+        if rule == PciRule(type=rule.type, vfs=rule.vfs, bind=rule.bind, vfs_beside_host=rule.vfs_beside_host):
             raise Invalid(
                 f"rule {number} of pci_driver selects every function: state vendor, product, class or address"
             )
@@ -296,7 +323,8 @@ def _discover_function(
 
     The parts are its virtual functions or, if there are none, the function itself. `in_use` (address → reason) holds
     the functions that the host uses: such a part is a fault with that reason, and no handle of the device. There is no
-    device if the function itself is such a part, or if its type is unknown, which is a fault, too. A virtual function
+    device if the function itself is such a part (unless the rule lets it have virtual functions beside the host's use),
+    or if its type is unknown, which is a fault, too. A virtual function
     of a selected card is part of that card's device, so it yields nothing by itself. Raises DriverError, which is Gone
     if the function was unplugged.
     """
@@ -306,8 +334,14 @@ def _discover_function(
         return
     virtual_functions = sriov.list_virtual_functions(machine, address)
     parts = virtual_functions or [address]
-    yield from (Fault(part, in_use[part]) for part in parts if part in in_use)
-    if parts == [address] and address in in_use:
+    view = binding.HostUsage(machine, in_use, for_act=False)
+    is_kept_by_host = bool(rule.vfs) and address not in _permit_beside_host(view, address, rule).in_use
+    yield from (
+        Fault(part, in_use[part] + (sriov.explain_permission(part) if part == address and rule.vfs else ""))
+        for part in parts
+        if part in in_use and not (part == address and is_kept_by_host)
+    )
+    if parts == [address] and address in in_use and not is_kept_by_host:
         return
     device_type = rule.type or get_class_type(function)
     if device_type is None:
@@ -316,8 +350,20 @@ def _discover_function(
         )
         return
     handed_out = [part for part in parts if part not in in_use and (virtual_functions or not rule.vfs)]
-    to_install = _describe_install_steps(binding.HostUsage(machine, in_use, for_act=False), address, rule)
+    to_install = _describe_install_steps(view, address, rule)
     yield _build_device(machine, function, device_type, handed_out, to_install)
+
+
+def _permit_beside_host(view: binding.HostUsage, address: str, rule: PciRule) -> binding.HostUsage:
+    """Return the view for changing the number of virtual functions of the card `address`.
+
+    If the rule names the card in `vfs_beside_host`, the host's use of the card itself does not prevent that. The use of
+    a virtual function always does.
+    """
+    names = {address, *(list_interfaces(view.machine, address) if rule.vfs_beside_host else ())}
+    if not names & {*rule.vfs_beside_host}:
+        return view
+    return replace(view, in_use={used: reason for used, reason in view.in_use.items() if used != address})
 
 
 def _is_part_of_selected_card(machine: Machine, address: str, rules: list[PciRule]) -> bool:
@@ -332,7 +378,8 @@ def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> li
     Raises the errors of `sriov.plan_virtual_functions` and `binding.plan_binding`.
     """
     unbound = rule.bind is not None
-    steps = [] if rule.vfs is None else sriov.plan_virtual_functions(view, address, rule.vfs, unbound=unbound)
+    card_view = _permit_beside_host(view, address, rule)
+    steps = [] if rule.vfs is None else sriov.plan_virtual_functions(card_view, address, rule.vfs, unbound=unbound)
     if rule.bind is None:
         return steps
     if steps:

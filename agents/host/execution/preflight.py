@@ -9,20 +9,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from drivers.errors import Busy, Denied
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine
+from drivers.pci.guest_usage import list_card_functions, refuse_if_guest_uses
 from drivers.plan import DESTRUCTIVE, Act, Ask, Plan, Write, stray
 
 FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
 """Files below /sys/bus/pci that act on the device whose address is written into them."""
+FILES_TAKING_AWAY = frozenset({"sriov_numvfs", "unbind", "remove", "reset", "reset_subordinate"})
+"""Files whose write takes a device away from its user; the kernel waits in it, unkillably, while a guest has it."""
 
 
 def find_device_addresses(machine: Machine, address: str | None) -> frozenset[str]:
     """Return the PCI addresses of a device: its own and those of its virtual functions; none without an address."""
-    if not address:
-        return frozenset()
-    device_dir = f"{PCI_DEVICES}/{address}"
-    return frozenset(
-        {address} | {machine.link(f"{device_dir}/{name}") for name in machine.names(device_dir, "virtfn*")}
-    )
+    return frozenset(list_card_functions(machine, address)) if address else frozenset()
 
 
 def check_plan_paths(
@@ -53,6 +51,30 @@ def check_attachments(act: Act, ask: Ask, attachments: Mapping[str, str]) -> Non
         raise Busy(f"its handle {uuid} is attached to {consumer}: detach it first")
     if act in ("attach", "detach") and ask.uuid in others and ask.consumer:
         raise Busy(f"the handle {ask.uuid} is attached to {others[ask.uuid]}: detach it first")
+
+
+def refuse_if_guest_is_harmed(machine: Machine, act: Act, write: Write, address: str | None) -> None:
+    """Raise Busy if a guest uses what the write may take away, and Denied if it is not known whether one does.
+
+    A destructive act is refused while a guest uses any function of the device at `address`; in any other act, only the
+    writes to FILES_TAKING_AWAY are checked. Whether a guest uses a function is asked of the kernel, whichever driver
+    planned the write and whichever kernel driver the function is bound to (`drivers.pci.guest_usage`).
+    """
+    folders = _list_devices_taken_away(machine, write)
+    if act in DESTRUCTIVE:
+        folders += (f"{PCI_DEVICES}/{one}" for one in sorted(find_device_addresses(machine, address)))
+    refuse_if_guest_uses(machine, dict.fromkeys(folders))
+
+
+def _list_devices_taken_away(machine: Machine, write: Write) -> list[str]:
+    """Return the directories of all devices that a write takes away from their users; a card's with its functions."""
+    folder, _, name = write.path.rpartition("/")
+    if name not in FILES_TAKING_AWAY or not folder.startswith("/sys/"):
+        return []
+    device = write.value.strip() if name in FILES_TAKING_ADDRESS else machine.resolve(folder).rpartition("/")[2]
+    if not PCI_ADDRESS.fullmatch(device):
+        return [folder]  # a mediated device, or hardware that is not on PCI
+    return [f"{PCI_DEVICES}/{one}" for one in list_card_functions(machine, device)]
 
 
 def _belongs_to_device(write: Write, own_addresses: Collection[str], resolve_path: Callable[[str], str]) -> bool:

@@ -149,6 +149,8 @@ def test_detach_is_refused_while_a_guest_has_the_mediated_device_open(host: Mode
     work = make_runner(host, vgpus=MDEV)
     work.run_act("attach", attach_ask(work, 0))
     host.link(host.real(f"/sys/bus/pci/devices/{GPU}/{UUIDS[0]}/iommu_group"), host.sys / "kernel/iommu_groups/20")
+    host.file(host.sys / "class/vfio/20/dev", "242:20\n")
+    host.file(host.dev / "vfio/20", "")
     with host.holding("/dev/vfio/20"), pytest.raises(Busy, match="a guest uses it"):
         work.plan("detach", attach_ask(work, 0))
 

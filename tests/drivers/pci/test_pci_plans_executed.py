@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,8 @@ def run_on_host(root: Path, story: Callable[[ModelMachine, HostUnderTest], Await
         host.load("nvme", "1b36:0010", gives=gives)
         host.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
         driver = InProcessDriver(host, vfs=4, bind="vfio-pci")
-        async with run_host(root, driver, hand=lambda _: host.hand()) as agent_host:  # type: ignore[arg-type]
+        doubles: dict[str, Any] = {"hand": lambda _: host.hand(), "machine": host.machine}
+        async with run_host(root, driver, **doubles) as agent_host:  # type: ignore[arg-type]
             await story(host, agent_host)
 
     asyncio.run(told())
