@@ -31,6 +31,15 @@ NVIDIA_MAJOR = 195
 """The number of NVIDIA's character devices; they are the only ones of a card that its driver does not show in /sys."""
 
 
+SYS_KEY = "sys:"
+"""The key of a device that is not on PCI begins with this; its directory below /sys/devices follows."""
+
+
+def get_sys_path(key: str) -> str:
+    """Return the directory in /sys/devices that a device key names; '' if it names none."""
+    return f"/sys/devices/{key.removeprefix(SYS_KEY)}" if key.startswith(SYS_KEY) else ""
+
+
 class OpenNodes(Struct, frozen=True, omit_defaults=True):
     """The device nodes of PCI hardware that processes of the host have open.
 
@@ -251,6 +260,19 @@ class Machine:
             return self.read(path)
         except DriverError:
             return ""
+
+    def find_bus_device(self, path: str) -> str:
+        """Return the directory of the nearest device on a bus (pci, platform …) that a path belongs to; '' if none.
+
+        Links are followed. Devices of a class, such as accel0 or fpga0, belong to the device on a bus that is above
+        them in /sys/devices.
+        """
+        folder = self.resolve(path)
+        while folder.startswith("/sys/devices/"):
+            if self.resolve(f"{folder}/subsystem").startswith("/sys/bus/"):
+                return folder
+            folder = folder.rpartition("/")[0]
+        return ""
 
     def pci_functions(self) -> list[str]:
         """Return the addresses of all PCI functions, sorted.

@@ -181,7 +181,11 @@ class PlanRun:
         own_addresses = await run_in_thread(lambda: preflight.find_device_addresses(self._machine, self._address))
         await run_in_thread(
             lambda: preflight.check_plan_paths(
-                plan, self._planner.manifest.writes, own_addresses, self._machine.resolve
+                plan,
+                self._planner.manifest.writes,
+                own_addresses,
+                self._machine.resolve,
+                lambda write: preflight.owns_write_off_pci(self._machine, self._ask.key, write),
             )
         )
         for step_number, step in enumerate(plan.steps):
@@ -239,7 +243,8 @@ class PlanRun:
 
     async def _refuse_if_guest_is_harmed(self, write: Write) -> None:
         """Raise Busy or Denied as `preflight.refuse_if_guest_is_harmed`, for the act and the device of this run."""
-        await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, self._act, write, self._address))
+        act, key, address = self._act, self._ask.key, self._address
+        await run_in_thread(lambda: preflight.refuse_if_guest_is_harmed(self._machine, act, write, key, address))
 
     async def _find_mismatch(self, checks: tuple[Check, ...]) -> str:
         """Return the first check that does not hold, as a reason; '' when all hold. Raises Timeout."""

@@ -26,6 +26,7 @@ from tests.agents.host.execution.executor_host import (
     run_host,
     write_step,
 )
+from tests.drivers.tree import FakeHost
 from tests.support.modelmachine import ModelMachine
 
 OTHER_CARD_PATH = f"/sys/bus/pci/devices/{OTHER_CARD}"
@@ -116,6 +117,79 @@ def test_a_device_without_an_address_may_write_to_no_pci_device(tmp_path: Path) 
             assert host.file_content("mode") == "0"
 
     asyncio.run(story())
+
+
+FPGA = "/sys/devices/platform/soc/ff706000.fpga"
+
+
+def make_platform_fpga(root: Path) -> None:
+    """Make a platform device with an FPGA manager, beside a neighbour, and a child on another bus."""
+    host = FakeHost(root)
+    for name in ("ff706000.fpga", "ff800000.npu", "ff706000.fpga/i2c-1"):
+        host.file(host.sys / f"devices/platform/soc/{name}/mode", "0")
+        bus = "i2c" if "i2c" in name else "platform"
+        (host.sys / f"bus/{bus}").mkdir(parents=True, exist_ok=True)
+        host.link(host.sys / f"devices/platform/soc/{name}/subsystem", host.sys / f"bus/{bus}")
+    host.file(host.sys / "devices/platform/soc/mode", "0")
+    host.link(host.sys / "devices/platform/soc/subsystem", host.sys / "bus/platform")
+    manager = host.sys / "devices/platform/soc/ff706000.fpga/fpga_manager/fpga0"
+    host.file(manager / "firmware", "0")
+    (host.sys / "class/fpga_manager").mkdir(parents=True)
+    host.link(manager / "subsystem", host.sys / "class/fpga_manager")
+    host.link(host.sys / "class/fpga_manager/fpga0", manager)
+    for bus in ("platform", "i2c"):
+        host.file(host.sys / f"bus/{bus}/drivers/socfpga/unbind", "0")
+
+
+def run_on_platform_fpga(root: Path, write: Write, sys_path: str = FPGA) -> tuple[str, str]:
+    """Return outcome and text of an `install` that makes one write for the device at `sys_path`."""
+    key = f"sys:{sys_path.removeprefix('/sys/devices/')}"
+
+    async def story() -> tuple[str, str]:
+        driver = ScriptedDriver({"install": plan_once(Step("act", write))}, devices={key: ""})
+        globs = ("/sys/devices/platform/soc/*", "/sys/devices/platform/soc/*/*", "/sys/devices/platform/soc/*/*/*")
+        globs += ("/sys/class/fpga_manager/*/*", "/sys/bus/*/drivers/*/*")
+        driver.manifest = msgspec.structs.replace(driver.manifest, writes=(*driver.manifest.writes, *globs))
+        async with run_host(root, driver) as host:
+            result = await host.run_commands(make_command(1, "install", key=key))
+            return result.outcome, result.text
+
+    make_platform_fpga(root)
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        Write(f"{FPGA}/mode", "1"),
+        Write("/sys/class/fpga_manager/fpga0/firmware", "region.rbf"),
+        Write("/sys/bus/platform/drivers/socfpga/unbind", "ff706000.fpga"),
+    ],
+)
+def test_a_device_that_is_not_on_pci_may_write_to_files_of_its_own(tmp_path: Path, write: Write) -> None:
+    assert run_on_platform_fpga(tmp_path, write) == ("succeeded", "as wanted")
+
+
+@pytest.mark.parametrize(
+    ("write", "sys_path"),
+    [
+        (Write("/sys/devices/platform/soc/ff800000.npu/mode", "1"), FPGA),
+        (Write("/sys/devices/platform/soc/mode", "1"), FPGA),
+        (Write(f"{FPGA}/i2c-1/mode", "1"), FPGA),
+        (Write("/sys/bus/platform/drivers/socfpga/unbind", "ff800000.npu"), FPGA),
+        (Write("/sys/bus/i2c/drivers/socfpga/unbind", "ff706000.fpga"), FPGA),
+        (Write(f"{FPGA}/mode", "1"), "/sys/devices/platform/soc"),
+        (Write(f"{FPGA}/mode", "1"), "/sys/devices/platform"),
+        (Write(f"{CARD_PATH}/mode", "1"), FPGA),
+        (Write(f"{CARD_PATH}/mode", "1"), CARD_PATH),
+        (Write(f"{FPGA}/mode", "1"), "/sys/devices/platform/soc/ff800000.npu/../ff706000.fpga"),
+    ],
+)
+def test_a_device_that_is_not_on_pci_may_not_write_to_a_parent_a_neighbour_or_a_pci_device(
+    tmp_path: Path, write: Write, sys_path: str
+) -> None:
+    outcome, text = run_on_platform_fpga(tmp_path, write, sys_path)
+    assert outcome == "refused" and "may affect more than this device" in text
 
 
 def test_a_plan_may_write_to_virtual_functions_of_its_device_and_bind_them(tmp_path: Path) -> None:
