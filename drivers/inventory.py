@@ -102,8 +102,10 @@ class Deployable(Struct, frozen=True, omit_defaults=True, gc=False):
 class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     """A card.
 
-    `key` identifies it on the host: `serial:…`, else `pci:dddd:bb:dd.f`, else `<driver>:…`.
-    `address` is the PCI address of its management function, None for a device that is not on PCI.
+    `key` identifies it on the host: `serial:…`, else `pci:dddd:bb:dd.f`, else `sys:…` with the directory below
+    /sys/devices of a device that is not on PCI (`sys:platform/ff706000.fpga`), else `<driver>:…`.
+    `address` is the PCI address of its management function, None for a device that is not on PCI. The agent writes only
+    to files of this function, or of the directory in the key.
     `vendor` and `model` are the exact strings that upstream shows for the same hardware.
     `to_install` lists what the driver would do to make it ready, one step per line; '' if nothing has to be done.
     `acts` lists what the driver can be asked to do with it, separated by blanks.

@@ -99,8 +99,8 @@ def _find_address_towards(database: str) -> str:
 
 
 def make_websocket_settings(max_message_bytes: int) -> dict[str, Any]:
-    """Return uvicorn's settings for WebSockets: our protocol class, messages of at most `max_message_bytes` and a margin,
-    no compression, and a ping every 30 s. The tests' server uses them, too.
+    """Return uvicorn's settings for WebSockets: our protocol class, messages of at most `max_message_bytes` plus a
+    margin, no compression, and a ping every 30 s. The tests' server uses them, too.
 
     The library's limit is above `max_message_bytes`, so that the application refuses a larger message with its reason.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from drivers.base import Findings, Settings
 from drivers.errors import Invalid
@@ -19,10 +19,14 @@ from drivers.plan import Act, Ask, Plan
 
 
 class DesiredFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """The wanted state of each function: number of virtual functions and kernel driver; None leaves it unchanged."""
+    """The wanted state of each function: number of virtual functions and kernel driver; None leaves it unchanged.
+
+    `vfs_beside_host` is described at `drivers.pci.functions.PciRule`.
+    """
 
     vfs: functions.VfCount | None = None
     bind: functions.KernelDriverName | None = None
+    vfs_beside_host: Annotated[list[functions.FunctionName], Meta(max_length=64)] = []
 
 
 class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pci"):
@@ -91,4 +95,7 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
     def _make_rule(self, match: functions.PciMatch) -> functions.PciRule:
         """Return the rule of one entry of `match`, with the wanted state of `desired`."""
         rule = super()._make_rule(match)
-        return msgspec.structs.replace(rule, vfs=self.desired.vfs, bind=self.desired.bind)
+        desired = self.desired
+        return msgspec.structs.replace(
+            rule, vfs=desired.vfs, bind=desired.bind, vfs_beside_host=desired.vfs_beside_host
+        )

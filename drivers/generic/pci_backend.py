@@ -39,13 +39,14 @@ class PciFunctionBackend(BackendBase, frozen=True, kw_only=True, forbid_unknown_
             return "one entry of `match` selects every function: state vendor, product, class or address"
         return ""
 
-    def find_functions(self, machine: Machine) -> Findings:
+    def find_functions(self, machine: Machine, *, shared: bool = False) -> Findings:
         """Return the devices and faults that `drivers.pci.functions` finds for the matches.
 
-        Raises DriverError if it cannot be determined which functions the host uses.
+        `shared` means that the functions stay bound to their kernel driver when they are handed out. Raises DriverError
+        if it cannot be determined which functions the host uses.
         """
         rules = [self._make_rule(match) for match in self.match]
-        return pci.discover_devices(machine, rules, passthrough=self.passthrough)
+        return pci.discover_devices(machine, rules, passthrough=self.passthrough, shared=shared)
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
         """Return the health of a function, with its link, errors, power state and temperatures.

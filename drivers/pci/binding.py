@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from drivers.errors import Busy, Unsupported
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import iommu
-from drivers.plan import Check, Path, Step, Write
+from drivers.pci.guest_usage import refuse_if_guest_uses
+from drivers.plan import Check, Step, Write
 
 VFIO = "vfio-pci"
 DRIVERS_FOLDER = "/sys/bus/pci/drivers"
@@ -28,9 +28,12 @@ BIND_S = 30.0
 class HostUsage:
     """What is known about the use of the machine's functions, for planning an act or, if not `for_act`, for a report.
 
-    `in_use` maps PCI addresses that the host itself uses to reasons. For a report, no device node is opened, because a
-    guest that starts at that moment would find it busy. Nor is a file read for which the kernel takes the device's lock
-    (`sriov_numvfs`, `driver_override`), because a hanging write may hold that lock for ever.
+    `in_use` maps PCI addresses that the host itself uses to reasons. Whether a guest uses a function is asked here
+    before the first step of a plan; the agent asks again right before each step that destroys something
+    (`agents.host.execution.preflight`), so the steps have no condition for it.
+    For a report, no VFIO node is opened, because a guest that starts at that moment would find it busy. Nor is a file
+    read for which the kernel takes the device's lock (`sriov_numvfs`, `driver_override`), because a hanging write may
+    hold that lock for ever.
     """
 
     machine: Machine
@@ -40,14 +43,14 @@ class HostUsage:
     def refuse_if_used(self, addresses: Iterable[str]) -> None:
         """Raise Busy if the host uses one of the functions or, when `for_act`, a guest does.
 
-        Raises another DriverError if a guest's device node cannot be checked.
+        Raises Denied if it is not known whether a guest does.
         """
-        for address in addresses:
+        functions = tuple(addresses)
+        for address in functions:
             if reason := self.in_use.get(address):
                 raise Busy(f"{address} cannot be changed: {reason}")
-            for node in list_guest_nodes(self.machine, [address]) if self.for_act else ():
-                if self.machine.is_open(node):
-                    raise Busy(f"{address} cannot be changed: a guest uses it ({node} is open)")
+        if self.for_act:
+            refuse_if_guest_uses(self.machine, (f"{PCI_DEVICES}/{address}" for address in functions))
 
     def read_driver_override(self, address: str) -> str:
         """Return the only driver that may be bound to the function, or `(null)` if any driver may.
@@ -61,33 +64,6 @@ class HostUsage:
 def read_bound_driver(machine: Machine, address: str) -> str:
     """Return the kernel driver that a function is bound to; '' if it has none."""
     return machine.link(f"{PCI_DEVICES}/{address}/driver")
-
-
-def list_guest_nodes(machine: Machine, addresses: Iterable[str]) -> tuple[Path, ...]:
-    """Return the device nodes in /dev/vfio that a guest opens in order to use one of the functions, without duplicates.
-
-    Only functions that are bound to vfio-pci have one. Whether a node is open is not checked. At most 64 are returned,
-    the maximum of `Step.idle`.
-    """
-    groups = (
-        read_iommu_group(machine, address) for address in addresses if read_bound_driver(machine, address) == VFIO
-    )
-    return tuple(dict.fromkeys(f"/dev/vfio/{group}" for group in groups if group))[:64]
-
-
-def find_guest_use(machine: Machine, address: str, *, for_act: bool) -> Literal["free", "guest", "unknown"]:
-    """Return whether a guest uses the function: `free` if no guest does, `unknown` if that cannot be found out.
-
-    Without `for_act`, nothing is opened, because a guest that starts at that moment would find its device node busy;
-    then a function that is bound to vfio-pci is `unknown`. With `for_act`, raises DriverError if the device node cannot
-    be opened for another reason than that a guest has it open.
-    """
-    if read_bound_driver(machine, address) != VFIO:
-        return "free"
-    nodes = list_guest_nodes(machine, [address]) if for_act else ()
-    if not nodes or not all(map(machine.exists, nodes)):
-        return "unknown"
-    return "guest" if any(map(machine.is_open, nodes)) else "free"
 
 
 def read_iommu_group(machine: Machine, address: str) -> str:
@@ -133,19 +109,17 @@ def plan_binding(view: HostUsage, address: str, wanted: str) -> list[Step]:
         Write(f"{path}/driver_override", wanted or NO_DRIVER),
         _make_override_write(address, override_before),
     )
-    guest_nodes = list_guest_nodes(machine, [address])
     steps = [
         Step(
             does=f"let {address} be bound to {wanted or 'no driver'} only",
             write=override_write,
-            idle=guest_nodes,
             seen=(Check(override_write.path, override_write.value),),
             undo=(restore_write,),
         )
     ]
     if driver:
         rebind_writes = (restore_write, Write(f"{DRIVERS_FOLDER}/{driver}/bind", address))
-        steps.append(_make_unbind_step(machine, address, driver, undo=rebind_writes))
+        steps.append(_make_unbind_step(address, driver, undo=rebind_writes))
     if wanted:
         steps.append(
             Step(
@@ -171,27 +145,24 @@ def plan_binding_restore(view: HostUsage, address: str, first: Mapping[str, str]
     if path not in first or (override_before := view.read_driver_override(address)) == first[path]:
         return []
     view.refuse_if_used([address])
-    driver, guest_nodes = read_bound_driver(machine, address), list_guest_nodes(machine, [address])
+    driver = read_bound_driver(machine, address)
     write, undo = _make_override_write(address, first[path]), _make_override_write(address, override_before)
     description = f"let {address} be bound to {first[path] if first[path] != NO_OVERRIDE else 'any driver'}"
-    steps = [Step(does=description, write=write, idle=guest_nodes, seen=(Check(path, first[path]),), undo=(undo,))]
+    steps = [Step(does=description, write=write, seen=(Check(path, first[path]),), undo=(undo,))]
     if driver:
-        steps.append(
-            _make_unbind_step(machine, address, driver, undo=(undo, Write(f"{DRIVERS_FOLDER}/{driver}/bind", address)))
-        )
+        steps.append(_make_unbind_step(address, driver, undo=(undo, Write(f"{DRIVERS_FOLDER}/{driver}/bind", address))))
     probe = Write("/sys/bus/pci/drivers_probe", address)
     steps.append(Step(does=f"have the kernel choose a driver for {address}", write=probe, timeout_s=BIND_S))
     return steps
 
 
-def _make_unbind_step(machine: Machine, address: str, driver: str, undo: tuple[Write, ...]) -> Step:
+def _make_unbind_step(address: str, driver: str, undo: tuple[Write, ...]) -> Step:
     """Return a step that unbinds a function from its kernel driver; `undo` holds the writes that revert the step."""
     link = f"{PCI_DEVICES}/{address}/driver"
     return Step(
         does=f"unbind {address} from {driver}",
         write=Write(f"{DRIVERS_FOLDER}/{driver}/unbind", address),
         expect=(Check(link, driver, link=True),),
-        idle=list_guest_nodes(machine, [address]),
         seen=(Check(link, "", link=True),),
         undo=undo,
         timeout_s=BIND_S,

@@ -3,7 +3,8 @@
 Settings: `rules`, a list of tables. `vendor`, `product`, `class` and `address` select functions; they are globs over
 lower-case hex without 0x, and all that are given must match. `type` is the device type. `vfs` (the number of virtual
 functions) and `bind` (the kernel driver of what is handed out, such as `vfio-pci`; '' for none) describe the wanted
-state; what a rule does not set is left unchanged.
+state; what a rule does not set is left unchanged. `vfs_beside_host` names the functions that may have virtual functions
+although the host itself uses them.
 The formats are upstream's (contract section 6.3), its mistakes are not: the type comes from a rule or the PCI class,
 and functions that the host itself uses, or that no IOMMU isolates, are never offered. `drivers.pci.sriov` and
 `drivers.pci.binding` plan the steps; `drivers.pci.iommu` tells which functions belong together.
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, TypeVar
 
@@ -24,8 +26,8 @@ from drivers.base import Driver, Findings, at_most
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
-from drivers.pci import binding, iommu, pci_health, sriov
-from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.pci import binding, guest_usage, iommu, pci_health, sriov
+from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
 VENDORS = {"10de": "NVIDIA", "102b": "MATROX", "10ee": "XILINX", "1bd4": "INSPUR", "8086": "INTEL", "19e5": "HUAWEI"}
@@ -50,6 +52,8 @@ BLOCKED_PREFIX = "cannot be done: "
 MatchT = TypeVar("MatchT", bound="PciMatch")
 VfCount = Annotated[int, Meta(ge=0, le=1024)]
 KernelDriverName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=32)]
+"""The PCI address of a function or the name of its network interface; not a glob."""
 HexGlob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
 
 
@@ -67,11 +71,14 @@ class PciRule(PciMatch, frozen=True, forbid_unknown_fields=True):
 
     `type` is the device type; None takes it from the PCI class. The wanted state is `vfs`, the number of virtual
     functions, and `bind`, the kernel driver ('' for no driver of the host); None leaves either as it is.
+    `vfs_beside_host` are names of functions whose number of virtual functions may be changed although the host itself
+    uses them, such as the card of its default route; the function itself stays the host's.
     """
 
     type: DeviceType | None = None
     vfs: VfCount | None = None
     bind: KernelDriverName | None = None
+    vfs_beside_host: Annotated[list[FunctionName], Meta(max_length=64)] = []
 
 
 class PciFunction(Struct, frozen=True):
@@ -151,7 +158,7 @@ class PciDriver(Driver):
         rule = _apply_layout(
             find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule(), ask.layout
         )
-        view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
+        view = inspect_usage_for_act(machine, address)
         return Plan(tuple(_plan_rule_steps(view, address, rule)[:MAX_STEPS]), _describe_rule(rule))
 
     def partition(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
@@ -165,9 +172,10 @@ class PciDriver(Driver):
         Unsupported if the card's kernel driver cannot change the number of virtual functions.
         """
         address = find_address(machine, ask.key)
-        view = binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True)
-        steps = sriov.plan_virtual_functions_restore(view, address, ask.first)
-        virtual_functions = [] if steps else sriov.list_virtual_functions(machine, address)
+        rule = find_matching_rule(_read_function(machine, address), read_rules(settings)) or PciRule()
+        view = inspect_usage_for_act(machine, address)
+        steps = sriov.plan_virtual_functions_restore(_permit_beside_host(view, address, rule), address, ask.first)
+        virtual_functions = [] if steps else iommu.list_virtual_functions(machine, address)
         for part in [address, *iommu.list_companions(machine, address), *virtual_functions]:
             steps += binding.plan_binding_restore(view, part, ask.first)
         return Plan(
@@ -186,53 +194,54 @@ class PciDriver(Driver):
             return Plan(said=f"{address} does not exist any more")
         if address != card and machine.link(f"{PCI_DEVICES}/{address}/physfn") != card:
             raise Invalid(f"{address} is not a function of {ask.key}")
-        use = binding.find_guest_use(machine, address, for_act=True)
-        if use == "guest":
-            raise Busy(f"a guest still uses {address}: detach it from the guest, or end the guest")
-        if use == "unknown":
-            raise Failed(
-                f"whether a guest uses {address} cannot be found out: does the agent see /dev/vfio and the function's "
-                "IOMMU group?"
-            )
+        folder = f"{PCI_DEVICES}/{address}"
+        use = guest_usage.find_guest_uses(machine, [folder])[folder]
+        if use.state == "used":
+            raise Busy(f"a guest still uses {address} ({use.reason}): detach it from the guest, or end the guest")
+        if use.state == "unknown":
+            raise Failed(f"it is not known whether a guest uses {address}, because {use.reason}")
         return Plan(said=f"no guest uses {address}")
 
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
 
         Raises Gone if the function is absent, Busy if the host or a guest uses one of the card's functions
-        (`list_card_functions`), and Unsupported if the kernel has no method.
+        (`iommu.list_card_functions`), and Unsupported if the kernel has no method.
         """
         address = find_address(machine, ask.key)
-        path, parts = f"{PCI_DEVICES}/{address}", list_card_functions(machine, address)
+        path, parts = f"{PCI_DEVICES}/{address}", iommu.list_card_functions(machine, address)
         if not machine.exists(f"{path}/reset"):
             raise Unsupported(f"{address} cannot be reset: the kernel knows no method for it")
-        binding.HostUsage(machine, find_functions_used_by_host(machine), for_act=True).refuse_if_used(parts)
-        step = Step(
-            does=f"reset {address}",
-            write=Write(f"{path}/reset", "1"),
-            idle=binding.list_guest_nodes(machine, parts),
-            timeout_s=RESET_S,
-        )
+        inspect_usage_for_act(machine, address).refuse_if_used(parts)
+        step = Step(does=f"reset {address}", write=Write(f"{path}/reset", "1"), timeout_s=RESET_S)
         return Plan((step,), "reset")
 
 
-def list_card_functions(machine: Machine, address: str) -> list[str]:
-    """Return the function `address`, its companion functions and its virtual functions: all that an act may affect."""
-    return [address, *iommu.list_companions(machine, address), *sriov.list_virtual_functions(machine, address)]
+def inspect_usage_for_act(machine: Machine, address: str) -> binding.HostUsage:
+    """Return what the host uses of a function, its companion and its virtual functions, for planning an act.
+
+    Raises DriverError if it cannot be determined which functions the host uses.
+    """
+    in_use = find_functions_used_by_host(machine, iommu.list_card_functions(machine, address))
+    return binding.HostUsage(machine, in_use, for_act=True)
 
 
-def discover_devices(machine: Machine, rules: list[PciRule], *, passthrough: bool = True) -> Findings:
+def discover_devices(
+    machine: Machine, rules: list[PciRule], *, passthrough: bool = True, shared: bool = False
+) -> Findings:
     """Return the devices that the rules select, and faults for functions that cannot be offered.
 
     With `passthrough`, guests get the functions themselves, so a function without an IOMMU is a fault. Without it,
-    guests get something else that the caller makes of them, such as mediated devices. A function whose reading fails
-    becomes a fault; one that was unplugged meanwhile is left out. Raises DriverError if it cannot be determined which
-    functions the host uses.
+    guests get something else that the caller makes of them, such as mediated devices. `shared` is for functions that
+    stay bound to their kernel driver when they are handed out: programs of the host may use them at the same time. A
+    function whose reading fails becomes a fault; one that was unplugged meanwhile is left out. Raises DriverError if it
+    cannot be determined which functions the host uses.
     """
     devices: list[Device] = []
     faults: list[Fault] = []
-    in_use = find_functions_used_by_host(machine)
-    for address in machine.pci_functions():
+    addresses = machine.pci_functions()
+    in_use = find_functions_used_by_host(machine, _list_candidates(machine, addresses, rules), shared=shared)
+    for address in addresses:
         try:
             for finding in _discover_function(machine, address, rules, in_use, passthrough):
                 if isinstance(finding, Fault):
@@ -246,6 +255,18 @@ def discover_devices(machine: Machine, rules: list[PciRule], *, passthrough: boo
     return Findings(tuple(devices), at_most(faults))
 
 
+def _list_candidates(machine: Machine, addresses: list[str], rules: list[PciRule]) -> set[str]:
+    """Return the functions that a rule selects, and their virtual functions; those that cannot be read are left out."""
+    candidates: set[str] = set()
+    for address in addresses:
+        try:
+            if find_matching_rule(_read_function(machine, address), rules):
+                candidates.update(iommu.list_card_functions(machine, address))
+        except DriverError:
+            continue  # `_discover_function` reports it
+    return candidates
+
+
 def read_rules(settings: dict[str, object]) -> list[PciRule]:
     """Return the validated rules of the settings. Raises Invalid if one is unusable or selects every function."""
     try:
@@ -254,7 +275,7 @@ def read_rules(settings: dict[str, object]) -> list[PciRule]:
         hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
         raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
     for number, rule in enumerate(rules, 1):
-        if rule == PciRule(type=rule.type, vfs=rule.vfs, bind=rule.bind):
+        if rule == PciRule(type=rule.type, vfs=rule.vfs, bind=rule.bind, vfs_beside_host=rule.vfs_beside_host):
             raise Invalid(
                 f"rule {number} of pci_driver selects every function: state vendor, product, class or address"
             )
@@ -327,10 +348,10 @@ def _discover_function(
 
     The parts are its virtual functions or, if there are none, the function itself. `in_use` (address → reason) holds
     the functions that the host uses: such a part is a fault with that reason, and no handle of the device. There is no
-    device if the function itself is such a part, if it has no IOMMU although `passthrough`, or if its type is unknown;
-    these are faults, too. A virtual or companion function of a selected card is part of that card's device, so it
-    yields nothing by itself; a companion function of any other card is a fault. Raises DriverError, which is Gone if
-    the function was unplugged.
+    device if the function itself is such a part (unless the rule lets it have virtual functions beside the host's use),
+    if it has no IOMMU although `passthrough`, or if its type is unknown; these are faults, too. A virtual or companion
+    function of a selected card is part of that card's device, so it yields nothing by itself; a companion function of
+    any other card is a fault. Raises DriverError, which is Gone if the function was unplugged.
     """
     function = _read_function(machine, address)
     rule = find_matching_rule(function, rules)
@@ -339,10 +360,14 @@ def _discover_function(
     if main_function := iommu.find_main_function(machine, address):
         yield Fault(address, f"it is part of the card {main_function} and given away with it: select {main_function}")
         return
-    virtual_functions = sriov.list_virtual_functions(machine, address)
+    virtual_functions = iommu.list_virtual_functions(machine, address)
     parts = virtual_functions or [address]
-    unusable = _explain_unusable_parts(machine, address, parts, in_use, passthrough)
-    yield from (Fault(part, reason) for part, reason in unusable.items())
+    view = binding.HostUsage(machine, in_use, for_act=False)
+    effective_use = _permit_beside_host(view, address, rule).in_use if rule.vfs else in_use
+    unusable = _explain_unusable_parts(machine, address, parts, effective_use, passthrough)
+    for part, reason in unusable.items():
+        can_be_permitted = bool(rule.vfs) and part == address and address in effective_use
+        yield Fault(part, reason + (sriov.explain_permission(part) if can_be_permitted else ""))
     if address in unusable:
         return
     device_type = rule.type or get_class_type(function)
@@ -352,13 +377,12 @@ def _discover_function(
         )
         return
     handed_out = [part for part in parts if part not in unusable and (virtual_functions or not rule.vfs)]
-    view = binding.HostUsage(machine, in_use, for_act=False)
     to_install = _describe_install_steps(view, address, rule) if passthrough else ""
     yield _build_device(machine, function, device_type, handed_out, to_install)
 
 
 def _explain_unusable_parts(
-    machine: Machine, address: str, parts: list[str], in_use: dict[str, str], passthrough: bool
+    machine: Machine, address: str, parts: list[str], in_use: Mapping[str, str], passthrough: bool
 ) -> dict[str, str]:
     """Return why parts of the device of `address` cannot be handed out: address → reason.
 
@@ -378,6 +402,18 @@ def _explain_unusable_parts(
     return reasons
 
 
+def _permit_beside_host(view: binding.HostUsage, address: str, rule: PciRule) -> binding.HostUsage:
+    """Return the view for changing the number of virtual functions of the card `address`.
+
+    If the rule names the card in `vfs_beside_host`, the host's use of the card itself does not prevent that. The use of
+    a virtual function always does.
+    """
+    names = {address, *(list_interfaces(view.machine, address) if rule.vfs_beside_host else ())}
+    if not names & {*rule.vfs_beside_host}:
+        return view
+    return replace(view, in_use={used: reason for used, reason in view.in_use.items() if used != address})
+
+
 def _is_part_of_selected_card(machine: Machine, address: str, rules: list[PciRule]) -> bool:
     """Return whether the function is a virtual or companion function of a card that a rule selects.
 
@@ -395,12 +431,13 @@ def _plan_rule_steps(view: binding.HostUsage, address: str, rule: PciRule) -> li
     `iommu.refuse_blocked_groups`.
     """
     machine, unbound = view.machine, rule.bind is not None
-    steps = [] if rule.vfs is None else sriov.plan_virtual_functions(view, address, rule.vfs, unbound=unbound)
+    card_view = _permit_beside_host(view, address, rule)
+    steps = [] if rule.vfs is None else sriov.plan_virtual_functions(card_view, address, rule.vfs, unbound=unbound)
     if steps:
         if rule.bind is not None:  # refuse before the first change, not halfway
             binding.refuse_unless_bindable(machine, address, rule.bind)
         return steps
-    parts = sriov.list_virtual_functions(machine, address) or [address]
+    parts = iommu.list_virtual_functions(machine, address) or [address]
     wanted = {} if rule.bind is None else dict.fromkeys(parts, rule.bind)
     if rule.bind == "" or (rule.bind and iommu.is_vfio_driver(rule.bind)):
         companions = iommu.list_companions_in_groups(machine, address, parts)
@@ -421,7 +458,7 @@ def _describe_install_steps(view: binding.HostUsage, address: str, rule: PciRule
     except (Busy, Invalid, Unsupported) as error:
         return f"{BLOCKED_PREFIX}{error}"
     lines = [step.does for step in steps]
-    if rule.bind and lines and rule.vfs and len(sriov.list_virtual_functions(view.machine, address)) != rule.vfs:
+    if rule.bind and lines and rule.vfs and len(iommu.list_virtual_functions(view.machine, address)) != rule.vfs:
         lines.append(f"bind each of them to {rule.bind}")
     overflow_line = [f"and {len(lines) - MAX_LISTED_STEPS} more steps"] if len(lines) > MAX_LISTED_STEPS else []
     return "\n".join(lines[:MAX_LISTED_STEPS] + overflow_line)
@@ -496,11 +533,14 @@ def _build_device(
 
 
 def _make_handle(machine: Machine, address: str) -> AttachHandle:
-    """Return the `PCI` handle of a function, with what can be seen of its use."""
+    """Return the `PCI` handle of a function. Whether a guest uses it is `unknown` if it is bound to a driver of VFIO.
+
+    No VFIO node is opened, because a guest that starts at that moment would find it busy.
+    """
     domain, bus, slot, number = re.split("[:.]", address)
-    use = binding.find_guest_use(machine, address, for_act=False)
     info = json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number})
-    return AttachHandle("PCI", info, "" if use == "free" else use)
+    is_bound = guest_usage.is_bound_to_vfio(machine, f"{PCI_DEVICES}/{address}")
+    return AttachHandle("PCI", info, "unknown" if is_bound else "")
 
 
 def _parse_handle(handle: AttachHandle | None) -> str:

@@ -63,6 +63,18 @@ def describe_missing_iommu(machine: Machine) -> str:
     return f"no IOMMU: {remedy}"
 
 
+def list_card_functions(machine: Machine, address: str) -> list[str]:
+    """Return the function `address`, its companion functions and its virtual functions: all that an act may affect."""
+    return [address, *list_companions(machine, address), *list_virtual_functions(machine, address)]
+
+
+def list_virtual_functions(machine: Machine, address: str) -> list[str]:
+    """Return the addresses of a card's virtual functions, sorted; empty if there are none or the card is absent."""
+    path = f"{PCI_DEVICES}/{address}"
+    links = (machine.link(f"{path}/{name}") for name in machine.names(path, "virtfn*"))
+    return sorted(filter(None, links))
+
+
 def list_companions(machine: Machine, address: str) -> list[str]:
     """Return the companion functions of the card whose main function is `address`; empty if it is no main function."""
     slot, _, number = address.rpartition(".")

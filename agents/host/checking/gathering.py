@@ -27,8 +27,8 @@ from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import iommu
 from drivers.pci.binding import DRIVERS_FOLDER, read_bound_driver
 from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.pci.iommu import list_virtual_functions
 from drivers.pci.ownership import resolve_conflicts
-from drivers.pci.sriov import list_virtual_functions
 
 CONNECT_S = 10.0
 """How long to wait for the conductor, in seconds."""
@@ -74,7 +74,7 @@ def gather_rights(machine: Machine, state_dir: Path) -> RightsFacts:
 def gather_host_usage(machine: Machine) -> tuple[Mapping[str, str], str]:
     """Return the PCI functions that the host itself uses with reasons, and why they cannot be found out ('' if not)."""
     try:
-        return find_functions_used_by_host(machine), ""
+        return find_functions_used_by_host(machine, ()), ""
     except DriverError as error:
         return {}, str(error)
 

@@ -110,6 +110,54 @@ def test_a_pci_backend_makes_and_removes_virtual_functions(host: ModelMachine) -
     assert handle_infos(only_device(work)) == [{"bus": "01", "device": "00", "domain": "0000", "function": "0"}]
 
 
+SOC_NPU = "platform/fdab0000.npu"
+
+
+def make_soc_npu(host: ModelMachine) -> None:
+    """Add the NPU of a system on a chip, which is a platform device with a node in /dev/accel."""
+    npu = host.sys / "devices" / SOC_NPU
+    host.file(npu / "of_node/compatible", "rockchip,rk3588-rknn-core\0")
+    (host.sys / "bus/platform").mkdir(parents=True)
+    host.link(npu / "subsystem", host.sys / "bus/platform")
+    host.link(npu / "driver", host.sys / "bus/platform/drivers/rocket")
+    host.file(npu / "accel/accel1/dev", "261:1\n")
+    host.link(npu / "accel/accel1/subsystem", host.sys / "class/accel")
+    host.link(host.sys / "class/accel/accel1", npu / "accel/accel1")
+    host.file(host.dev / "accel/accel1", "c261:1")
+
+
+def test_an_npu_that_is_not_on_pci_is_offered_and_attached_by_its_node(host: ModelMachine) -> None:
+    make_soc_npu(host)
+    work = make_runner(
+        host, npus={"kind": "accel-class", "type": "AICHIP", "off_pci": [{"driver": "rocket", "name": "*.npu"}]}
+    )
+    device = only_device(work)
+    assert (device.key, device.address) == (f"sys:{SOC_NPU}", None)
+    assert (device.vendor, device.model, device.kernel_driver) == ("rockchip", "rk3588-rknn-core", "rocket")
+    assert handle_infos(device) == [{"path": "/dev/accel/accel1", "permissions": "rw"}]
+    assert work.run_act("attach", Ask(device.key, handle=device.deployables[0].handles[0])) == 0
+    assert work.driver.health(host.machine, work.settings, Ask(device.key)).status == "unknown"
+    (host.dev / "accel/accel1").unlink()
+    with pytest.raises(Gone):
+        work.run_act("attach", Ask(device.key, handle=device.deployables[0].handles[0]))
+    assert make_runner(host, npus=ACCEL).driver.discover(host.machine, {"backends": {"npus": ACCEL}}).devices
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({}, "it selects nothing"),
+        ({"off_pci": [{"driver": "rocket"}]}, "set `type`"),
+        ({"off_pci": [{}], "type": "AICHIP"}, "selects every device"),
+    ],
+)
+def test_an_accel_backend_that_selects_nothing_or_everything_is_refused(
+    host: ModelMachine, section: dict[str, object], says: str
+) -> None:
+    with pytest.raises(Invalid, match=says):
+        discover_findings(make_runner(host, npus={"kind": "accel-class", **section}))
+
+
 def test_install_makes_the_desired_state_of_a_pci_backend(host: ModelMachine) -> None:
     work = make_runner(host, disks=PCI | {"desired": {"vfs": 2, "bind": "vfio-pci"}})
     assert "make 2 virtual functions" in only_device(work).to_install
@@ -152,6 +200,8 @@ def test_detach_is_refused_while_a_guest_has_the_mediated_device_open(host: Mode
     work = make_runner(host, vgpus=MDEV)
     work.run_act("attach", attach_ask(work, 0))
     host.link(host.real(f"/sys/bus/pci/devices/{GPU}/{UUIDS[0]}/iommu_group"), host.sys / "kernel/iommu_groups/20")
+    host.file(host.sys / "class/vfio/20/dev", "242:20\n")
+    host.file(host.dev / "vfio/20", "")
     with host.holding("/dev/vfio/20"), pytest.raises(Busy, match="a guest uses it"):
         work.plan("detach", attach_ask(work, 0))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,8 @@ def run_on_host(
             host.load("snd", "1b36:00aa")
             host.pci(COMPANION, "0x1b36", "0x00aa", "0x040300", group=7)
         driver = InProcessDriver(host, bind="vfio-pci", **({"vfs": vfs} if vfs else {}))
-        async with run_host(root, driver, hand=lambda _: host.hand()) as agent_host:  # type: ignore[arg-type]
+        doubles: dict[str, Any] = {"hand": lambda _: host.hand(), "machine": host.machine}
+        async with run_host(root, driver, **doubles) as agent_host:  # type: ignore[arg-type]
             await story(host, agent_host)
 
     asyncio.run(told())

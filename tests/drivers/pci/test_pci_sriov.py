@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
+from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.inventory import AttachHandle, Device
 from drivers.pci import functions
 from drivers.pci.functions import PciDriver
@@ -192,9 +192,21 @@ def test_an_act_is_refused_while_a_guest_uses_one_virtual_function(host: ModelMa
         again.run_act(act, Ask(ASK.key, first=work.first_values))
     assert again.done_steps == []
     assert "cannot" not in discover_card(work).to_install
-    if act == "install":  # If the node is opened later, the step itself is refused.
-        plan = again.plan(act, ASK)
-        assert node in plan.steps[0].idle
+
+
+@pytest.mark.parametrize("act", ["install", "uninstall", "reset"])
+def test_an_act_is_refused_while_a_guest_uses_a_function_of_a_variant_driver(host: ModelMachine, act: Act) -> None:
+    host.load("mlx5_vfio_pci", vfio="group")
+    work = make_runner(host, vfs=2, bind="mlx5_vfio_pci")
+    work.run_act("install", ASK)
+    node = f"/dev/vfio/{host.machine.link(f'/sys/bus/pci/devices/{SECOND_VF}/iommu_group')}"
+    again = make_runner(host, vfs=4)
+    with host.holding(node), pytest.raises(Busy, match=rf"{SECOND_VF}.*a guest uses it \({node} is open\)"):
+        again.run_act(act, Ask(ASK.key, first=work.first_values))
+    (host.dev / node.removeprefix("/dev/")).unlink()
+    with pytest.raises(Denied, match=f"{SECOND_VF}.*not known whether a guest uses it.*does not see {node}"):
+        again.run_act(act, Ask(ASK.key, first=work.first_values))
+    assert again.done_steps == []
 
 
 @pytest.mark.parametrize("act", ["install", "reset"])
@@ -227,6 +239,40 @@ def test_existing_virtual_functions_of_a_card_that_the_host_uses_are_offered(hos
     work.run_act("install", ASK)
     assert host.driver_of(FIRST_VF) == "vfio-pci"
     assert "eth0 carries the default route" in discover_card(make_runner(host, vfs=4)).to_install
+
+
+@pytest.mark.parametrize("name", [CARD, "eth0"])
+def test_a_card_that_the_host_uses_may_have_virtual_functions_if_its_rule_names_it(
+    host: ModelMachine, name: str
+) -> None:
+    host.default_route(host.net("eth0", host.sys / "devices/pci0000:00" / CARD).name)
+    refused = PciDriver().discover(host.machine, make_runner(host, vfs=2).settings)
+    assert f'add vfs_beside_host = ["{CARD}"]' in refused.faults[0].reason
+    with pytest.raises(Busy, match=r"eth0 carries the default route.*vfs_beside_host"):
+        make_runner(host, vfs=2, vfs_beside_host=["eth1"]).run_act("install", ASK)
+    work = make_runner(host, vfs=2, bind="vfio-pci", vfs_beside_host=[name])
+    assert handle_addresses(work) == [], "the card itself stays the host's"
+    work.run_act("install", ASK)
+    assert handle_addresses(work) == ["01:00.1", "01:00.2"]
+    assert (host.driver_of(CARD), host.driver_of(FIRST_VF)) == ("nvme", "vfio-pci")
+    with pytest.raises(Busy, match="eth0 carries the default route"):
+        work.run_act("reset", ASK)
+    with pytest.raises(Busy, match="eth0 carries the default route"):
+        make_runner(host, vfs=0, bind="vfio-pci", vfs_beside_host=[name]).run_act("install", ASK)
+    assert host.driver_of(CARD) == "nvme"
+
+
+def test_virtual_functions_beside_the_host_are_not_removed_while_one_of_them_is_used(host: ModelMachine) -> None:
+    work = make_runner(host, vfs=2, vfs_beside_host=[CARD])
+    work.run_act("install", ASK)
+    host.default_route(host.net("eth0", host.sys / "devices/pci0000:00" / CARD).name)
+    disk = host.block("nvme0n1", "259:0", (host.sys / "bus/pci/devices" / FIRST_VF).resolve())
+    host.mount("259:0", "/var", str(disk))
+    with pytest.raises(Busy, match="nvme0n1 is mounted at /var"):
+        work.run_act("uninstall", Ask(ASK.key, first=work.first_values))
+    (host.proc / "self/mountinfo").write_text("")
+    work.run_act("uninstall", Ask(ASK.key, first=work.first_values))
+    assert read_numvfs(host) == "0"
 
 
 @pytest.mark.parametrize(
@@ -333,7 +379,9 @@ def test_a_detach_succeeds_only_if_no_guest_has_the_function_open(host: ModelMac
     plan = work.plan("detach", Ask(ASK.key, handle=second))
     assert (plan.steps, plan.said) == ((), f"no guest uses {SECOND_VF}")
     (host.dev / node.removeprefix("/dev/")).unlink()
-    with pytest.raises(Failed, match=f"whether a guest uses {SECOND_VF} cannot be found out: does the agent see /dev"):
+    with pytest.raises(
+        Failed, match=f"not known whether a guest uses {SECOND_VF}, because the agent does not see /dev/vfio/"
+    ):
         work.plan("detach", Ask(ASK.key, handle=second))
     make_runner(host, vfs=0).run_act("install", ASK)
     assert work.plan("detach", Ask(ASK.key, handle=second)).said == f"{SECOND_VF} does not exist any more"
