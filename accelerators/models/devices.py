@@ -170,6 +170,20 @@ class Deployable(fields.Row):
         return self.name
 
 
+class ProviderOwner(models.Model):
+    """The host to which a resource provider belongs, for ever.
+
+    A trigger of the deployables' table writes the row when a host first names a deployable or records a provider id,
+    and refuses deployables with a provider of another host (`accelerators/migrations/sql/owners.sql`).
+    """
+
+    provider = models.UUIDField(primary_key=True)
+    host = models.ForeignKey(Host, models.CASCADE, related_name="+")
+
+    def __str__(self) -> str:
+        return f"{self.provider} of {self.host}"
+
+
 class Attribute(fields.Row):
     """A key and a value of a deployable. Reports do not change attributes with `origin` operator or conductor."""
 

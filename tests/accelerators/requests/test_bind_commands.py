@@ -305,7 +305,7 @@ def test_a_candidate_and_a_bind_have_the_same_free_handles(
         change(handle)
     offered_count = sum(one.free for one in candidates.find_candidates(get_or_create_host()))
     with connection.cursor() as cursor:
-        cursor.execute(binding_sql.RESERVE_HANDLES, {"rp": PROVIDER, "count": 3})
+        cursor.execute(binding_sql.RESERVE_HANDLES, {"host": "cmp1", "rp": PROVIDER, "check_claims": False, "count": 3})
         reserved_count = len(cursor.fetchall())
     assert offered_count == reserved_count == (is_free and state == "ready")
 
