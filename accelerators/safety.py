@@ -13,7 +13,7 @@ from typing import Any
 from django.db.models import QuerySet
 
 from accelerators.domain.errors import RefusalReason, RefusedError
-from accelerators.models import AcceleratorRequest, Device
+from accelerators.models import AcceleratorRequest, Device, ReleasedHandle
 from accelerators.runtime.registry import Registry
 
 HOLDER_CHECK_DEADLINE_S = 2.0
@@ -32,8 +32,8 @@ class HolderCheckResult:
     unknown: str = ""
 
 
-REQUESTS_CHECK = "requests"
-"""Name of the holder check for our own accelerator requests."""
+REQUESTS_CHECK, RELEASES_CHECK = "requests", "releases"
+"""Names of the holder checks for our own accelerator requests, and for handles that a guest may still use."""
 HOLDER_CHECKS: Registry[Callable[[Device], HolderCheckResult]] = Registry("holder check")
 """Functions that tell who holds a device. `refuse_unless_free` asks all of them."""
 
@@ -46,6 +46,22 @@ def find_requests_of_device(device: Device) -> HolderCheckResult:
     """
     rows = query_requests_of_devices([device.pk], "uuid", "instance_uuid")[:5]
     return HolderCheckResult(tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in rows))
+
+
+def find_releases_of_device(device: Device) -> HolderCheckResult:
+    """Return up to five released handles of the device that a guest may still use: the holder check for them.
+
+    Reads rows without locking them; `unknown` of the HolderCheckResult is always ''.
+    """
+    return HolderCheckResult(
+        tuple(f"a guest, perhaps: {release.description}" for release in query_releases_of_devices([device.pk])[:5])
+    )
+
+
+def query_releases_of_devices(devices: Collection[int]) -> QuerySet[ReleasedHandle]:
+    """Query the released handles of these devices that their hosts have not confirmed as unused."""
+    releases = ReleasedHandle.objects.filter(handle__deployable__device__in=devices)
+    return releases.select_related("handle__deployable").order_by("id")
 
 
 def query_requests_of_devices(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:

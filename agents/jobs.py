@@ -73,7 +73,9 @@ def merge_batch() -> bool:
         except msgspec.DecodeError as error:  # it was spooled by another release
             _record_dropped_report(host_id, error)
         else:
-            batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.all_drivers))
+            batch.setdefault(host_id, []).append(
+                HostReport(epoch, seq, report.hash, report.all_drivers, report.boot_id)
+            )
     try:
         with transaction.atomic():
             merge_reports(batch)
@@ -89,8 +91,8 @@ def merge_batch() -> bool:
 def _take_batch(statement: str) -> list[tuple[int, int, int, str]]:
     """Delete a batch from the spool with TAKE_URGENT or TAKE_OLDEST, and return its rows: host id, epoch, seq, payload.
 
-    Rows that another process has locked are skipped. The rows are lost unless the caller's transaction is rolled back
-    or merges them.
+    Rows that another process has locked are skipped; [] if there are no others. The caller must merge the rows in the
+    same transaction: with its commit they are gone from the spool.
     """
     with connection.cursor() as cursor:
         cursor.execute(statement, [BATCH_ROWS, BATCH_BYTES])

@@ -24,6 +24,9 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 """Default of `CYBORG_MAX_MESSAGE_BYTES`, the maximum size of one message in bytes."""
 MAX_SAMPLES_BYTES = 128 * 1024
 """Maximum size of one Samples message in bytes: enough for a thousand devices."""
+MESSAGE_MARGIN_BYTES = 64 * 1024
+"""By how much the limit of the web server's WebSocket library is above `CYBORG_MAX_MESSAGE_BYTES`. Without it the
+library would close a connection before the gateway can refuse the message with a reason."""
 MESSAGE_ERROR_KEY = "cyborg_message_error"
 """Key of `scope["state"]` where the web server stores (close code, reason) when it rejects a message.
 The application never sees that message, and can no longer send a Refuse to the peer."""
@@ -38,6 +41,8 @@ CODE_KEY_BARRED = "key-barred"
 
 NonNegativeInt = Annotated[int, Meta(ge=0, le=2**53)]
 Nonce = Annotated[str, Meta(max_length=64)]
+BootId = Annotated[str, Meta(max_length=64, pattern=r"^[^\x00]*$")]
+"""The kernel's random id of one boot of a host (/proc/sys/kernel/random/boot_id)."""
 STATES_NOT_RUNNING = ("disabled", "absent")
 """States of a driver that does not run on the host."""
 ResultOutcome = Literal["succeeded", "failed", "refused", "unknown"]
@@ -53,7 +58,7 @@ class Hello(Message, frozen=True):
     """First message of an agent: its version, its boot id, its enabled `drivers`, and what it supports."""
 
     agent_version: Word
-    boot_id: Annotated[str, Meta(max_length=64, pattern=r"^[^\x00]*$")]
+    boot_id: BootId
     drivers: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     ops: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     """The commands that the agent supports. Empty if the agent is older than commands."""
@@ -68,6 +73,8 @@ class Report(Message, frozen=True, omit_defaults=True):
     repeats its last known devices, or has none of them if they would make the message too large. `others` are drivers
     that do not run; they have their own field, because an older conductor would think that such a driver had answered
     and found no devices. `urgent`: the report shows a fault, and is processed before the reports of other hosts.
+    `boot_id`: the host's boot id when the report was made, '' if the agent does not tell it; it is part of the content,
+    so that the first report after a reboot is never taken for one that is known already.
     """
 
     epoch: NonNegativeInt
@@ -76,15 +83,16 @@ class Report(Message, frozen=True, omit_defaults=True):
     drivers: Annotated[tuple[DriverReport, ...], Meta(max_length=64)]
     others: Annotated[tuple[DriverReport, ...], Meta(max_length=64)] = ()
     urgent: bool = False
+    boot_id: BootId = ""
 
     @classmethod
     def from_driver_reports(
-        cls, epoch: int, seq: int, content_hash: str, driver_reports: tuple[DriverReport, ...]
+        cls, epoch: int, seq: int, content_hash: str, driver_reports: tuple[DriverReport, ...], boot_id: str = ""
     ) -> Report:
         """Make a Report from the reports of all drivers: split them into `drivers` and `others`, and set `urgent`."""
         drivers = tuple(report for report in driver_reports if report.state not in STATES_NOT_RUNNING)
         others = tuple(one for one in driver_reports if one.state in STATES_NOT_RUNNING)
-        return cls(epoch, seq, content_hash, drivers, others, shows_fault(drivers))
+        return cls(epoch, seq, content_hash, drivers, others, shows_fault(drivers), boot_id)
 
     @property
     def all_drivers(self) -> tuple[DriverReport, ...]:
@@ -133,7 +141,7 @@ class Taken(Message, frozen=True):
 
 
 class Progress(Message, frozen=True, omit_defaults=True):
-    """Progress of a command; the first one also says that the command has started. For display, not kept for ever."""
+    """Progress of a command, for display; the first one also says that the command has started."""
 
     number: NonNegativeInt
     percent: Annotated[int, Meta(ge=0, le=100)] = 0
@@ -257,7 +265,8 @@ class Welcome(Message, frozen=True):
     `beat_s`: seconds between heartbeats. `epoch`: the highest epoch ever seen from this host; an agent whose own epoch
     is lower raises it above this one and reconnects. `applied_hash`: hash of the report last applied for this host, ''
     if none or unknown. `max_bytes`: maximum size of a message. `jitter_s`: seconds over which the agent spreads its
-    report.
+    report. A further Welcome on the same connection replaces `applied_hash` and `jitter_s`: with '' the gateway asks
+    for the report again. Agents older than that drop it.
     """
 
     beat_s: float
@@ -291,7 +300,7 @@ class Probe(Message, frozen=True):
 
 
 class Rotate(Message, frozen=True):
-    """Asks the agent to make and store a new key and send it as NewKey, because an operator wants that."""
+    """Asks the agent to make and store a new key and to send it as NewKey, because an operator has asked for one."""
 
 
 FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result | Samples
@@ -324,8 +333,10 @@ def encode_message(message: Message) -> str:
 
 
 def decode_from_agent(data: bytes | str) -> FromAgent | UnknownMessage:
-    """Decode and validate a message of an agent. Return UnknownMessage for an unknown type; raise
-    MalformedMessageError."""
+    """Decode and validate a message of an agent. Return UnknownMessage for an unknown type.
+
+    Raise MalformedMessageError if it is not JSON, or if a field is missing or breaks a limit.
+    """
     try:
         message: FromAgent = _agent_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -334,8 +345,10 @@ def decode_from_agent(data: bytes | str) -> FromAgent | UnknownMessage:
 
 
 def decode_from_gateway(data: bytes | str) -> FromGateway | UnknownMessage:
-    """Decode and validate a message of a gateway. Return UnknownMessage for an unknown type; raise
-    MalformedMessageError."""
+    """Decode and validate a message of a gateway. Return UnknownMessage for an unknown type.
+
+    Raise MalformedMessageError if it is not JSON, or if a field is missing or breaks a limit.
+    """
     try:
         message: FromGateway = _gateway_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -368,7 +381,7 @@ def count_unknown_fields(data: bytes | str, message: Message | UnknownMessage) -
     return sum(1 for name in _fields_decoder.decode(data) if name not in known)
 
 
-def hash_report_content(drivers: tuple[DriverReport, ...]) -> str:
-    """Return the hash of a report's content. It does not depend on the order of the drivers."""
+def hash_report_content(drivers: tuple[DriverReport, ...], boot_id: str = "") -> str:
+    """Return the hash of a report's content, 40 hexadecimal digits. It does not depend on the order of the drivers."""
     ordered = sorted(drivers, key=lambda d: d.driver)
-    return hashlib.blake2b(_encode_json(ordered), digest_size=20).hexdigest()
+    return hashlib.blake2b(_encode_json(ordered) + boot_id.encode(), digest_size=20).hexdigest()

@@ -64,10 +64,14 @@ class AttachHandle(Struct, frozen=True, omit_defaults=True, gc=False):
 
     `info` is canonical JSON (sorted keys, string values), because two handles are the same if their bytes are equal.
     Only that it is a JSON object of strings is checked.
+    `in_use` is `guest` if a guest uses it, `unknown` if the driver cannot tell without disturbing a guest that starts,
+    and '' if no guest can use it now. The conductor reads it only if the device's `acts` name `detach`: a driver that
+    answers the question at a detach also reports it here, and of any other driver '' says nothing.
     """
 
     attach_type: HandleType
     info: Annotated[str, Meta(min_length=2, max_length=255)]
+    in_use: Annotated[str, Meta(max_length=16)] = ""
 
     def __post_init__(self) -> None:
         """Raise ValueError if `info` is no JSON object of strings."""

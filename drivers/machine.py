@@ -86,6 +86,17 @@ class Machine:
         except OSError as error:
             raise from_os(error, path) from None
 
+    def read_start(self, path: str, count: int) -> bytes:
+        """Return the first `count` bytes of a file, or all if it is shorter. Nothing beyond them is read from the host.
+
+        Raises Gone, Denied … as `errors.from_os` converts an OSError.
+        """
+        try:
+            with open(self._host_path(path), "rb", buffering=0) as file:
+                return file.read(count)
+        except OSError as error:
+            raise from_os(error, path) from None
+
     def read(self, path: str, limit: int = MAX_READ) -> str:
         """Return the text of a file without surrounding white space. Raises the same errors as `read_bytes`."""
         return self.read_bytes(path, limit).decode(errors="replace").strip()

@@ -24,6 +24,9 @@ Act = Literal["install", "uninstall", "attach", "detach", "program", "partition"
 """The acts that a driver may be asked to plan. All are idempotent: if the wanted state exists, the plan is empty."""
 DESTRUCTIVE: frozenset[Act] = frozenset({"uninstall", "program", "partition", "reset"})
 """Acts that are refused while the device has a holder (promise S1)."""
+Lifetime = Literal["volatile", "flash"]
+"""How long the device keeps what `program` has loaded: until a reset, an uninstall, a reboot or a loss of power
+(`volatile`), or until it is programmed again (`flash`)."""
 MAX_SAMPLES = 8192
 """Maximum samples in one answer. If devices have more, later rounds start with the devices that were left out."""
 
@@ -78,11 +81,13 @@ class Step(Struct, frozen=True, omit_defaults=True):
 class Plan(Struct, frozen=True, omit_defaults=True):
     """The steps of an act, in order; empty if the device is already as wanted.
 
-    `said` is a text for the operator that describes the state after the last step.
+    `said` is a text for the operator that describes the state after the last step. `lifetime` matters for `program`
+    only.
     """
 
     steps: Annotated[tuple[Step, ...], Meta(max_length=256)] = ()
     said: Text = ""
+    lifetime: Lifetime = "volatile"
 
 
 def within(path: str, globs: Iterable[str]) -> bool:

@@ -12,6 +12,7 @@ from accelerators.admin.topology_svg import MAX_CELLS, DeviceCard, HandleCell, H
 from accelerators.domain.choices import Tone
 from accelerators.domain.states import DeviceState, Health
 from accelerators.models import AttachHandle, Device
+from accelerators.models.devices import build_offered_condition
 from accelerators.ui import badges
 
 IS_MISSING = (
@@ -23,7 +24,10 @@ HANDLE_STATE = Case(
     When(IS_MISSING, then=Value(HandleState.MISSING.value)),
     When(request__state="BindStarted", then=Value(HandleState.BEING_BOUND.value)),
     When(IS_HELD, then=Value(HandleState.HELD.value)),
-    When(deployable__device__state="ready", deployable__device__busy_with=None, then=Value(HandleState.FREE.value)),
+    When(
+        build_offered_condition("deployable__device") & Q(deployable__device__busy_with=None, release__isnull=True),
+        then=Value(HandleState.FREE.value),
+    ),
     default=Value(HandleState.RESERVED.value),
 )
 """SQL expression for the state of an attach handle: a value of `HandleState`."""
@@ -59,9 +63,10 @@ def load_cards(devices: Sequence[Device], max_cells: int = MAX_CELLS) -> list[De
 
 
 def _load_cells(handles: QuerySet[AttachHandle], max_cells: int) -> dict[int, list[HandleCell]]:
-    """Return at most `max_cells` handles per device id, by deployable and id; held and missing ones are preferred.
+    """Return the cells of at most `max_cells` handles of each device, by the device's id, sorted by deployable and id.
 
-    Devices without handles are left out. One statement.
+    If a device has more handles, held and missing ones are preferred. Devices without handles are left out. One
+    statement.
     """
     is_idle = ExpressionWrapper(Q(request__isnull=True, missing_since__isnull=True), output_field=BooleanField())
     position = Window(RowNumber(), partition_by=F(DEVICE_ID), order_by=[is_idle.asc(), F("id").asc()])

@@ -1,6 +1,6 @@
 """Store what a deployable contains after it was programmed, and wait for a command to end.
 
-`store_programmed_image` and `clear_bitstreams` must be called in the transaction that ends the command.
+`store_programmed_image` and `end_programs` must be called in the transaction that ends the command.
 `wait_until_ended` waits without holding a database connection.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import connection
+from django.db.models import Exists, OuterRef, Q
 
 from accelerators import conductor
 from accelerators.commands import command_queue
@@ -27,12 +28,15 @@ POLL_S = 1.0
 """Seconds after which `wait_until_ended` reads the command again, in case a notification was lost."""
 
 
-def store_programmed_image(device: Device, deployable_name: str, image: Mapping[str, Any], actor: str) -> None:
+def store_programmed_image(
+    device: Device, deployable_name: str, image: Mapping[str, Any], actor: str, *, in_flash: bool = False
+) -> None:
     """Store the image's bitstream as the content of a deployable, and the image's function as its only function trait.
 
     If `deployable_name` is '', all deployables of the device get it. Deployables that are missing are skipped. `image`
-    has the fields of `agents.wire.ImageRef`. Each deployable gets an event, and the provider of its host is written
-    again. Call it inside `conductor.writing()`, with the device's host locked first.
+    has the fields of `agents.wire.ImageRef`. `in_flash` says that the content survives resets and reboots. Locks the
+    deployables. Records an event for each and raises a `provider` intent for the host. Call it inside
+    `conductor.writing()`, with the device's host locked first.
     """
     with conductor.writing():
         deployables = Deployable.objects.select_for_update(of=("self",)).filter(
@@ -40,10 +44,10 @@ def store_programmed_image(device: Device, deployable_name: str, image: Mapping[
         )
         selected = deployables.filter(name=deployable_name) if deployable_name else deployables
         for deployable in selected.select_related("device__host").order_by("id"):
-            _store_image_of_deployable(deployable, image, actor)
+            _store_image_of_deployable(deployable, image, actor, in_flash)
 
 
-def _store_image_of_deployable(deployable: Deployable, image: Mapping[str, Any], actor: str) -> None:
+def _store_image_of_deployable(deployable: Deployable, image: Mapping[str, Any], actor: str, in_flash: bool) -> None:
     """Store bitstream and function trait of one deployable, with an event and a `provider` intent.
 
     Without a function id in the image's properties, the image's own id names the function.
@@ -65,7 +69,8 @@ def _store_image_of_deployable(deployable: Deployable, image: Mapping[str, Any],
         create_defaults=values,
     )
     old_bitstream, deployable.bitstream_id, deployable.updated_at = deployable.bitstream_id, bitstream, now
-    deployable.save(update_fields=["bitstream_id", "updated_at"])
+    deployable.bitstream_in_flash = in_flash
+    deployable.save(update_fields=["bitstream_id", "bitstream_in_flash", "updated_at"])
     conductor.record_event(
         "device.programmed",
         EventSource.SYSTEM,
@@ -81,30 +86,46 @@ def _store_image_of_deployable(deployable: Deployable, image: Mapping[str, Any],
     conductor.raise_provider_intents([device.host])
 
 
-def clear_bitstreams(device: int, deployable_name: str) -> None:
-    """Forget the bitstream of a deployable (all of the device if the name is ''), because its content is unknown.
+def end_programs(device: int, deployable_name: str, reason: str, *, also_in_flash: bool) -> None:
+    """Forget bitstream and function trait of a deployable (all of the device if the name is ''): they are lost.
 
-    Records one event if any deployable had a bitstream. Function traits stay as they are. Call it inside
-    `conductor.writing()`.
+    What is in flash memory stays unless `also_in_flash`. Records one event with the `reason`, and has the provider
+    written again, if anything was known to be programmed. If a trait is removed, the host's next report is compared in
+    full, so that the function traits that the driver reports come back. Call it inside `conductor.writing()`, with the
+    device's host locked first.
     """
-    programmed_deployables = Deployable.objects.filter(device=device, bitstream_id__isnull=False).select_related(
-        "device__host"
+    trait_rows = Attribute.objects.filter(key=traits.FUNCTION_TRAIT_KEY, origin=AttributeOrigin.CONDUCTOR.value)
+    programmed = Deployable.objects.filter(
+        Q(bitstream_id__isnull=False) | Exists(trait_rows.filter(deployable=OuterRef("pk"))), device=device
+    ).select_related("device__host")
+    if deployable_name:
+        programmed = programmed.filter(name=deployable_name)
+    ended = list(programmed if also_in_flash else programmed.filter(bitstream_in_flash=False))
+    if not ended:
+        return
+    changes: dict[str, Any] = {
+        f"{deployable.name} bitstream": [deployable.bitstream_id and str(deployable.bitstream_id), None]
+        for deployable in ended
+    }
+    ended_traits = trait_rows.filter(deployable__in=ended)
+    for name, trait in ended_traits.values_list("deployable__name", "value"):
+        changes[f"{name} function"] = [trait, None]
+    Deployable.objects.filter(id__in=[part.pk for part in ended]).update(
+        bitstream_id=None, bitstream_in_flash=False, updated_at=datetime.now(UTC)
     )
-    selected = list(programmed_deployables.filter(name=deployable_name) if deployable_name else programmed_deployables)
-    Deployable.objects.filter(id__in=[part.pk for part in selected]).update(
-        bitstream_id=None, updated_at=datetime.now(UTC)
+    device_row, host = ended[0].device, ended[0].device.host
+    if ended_traits.delete()[0]:
+        conductor.forget_applied_report(host)
+        conductor.raise_provider_intents([host])
+    conductor.record_event(
+        "device.unclear",
+        EventSource.SYSTEM,
+        command_queue.COMMANDS_JOB,
+        host=host,
+        subject=(device_row.uuid, str(device_row)),
+        changes=changes,
+        reason=reason,
     )
-    if selected:
-        device_row = selected[0].device
-        conductor.record_event(
-            "device.unclear",
-            EventSource.SYSTEM,
-            command_queue.COMMANDS_JOB,
-            host=device_row.host,
-            subject=(device_row.uuid, str(device_row)),
-            changes={f"{deployable.name} bitstream": [str(deployable.bitstream_id), None] for deployable in selected},
-            reason="programming was interrupted, and its result is unknown",
-        )
 
 
 _waiters: dict[str, list[threading.Event]] = {}

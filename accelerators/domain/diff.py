@@ -15,9 +15,10 @@ from typing import Any
 
 import msgspec
 
-from accelerators.domain import driver_status, traits
+from accelerators.domain import driver_status, offer, traits
 from accelerators.domain.admission import AdmissionFacts, EnabledRule, first_matching_rule
 from accelerators.domain.provider_ids import compute_provider_uuid
+from accelerators.domain.states import AttributeOrigin
 from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
 
 RowValues = dict[str, Any]
@@ -45,8 +46,8 @@ REPORTED_DEVICE_FIELDS = (
 FOUND_EVENT_FIELDS = ("key", "driver", "type", "vendor", "model", "address", "status")
 """The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _get_reported_values = attrgetter(*REPORTED_DEVICE_FIELDS[1:])
-DRIVER_INDEX, MODEL_INDEX, BACKEND_INDEX = (
-    REPORTED_DEVICE_FIELDS.index(name) for name in ("driver", "model", "backend")
+DRIVER_INDEX, MODEL_INDEX, BACKEND_INDEX, STATUS_INDEX, STATUS_REASON_INDEX = (
+    REPORTED_DEVICE_FIELDS.index(name) for name in ("driver", "model", "backend", "status", "status_reason")
 )
 
 
@@ -66,6 +67,7 @@ class StoredHandle(msgspec.Struct, frozen=True, array_like=True):
     attach_type: str
     info: str
     missing: bool
+    in_use: str = ""
 
 
 class StoredDeployable(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +81,8 @@ class StoredDeployable(msgspec.Struct, frozen=True, array_like=True):
     missing: bool
     attributes: tuple[StoredAttribute, ...]
     handles: tuple[StoredHandle, ...]
+    bitstream: str | None = None
+    bitstream_in_flash: bool = False
 
 
 class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +103,11 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
         """The driver and the backend that reported the device."""
         return self.facts[DRIVER_INDEX], self.facts[BACKEND_INDEX]
 
+    @property
+    def health(self) -> tuple[str, str]:
+        """The health of the device and the reason for it."""
+        return str(self.facts[STATUS_INDEX]), str(self.facts[STATUS_REASON_INDEX])
+
 
 class StoredHost(msgspec.Struct, frozen=True, array_like=True):
     """A row of `accelerators_host` with its devices; `drivers` is the host's JSON column of that name."""
@@ -110,15 +119,17 @@ class StoredHost(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     drivers: dict[str, dict[str, Any]]
     devices: tuple[StoredDevice, ...]
+    boot_id: str = ""
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """One inventory report of a host. Reports are ordered by (`epoch`, `seq`)."""
+    """One inventory report of a host. Reports are ordered by (`epoch`, `seq`). `boot_id` is '' if it is not known."""
 
     epoch: int
     seq: int
     hash: str
     drivers: tuple[DriverReport, ...]
+    boot_id: str = ""
 
 
 @dataclass
@@ -135,6 +146,10 @@ class InventoryChanges:
     missing_handles: list[int] = field(default_factory=list)
     resized_devices: list[str] = field(default_factory=list)
     """Stored devices (uuid) of which a deployable or a handle appeared, changed or went missing."""
+    offer_changes: list[str] = field(default_factory=list)
+    """Stored devices (uuid) that left the offer, or came back to it, because their health changed."""
+    ended_programs: list[int] = field(default_factory=list)
+    """Deployables that have lost what they were programmed with."""
     events: list[RowValues] = field(default_factory=list)
     hosts: list[RowValues] = field(default_factory=list)
     provider_intents: list[RowValues] = field(default_factory=list)
@@ -169,7 +184,12 @@ class CombinedDriverReport:
             return replace(self, error=later_report.error, faults=later_report.faults)
         failed_backends = {backend.name for backend in later_report.backends if backend.error}
         kept_devices = (device for device in self.devices or () if device.backend in failed_backends)
-        reported_devices = (device for device in later_report.devices if device.backend not in failed_backends)
+        earlier_health = {device.key: (device.status, device.status_reason) for device in self.devices or ()}
+        reported_devices = (
+            _keep_unended_failure(device, earlier_health.get(device.key))
+            for device in later_report.devices
+            if device.backend not in failed_backends
+        )
         answered = {
             backend.name for backend in later_report.backends
         } - failed_backends | self.answered_backends & failed_backends
@@ -218,17 +238,20 @@ def collect_changes(
 
     That is: rows, device states, events, the host's row with the hash of the applied report, and a `provider` intent if
     Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`. A stored device whose
-    driver or backend reported an error stays as it is, even if another driver reports it.
+    driver or backend reported an error stays as it is, even if another driver reports it. If the host was rebooted,
+    all its devices lose what they were programmed with, unless it is in flash memory.
     """
-    stored = {device.key: device for device in host.devices}
     provider_relevant: tuple[list[Any], ...] = (
         collected.deployables,
         collected.missing_deployables,
         collected.attributes,
         collected.state_changes,
     )
-    provider_relevant += (collected.gone_attributes,)
+    provider_relevant += (collected.gone_attributes, collected.offer_changes)
     size_before = sum(map(len, provider_relevant))
+    if host.boot_id and report.boot_id not in ("", host.boot_id):
+        host = _end_programs_after_reboot(host, collected)
+    stored = {device.key: device for device in host.devices}
     reported: set[str] = set()
     for driver, driver_report in driver_reports.items():
         for device in driver_report.devices or ():
@@ -264,9 +287,8 @@ def collect_changes(
     drivers = driver_status.build_driver_entries(
         host.drivers, _build_driver_entries(host, driver_reports, now, collected), report.drivers, now
     )
-    collected.hosts.append(
-        {"id": host.id, "epoch": report.epoch, "seq": report.seq, "hash": report.hash, "drivers": drivers}
-    )
+    position: RowValues = {"epoch": report.epoch, "seq": report.seq, "hash": report.hash}
+    collected.hosts.append({"id": host.id, "drivers": drivers, "boot_id": report.boot_id or host.boot_id} | position)
 
 
 def apply_admission_rules(collected: InventoryChanges, rules: Sequence[EnabledRule]) -> None:
@@ -294,7 +316,12 @@ def _collect_device_changes(
     """Append the changes of one reported device and of its deployables; `old` is the stored one, None if it is new.
 
     A device that was missing moves to the state that it returns to. There is at most one event: found, changed or back.
+    `offer.combine_health` decides about the health to store.
     """
+    if old is not None:
+        device = _keep_unended_failure(device, old.health)
+        if offer.is_offered(old.state, old.health[0]) != offer.is_offered(old.state, device.status):
+            collected.offer_changes.append(old.uuid)
     facts = (driver, *_get_reported_values(device))
     changes: dict[str, list[Any]] = {}
     device_uuid = old.uuid if old else str(uuid.uuid4())
@@ -334,6 +361,18 @@ def _collect_device_changes(
         collected.events.append(
             _build_agent_event(host, action, device_uuid, device.model, changes, f"reported by {driver}")
         )
+
+
+def _keep_unended_failure(device: Device, earlier_health: tuple[str, str] | None) -> Device:
+    """Return the device with the health that `offer.combine_health` computes from its earlier health and this report.
+
+    `earlier_health` is None if nothing is known of the device yet.
+    """
+    reported_health = (device.status, device.status_reason)
+    health, reason = offer.combine_health(earlier_health or reported_health, reported_health)
+    if (health, reason) == reported_health:
+        return device
+    return msgspec.structs.replace(device, status=health, status_reason=reason)
 
 
 def _collect_deployable_changes(
@@ -407,15 +446,19 @@ def _collect_handle_changes(
     `changes` is for the event; nothing is stored there for a new deployable. A handle is identified by its `info`.
     """
     stored_handles = {h.info: h for h in old.handles} if old else {}
-    reported_types = {h.info: h.attach_type for h in new.handles}
-    for info, attach_type in reported_types.items():
-        handle = stored_handles.get(info)
+    reported_handles = {h.info: h for h in new.handles}
+    for info, reported in reported_handles.items():
+        handle, attach_type = stored_handles.get(info), reported.attach_type
+        row = {"deployable": deployable, "type": attach_type, "info": info, "use": reported.in_use}
         if handle is None or handle.missing or handle.attach_type != attach_type:
-            collected.handles.append({"deployable": deployable, "type": attach_type, "info": info})
+            collected.handles.append(row)
             if old:
                 changes[f"handle {info}"] = ["missing" if handle else None, attach_type]
+        elif handle.in_use != reported.in_use:
+            collected.handles.append(row)
+            changes[f"use of handle {info}"] = [handle.in_use, reported.in_use]
     for info, handle in stored_handles.items():
-        if info not in reported_types and not handle.missing:
+        if info not in reported_handles and not handle.missing:
             collected.missing_handles.append(handle.id)
             changes[f"handle {info}"] = [handle.attach_type, "missing"]
 
@@ -423,15 +466,62 @@ def _collect_handle_changes(
 def _mark_device_missing(
     host: StoredHost, device: StoredDevice, reason: str, now: str, collected: InventoryChanges
 ) -> None:
-    """Append the move of a device to `missing`, with its event; the device returns to its present state."""
+    """Append the move of a device to `missing`, with its event; the device returns to its present state.
+
+    It loses what it was programmed with, unless that is in flash memory: it may have been without power.
+    """
     collected.state_changes.append(
         {"uuid": device.uuid, "state": "missing", "returns_to": device.state, "reason": reason}
     )
     changes: dict[str, Any] = {"state": [device.state, "missing"], "state_since": [device.state_since, now]}
     changes["returns_to"] = [None, device.state]
+    changes |= _end_volatile_programs(device, collected)[1]
     collected.events.append(
         _build_agent_event(host, "device.missing", device.uuid, str(device.facts[MODEL_INDEX]), changes, reason)
     )
+
+
+def _end_programs_after_reboot(host: StoredHost, collected: InventoryChanges) -> StoredHost:
+    """Append the end of all that was programmed on the host and is not in flash memory, with an event for each device.
+
+    Returns the host as it is stored then.
+    """
+    devices = []
+    for device in host.devices:
+        device_after, changes = _end_volatile_programs(device, collected)
+        devices.append(device_after)
+        if changes:
+            reason = "the host was rebooted, so what the device was programmed with is lost"
+            name = str(device.facts[MODEL_INDEX])
+            collected.events.append(_build_agent_event(host, "device.unclear", device.uuid, name, changes, reason))
+    return msgspec.structs.replace(host, devices=tuple(devices))
+
+
+def _end_volatile_programs(
+    device: StoredDevice, collected: InventoryChanges
+) -> tuple[StoredDevice, dict[str, list[Any]]]:
+    """Append the end of what the device's deployables were programmed with, unless it is in flash memory.
+
+    That is the bitstream and the function trait that programming has set. Returns the device as it is stored then, and
+    the changes for an event.
+    """
+    deployables, changes = [], {}
+    for deployable in device.deployables:
+        traits_set = tuple(
+            one
+            for one in deployable.attributes
+            if (one.key, one.origin) == (traits.FUNCTION_TRAIT_KEY, AttributeOrigin.CONDUCTOR)
+        )
+        if not deployable.bitstream_in_flash and (deployable.bitstream or traits_set):
+            collected.ended_programs.append(deployable.id)
+            collected.gone_attributes += [one.id for one in traits_set]
+            changes[f"{deployable.name} bitstream"] = [deployable.bitstream, None]
+            changes |= {f"{deployable.name} function": [one.value, None] for one in traits_set}
+            kept = tuple(one for one in deployable.attributes if one not in traits_set)
+            deployables.append(msgspec.structs.replace(deployable, attributes=kept, bitstream=None))
+        else:
+            deployables.append(deployable)
+    return msgspec.structs.replace(device, deployables=tuple(deployables)), changes
 
 
 def _build_driver_entries(

@@ -33,7 +33,7 @@ def merge_reports(reports: Mapping[int, Iterable[HostReport]]) -> int:
 
     Reports that are not newer than the host's last applied one are dropped, and so are reports of unknown hosts. The
     number of statements does not depend on the size of the batch: one locks the hosts, one loads the stored rows, at
-    most twelve write the differences, and one places `install` commands for devices that a rule admits and that need
+    most thirteen write the differences, and one places `install` commands for devices that a rule admits and that need
     it. The hosts stay locked until the commit.
     """
     started_at = time.monotonic()
@@ -79,6 +79,7 @@ def _write_changes(cursor: Any, changes: InventoryChanges) -> None:
         if rows:
             cursor.execute(statement, [_encode(rows).decode()])
     for statement, ids in (
+        (sql.END_PROGRAMS, changes.ended_programs),
         (sql.DELETE_ATTRIBUTES, changes.gone_attributes),
         (sql.MARK_DEPLOYABLES_MISSING, changes.missing_deployables),
         (sql.MARK_HANDLES_MISSING, changes.missing_handles),

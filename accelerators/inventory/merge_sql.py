@@ -33,10 +33,12 @@ SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.
         p.missing_since IS NOT NULL,
         coalesce((SELECT json_agg(json_build_array(a.id, a.key, a.value, a.origin))
                   FROM accelerators_attribute a WHERE a.deployable_id = p.id), '[]'),
-        coalesce((SELECT json_agg(json_build_array(t.id, t.attach_type, t.attach_info, t.missing_since IS NOT NULL))
-                  FROM accelerators_attachhandle t WHERE t.deployable_id = p.id), '[]')))
+        coalesce((SELECT json_agg(json_build_array(t.id, t.attach_type, t.attach_info, t.missing_since IS NOT NULL,
+                    t.in_use))
+                  FROM accelerators_attachhandle t WHERE t.deployable_id = p.id), '[]'),
+        p.bitstream_id, p.bitstream_in_flash))
       FROM accelerators_deployable p WHERE p.device_id = d.id), '[]'), d.state_since))
-  FROM accelerators_device d WHERE d.host_id = h.id), '[]'))::text
+  FROM accelerators_device d WHERE d.host_id = h.id), '[]'), h.boot_id)::text
 FROM accelerators_host h WHERE h.id = ANY(%s) ORDER BY h.id
 """
 
@@ -91,20 +93,24 @@ ON CONFLICT (deployable_id, key) DO UPDATE SET value = excluded.value, updated_a
 """
 
 UPSERT_HANDLES = """
-INSERT INTO accelerators_attachhandle AS t (uuid, deployable_id, attach_type, attach_info)
-SELECT gen_random_uuid(), p.id, x.type, x.info
-FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, type text, info text)) WITH ORDINALITY
-  AS x(deployable, type, info, n)
+INSERT INTO accelerators_attachhandle AS t (uuid, deployable_id, attach_type, attach_info, in_use)
+SELECT gen_random_uuid(), p.id, x.type, x.info, x.use
+FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, type text, info text, use text)) WITH ORDINALITY
+  AS x(deployable, type, info, use, n)
 JOIN accelerators_deployable p ON p.uuid = x.deployable
 ORDER BY x.n
-ON CONFLICT (deployable_id, attach_info) DO UPDATE SET attach_type = excluded.attach_type, missing_since = NULL,
-  updated_at = now()
+ON CONFLICT (deployable_id, attach_info) DO UPDATE SET attach_type = excluded.attach_type, in_use = excluded.in_use,
+  missing_since = NULL, updated_at = now()
 """
 
 DELETE_ATTRIBUTES = "DELETE FROM accelerators_attribute WHERE id = ANY(%s)"
 MARK_DEPLOYABLES_MISSING = (
     "UPDATE accelerators_deployable SET missing_since = now(), updated_at = now() WHERE id = ANY(%s)"
 )
+END_PROGRAMS = """
+UPDATE accelerators_deployable SET bitstream_id = NULL, bitstream_in_flash = FALSE, updated_at = now()
+WHERE id = ANY(%s)
+"""
 MARK_HANDLES_MISSING = (
     "UPDATE accelerators_attachhandle SET missing_since = now(), updated_at = now() WHERE id = ANY(%s)"
 )
@@ -113,7 +119,7 @@ INCREMENT_GENERATIONS = "UPDATE accelerators_device SET generation = generation 
 
 UPDATE_HOSTS = """
 UPDATE accelerators_host t SET applied_epoch = x.epoch, applied_seq = x.seq, applied_hash = x.hash,
-  drivers = x.drivers, reported_at = now(), updated_at = now()
-FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, epoch bigint, seq bigint, hash text, drivers jsonb)
+  drivers = x.drivers, boot_id = x.boot_id, reported_at = now(), updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, epoch bigint, seq bigint, hash text, drivers jsonb, boot_id text)
 WHERE t.id = x.id
 """

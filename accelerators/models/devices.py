@@ -7,6 +7,7 @@ from django.db.models import F, Func, Q, Value
 from django.db.models.functions import Coalesce, Now
 
 from accelerators.domain.device_actions import LifecycleState
+from accelerators.domain.offer import OFFERED_STATE, WITHHELD_HEALTH
 from accelerators.domain.states import AttributeOrigin, DeviceState, DeviceType, DrainTarget, HandleType, Health
 from accelerators.models import fields
 from accelerators.models.hosts import Host
@@ -19,7 +20,8 @@ UNHEALTHY_STATUSES = (Health.DEGRADED.value, Health.FAILED.value)
 class Device(fields.Row):
     """A card, identified by its host and `key`.
 
-    `state` is the device's life cycle, which operators control; `status` is the health that its driver reports.
+    `state` is the device's place in its life cycle, which operators, admission rules, reports and commands change;
+    `status` is the health that its driver reports.
     """
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="devices", db_index=False)
@@ -150,6 +152,11 @@ class Deployable(fields.Row):
     driver_name = models.CharField(max_length=100, default="", blank=True)
     rp_uuid = models.UUIDField(null=True, blank=True, db_index=True)
     bitstream_id = models.UUIDField(null=True, blank=True)
+    bitstream_in_flash = models.BooleanField(
+        default=False,
+        db_default=False,
+        help_text="Whether it keeps its bitstream in flash memory, so that resets and reboots do not end it.",
+    )
     missing_since = models.DateTimeField(null=True, blank=True)
 
     class Meta:
@@ -188,6 +195,13 @@ class AttachHandle(fields.Row):
     deployable = models.ForeignKey(Deployable, models.PROTECT, related_name="attach_handles", db_index=False)
     attach_type = models.CharField(max_length=16, choices=HandleType.choices())
     attach_info = models.CharField(max_length=255, db_collation="C", help_text="JSON; its bytes are its identity.")
+    in_use = models.CharField(
+        max_length=16,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="As last reported: guest, unknown, or empty if no guest can use it or its driver does not tell.",
+    )
     missing_since = models.DateTimeField(null=True, blank=True)
 
     class Meta:
@@ -203,12 +217,51 @@ class AttachHandle(fields.Row):
 
     @property
     def reason_not_offered(self) -> str:
-        """Return the reason why this handle is never offered to Nova, or '' if it can be."""
-        return (
-            "not offered to Nova: it is a device node, and Nova gives device nodes to no guest"
-            if self.attach_type == HandleType.DEV
-            else ""
-        )
+        """Return the reason why this handle is not offered to Nova, or '' if it can be.
+
+        Runs a query unless `release` was loaded with the handle.
+        """
+        if self.attach_type == HandleType.DEV:
+            return "not offered to Nova: it is a device node, and Nova gives device nodes to no guest"
+        release: ReleasedHandle | None = getattr(self, "release", None)
+        return f"not offered to Nova: {release.description}" if release else ""
+
+
+class ReleasedHandle(fields.Row):
+    """An attach handle whose request is gone, but of which its host has not confirmed yet that no guest uses it.
+
+    While this row exists, no request gets the handle; a trigger of the database rejects it. `created_at` is the time of
+    the release. The foreign key has no constraint, so that a conductor of the release before can still delete handles.
+    """
+
+    handle = models.OneToOneField(AttachHandle, models.CASCADE, related_name="release", db_constraint=False)
+    instance = models.UUIDField(null=True, blank=True, help_text="The instance that had the handle.")
+    ask_at = models.DateTimeField(help_text="When the host is asked again.")
+    ask_until = models.DateTimeField(
+        null=True, blank=True, help_text="When its device is quarantined; empty once that has been done."
+    )
+    answer = models.TextField(default="", blank=True, help_text="Why the host has not confirmed it yet.")
+
+    class Meta:
+        ordering = ["id"]
+
+    def __str__(self) -> str:
+        return f"{self.handle} of {self.instance}"
+
+    @property
+    def description(self) -> str:
+        """Return a phrase for operators: what the handle waits for, and why it still does."""
+        waits = f"instance {self.instance} had it, and its host has not confirmed that no guest uses it"
+        return f"{waits} ({self.answer})" if self.answer else waits
+
+
+def build_offered_condition(device: str = "") -> Q:
+    """Build the condition that a device is offered (`accelerators.domain.offer`).
+
+    `device` is the path from the queried model to the device, such as "deployable__device"; '' for queries of devices.
+    """
+    path = f"{device}__" if device else ""
+    return Q(**{f"{path}state": OFFERED_STATE.value}) & ~Q(**{f"{path}status": WITHHELD_HEALTH.value})
 
 
 def build_driver_error_expression() -> Func:

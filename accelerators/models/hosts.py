@@ -23,6 +23,13 @@ class Host(fields.Row):
     )
     reported_at = models.DateTimeField(null=True, help_text="When its last report was applied.")
     applied_hash = models.CharField(max_length=64, default="", help_text="Hash of the last applied report.")
+    boot_id = models.CharField(
+        max_length=64,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The boot of the host in which its last report was made; empty if its agent does not tell it.",
+    )
     applied_epoch = models.BigIntegerField(default=0)
     applied_seq = models.BigIntegerField(default=0)
     drivers = models.JSONField(

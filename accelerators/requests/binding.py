@@ -28,12 +28,13 @@ from psycopg.errors import DeadlockDetected
 from accelerators import conductor, safety
 from accelerators.commands import command_queue
 from accelerators.commands.command_queue import TYPES_CREATED_ON_HOST, CommandOrder
-from accelerators.domain import groups
+from accelerators.domain import groups, offer
 from accelerators.domain.caller import Caller, request_id
 from accelerators.domain.errors import AcceleratorsError, RefusalReason, RefusedError
-from accelerators.domain.states import BINDABLE_STATES, EventSource, RequestState
+from accelerators.domain.states import BINDABLE_STATES, CommandState, EventSource, RequestState
+from accelerators.models import Command, Intent
 from accelerators.requests import binding_sql as sql
-from accelerators.requests import notices, profiles
+from accelerators.requests import notices, profiles, releases
 from accelerators.runtime import jobs, metrics
 
 RETRY_TIMEOUT_S = 2.0
@@ -195,8 +196,9 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
 
     Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
-    made on a host are detached there by a command, and commands that still wait for an image are cancelled. Locks the
-    requests. Raises RefusedError NOT_FOUND if a request does not exist or is not the caller's.
+    made on a host are detached there by a command, and commands that still wait for an image are cancelled. PCI handles
+    are free when their host has confirmed that no guest uses them (`releases`). Locks the requests. Raises RefusedError
+    NOT_FOUND if a request does not exist or is not the caller's.
     """
     with conductor.writing():
         requests = _load_requests_for_update(uuids, caller)
@@ -205,15 +207,15 @@ def unbind_requests(uuids: Sequence[str], caller: Caller) -> None:
             EventSource.API,
             caller.name,
         )
-        _release_on_hosts(requests, caller)
+        _release_on_hosts(requests, caller, instance_is_gone=False)
 
 
 def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
     """Delete all of these requests or none, in any state, and release their handles; records an event for each.
 
-    Handles that were made on a host are detached there by a command. Raises RefusedError: NOT_FOUND if a request does
-    not exist or is not the caller's; SERVICE_TOKEN if a request belongs to an instance and the caller sent no service
-    token.
+    Handles that were made on a host are detached there by a command. PCI handles are free when their host has confirmed
+    that no guest uses them (`releases`). Raises RefusedError: NOT_FOUND if a request does not exist or is not the
+    caller's; SERVICE_TOKEN if a request belongs to an instance and the caller sent no service token.
     """
     with conductor.writing():
         requests = _load_requests_for_update(uuids, caller)
@@ -223,20 +225,21 @@ def delete_requests(uuids: Sequence[str], caller: Caller) -> None:
                     f"ARQ {request.uuid} is bound to instance {request.instance_uuid}. Use the Compute API to manage "
                 )
                 raise RefusedError(RefusalReason.SERVICE_TOKEN, text + "instance accelerators.")
-        _delete_locked_requests(requests, caller)
+        _delete_locked_requests(requests, caller, instance_is_gone=False)
 
 
 def delete_requests_of_instance(instance_uuid: str, caller: Caller) -> None:
     """Delete the requests of an instance that the caller may see, and release their handles; there may be none.
 
-    This function does not check for a service token; its caller must.
+    Nova calls this when it has ended the instance's guest. Therefore a PCI handle is free at once if the last report
+    shows that no guest uses it. This function does not check for a service token; its caller must.
     """
     with conductor.writing():
         rows = _fetch_all(
             sql.LOCK_REQUESTS_OF_INSTANCE, {"instance": instance_uuid, "project": _get_visible_project(caller)}
         )
         if rows:
-            _delete_locked_requests([_LockedRequest.from_row(row) for row in rows], caller)
+            _delete_locked_requests([_LockedRequest.from_row(row) for row in rows], caller, instance_is_gone=True)
 
 
 def fail_overdue_binds() -> bool:
@@ -247,13 +250,45 @@ def fail_overdue_binds() -> bool:
     """
     with conductor.writing():
         overdue = [WaitingRequest(*row) for row in _fetch_all(sql.LOCK_OVERDUE, {"count": OVERDUE_BATCH_SIZE})]
-        fault = "nothing was heard from host {} before the deadline"
+        reasons = _explain_overdue_binds(overdue) if overdue else {}
         finish_binds(
-            [BindOutcome(request, fault.format(request.hostname)) for request in overdue],
-            EventSource.SYSTEM,
-            "deadlines",
+            [BindOutcome(request, reasons[request.uuid]) for request in overdue], EventSource.SYSTEM, "deadlines"
         )
     return len(overdue) == OVERDUE_BATCH_SIZE
+
+
+def _explain_overdue_binds(overdue: Sequence[WaitingRequest]) -> dict[str, str]:
+    """Return by the request's uuid what each of these binds still waited for at its deadline. Three statements."""
+    uuids = [request.uuid for request in overdue]
+    programmed = Intent.objects.filter(kind=PROGRAMMED_INTENT, key__in=uuids)
+    host_by_request = dict(programmed.values_list("key", "payload__host"))
+    provider_intents = Intent.objects.filter(kind="provider", key__in={*host_by_request.values()})
+    error_by_host = dict(provider_intents.values_list("key", "last_error"))
+    commands = Command.objects.filter(request__in=uuids).order_by("id")
+    last_command = {str(command.request): command for command in commands}
+    reasons = {}
+    for request in overdue:
+        if request.uuid in host_by_request:
+            error = error_by_host.get(host_by_request[request.uuid], "")
+            reason = (
+                f"host {request.hostname} was programmed, but its new traits were not in Placement before the deadline:"
+                f" {error or 'the job placement had not written them yet'}"
+            )
+        else:
+            reason = _describe_unfinished_command(request.hostname, last_command.get(request.uuid))
+        reasons[request.uuid] = reason[:1024]
+    return reasons
+
+
+def _describe_unfinished_command(host: str, command: Command | None) -> str:
+    """Return how far the last command of a bind had come at the bind's deadline."""
+    if command is None or (command.taken_at is None and command.answered_at is None):
+        if command is not None and command.state == CommandState.PREPARING:
+            return f"the image for host {host} was not ready before the deadline"
+        return f"nothing was heard from host {host} before the deadline"
+    if command.answered_at is None:
+        return f"host {host} accepted the command {command.op}, but did not answer it before the deadline"
+    return f"host {host} answered the command {command.op}, but its report was not applied before the deadline"
 
 
 def lock_waiting_requests(
@@ -395,12 +430,17 @@ def _raise_shortage_error(rp: str, count: int) -> None:
     rows = _fetch_all(sql.SELECT_SHORTAGE_FACTS, {"rp": rp})
     if not rows:
         raise RefusedError(RefusalReason.NOT_FOUND, f"Deployable not found with resource provider uuid={rp}")
-    ((deployable, state, busy, free, has_device_nodes),) = rows
+    ((deployable, state, busy, free, has_device_nodes, health, released),) = rows
     if free >= count:
         raise _HandlesContendedError
     if has_device_nodes:
         raise _build_none_free_error(deployable, "its handles are device nodes (DEV), which no guest gets")
-    why = "all are held" if state == "ready" else f"its device is {state}, not ready"
+    if state != offer.OFFERED_STATE:
+        why = f"its device is {state}, not {offer.OFFERED_STATE}"
+    else:
+        why = offer.describe_withheld_health(health) or "all are held"
+        if released:
+            why += f", or released and not confirmed by the host as unused ({released})"
     raise _build_none_free_error(deployable, "its device is busy with a command" if busy else why)
 
 
@@ -415,7 +455,7 @@ def _choose_programming_requests(
     """Return, for each device that must be programmed, the id of the request whose image it gets.
 
     Raises RefusedError NONE_FREE if requests of this bind need different images or different deployables of one device,
-    or if another request holds the device.
+    if another request holds the device, or if a guest may still use a released handle of it.
     """
     first_by_device: dict[int, _LockedRequest] = {}
     for request, _ in pairs:
@@ -431,6 +471,9 @@ def _choose_programming_requests(
     for device, uuid in safety.query_requests_of_devices([*first_by_device], "uuid") if first_by_device else ():
         why = f"its device is held by request {uuid}: it cannot be programmed for another"
         raise _build_none_free_error(handles[first_by_device[device].id].deployable, why)
+    for release in safety.query_releases_of_devices([*first_by_device]) if first_by_device else ():
+        why = f"its device cannot be programmed: {release.description}"
+        raise _build_none_free_error(handles[first_by_device[release.handle.deployable.device_id].id].deployable, why)
     return {device: request.id for device, request in first_by_device.items()}
 
 
@@ -511,23 +554,22 @@ def _move_requests(moves: Sequence[Mapping[str, Any]], source: EventSource, acto
         metrics.count_bind_outcomes(moves)
 
 
-def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller) -> None:
-    """Delete locked requests and record an event for each.
+def _delete_locked_requests(requests: Sequence[_LockedRequest], caller: Caller, *, instance_is_gone: bool) -> None:
+    """Delete locked requests and record an event for each; release their handles as `_release_on_hosts` does.
 
-    Commands that still wait for an image are cancelled, and handles that were created on a host are detached. A
-    programmed image stays on its device.
+    A programmed image stays on its device.
     """
     conductor.open_cursor().execute(
         sql.DELETE_REQUESTS, {"ids": [request.id for request in requests]} | _build_actor_values(caller)
     )
-    _release_on_hosts(requests, caller)
+    _release_on_hosts(requests, caller, instance_is_gone=instance_is_gone)
 
 
-def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller) -> None:
+def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller, *, instance_is_gone: bool) -> None:
     """Cancel the commands of these requests that still wait for an image, and order a detach of each handle that is
-    made on a host.
+    made on a host. Keep PCI handles that a guest may still use from other requests (`releases`).
 
-    The requests need not exist any more; their state and handle are those from before the change.
+    The requests need not hold their handles any more; their state and handle are those from before the change.
     """
     command_queue.cancel_preparing_commands([request.uuid for request in requests if request.state == _S.BIND_STARTED])
     to_detach = [
@@ -542,6 +584,11 @@ def _release_on_hosts(requests: Sequence[_LockedRequest], caller: Caller) -> Non
             for one, handle in to_detach
         ],
         EventSource.API,
+    )
+    releases.hold_back_used_handles(
+        {request.handle: request.instance_uuid for request in requests if request.handle and request.state == _S.BOUND},
+        caller.name,
+        instance_is_gone=instance_is_gone,
     )
 
 

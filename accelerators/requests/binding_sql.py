@@ -4,6 +4,7 @@ They are raw SQL because they lock rows, or write requests and their events in o
 """
 
 from accelerators.conductor_sql import build_event_insert
+from accelerators.domain.offer import IS_OFFERED_SQL
 
 VISIBLE_CONDITION = "(%(project)s::text IS NULL OR q.project_id = %(project)s::text)"
 """Condition: the caller may see the request that is aliased `q` (promise X4)."""
@@ -64,12 +65,13 @@ WHERE q.instance_uuid = ANY(%(instances)s::uuid[]) AND {VISIBLE_CONDITION} LIMIT
 """
 """Return one of these instances that already has a request, if there is one."""
 
-FROM_FREE_HANDLES = """
+FROM_FREE_HANDLES = f"""
 FROM accelerators_attachhandle t
 JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_device d ON d.id = p.device_id
-WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready' AND d.busy_with IS NULL
+WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND {IS_OFFERED_SQL} AND d.busy_with IS NULL
   AND t.attach_type <> 'DEV'
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
+  AND NOT EXISTS (SELECT FROM accelerators_releasedhandle w WHERE w.handle_id = t.id)
 """
 """FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`."""
 OFFERED_COUNT = "least({free}, greatest(p.num_accelerators - {held}, 0))"
@@ -82,22 +84,24 @@ SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FROM_FREE_HANDLES
 %(count)s::bigint FOR NO KEY UPDATE OF t SKIP LOCKED
 """
 RESERVE_HANDLES = f"{_LOCK_FREE_HANDLES} FOR SHARE OF d SKIP LOCKED"
-"""Lock at most `count` free handles of a provider, and share-lock their devices: a device cannot leave `ready` before
-the bind is committed. Locked rows are skipped, so the statement never waits for a lock."""
+"""Lock at most `count` free handles of a provider, and share-lock their devices: a device cannot leave the offer
+before the bind is committed. Locked rows are skipped, so the statement never waits for a lock."""
 RESERVE_HANDLES_EXCLUSIVELY = f"{_LOCK_FREE_HANDLES} FOR NO KEY UPDATE OF d SKIP LOCKED"
 """Like RESERVE_HANDLES, but lock the devices exclusively, for a bind that may program them: no other bind can use them
 until it is committed."""
 
 SELECT_SHORTAGE_FACTS = f"""
 SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FROM_FREE_HANDLES_OF_PROVIDER}),
-  EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV')
+  EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV'), d.status,
+  (SELECT count(*) FROM accelerators_releasedhandle w JOIN accelerators_attachhandle t ON t.id = w.handle_id
+    WHERE t.deployable_id = p.id)
 FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 """
 """Find out why RESERVE_HANDLES returned too few handles of a provider. Returns the deployable's id, the state of its
-device, whether a command uses the device alone, the number of free handles, and whether it has device nodes; no row if
-there is no such provider."""
+device, whether a command uses the device alone, the number of free handles, whether it has device nodes, the device's
+health, and the number of released handles that wait for their host; no row if there is no such provider."""
 
 MOVE_REQUESTS = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname

@@ -1,7 +1,8 @@
 """Find the resource providers of a host that can serve the groups of a device profile.
 
 Nova asks Placement for this before it boots an instance. An instance that runs already can only get devices of its own
-host, so they are chosen here. Only devices in state `ready` are considered; the others are reserved in Placement.
+host, so they are chosen here. Only devices that are offered (`accelerators.domain.offer`) are considered; the others
+are reserved in Placement.
 """
 
 from __future__ import annotations

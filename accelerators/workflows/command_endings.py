@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 from django.db import transaction
@@ -26,7 +27,7 @@ from accelerators.models.commands import COMMAND_IS_OPEN
 from accelerators.requests import binding
 from accelerators.requests.binding import BindOutcome, WaitingRequest
 from accelerators.runtime import jobs, metrics
-from accelerators.workflows import driver_config
+from accelerators.workflows import driver_config, release_checks
 
 BATCH_SIZE = 200
 _C, _S = CommandState, DeviceState
@@ -62,6 +63,15 @@ class EndedCommand:
         return self.state not in (_C.REFUSED, _C.EXPIRED)
 
 
+class _EndedProgram(NamedTuple):
+    """The arguments of `programming.end_programs` for one device."""
+
+    device: int
+    deployable_name: str
+    reason: str
+    also_in_flash: bool
+
+
 @dataclass
 class _Consequences:
     """Changes to write because a batch of commands has ended."""
@@ -72,8 +82,9 @@ class _Consequences:
     detach_numbers: list[int] = field(default_factory=list)
     bound_after_placement: dict[str, dict[str, str]] = field(default_factory=dict)
     """Requests that become Bound once Placement shows the traits of what was programmed: uuid → `{"host": uuid}`."""
-    unknown_bitstreams: list[tuple[int, str]] = field(default_factory=list)
-    """Deployables (device id, name; '' for all of the device) whose bitstream is unknown from now on."""
+    answers_about_releases: list[tuple[Command, str]] = field(default_factory=list)
+    """Questions whether a released handle is unused, each with '' if it is, else with the reason (`release_checks`)."""
+    ended_programs: list[_EndedProgram] = field(default_factory=list)
 
 
 def run() -> None:
@@ -93,8 +104,20 @@ def end_late_commands() -> bool:
 
 
 def _judge_answered_command(command: Command) -> EndedCommand:
-    """Return the end of a command as its agent answered."""
+    """Return the end of a command as its agent answered.
+
+    A success of programming has become a failure if the host was rebooted after it and the program did not survive.
+    """
+    boot_id = command.detail.get("boot_id", "")
+    is_lost = boot_id not in ("", command.host.boot_id) and command.host.boot_id and not _is_in_flash(command)
+    if command.outcome == _C.SUCCEEDED and is_lost:
+        return EndedCommand(command, _C.FAILED, "the host was rebooted afterwards, so what was programmed is lost")
     return EndedCommand(command, CommandState(command.outcome), command.text or command.outcome)
+
+
+def _is_in_flash(command: Command) -> bool:
+    """Return True if the agent has answered that the device keeps the command's image in flash memory."""
+    return bool(command.detail.get("lifetime") == "flash")
 
 
 def _judge_late_command(command: Command) -> EndedCommand:
@@ -237,11 +260,16 @@ def _build_attach_order(request: WaitingRequest, command: Command) -> command_qu
 def _collect_device_consequences(ended: EndedCommand, device: Device, consequences: _Consequences) -> None:
     """Collect the consequences of a command for its device's state.
 
-    An install leads to ready or failed, a successful uninstall to inactive; a program stores the new content; a failed
-    detach only writes an event; any other exclusive command with an unknown outcome makes the device failed. A state
-    that a person has set since the command was ordered is kept.
+    An install leads to ready or failed, a successful uninstall to inactive; a program stores the new content; a detach
+    of a PCI handle is the answer to a question about it; any other failed detach only writes an event; a failed reset,
+    and any other exclusive command with an unknown outcome, makes the device failed. A state that a person has set
+    since the command was ordered is kept. A reset or an uninstall that may have been begun ends what the device was
+    programmed with, unless that is in flash memory.
     """
     command, state_now = ended.command, build_lifecycle_state(device)
+    if command.op in ("reset", "uninstall") and ended.may_have_changed_host:
+        reason = f"{command.op} ends what the device was programmed with"
+        consequences.ended_programs.append(_EndedProgram(device.id, "", reason, also_in_flash=False))
     if command.op == "install" and state_now.effective_state == _S.INSTALLING:
         reason = command.reason or "installed" if ended.succeeded else ended.text
         _add_state_change(ended, device, _S.READY if ended.succeeded else _S.FAILED, reason, consequences)
@@ -249,6 +277,10 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
         _add_state_change(ended, device, _S.INACTIVE, command.reason or "uninstalled", consequences)
     elif command.op == "program":
         _apply_program_result(ended, device, consequences)
+    elif command.op == "reset" and ended.state is _C.FAILED:
+        _fail_device(ended, device, consequences)
+    elif release_checks.is_question(command):
+        consequences.answers_about_releases.append((command, "" if ended.succeeded else ended.text or ended.state))
     elif command.op == "detach" and not ended.succeeded:
         why = f"a handle could not be detached: {ended.text}"
         consequences.state_changes.append(
@@ -259,29 +291,34 @@ def _collect_device_consequences(ended: EndedCommand, device: Device, consequenc
 
 
 def _apply_program_result(ended: EndedCommand, device: Device, consequences: _Consequences) -> None:
-    """On success store the new bitstream; otherwise, if the host may be changed, mark the content as unknown.
+    """On success store the new bitstream; otherwise, if the host may be changed, forget the old one.
 
     If the outcome is unknown the device fails as well.
     """
     command = ended.command
     name = command.arguments.get("deployable", "")
     if ended.succeeded and "image" in command.arguments:
-        programming.store_programmed_image(device, name, command.arguments["image"], command.actor)
+        programming.store_programmed_image(
+            device, name, command.arguments["image"], command.actor, in_flash=_is_in_flash(command)
+        )
     elif ended.may_have_changed_host:
-        consequences.unknown_bitstreams.append((device.id, name))
+        reason = f"programming did not succeed, so what the device contains is unknown: {ended.text}"
+        consequences.ended_programs.append(_EndedProgram(device.id, name, reason, also_in_flash=True))
         _fail_device_if_outcome_unknown(ended, device, consequences)
 
 
 def _fail_device_if_outcome_unknown(ended: EndedCommand, device: Device, consequences: _Consequences) -> None:
-    """Move the device to `failed` if the command's outcome is unknown, so that it is not offered.
+    """Move the device to `failed` as `_fail_device` does, if the command's outcome is unknown."""
+    if ended.state is _C.UNKNOWN:
+        _fail_device(ended, device, consequences)
+
+
+def _fail_device(ended: EndedCommand, device: Device, consequences: _Consequences) -> None:
+    """Move the device to `failed`, so that it is not offered until somebody enables it.
 
     Only a device that is ready, installing or in maintenance is moved.
     """
-    if ended.state is _C.UNKNOWN and build_lifecycle_state(device).effective_state in (
-        _S.READY,
-        _S.INSTALLING,
-        _S.MAINTENANCE,
-    ):
+    if build_lifecycle_state(device).effective_state in (_S.READY, _S.INSTALLING, _S.MAINTENANCE):
         _add_state_change(ended, device, _S.FAILED, f"{ended.command.op}: {ended.text}", consequences)
 
 
@@ -310,10 +347,12 @@ def _write_consequences(consequences: _Consequences) -> None:
         for change in sorted(consequences.state_changes, key=lambda step: step.before != step.after)
     }
     store_state_changes([*change_by_device.values()], EventSource.AGENT)
-    for device, name in consequences.unknown_bitstreams:
-        programming.clear_bitstreams(device, name)
+    for device, name, reason, also_in_flash in consequences.ended_programs:
+        programming.end_programs(device, name, reason, also_in_flash=also_in_flash)
     if consequences.bind_outcomes:
         binding.finish_binds(consequences.bind_outcomes, EventSource.AGENT, "commands")
     conductor.raise_intents(binding.PROGRAMMED_INTENT, consequences.bound_after_placement)
+    if consequences.answers_about_releases:
+        release_checks.store_answers(consequences.answers_about_releases)
     command_queue.place_commands(consequences.attach_orders)
     command_queue.order_missing_detaches(consequences.detach_numbers)

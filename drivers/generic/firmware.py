@@ -18,7 +18,7 @@ from drivers.generic.pci_backend import PciFunctionBackend, make_reading_service
 from drivers.inventory import BackendKind, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci import functions
-from drivers.pci.guest_usage import list_card_functions
+from drivers.pci.iommu import list_card_functions
 from drivers.plan import Act, Ask, Check, Plan, Step, Write
 
 FIRMWARE_CLASS_FOLDER = "/sys/class/firmware"
@@ -88,10 +88,11 @@ def make_program_services(machine: Machine, devices: tuple[Device, ...]) -> tupl
 
 
 def plan_upload(machine: Machine, ask: Ask) -> Plan:
-    """Return a plan of one step, which uploads the image to the function.
+    """Return a plan of one step, which uploads the image to the flash memory of the function.
 
+    The step is there even if this image is loaded already, because the kernel does not show what the flash contains.
     Raises Gone if the function is absent, Unsupported if it has no upload directory, Failed if it has several, and Busy
-    if the host or a guest uses the function or one of its virtual functions.
+    if the host or a guest uses the function, or one of its companion or virtual functions.
     """
     address = functions.find_address(machine, ask.key)
     upload_folders = list_upload_folders(machine, address)
@@ -111,7 +112,7 @@ def plan_upload(machine: Machine, ask: Ask) -> Plan:
         expect=(Check(f"{upload_folders[0]}/status", "idle"),),
         timeout_s=UPLOAD_S,
     )
-    return Plan((step,), step.does)
+    return Plan((step,), step.does, "flash")
 
 
 def _is_programmable(device: Device) -> bool:

@@ -14,7 +14,7 @@ from drivers.generic.backend import make_service
 from drivers.generic.pci_backend import PciFunctionBackend, make_reading_services
 from drivers.inventory import BackendKind, Device, Service
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.pci import functions
+from drivers.pci import functions, iommu
 from drivers.plan import Act, Ask, Plan
 
 
@@ -33,6 +33,7 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
     """Offers functions for passthrough and SR-IOV; those with a firmware upload directory can also be programmed."""
 
     kind: ClassVar[BackendKind] = "pci"
+    passthrough: ClassVar[bool] = True
     writes: ClassVar[tuple[str, ...]] = (*functions.PciDriver.writes, *firmware.WRITTEN_PATHS)
 
     desired: DesiredFunction = DesiredFunction()
@@ -54,14 +55,12 @@ class PciBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_f
     def list_services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
         """Return passthrough, sriov, reset, program, firmware, health and stats; some may be unavailable."""
         paths = [f"{PCI_DEVICES}/{device.address}" for device in devices]
-        groups = machine.names("/sys/kernel/iommu_groups")
+        groups = machine.names(iommu.GROUPS_FOLDER)
         total = sum(machine.read_int(f"{path}/sriov_totalvfs", 0) for path in paths)
         methods = {word for path in paths for word in machine.text(f"{path}/reset_method").split()}
         resets = methods or any(machine.exists(f"{path}/reset") for path in paths)
         return (
-            make_service(
-                "passthrough", "" if groups else "no IOMMU: switch it on in firmware and on the kernel's command line"
-            ),
+            make_service("passthrough", "" if groups else iommu.describe_missing_iommu(machine)),
             make_service(
                 "sriov", "" if total else "none of its devices can have virtual functions", {"total_vfs": str(total)}
             ),

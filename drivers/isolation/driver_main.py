@@ -45,7 +45,8 @@ class DriverRequest(Struct, frozen=True):
 
     `state` is the directory to which `/state` leads. The caller waits `deadline_s` seconds for the answer. `ask` is set
     for health and the acts, `asks` for samples, where only `key` and `backend` of each are used. `open_nodes` is what
-    the agent saw for discover, probe and the acts, because this process may not look at other processes.
+    the agent saw for discover, probe and the acts, because this process may not look at other processes. With `release`
+    the driver first forgets its pauses after failures (`Driver.release`).
     """
 
     id: int
@@ -57,6 +58,7 @@ class DriverRequest(Struct, frozen=True):
     ask: Ask | None = None
     asks: Annotated[tuple[Ask, ...], Meta(max_length=MAX_DEVICES)] = ()
     open_nodes: OpenNodes | None = None
+    release: bool = False
 
 
 class Manifest(Struct, frozen=True):
@@ -162,6 +164,8 @@ def _handle_request(
     try:
         machine = Machine(request.node, state_root=request.state or "/state")
         machine.deadline_s, machine.open_nodes = request.deadline_s, request.open_nodes
+        if request.release:
+            driver.release()
         if request.call == "discover":
             findings = driver.discover(machine, request.settings)
             return DriverAnswer(request.id, report=_build_report(name, findings))

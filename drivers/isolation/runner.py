@@ -86,6 +86,8 @@ class DriverProcess:
         self._failure_times: deque[float] = deque(maxlen=MAX_FAILURES)
         self._is_samples_answer_due = False
         """Whether the last request was for samples and its answer has not arrived yet."""
+        self._is_release_due = False
+        """Whether the next request tells the driver to forget its pauses."""
         self._unread_loads: dict[str, str] = {}
         """The last known reasons why the load of devices could not be read, by device key; new reasons are logged."""
 
@@ -176,8 +178,12 @@ class DriverProcess:
         return plan
 
     def release(self) -> None:
-        """End quarantine and back-off: the next call may start the process again at once."""
+        """End quarantine and back-off: the next call may start the process again at once.
+
+        The driver itself forgets its pauses with the next call, too (`Driver.release`).
+        """
         self._failure_times.clear()
+        self._is_release_due = True
         self._backoff_s, self._next_start_at = FIRST_BACKOFF_S, 0.0
 
     async def close(self) -> None:
@@ -229,6 +235,8 @@ class DriverProcess:
         self._last_call_id += 1
         self._is_samples_answer_due = call == "samples"  # until the answer is here
         request = {"id": self._last_call_id, "call": call, "deadline_s": deadline_s, **fields, **self._common_fields}
+        if self._is_release_due:
+            request["release"], self._is_release_due = True, False
         pipe.send_line(msgspec.json.encode(request))
         answer = await self._receive_answer(pipe, RESULT_FIELDS.get(call, "plan"))
         self._is_samples_answer_due = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from drivers.errors import Busy, Unsupported
 from drivers.machine import PCI_DEVICES, Machine
+from drivers.pci import iommu
 from drivers.pci.guest_usage import refuse_if_guest_uses
 from drivers.plan import Check, Step, Write
 
@@ -20,8 +21,6 @@ DRIVERS_FOLDER = "/sys/bus/pci/drivers"
 NO_OVERRIDE = "(null)"
 NO_DRIVER = "none"
 """A value for `driver_override` that is the name of no driver, so the kernel binds no driver to the function."""
-GUEST_SAFE_DRIVERS = frozenset({"", VFIO, "pci-stub"})
-"""Drivers that the other functions of an IOMMU group may be bound to while a guest uses one of them."""
 BIND_S = 30.0
 
 
@@ -84,31 +83,26 @@ def is_bound(machine: Machine, address: str, wanted: str) -> bool:
 def refuse_unless_bindable(machine: Machine, address: str, wanted: str) -> None:
     """Raise Unsupported, with advice, if the kernel cannot bind the function to `wanted`; '' is always possible.
 
-    The kernel must have the driver, and for vfio-pci the function must be in an IOMMU group.
+    The kernel must have the driver, and for a driver of VFIO the function must be in an IOMMU group.
     """
     if wanted and not machine.exists(f"{DRIVERS_FOLDER}/{wanted}"):
         raise Unsupported(f"the kernel has no driver {wanted}: load it now (modprobe {wanted}) and at every boot")
-    if wanted == VFIO and not read_iommu_group(machine, address):
-        raise Unsupported(
-            f"{address} is in no IOMMU group, so it cannot be bound to {VFIO}: switch the IOMMU on (VT-d or AMD-Vi in "
-            "the firmware, intel_iommu=on on the kernel's command line for Intel)"
-        )
+    if iommu.is_vfio_driver(wanted) and not iommu.find_group(machine, address):
+        raise Unsupported(f"{address} cannot be bound to {wanted}: {iommu.describe_missing_iommu(machine)}")
 
 
 def plan_binding(view: HostUsage, address: str, wanted: str) -> list[Step]:
     """Return the steps that bind one function to the driver `wanted` ('' for none); no steps if `is_bound` is true.
 
-    Raises Busy if the host uses the function, if a guest does (checked only when `view.for_act`), or if vfio-pci is
-    wanted and another function of the IOMMU group is bound to a driver of the host. Raises Unsupported if the kernel
-    cannot bind it.
+    The other functions of its IOMMU group are not looked at (`drivers.pci.iommu` does that). Raises Busy if the host
+    uses the function or, checked only when `view.for_act`, a guest does. Raises Unsupported if the kernel cannot bind
+    it.
     """
     machine = view.machine
     if is_bound(machine, address, wanted):
         return []
     view.refuse_if_used([address])
     refuse_unless_bindable(machine, address, wanted)
-    if wanted == VFIO:
-        _refuse_used_iommu_group(machine, address)
     driver, override_before = read_bound_driver(machine, address), view.read_driver_override(address)
     path = f"{PCI_DEVICES}/{address}"
     override_write, restore_write = (
@@ -182,21 +176,3 @@ def _make_override_write(address: str, value: str) -> Write:
     kernel.
     """
     return Write(f"{PCI_DEVICES}/{address}/driver_override", "\n" if value in ("", NO_OVERRIDE) else value)
-
-
-def _refuse_used_iommu_group(machine: Machine, address: str) -> None:
-    """Raise Busy if another function of the same IOMMU group is bound to a driver of the host.
-
-    A guest gets all functions of a group or none. Bridges do not count.
-    """
-    group = read_iommu_group(machine, address)
-    for other in machine.names(f"/sys/kernel/iommu_groups/{group}/devices"):
-        driver = read_bound_driver(machine, other)
-        if driver in GUEST_SAFE_DRIVERS or machine.text(f"{PCI_DEVICES}/{other}/class").startswith("0x06"):
-            continue
-        if other != address:
-            raise Busy(
-                f"{address} is in the same IOMMU group ({group}) as {other}, which is bound to the host's driver "
-                f"{driver}: a guest gets all functions of a group or none, so unbind {other}, or bind it to {VFIO} "
-                "with a rule"
-            )

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from drivers.errors import Busy, Denied, DriverError
-from drivers.machine import PCI_DEVICES, Machine, OpenNodes
+from drivers.machine import Machine, OpenNodes
 
 VFIO_GROUPS = "/sys/class/vfio"
 
@@ -28,13 +28,6 @@ class GuestUse(NamedTuple):
 FREE = GuestUse("free")
 SEVERITY = ("free", "unknown", "used")
 """The states in the order in which they count when a device has several parts."""
-
-
-def list_card_functions(machine: Machine, address: str) -> list[str]:
-    """Return the address of a function, followed by those of its virtual functions."""
-    path = f"{PCI_DEVICES}/{address}"
-    links = (machine.link(f"{path}/{name}") for name in machine.names(path, "virtfn*"))
-    return [address, *sorted(filter(None, links))]
 
 
 def is_bound_to_vfio(machine: Machine, folder: str) -> bool:
@@ -54,10 +47,7 @@ def find_guest_uses(machine: Machine, folders: Iterable[str]) -> dict[str, Guest
     group_uses = {part: _read_group_use(machine, part) for some in parts.values() for part in some}
     open_nodes = machine.list_open_nodes() if None in group_uses.values() else OpenNodes()
     uses = {part: use or _find_cdev_use(machine, part, open_nodes) for part, use in group_uses.items()}
-    return {
-        folder: max((uses[part] for part in some), key=lambda use: SEVERITY.index(use.state))
-        for folder, some in parts.items()
-    }
+    return {folder: _choose_worst([uses[part] for part in some]) for folder, some in parts.items()}
 
 
 def _choose_worst(uses: list[GuestUse]) -> GuestUse:

@@ -1,14 +1,14 @@
 """Read the health and load of a PCI function from sysfs: its link, errors, power, temperatures and utilization.
 
 Sources: Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats and sysfs-driver-intel-{i915,xe}-hwmon,
-Documentation/hwmon, Documentation/gpu/amdgpu, drivers/accel/ivpu/ivpu_sysfs.c.
+Documentation/hwmon, Documentation/gpu/amdgpu, drivers/accel/ivpu/ivpu_sysfs.c, drivers/pci/{pci,pci-sysfs,probe}.c.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from drivers.errors import DriverError
+from drivers.errors import DriverError, Failed, Gone
 from drivers.inventory import Health, Sample
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine
 from drivers.plan import Signal
@@ -16,6 +16,13 @@ from drivers.plan import Signal
 ERROR_KINDS = ("correctable", "nonfatal", "fatal")
 MAX_SIGNALS = 64
 MAX_PATH = 255
+NO_FUNCTION_IDS = frozenset({0xFFFF_FFFF, 0x0000_0000, 0x0000_FFFF, 0xFFFF_0000})
+"""Values of the first four bytes of configuration space (vendor and device id) if no function answers
+(pci_bus_generic_read_dev_vendor_id in drivers/pci/probe.c)."""
+NOT_READY_IDS = 0xFFFF_0001
+"""Value of these bytes while a function answers that it is not ready yet, which it may do after a reset."""
+LINK_WIDTH_DOWN = 63
+"""The width that the link status register shows if it reads as all ones: the link is down."""
 UNREADABLE = -(2**31)
 """A value that no sensor has; it stands for a sensor that cannot be read."""
 FUNCTION_METRICS = (
@@ -37,17 +44,88 @@ HWMON_METRICS = (
 def read_status(machine: Machine, address: str) -> tuple[Health, str]:
     """Return the health of a function and its reason ('' for ok).
 
-    It is `failed` if the function does not answer on the bus, and `degraded` if its PCIe link is narrower than it could
-    be. The link speed is ignored, because an idle link slows down but keeps its width. Raises Gone if the function is
-    absent, and another DriverError if it cannot be read.
+    It is `failed` if the function does not answer on the bus, if the kernel cannot set its power state, or if its link
+    is down. It is `degraded` if its PCIe link is narrower than it could be, or if the kernel has counted fatal errors
+    of the function or of the port above it. It is `unknown` if its configuration space cannot be read, and while it is
+    powered off to save energy: then it is not read, because that would power it on. The link speed is ignored, because
+    an idle link slows down but keeps its width. Raises Gone if the function is absent, and another DriverError if its
+    power state cannot be read.
     """
-    path = f"{PCI_DEVICES}/{address}"
-    if machine.read(f"{path}/vendor") == "0xffff" or machine.text(f"{path}/power_state") == "error":
-        return "failed", "it does not answer on the bus"
+    path = _find_answering_path(machine, address)
+    if _is_powered_off(machine, path):
+        return "unknown", "it is powered off while nobody uses it (D3cold), so its health is not read"
+    try:
+        failure = _find_failure(machine, path)
+    except DriverError as error:
+        if isinstance(error, Gone) and not machine.exists(f"{PCI_DEVICES}/{address}"):
+            raise
+        return "unknown", f"its configuration space cannot be read: {error}"
+    if failure:
+        return "failed", failure
     current_width, max_width = (machine.read_int(f"{path}/{name}_link_width", 0) for name in ("current", "max"))
-    if 0 < current_width < max_width < 255:
-        return "degraded", f"its PCIe link is x{current_width}, it could be x{max_width}"
-    return "ok", ""
+    reasons = [f"its PCIe link is x{current_width}, it could be x{max_width}"] * (0 < current_width < max_width < 255)
+    if fatal_errors := _count_fatal_errors(machine, path):
+        reasons.append(f"fatal PCIe errors since it was found: {fatal_errors}")
+    return "degraded" if reasons else "ok", "; ".join(reasons)
+
+
+def _find_failure(machine: Machine, path: str) -> str:
+    """Return why the function at `path` cannot be used, with what to do about it; '' if it answers.
+
+    Raises DriverError if its configuration space cannot be read.
+    """
+    if machine.text(f"{path}/power_state") == "error":
+        return "the kernel cannot set its power state: power the host off and on, or replace the card"
+    id_bytes = machine.read_start(f"{path}/config", 4)
+    if len(id_bytes) < 4:
+        raise Failed(f"{path}/config: it ends after {len(id_bytes)} bytes")
+    ids = int.from_bytes(id_bytes, "little")
+    if ids in NO_FUNCTION_IDS:
+        return "it does not answer on the bus: reset it, power the host off and on, or replace the card"
+    if ids == NOT_READY_IDS:
+        return "it is not ready after a reset: power the host off and on, or replace the card"
+    if machine.read_int(f"{path}/current_link_width", 0) == LINK_WIDTH_DOWN:
+        return "its PCIe link is down: check that the card sits firmly, or replace it"
+    return ""
+
+
+def _find_answering_path(machine: Machine, address: str) -> str:
+    """Return the directory of the function whose configuration space tells whether `address` answers.
+
+    For a virtual function that is its physical function, because its own ids always read as all ones
+    (pci_device_is_present in drivers/pci/pci.c).
+    """
+    physical_function = machine.link(f"{PCI_DEVICES}/{address}/physfn")
+    return f"{PCI_DEVICES}/{physical_function or address}"
+
+
+def _is_powered_off(machine: Machine, path: str) -> bool:
+    """Return whether the kernel has powered the function off because nobody uses it.
+
+    In that state the kernel would power the function on for each read of its configuration space
+    (pci_config_pm_runtime_get in drivers/pci/pci.c), and registers that are read in other ways are all ones. A function
+    in D3cold that is not suspended could not be powered on again, so it has to be read. Raises DriverError.
+    """
+    return (
+        machine.text(f"{path}/power_state") == "D3cold" and machine.text(f"{path}/power/runtime_status") == "suspended"
+    )
+
+
+def _count_fatal_errors(machine: Machine, path: str) -> int:
+    """Return how many fatal errors (AER) the kernel has counted for the function and for the port above it.
+
+    An error on the link may be counted at either end. A count that cannot be read is 0.
+    """
+    counts = [_read_error_total(machine, path, "fatal")]
+    if port := _find_port(machine, path):
+        counts.append(_read_error_total(machine, port, "fatal"))
+    return sum(int(count) for count in counts if count.isdecimal())
+
+
+def _find_port(machine: Machine, path: str) -> str:
+    """Return the directory of the PCI port above the function at `path`; '' if it is directly on a root bus."""
+    name = machine.resolve(path).split("/")[-2]
+    return f"{PCI_DEVICES}/{name}" if PCI_ADDRESS.fullmatch(name) else ""
 
 
 def list_bridges(machine: Machine, address: str) -> str:
@@ -66,21 +144,22 @@ def list_bridges(machine: Machine, address: str) -> str:
 def read_signals(machine: Machine, address: str) -> tuple[Signal, ...]:
     """Return the readings of a function, at most MAX_SIGNALS; what cannot be read is left out.
 
-    Errors are counted since the device's start, for the function itself and for the port above it.
+    Errors are counted since the device's start, for the function itself and for the port above it. The link and the
+    temperatures of a function that is powered off to save energy are not read, because that would power it on.
     """
     path = f"{PCI_DEVICES}/{address}"
     readings = [
         *_make_signal(machine, "driver", machine.link(f"{path}/driver") or "none", f"{path}/driver"),
         *_read_signal(machine, "power_state", f"{path}/power_state"),
-        *_read_signal(machine, "link_width", f"{path}/current_link_width", limit=f"{path}/max_link_width"),
-        *_read_signal(machine, "link_speed", f"{path}/current_link_speed", limit=f"{path}/max_link_speed"),
         *_read_error_signals(machine, "", path),
     ]
-    port = machine.resolve(path).split("/")[-2]
-    if PCI_ADDRESS.fullmatch(port):
-        readings += _read_error_signals(machine, "port_", f"{PCI_DEVICES}/{port}")
-    for sensor in _find_temperature_sensors(machine, _find_hwmon_folders(machine, address)):
-        readings += _read_temperature(machine, sensor)
+    if port := _find_port(machine, path):
+        readings += _read_error_signals(machine, "port_", port)
+    if not _is_powered_off(machine, path):
+        readings += _read_signal(machine, "link_width", f"{path}/current_link_width", limit=f"{path}/max_link_width")
+        readings += _read_signal(machine, "link_speed", f"{path}/current_link_speed", limit=f"{path}/max_link_speed")
+        for sensor in _find_temperature_sensors(machine, _find_hwmon_folders(machine, address)):
+            readings += _read_temperature(machine, sensor)
     return tuple(readings[:MAX_SIGNALS])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from drivers.errors import Busy, Invalid, Unsupported
 from drivers.machine import PCI_DEVICES, Machine
 from drivers.pci.binding import VFIO, HostUsage, read_bound_driver
-from drivers.pci.guest_usage import list_card_functions
+from drivers.pci.iommu import list_virtual_functions
 from drivers.plan import Check, Step, Write
 
 CREATE_S, PER_FUNCTION_S = 10.0, 1.0
@@ -20,11 +20,6 @@ CREATE_S, PER_FUNCTION_S = 10.0, 1.0
 returns only when all of them exist."""
 MAX_CHECKED_LINKS = 62
 """Number of links that are checked after the write, plus the last one and the count; a Step has room for 64 checks."""
-
-
-def list_virtual_functions(machine: Machine, address: str) -> list[str]:
-    """Return the addresses of a card's virtual functions, sorted; empty if there are none or the card is absent."""
-    return list_card_functions(machine, address)[1:]
 
 
 def supports_sriov(machine: Machine, address: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from drivers.errors import Gone
 from drivers.machine import FIRST_PID_NAMESPACE, Machine
 
+OWN_GROUP = -1
 ROUTES = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
 
 
@@ -62,13 +63,31 @@ class FakeHost:
         path.symlink_to(os.path.relpath(target, path.parent))
 
     def pci(
-        self, address: str, vendor: str, device: str, pci_class: str, *, bus: str = "pci0000:00", **more: str
+        self,
+        address: str,
+        vendor: str,
+        device: str,
+        pci_class: str,
+        *,
+        bus: str = "pci0000:00",
+        group: int | None = OWN_GROUP,
+        **more: str,
     ) -> Path:
-        """Add a PCI function; `more` are additional attributes. Return its directory."""
+        """Add a PCI function, whose configuration space has only its ids; `more` are additional attributes.
+
+        `group` is its IOMMU group, which is one of its own by default; None means that it has no IOMMU. Return its
+        directory.
+        """
         path = self.sys / "devices" / bus / address
         for name, value in {"vendor": vendor, "device": device, "class": pci_class, **more}.items():
             self.file(path / name, f"{value}\n")
+        self.file(path / "config", b"".join(int(word, 16).to_bytes(2, "little") for word in (vendor, device)))
         self.link(self.sys / "bus/pci/devices" / address, path)
+        if group is not None:
+            groups = self.sys / "kernel/iommu_groups"
+            number = len(list(groups.glob("*"))) if group == OWN_GROUP else group
+            self.link(groups / str(number) / "devices" / address, path)
+            self.link(path / "iommu_group", groups / str(number))
         return path
 
     def block(self, name: str, number: str, below: Path, *, slaves: tuple[str, ...] = ()) -> Path:

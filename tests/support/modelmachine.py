@@ -98,7 +98,7 @@ class ModelMachine(FakeHost):
 
         Return its directory. `group` is its IOMMU group; `offset` is the SR-IOV offset of the first virtual function.
         """
-        path = super().pci(address, vendor, device, pci_class, bus=bus, **{"reset": "", **more})
+        path = super().pci(address, vendor, device, pci_class, bus=bus, group=None, **{"reset": "", **more})
         modelpci.link_function(self, path)
         if group is not None:
             modelpci.join_group(self, path, group)

@@ -28,8 +28,8 @@ JOURNAL_RETRY_S = 5.0
 """Seconds between two attempts to write to a journal whose disk is full."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 """Back-off in seconds for a driver that failed: the first pause, and the limit up to which each failure doubles it."""
-LARGEST_NUMBER = 2**53
-"""The epoch and seq to use when the size of a report is computed; no real ones are longer."""
+LARGEST_NUMBER, LONGEST_BOOT_ID = 2**53, "0" * 64
+"""The epoch and seq, and the boot id, to use when the size of a report is computed; no real ones are longer."""
 
 
 class DiscoverySource(Protocol):
@@ -316,7 +316,9 @@ def fit_reports(drivers: tuple[DriverReport, ...], max_bytes: int) -> tuple[Driv
 def _message_size(drivers: tuple[DriverReport, ...]) -> int:
     """Return the largest size that a Report message with this content can have, in bytes."""
     return len(
-        wire.encode_message(wire.Report.from_driver_reports(LARGEST_NUMBER, LARGEST_NUMBER, "0" * 40, drivers)).encode()
+        wire.encode_message(
+            wire.Report.from_driver_reports(LARGEST_NUMBER, LARGEST_NUMBER, "0" * 40, drivers, LONGEST_BOOT_ID)
+        ).encode()
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from agents import wire
 from agents.host.execution.plan_runner import HostContext
 from agents.host.journal.command_log import ATTACH_PREFIX, AppliedEffect, CommandLog
-from drivers.plan import Act, Ask, Image
+from drivers.plan import Act, Ask, Image, Lifetime
 
 ACTS: tuple[str, ...] = get_args(Act)
 HOST_OPS = ("rescan", "logs", "report", "placement", "configure")
@@ -70,6 +70,14 @@ def list_acts(command: wire.Command) -> tuple[Act, ...]:
     return program + attach
 
 
+def is_question(command: wire.Command) -> bool:
+    """Return whether the command only asks who uses a function: the detach of a handle that needs no act on the host.
+
+    The settings of a host that limit the acts do not limit it, because it changes nothing.
+    """
+    return command.op == "detach" and not _needs_attach_act(command)
+
+
 def build_ask(command: wire.Command, image: Image | None, context: HostContext) -> Ask:
     """Build the Ask that the driver gets for this command; `image` is the local copy of the command's image."""
     device = context.find_device(command.driver, command.key)
@@ -91,13 +99,16 @@ def get_slot(command: wire.Command) -> str:
     return f"{ATTACH_PREFIX}{command.uuid}" if command.op in ("attach", "detach") else command.op
 
 
-def record_effects(command: wire.Command, ask: Ask, command_log: CommandLog, boot_id: str) -> None:
+def record_effects(command: wire.Command, ask: Ask, command_log: CommandLog, boot_id: str, lifetime: Lifetime) -> None:
     """Store in the command log what a successful command left on the host, and remove what it ended.
 
-    May be repeated. Raises sqlite3.OperationalError.
+    An image with the `lifetime` flash is not stored: a reboot does not end it. May be repeated. Raises
+    sqlite3.OperationalError.
     """
     driver, key = command.driver, command.key
     if command.image is not None:
+        command_log.remove_effects(driver, key, "program")
+    if command.image is not None and lifetime == "volatile":
         command_log.store_effect(AppliedEffect(driver, key, "program", ask, boot_id))
     if command.op in ("install", "partition") or (command.op == "attach" and _needs_attach_act(command)):
         command_log.store_effect(AppliedEffect(driver, key, get_slot(command), ask, boot_id))
@@ -106,6 +117,13 @@ def record_effects(command: wire.Command, ask: Ask, command_log: CommandLog, boo
     command_log.remove_effects(driver, key, *SLOTS_CLEARED_BY.get(command.op, ()))
     if command.op == "uninstall":
         command_log.delete_first_values(driver, key)
+
+
+def describe_program(command: wire.Command, boot_id: str, lifetime: Lifetime) -> dict[str, str]:
+    """Return the details of a successful command's result: how long the device keeps the command's image, and in which
+    boot of the host it was loaded. Empty for a command without an image.
+    """
+    return {"lifetime": lifetime, "boot_id": boot_id} if command.image is not None else {}
 
 
 def sanitize_text(text: str) -> str:

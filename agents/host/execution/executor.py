@@ -28,7 +28,9 @@ from agents.host.execution.command_semantics import (
     SUPPORTED_OPS,
     ExecutionResult,
     build_ask,
+    describe_program,
     get_slot,
+    is_question,
     list_acts,
     record_effects,
     render_last_report,
@@ -333,7 +335,8 @@ class Executor:
             return f"a later command ({self._latest_begun[target]}) was already started here"
         if command.driver in self._reconfiguring:
             return f"the driver {command.driver} is being reconfigured: try again when that has ended"
-        if command.op not in self._allowed_acts.get(command.driver, self._allowed_acts.get(ALL_DRIVERS, ACTS)):
+        allowed_acts = self._allowed_acts.get(command.driver, self._allowed_acts.get(ALL_DRIVERS, ACTS))
+        if command.op not in allowed_acts and not is_question(command):
             return f"the settings of {command.driver} on this host do not allow the act {command.op!r}"
         if (command.driver, command.key) in self._stuck_writers:
             return "an earlier write to this device still hangs in the kernel"
@@ -462,14 +465,15 @@ class Executor:
             raise
         while True:
             try:
-                record_effects(command, ask, self._command_log, self._context.boot_id)
+                record_effects(command, ask, self._command_log, self._context.boot_id, plan_run.lifetime)
                 break
             except sqlite3.OperationalError as error:
                 log.error("the journal cannot store what was done (%s): trying again", error)
                 await asyncio.sleep(self._retry_s)
         if (driver, key) in self._reporter.failure_marks:
             await self._restore_device((driver, key))
-        return ExecutionResult("succeeded", summary, rescan_driver=driver)
+        detail = describe_program(command, self._context.boot_id, plan_run.lifetime)
+        return ExecutionResult("succeeded", summary, detail, rescan_driver=driver)
 
     def _remove_attachment(self, driver: str, key: str, slot: str) -> None:
         """Remove the attachment from the command log, because the act that failed was undone completely."""

@@ -22,7 +22,7 @@ from drivers.errors import Busy, DriverError, Failed, Gone, Timeout
 from drivers.inventory import Device
 from drivers.isolation.driver_main import Manifest
 from drivers.machine import Machine
-from drivers.plan import Act, Ask, Check, Image, Plan, Step, Vitals, Write
+from drivers.plan import Act, Ask, Check, Image, Lifetime, Plan, Step, Vitals, Write
 
 log = logging.getLogger("cyborg.executor")
 
@@ -136,6 +136,8 @@ class PlanRun:
         self._completed_steps: list[Step] = []
         self._has_begun_writing = False
         """Whether a write to the host was begun, so that the host may have been changed."""
+        self.lifetime: Lifetime = "volatile"
+        """How long the device keeps what the act `program` of this run has loaded."""
         self._first_values = context.command_log.get_first_values(driver, ask.key)
 
     async def run(self, *acts: Act) -> str:
@@ -158,6 +160,8 @@ class PlanRun:
         try:
             for round_number in range(MAX_ROUNDS + 1):
                 plan = await self._planner.plan(act, self._ask)
+                if act == "program":
+                    self.lifetime = plan.lifetime
                 if not plan.steps:
                     return plan.said or "; ".join(summaries)
                 if round_number == MAX_ROUNDS:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from drivers.errors import Busy, Denied
 from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine, get_sys_path
-from drivers.pci.guest_usage import list_card_functions, refuse_if_guest_uses
+from drivers.pci.guest_usage import refuse_if_guest_uses
+from drivers.pci.iommu import list_card_functions
 from drivers.plan import DESTRUCTIVE, Act, Ask, Plan, Write, stray
 
 FILES_TAKING_ADDRESS = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
@@ -19,7 +20,8 @@ FILES_TAKING_AWAY = frozenset({"sriov_numvfs", "unbind", "remove", "reset", "res
 
 
 def find_device_addresses(machine: Machine, address: str | None) -> frozenset[str]:
-    """Return the PCI addresses of a device: its own and those of its virtual functions; none without an address."""
+    """Return the PCI addresses of a device: its own, those of its companion and its virtual functions; none without an
+    address."""
     return frozenset(list_card_functions(machine, address)) if address else frozenset()
 
 

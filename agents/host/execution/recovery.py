@@ -9,11 +9,19 @@ from __future__ import annotations
 import sqlite3
 
 from agents import wire
-from agents.host.execution.command_semantics import ACTS, ExecutionResult, build_ask, list_acts, record_effects
+from agents.host.execution.command_semantics import (
+    ACTS,
+    ExecutionResult,
+    build_ask,
+    describe_program,
+    list_acts,
+    record_effects,
+)
 from agents.host.execution.images import ImageCache
 from agents.host.execution.plan_runner import HostContext, PlanFailedError, PlanRun
 from agents.host.journal.command_log import AppliedEffect
 from drivers.errors import DriverError
+from drivers.plan import Lifetime
 
 
 async def determine_interrupted_result(
@@ -33,6 +41,7 @@ async def determine_interrupted_result(
     if command.op not in ACTS or planner is None:
         return ExecutionResult("unknown", unknown_text)
     driver, summaries = command.driver, []
+    lifetime: Lifetime = "volatile"
     ask = build_ask(command, images.to_driver_image(command.image) if command.image else None, context)
     try:
         for act in list_acts(command):
@@ -42,12 +51,17 @@ async def determine_interrupted_result(
                     "unknown", f"{unknown_text}: still to be done: {plan.steps[0].does}", rescan_driver=driver
                 )
             summaries.append(plan.said)
-        record_effects(command, ask, context.command_log, context.boot_id)
+            if act == "program":
+                lifetime = plan.lifetime
+        record_effects(command, ask, context.command_log, context.boot_id, lifetime)
     except (DriverError, sqlite3.OperationalError) as error:
         return ExecutionResult("unknown", f"{unknown_text}: {error}", rescan_driver=driver)
     summary = "; ".join(filter(None, summaries)) or "nothing is left to be done"
     return ExecutionResult(
-        "succeeded", f"interrupted, because {cause} while it ran, but completed: {summary}", rescan_driver=driver
+        "succeeded",
+        f"interrupted, because {cause} while it ran, but completed: {summary}",
+        describe_program(command, context.boot_id, lifetime),
+        rescan_driver=driver,
     )
 
 
@@ -66,18 +80,19 @@ def find_lost_effects(context: HostContext) -> dict[tuple[str, str], list[Applie
 async def restore_effects(context: HostContext, effects: list[AppliedEffect]) -> None:
     """Restore these entries of one device, in order. An entry whose effect still exists on the host needs no step.
 
-    Images are not restored: PlanFailedError is raised if the device has lost its image. Raises PlanFailedError at the
-    first entry that fails; the later ones are not tried.
+    Images are not restored: the host keeps none, and the conductor has the device programmed again for the next request
+    that needs it. PlanFailedError is raised if the device has lost its image while handles of it are attached. Raises
+    PlanFailedError at the first entry that fails; the later ones are not tried.
     """
     for effect in effects:
         act = effect.slot.partition(":")[0]
         try:
             if act == "program":
-                await _check_still_programmed(context, effect)
+                await _end_or_keep_program(context, effect)
             else:
                 plan_run = PlanRun(context, effect.driver, effect.ask, lambda *_: None)
                 await plan_run.run(act)  # type: ignore[arg-type]
-            context.command_log.confirm_effect(effect, context.boot_id)
+                context.command_log.confirm_effect(effect, context.boot_id)
         except PlanFailedError as failure:
             text = f"after the reboot {_describe_effect(effect)} could not be restored: {failure.text}"
             raise PlanFailedError(failure.outcome, text, stuck_writer=failure.stuck_writer) from None
@@ -87,14 +102,24 @@ async def restore_effects(context: HostContext, effects: list[AppliedEffect]) ->
             ) from None
 
 
-async def _check_still_programmed(context: HostContext, effect: AppliedEffect) -> None:
-    """Raise PlanFailedError when the device has lost its image.
+async def _end_or_keep_program(context: HostContext, effect: AppliedEffect) -> None:
+    """Remove the entry of an image, which ended with the reboot, unless handles of the device are attached.
 
-    The host keeps no images, so a new command has to program the device.
+    Then the driver is asked: the entry is kept if the device still has the image. Raises PlanFailedError if it has not,
+    because an instance would get a device without its function. An image in flash, which an older release may have
+    noted, needs no entry. Raises DriverError and sqlite3.OperationalError.
     """
-    plan = await context.drivers[effect.driver].plan("program", effect.ask)
-    if plan.steps:
-        raise PlanFailedError("failed", "the device has lost it: program the device again")
+    driver, key = effect.driver, effect.key
+    if context.command_log.list_attachments(driver, key):
+        plan = await context.drivers[driver].plan("program", effect.ask)
+        if plan.steps and plan.lifetime == "volatile":
+            raise PlanFailedError(
+                "failed", "the device has lost it: detach its handles, then it is programmed for the next request"
+            )
+        if plan.lifetime == "volatile":
+            context.command_log.confirm_effect(effect, context.boot_id)
+            return
+    context.command_log.remove_effects(driver, key, effect.slot)
 
 
 def _describe_effect(effect: AppliedEffect) -> str:

@@ -47,11 +47,14 @@ CREATE TABLE journal (
     hash TEXT NOT NULL DEFAULT '',
     content BLOB NOT NULL DEFAULT x'',
     acknowledged INTEGER NOT NULL DEFAULT 0,
+    boot TEXT NOT NULL DEFAULT '',
     address TEXT NOT NULL DEFAULT '',
     fingerprint TEXT NOT NULL DEFAULT '',
     joined_with TEXT NOT NULL DEFAULT ''
 ) STRICT
 """
+_ADD_BOOT_COLUMN = "ALTER TABLE journal ADD COLUMN boot TEXT NOT NULL DEFAULT ''"
+"""Adds the boot id of the last report to a journal of an older release, which then ignores the column."""
 _content_decoder = msgspec.json.Decoder(tuple[DriverReport, ...])
 
 
@@ -67,7 +70,8 @@ class Journal:
     """The open journal; `command_log` and `desired_drivers` give access to its other tables.
 
     `report` is the last report, None when there is none or it cannot be read; `acknowledged` says whether the gateway
-    has it. Every writing method raises sqlite3.OperationalError when the disk is full or read-only.
+    has it. `boot_id` is the host's boot id, which goes into new reports; '' until it is set. Every writing method
+    raises sqlite3.OperationalError when the disk is full or read-only.
     """
 
     def __init__(self, connection: sqlite3.Connection, row: dict[str, Any]) -> None:
@@ -79,10 +83,11 @@ class Journal:
         self.seq: int = row["seq"]
         self.address: str = row["address"]
         self.fingerprint: str = row["fingerprint"]
+        self.boot_id = ""
         self._token_digest: str = row["joined_with"]
         self.acknowledged = bool(row["acknowledged"])
         drivers = _decode_content(row) if row["hash"] else None
-        self.report = self._build_report(row["hash"], drivers) if drivers is not None else None
+        self.report = self._build_report(row["hash"], drivers, row["boot"]) if drivers is not None else None
 
     def close(self) -> None:
         """Close the file; everything committed stays."""
@@ -91,14 +96,14 @@ class Journal:
     def record_report(self, drivers: tuple[DriverReport, ...]) -> bool:
         """Store a new report under the next seq, unacknowledged; it is durable when this returns True.
 
-        Return False, and store nothing, when the content is the same as in the last report.
+        Return False, and store nothing, when the content is the same as in the last report. The boot id is part of it.
         """
-        digest = wire.hash_report_content(drivers)
+        digest = wire.hash_report_content(drivers, self.boot_id)
         if self.report is not None and self.report.hash == digest:
             return False
         content = msgspec.json.encode(drivers)
-        self._update_row(seq=self.seq + 1, hash=digest, content=content, acknowledged=0)
-        self._set_current_report(self.seq + 1, digest, drivers)
+        self._update_row(seq=self.seq + 1, hash=digest, content=content, acknowledged=0, boot=self.boot_id)
+        self._set_current_report(self.seq + 1, digest, drivers, self.boot_id)
         return True
 
     def renumber_report(self, report: wire.Report) -> wire.Report:
@@ -107,8 +112,7 @@ class Journal:
         Needed when the report was acknowledged and the gateway no longer has its content as the applied one.
         """
         self._update_row(seq=self.seq + 1, acknowledged=0)
-        self._set_current_report(self.seq + 1, report.hash, report.all_drivers)
-        return self._build_report(report.hash, report.all_drivers)
+        return self._set_current_report(self.seq + 1, report.hash, report.all_drivers, report.boot_id)
 
     def acknowledge_report(self, seq: int) -> None:
         """Record that the gateway has stored report `seq`; do nothing if that is not the last report recorded here.
@@ -131,7 +135,7 @@ class Journal:
         self._update_row(epoch=epoch)
         self.epoch = epoch
         if self.report is not None:
-            self.report = self._build_report(self.report.hash, self.report.all_drivers)
+            self.report = self._build_report(self.report.hash, self.report.all_drivers, self.report.boot_id)
 
     def store_gateway(self, address: str, fingerprint: str, secret: str) -> None:
         """Store the gateway's address and fingerprint, and a digest of the token's secret that it accepted.
@@ -147,14 +151,17 @@ class Journal:
         """Return whether this join token is the one that was used last, so that it need not be sent again."""
         return self._token_digest == _hash_secret(secret)
 
-    def _set_current_report(self, seq: int, digest: str, drivers: tuple[DriverReport, ...]) -> None:
-        """Make this content the current report, unacknowledged, in memory only: the caller has stored it."""
+    def _set_current_report(
+        self, seq: int, digest: str, drivers: tuple[DriverReport, ...], boot_id: str
+    ) -> wire.Report:
+        """Make this content the current report, unacknowledged, in memory only: the caller has stored it. Return it."""
         self.seq, self.acknowledged = seq, False
-        self.report = self._build_report(digest, drivers)
+        self.report = report = self._build_report(digest, drivers, boot_id)
+        return report
 
-    def _build_report(self, digest: str, drivers: tuple[DriverReport, ...]) -> wire.Report:
+    def _build_report(self, digest: str, drivers: tuple[DriverReport, ...], boot_id: str) -> wire.Report:
         """Return a Report message with the journal's present epoch and seq; nothing is stored."""
-        return wire.Report.from_driver_reports(self.epoch, self.seq, digest, drivers)
+        return wire.Report.from_driver_reports(self.epoch, self.seq, digest, drivers, boot_id)
 
     def _update_row(self, **columns: Any) -> None:
         """Set these columns of the journal's only row in one transaction. Raises sqlite3.OperationalError."""
@@ -185,19 +192,31 @@ def open_journal(directory: Path, host: str, clock: Callable[[], float] = time.t
 
 def read_known_host(directory: Path) -> str:
     """Return the host that the journal in `directory` belongs to, '' when there is no readable journal."""
-    path = directory / JOURNAL_FILE
+    return _read_columns(directory, "host")[0]
+
+
+def read_known_gateway(directory: Path) -> tuple[str, str]:
+    """Return the address and the certificate's fingerprint of the gateway that the host has joined; '' for each that is
+    not known."""
+    address, fingerprint = _read_columns(directory, "address", "fingerprint")
+    return address, fingerprint
+
+
+def _read_columns(directory: Path, *columns: str) -> list[str]:
+    """Return texts of the row of the journal in `directory`, each '' when there is no readable journal."""
+    path, nothing = directory / JOURNAL_FILE, [""] * len(columns)
     if not path.exists():
-        return ""
+        return nothing
     try:
         connection = sqlite3.connect(path)
         try:
-            row = connection.execute("SELECT host FROM journal").fetchone()
+            row = connection.execute(f"SELECT {', '.join(columns)} FROM journal").fetchone()
         finally:
             connection.close()
     except sqlite3.Error as error:
-        log.debug("%s names no host: %s", path, error)
-        return ""
-    return str(row[0]) if row else ""
+        log.debug("%s cannot be read: %s", path, error)
+        return nothing
+    return [str(value) for value in row] if row else nothing
 
 
 def _open_file(path: Path, host: str, clock: Callable[[], float]) -> Journal:
@@ -256,6 +275,8 @@ def _prepare_schema(connection: sqlite3.Connection) -> None:
         for statement in command_log.CREATE_COMMAND_TABLES.split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    if "boot" not in [column[1] for column in connection.execute("PRAGMA table_info(journal)")]:
+        connection.execute(_ADD_BOOT_COLUMN)
     connection.execute(desired_drivers.CREATE_DESIRED_STATE_TABLE)
 
 
@@ -277,7 +298,7 @@ def _decode_content(row: dict[str, Any]) -> tuple[DriverReport, ...] | None:
             error,
         )
         return None
-    return drivers if wire.hash_report_content(drivers) == row["hash"] else None
+    return drivers if wire.hash_report_content(drivers, row["boot"]) == row["hash"] else None
 
 
 def _create_private_file(path: Path) -> None:

@@ -248,6 +248,20 @@ def test_a_quarantined_device_stays_quarantined_after_uninstall(device: Device) 
     assert get_device_state(device) == ("quarantined", "smoke", "olga")
 
 
+@pytest.mark.parametrize(("outcome", "state"), [("failed", "failed"), ("unknown", "failed"), ("refused", "ready")])
+def test_a_device_whose_reset_failed_is_failed_until_somebody_enables_it(
+    device: Device, outcome: str, state: str
+) -> None:
+    with conductor.writing():
+        Device.objects.update(state="ready", to_install="")
+    answer_and_settle(command_queue.order_device_command("reset", device.uuid, OLGA), outcome, "it is not ready")
+    assert get_device_state(device)[0] == state
+    assert (device.state_reason == "reset: it is not ready") == (state == "failed")
+    assert device.busy_with is None
+    lifecycle.enable_device(device.uuid, OLGA)
+    assert get_device_state(device)[0] == "ready"
+
+
 IMAGE = uuid4()
 
 

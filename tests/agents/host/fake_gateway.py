@@ -202,7 +202,7 @@ class FakeGateway:
     async def _handle_message(self, socket: ServerConnection, data: str | bytes) -> None:
         message = wire.decode_from_agent(data)
         if isinstance(message, wire.Report):
-            assert message.hash == wire.hash_report_content(message.all_drivers)
+            assert message.hash == wire.hash_report_content(message.all_drivers, message.boot_id)
             assert len(data) <= self.max_bytes
             self.reports.append(message)
             if self.acknowledge:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from drivers.base import Findings
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.generic import GenericDriver
 from drivers.generic.backend import BackendBase
-from drivers.generic.driver import BackendDiscovery
+from drivers.generic.backend_calls import BackendCaller
+from drivers.generic.driver import discover_backend
 from drivers.inventory import Device, DriverReport, Service
 from drivers.machine import Machine
 from drivers.pci.ownership import resolve_conflicts
@@ -232,7 +235,9 @@ def test_a_firmware_backend_plans_an_upload_by_the_kernels_firmware_class(host: 
     assert services_by_name(work)["firmware"].limits == {"loaders": "secure-update0"}
     (tmp_path / "image").write_bytes(b"\xff\x00firmware\n")
     image = Image(str(tmp_path / "image"), 11, "0" * 64, "shell")
-    (step,) = work.plan("program", Ask(device.key, image=image)).steps
+    plan = work.plan("program", Ask(device.key, image=image))
+    (step,) = plan.steps
+    assert plan.lifetime == "flash", "a reboot does not end it"
     assert step.does == "load shell into 0000:04:00.0" and step.image == "firmware"
     asyncio.run(host.hand().upload(step.write.path, step.image, image, 5, lambda percent: None))
     assert (host.real(step.write.path) / "data").read_bytes() == b"\xff\x00firmware\n"
@@ -306,8 +311,35 @@ def test_a_hanging_and_a_failing_backend_do_not_affect_a_third_one(host: ModelMa
         )
         assert errors["disks"] == "" and [device.backend for device in found.devices] == ["disks"]
     work.run_act("partition", Ask(found.devices[0].key, layout={"vfs": "2"}))
-    with pytest.raises(Gone, match="no backend"):
+    (fault,) = found.faults
+    assert fault.subject == "backend stuck" and fault.reason == errors["stuck"]
+    with pytest.raises(Failed, match=r"no backend .* that answers has remote:stuck; backend stuck: it did not"):
         work.plan("install", Ask("remote:stuck"))
+
+
+def test_health_load_and_plans_of_a_hung_backend_are_refused_at_once_and_the_others_are_answered(
+    host: ModelMachine, hanging: Path
+) -> None:
+    work = make_runner(host, stuck=REMOTE | {"status_file": "/state/stuck"}, disks=PCI)
+    disk = Ask(only_device(make_runner(host, disks=PCI)).key, backend="disks")
+    stuck = Ask("remote:far", backend="stuck")
+    host.machine.deadline_s = 1.0
+    with pytest.raises(Failed, match=r"backend stuck: it did not answer the question health .* again before 20"):
+        work.driver.health(host.machine, work.settings, stuck)
+    assert work.driver.health(host.machine, work.settings, disk)
+    began, threads = time.monotonic(), threading.active_count()
+    for _ in range(3):
+        with pytest.raises(Failed, match="backend stuck: it did not answer the question health"):
+            work.driver.health(host.machine, work.settings, stuck)
+        with pytest.raises(Failed, match="backend stuck: it did not answer the question health"):
+            work.plan("install", stuck)
+        with pytest.raises(Failed, match="backend stuck: it did not answer the question health"):
+            work.driver.stats(host.machine, work.settings, stuck)
+    assert time.monotonic() - began < 3, "each of them waited"
+    assert threading.active_count() == threads, "each of them has a thread"
+    assert work.plan("install", disk).steps == ()
+    reasons = work.driver.probe(host.machine, work.settings)
+    assert [reason for reason in reasons if reason.startswith("stuck: it did not answer the question health")]
 
 
 class BrokenKind(BackendBase, tag="broken"):
@@ -336,9 +368,9 @@ def raise_error(error: Exception) -> object:
 def test_any_exception_of_a_kind_becomes_the_error_of_its_backend(
     host: ModelMachine, fails: Callable[[], object], says: str
 ) -> None:
-    look = BackendDiscovery(BrokenKind(fails=fails), host.machine)
-    look.run()
-    assert says in look.error and look.findings == Findings()
+    caller, backend = BackendCaller("mine"), BrokenKind(fails=fails)
+    with pytest.raises(DriverError, match=says):
+        caller.call("discover", lambda: discover_backend("mine", backend, host.machine, frozenset()), 5.0)
 
 
 def test_a_card_that_two_backends_match_belongs_to_the_first(host: ModelMachine) -> None:

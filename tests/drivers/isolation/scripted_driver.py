@@ -35,10 +35,15 @@ class Actor(Driver):
     name: ClassVar[str] = "actor"
     writes: ClassVar[tuple[str, ...]] = WRITES
     acts: ClassVar[tuple[Act, ...]] = ("install",)
+    releases = 0
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
-        """Evaluate `settings["see"]`, which can use `machine`."""
-        return evaluate(str(settings["see"]), machine=machine)  # type: ignore[return-value]
+        """Evaluate `settings["see"]`, which can use `machine`, and `releases`, the number of calls of `release`."""
+        return evaluate(str(settings["see"]), machine=machine, releases=self.releases)  # type: ignore[return-value]
+
+    def release(self) -> None:
+        """Count this call."""
+        self.releases += 1
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
         """Return `ok` if `ask.layout` has a value; otherwise raise Unsupported, as a driver without `health` does."""

@@ -202,6 +202,18 @@ def test_concurrent_calls_of_a_driver_run_in_their_order() -> None:
     assert done == ["first", "plan", "second"]
 
 
+def test_a_release_reaches_the_driver_once_before_its_next_call() -> None:
+    process = start_actor("Findings(faults=(Fault(str(releases), 'r'),))")
+
+    async def story() -> None:
+        said = [(await process.discover()).faults[0].subject]
+        process.release()
+        said += [(await process.discover()).faults[0].subject for _ in range(2)]
+        assert said == ["0", "1", "1"]
+
+    run_story(process, story)
+
+
 def test_the_agent_looks_at_the_hosts_processes_in_place_of_the_driver() -> None:
     machine = Machine("n")
     machine.open_nodes = OpenNodes({"c226:0": ("Xorg",)})

@@ -14,6 +14,7 @@ from drivers.inventory import Attribute, Device, Fault
 from drivers.machine import Machine
 from drivers.pci.functions import PciDriver
 from drivers.pci.host_usage import find_functions_used_by_host
+from drivers.pci.iommu import find_main_function
 from drivers.plan import Ask
 from tests.drivers.tree import FakeHost
 
@@ -194,6 +195,64 @@ def test_a_narrow_link_is_degraded_and_a_dead_card_failed(host: FakeHost) -> Non
     assert idle.status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("ids", "more", "status", "says"),
+    [
+        (b"\xff\xff\xff\xff", {}, "failed", "does not answer on the bus"),
+        (b"\xff\xff\x00\x00", {}, "failed", "does not answer on the bus"),
+        (b"\x01\x00\xff\xff", {}, "failed", "not ready after a reset"),
+        (b"\xff\xff\xff\xff", {"power_state": "D3cold"}, "failed", "does not answer on the bus"),
+        (None, {"current_link_width": "63", "max_link_width": "63"}, "failed", "link is down"),
+        (None, {"current_link_width": "63", "max_link_width": "16"}, "failed", "link is down"),
+        (None, {"power_state": "error"}, "failed", "cannot set its power state"),
+        (None, {"aer_dev_fatal": "DLP 1\nTOTAL_ERR_FATAL 2"}, "degraded", "fatal PCIe errors since it was found: 2"),
+        (b"", {}, "unknown", "configuration space cannot be read"),
+        (None, {"power_state": "D3hot"}, "ok", ""),
+    ],
+)
+def test_dead_hardware_is_failed_although_its_cached_vendor_id_is_unchanged(
+    host: FakeHost, ids: bytes | None, more: dict[str, str], status: str, says: str
+) -> None:
+    path = host.pci(T4, "0x10de", "0x1eb8", "0x030200", **more)
+    if ids is not None:
+        host.file(path / "config", ids)
+    device = only_device(discover(host, {"vendor": "10de"}))
+    assert device.status == status
+    assert says in device.status_reason
+    assert PciDriver().health(host.machine, {}, Ask(device.key)).status == status
+
+
+def test_a_card_that_is_powered_off_to_save_energy_is_unknown_and_not_woken_for_its_health(host: FakeHost) -> None:
+    asleep = {"power_state": "D3cold", "current_link_width": "63", "max_link_width": "63"}
+    path = host.pci(T4, "0x10de", "0x1eb8", "0x030200", **asleep)
+    host.file(path / "power/runtime_status", "suspended\n")
+    host.file(path / "config", b"\xff" * 64)
+    vitals = PciDriver().health(host.machine, {}, Ask(f"pci:{T4}"))
+    assert (vitals.status, "powered off while nobody uses it" in vitals.reason) == ("unknown", True)
+    assert {signal.name for signal in vitals.signals} == {"driver", "power_state"}, "reading the link would wake it"
+    host.file(path / "power/runtime_status", "error\n")
+    assert PciDriver().health(host.machine, {}, Ask(f"pci:{T4}")).status == "failed", "it could not be powered on"
+
+
+def test_a_virtual_function_is_alive_while_its_card_is_because_its_own_ids_always_read_as_ones(host: FakeHost) -> None:
+    card = host.pci(T4, "0x8086", "0x1572", "0x020000", current_link_width="8", max_link_width="8")
+    widths = {"current_link_width": "0", "max_link_width": "8"}
+    virtual = host.pci("0000:3b:02.0", "0x8086", "0x154c", "0x020000", **widths)
+    host.link(virtual / "physfn", card)
+    host.file(virtual / "config", b"\xff" * 4)
+    ask = Ask("pci:0000:3b:02.0")
+    assert PciDriver().health(host.machine, {}, ask).status == "ok"
+    host.file(card / "config", b"\xff" * 4)
+    assert PciDriver().health(host.machine, {}, ask).status == "failed"
+
+
+def test_a_fatal_error_that_the_port_counted_makes_the_card_below_it_degraded(host: FakeHost) -> None:
+    port = host.pci("0000:00:1c.0", "0x8086", "0xa110", "0x060400", aer_dev_fatal="FCP 1\nTOTAL_ERR_FATAL 1")
+    host.pci(T4, "0x10de", "0x1eb8", "0x030200", bus=f"pci0000:00/{port.name}")
+    device = only_device(discover(host, {"vendor": "10de"}))
+    assert (device.status, device.status_reason) == ("degraded", "fatal PCIe errors since it was found: 1")
+
+
 def test_health_has_a_signal_for_each_reading_of_the_card(host: FakeHost) -> None:
     port = host.pci("0000:00:1c.0", "0x8086", "0xa110", "0x060400", aer_dev_fatal="FCP 0\nTOTAL_ERR_FATAL 0")
     errors = {"aer_dev_correctable": "RxErr 3\nBadTLP 4\nTOTAL_ERR_COR 7"}
@@ -341,7 +400,8 @@ def test_every_function_of_this_machine_is_offered_or_refused_with_a_reason() ->
         name: Path(f"/sys/bus/pci/devices/{name}/class").read_text().strip()
         for name in os.listdir("/sys/bus/pci/devices")
     }
-    assert seen == {name for name, pci_class in classes.items() if not pci_class.startswith("0x06")}
+    companions = {name for name in classes if find_main_function(Machine("here"), name)}
+    assert seen == {name for name, pci_class in classes.items() if not pci_class.startswith("0x06")} - companions
 
 
 def test_no_function_that_this_machine_uses_is_offered() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import threading
@@ -16,12 +17,12 @@ import pytest
 from agents import wire
 from agents.host.discovery.driver_set import DriverSet
 from agents.host.execution.plan_runner import run_in_thread
-from agents.host.journal.command_log import CommandLog
+from agents.host.journal.command_log import AppliedEffect, CommandLog
 from agents.host.journal.journal import Journal
 from drivers.errors import Busy
 from drivers.inventory import DriverReport
 from drivers.isolation.host_writer import HostWriter
-from drivers.plan import Ask, Check, Plan, Step, Write
+from drivers.plan import Ask, Check, Lifetime, Plan, Step, Write
 from tests.agents.host.execution.executor_host import (
     CARD_PATH,
     HANDLE,
@@ -392,5 +393,61 @@ def test_a_read_only_sys_and_a_missing_privilege_are_named_in_the_result(tmp_pat
                 assert result.outcome == "failed"
                 assert words in result.text
                 model.read_only = False
+
+    asyncio.run(story())
+
+
+IMAGE_BYTES = b"bitstream"
+IMAGE = wire.ImageRef("image-1", len(IMAGE_BYTES), hashlib.sha256(IMAGE_BYTES).hexdigest(), "bits")
+
+
+def plan_program(lifetime: Lifetime) -> Callable[[Ask], Plan]:
+    """Return a function that always plans one step, as for a device that does not show what it contains."""
+    step = Step("load it", Write("/state/image", ""), image="copy")
+    return lambda _: Plan((step,), "loaded", lifetime)
+
+
+@pytest.mark.parametrize(
+    ("lifetime", "attached", "health"),
+    [
+        ("flash", False, "ok"),
+        ("flash", True, "ok"),
+        ("volatile", False, "ok"),
+        ("volatile", True, "failed"),
+    ],
+)
+def test_after_a_reboot_only_a_device_whose_attached_handles_lost_their_program_is_failed(
+    tmp_path: Path, lifetime: Lifetime, attached: bool, health: str
+) -> None:
+    async def story() -> None:
+        driver = make_file_driver(tmp_path)
+        driver.plans["program"] = plan_program(lifetime)
+        server = FakeGateway(images={"image-1": IMAGE_BYTES})
+        async with server.open(), run_host(tmp_path, driver, gateway=server.gateway()) as host:
+            result = await host.run_commands(make_command(1, "program", image=IMAGE))
+            assert (result.outcome, result.detail) == ("succeeded", {"lifetime": lifetime, "boot_id": "boot1"})
+            noted = [effect.slot for effect in host.journal.command_log.list_effects()]
+            assert noted == (["program"] if lifetime == "volatile" else [])
+            if attached:
+                await host.run_commands(make_command(2, "attach", **ATTACH))
+        async with run_host(tmp_path, driver, boot="boot2") as host:
+            status, reason = reported_health(host)
+            assert status == health
+            assert ("the image bits could not be restored: the device has lost it" in reason) == (health == "failed")
+            slots = {effect.slot for effect in host.journal.command_log.list_effects()}
+            assert ("program" in slots) == (health == "failed"), "an image that is lost or in flash needs no note"
+
+    asyncio.run(story())
+
+
+def test_an_image_in_flash_that_an_older_release_noted_does_not_fail_the_device_after_a_reboot(tmp_path: Path) -> None:
+    async def story() -> None:
+        driver = make_file_driver(tmp_path)
+        driver.plans["program"] = plan_program("flash")
+        async with run_host(tmp_path, driver) as host:
+            await host.run_commands(make_command(1, "attach", **ATTACH))
+            host.journal.command_log.store_effect(AppliedEffect("drv", "card", "program", Ask("card"), "boot1"))
+        async with run_host(tmp_path, driver, boot="boot2") as host:
+            assert reported_health(host) == ("ok", "")
 
     asyncio.run(story())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from agents import wire
 from agents.host.journal.journal import JOURNAL_FILE, WrongHostError, open_journal, read_known_host
 from drivers.inventory import DriverReport
 from tests.agents.host.fake_gateway import driver_report
@@ -255,3 +256,31 @@ def test_a_killed_writer_never_gives_one_report_number_to_two_contents(tmp_path:
         assert journal.epoch > last[0]
         assert journal.seq >= last[1], "what was told is in the journal"
         journal.close()
+
+
+def test_an_unchanged_report_is_a_new_one_after_a_reboot_and_the_old_one_keeps_its_boot(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, "h")
+    journal.boot_id = "boot-1"
+    assert journal.record_report(make_content(1))
+    assert not journal.record_report(make_content(1))
+    journal.close()
+    again = open_journal(tmp_path, "h")
+    again.boot_id = "boot-2"
+    assert again.report is not None and again.report.boot_id == "boot-1", "nothing was reported since the reboot"
+    first_hash = again.report.hash
+    assert again.renumber_report(again.report).boot_id == "boot-1"
+    assert again.record_report(make_content(1))
+    assert again.report.boot_id == "boot-2"
+    assert again.report.hash == wire.hash_report_content(make_content(1), "boot-2") != first_hash
+
+
+def test_a_journal_of_the_release_before_is_read_with_its_report(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, "h")
+    journal.record_report(make_content(1))
+    journal.close()
+    with sqlite3.connect(tmp_path / JOURNAL_FILE) as connection:
+        connection.execute("ALTER TABLE journal DROP COLUMN boot")
+    connection.close()
+    again = open_journal(tmp_path, "h")
+    assert again.report is not None
+    assert (again.report.drivers, again.report.boot_id) == (make_content(1), "")
