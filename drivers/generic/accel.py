@@ -72,7 +72,7 @@ class AccelBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown
         Unsupported for all other acts.
         """
         if act == "attach":
-            address = functions.find_address(machine, ask.key)
+            address = functions.find_address(machine, ask.key, ask.address)
             if ask.handle is None or ask.handle != self._make_handle(find_device_node(machine, address)):
                 raise Gone(f"{address} has no such node (any more)")
         return super().plan(act, machine, ask)

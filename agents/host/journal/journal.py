@@ -1,9 +1,10 @@
 """The agent's durable state, in an SQLite file on the host.
 
-One row holds the epoch, the last report and the gateway; other tables hold the commands (`command_log`) and the
-drivers that the conductor wants (`desired_drivers`). Every change is one transaction in WAL mode with synchronous=FULL,
-so after a restart, kill -9 or power cut at any write the row is as some commit left it. Each write blocks for one
-fsync; writes are rare (a changed inventory, its acknowledgement, a new gateway, a command's steps).
+One row holds the epoch, the last report and the gateway; other tables hold the commands (`command_log`), the drivers
+that the conductor wants (`desired_drivers`) and the identities of PCI devices (`drivers.pci.identity`). Every change is
+one transaction in WAL mode with synchronous=FULL, so after a restart, kill -9 or power cut at any write the row is as
+some commit left it. Each write blocks for one fsync; writes are rare (a changed inventory, its acknowledgement, a new
+gateway, a command's steps).
 
 One pair (`epoch`, `seq`) never names two contents: the epoch rises at every start, the seq at every change.
 """
@@ -26,6 +27,7 @@ from agents.errors import AgentsError
 from agents.host.journal import command_log, desired_drivers
 from drivers.files import sync_directory
 from drivers.inventory import DriverReport
+from drivers.pci.identity import Identities, RememberedIdentity
 
 log = logging.getLogger("cyborg.journal")
 
@@ -52,6 +54,14 @@ CREATE TABLE journal (
     joined_with TEXT NOT NULL DEFAULT ''
 ) STRICT
 """
+_CREATE_IDENTITY_TABLE = """
+CREATE TABLE IF NOT EXISTS identity (
+    address TEXT PRIMARY KEY,
+    key TEXT NOT NULL,
+    read TEXT NOT NULL,
+    hardware TEXT NOT NULL
+) STRICT
+"""
 _content_decoder = msgspec.json.Decoder(tuple[DriverReport, ...])
 
 
@@ -67,7 +77,8 @@ class Journal:
     """The open journal; `command_log` and `desired_drivers` give access to its other tables.
 
     `report` is the last report, None when there is none or it cannot be read; `acknowledged` says whether the gateway
-    has it. Every writing method raises sqlite3.OperationalError when the disk is full or read-only.
+    has it. `identities` has what was read once of the device at each PCI address. Every writing method raises
+    sqlite3.OperationalError when the disk is full or read-only.
     """
 
     def __init__(self, connection: sqlite3.Connection, row: dict[str, Any]) -> None:
@@ -80,6 +91,10 @@ class Journal:
         self.address: str = row["address"]
         self.fingerprint: str = row["fingerprint"]
         self._token_digest: str = row["joined_with"]
+        self.identities: Identities = {
+            address: RememberedIdentity(*columns)
+            for address, *columns in connection.execute("SELECT address, key, read, hardware FROM identity")
+        }
         self.acknowledged = bool(row["acknowledged"])
         drivers = _decode_content(row) if row["hash"] else None
         self.report = self._build_report(row["hash"], drivers) if drivers is not None else None
@@ -100,6 +115,16 @@ class Journal:
         self._update_row(seq=self.seq + 1, hash=digest, content=content, acknowledged=0)
         self._set_current_report(self.seq + 1, digest, drivers)
         return True
+
+    def store_identities(self, identities: Identities) -> None:
+        """Store the identities of PCI devices, in place of the former ones; writes only when something differs."""
+        if identities == self.identities:
+            return
+        rows = [(address, one.key, one.read, one.hardware) for address, one in identities.items()]
+        with self._connection:
+            self._connection.execute("DELETE FROM identity")
+            self._connection.executemany("INSERT INTO identity VALUES (?, ?, ?, ?)", rows)
+        self.identities = dict(identities)
 
     def renumber_report(self, report: wire.Report) -> wire.Report:
         """Store the last report's content under the next seq, unacknowledged, and return that report.
@@ -257,6 +282,7 @@ def _prepare_schema(connection: sqlite3.Connection) -> None:
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute(desired_drivers.CREATE_DESIRED_STATE_TABLE)
+    connection.execute(_CREATE_IDENTITY_TABLE)
 
 
 def _fetch_journal_row(connection: sqlite3.Connection) -> dict[str, Any] | None:
