@@ -118,6 +118,8 @@ class Image(Struct, frozen=True, omit_defaults=True):
 class Ask(Struct, frozen=True, omit_defaults=True):
     """The arguments of a call about one device: its `key`, its `backend` ('' if the driver has none), and more per act.
 
+    `address` is the PCI address at which the agent has reported the device, '' if it is not known: the serial number in
+    a key can be unreadable now, or another function's too.
     attach, detach: `handle`, its `uuid` (a mediated device gets this uuid) and the `consumer` (an instance's uuid).
     program: `image` and `deployable` (a name).
     install, partition: `layout`, keys and values that the driver defines (`vfs`: `4`).
@@ -134,6 +136,7 @@ class Ask(Struct, frozen=True, omit_defaults=True):
     first: dict[str, str] = {}
     image: Image | None = None
     backend: Annotated[str, Meta(max_length=64)] = ""
+    address: Annotated[str, Meta(max_length=32)] = ""
 
 
 class Signal(Struct, frozen=True, omit_defaults=True):

@@ -82,7 +82,7 @@ class MdevBackend(PciFunctionBackend, frozen=True, kw_only=True, forbid_unknown_
             return super().plan(act, machine, ask)
         if not UUID.fullmatch(ask.uuid) or (act == "attach" and not UUID.fullmatch(ask.consumer)):
             raise Invalid(f"an MDEV handle needs a uuid and a consumer, not {ask.uuid!r} and {ask.consumer!r}")
-        address = functions.find_address(machine, ask.key)
+        address = functions.find_address(machine, ask.key, ask.address)
         return Plan(
             tuple(self._plan_attach(machine, address, ask) if act == "attach" else _plan_detach(machine, address, ask))
         )

@@ -102,6 +102,7 @@ BEGIN
     RAISE WARNING 'two requests hold one function: their devices are quarantined';
   END;
   UPDATE accelerators_acceleratorrequest SET claim = NULL WHERE claim IS NOT NULL;
+  SET CONSTRAINTS ALL IMMEDIATE;  -- the table cannot be altered while foreign keys of its rows wait for their check
   ALTER TABLE accelerators_acceleratorrequest ADD CONSTRAINT request_one_per_function EXCLUDE USING gist (claim WITH &&);
   FOR late IN SELECT id, uuid, accelerators_claim_of_handle(attach_handle_id) AS claim
       FROM accelerators_acceleratorrequest WHERE attach_handle_id IS NOT NULL ORDER BY id LOOP
