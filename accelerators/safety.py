@@ -12,7 +12,9 @@ from typing import Any
 
 from django.db.models import QuerySet
 
+from accelerators.domain import siblings
 from accelerators.domain.errors import RefusalReason, RefusedError
+from accelerators.domain.states import DeviceState
 from accelerators.models import AcceleratorRequest, Device
 from accelerators.runtime.registry import Registry
 
@@ -60,6 +62,26 @@ def query_requests_of_devices(devices: Collection[int], *columns: str) -> QueryS
         for path in ("deployable__device", "attach_handle__deployable__device")
     )
     return by_deployable.union(by_handle)
+
+
+def find_affected_siblings(device: Device, act: str) -> list[Device]:
+    """Return the other devices of the host that `act` on this device affects, by their ids; retired ones are left out.
+
+    Costs one statement, and none if the driver declares that the act affects the device alone. `device.host` must be
+    loaded.
+    """
+    scope = siblings.get_scope(device.host.drivers.get(device.driver, {}), act)
+    prefix = siblings.get_affected_prefix(scope, device.address)
+    if prefix is None:
+        return []
+    others = Device.objects.filter(host=device.host_id).exclude(pk=device.pk).exclude(state=DeviceState.RETIRED)
+    return list((others.filter(address__startswith=prefix) if prefix else others).order_by("id"))
+
+
+def refuse_unless_siblings_free(device: Device, affected: Collection[Device], act: str) -> None:
+    """Raise RefusedError unless nobody holds a device that `act` on `device` affects, too; see `refuse_unless_free`."""
+    for sibling in affected:
+        refuse_unless_free(sibling, f"affected by the {act} of device {device.uuid}")
 
 
 def refuse_unless_free(device: Device, act: str, already_checked: Collection[str] = ()) -> None:
