@@ -208,7 +208,8 @@ async def _check_host(settings: AgentSettings, *, as_json: bool) -> int:
         usage_error,
     )
     results = checks.run_checks(facts)
-    sys.stdout.write(checks.render_json(host, results) if as_json else checks.render_text(host, results))
+    text = checks.render_json(host, results, driver_facts) if as_json else checks.render_text(host, results)
+    sys.stdout.write(text)
     return 1 if checks.has_failed(results) else 0
 
 

@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from drivers.base import Driver, Findings, at_most
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
-from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
+from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, HandleType, Sample
 from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
 from drivers.pci import binding, guest_usage, iommu, pci_health, sriov
 from drivers.pci.host_usage import find_functions_used_by_host, list_interfaces
@@ -81,6 +81,12 @@ class PciRule(PciMatch, frozen=True, forbid_unknown_fields=True):
     vfs_beside_host: Annotated[list[FunctionName], Meta(max_length=64)] = []
 
 
+class PciSettings(Struct, frozen=True):
+    """The settings of pci_driver. Other keys are ignored."""
+
+    rules: list[PciRule] = []
+
+
 class PciFunction(Struct, frozen=True):
     """A PCI function as sysfs describes it; ids are lower-case hex without 0x, and `pci_class` has six digits."""
 
@@ -111,6 +117,10 @@ class PciDriver(Driver):
         "/sys/bus/pci/drivers_probe",
     )
     acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "detach", "partition", "reset")
+    settings_type: ClassVar[type[Struct] | None] = PciSettings
+    resource_classes: ClassVar[tuple[str, ...]] = ("CUSTOM_PCI",)
+    handle_types: ClassVar[tuple[HandleType, ...]] = ("PCI",)
+    min_kernel: ClassVar[str] = "3.16"  # the first one with driver_override
 
     def probe(self, machine: Machine, settings: dict[str, object]) -> tuple[str, ...]:
         """Return what is missing: privileges, a writable /sys, an IOMMU, kernel drivers that the rules name.
@@ -270,7 +280,7 @@ def _list_candidates(machine: Machine, addresses: list[str], rules: list[PciRule
 def read_rules(settings: dict[str, object]) -> list[PciRule]:
     """Return the validated rules of the settings. Raises Invalid if one is unusable or selects every function."""
     try:
-        rules = msgspec.convert(settings.get("rules", []), list[PciRule])
+        rules = msgspec.convert(settings, PciSettings).rules
     except msgspec.ValidationError as error:
         hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
         raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Literal
@@ -12,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from agents.host.checking.facts import ConnectionProblem, DriverFacts, HostFacts
+from drivers.isolation.driver_main import Manifest, explain_old_kernel, parse_kernel_version
 
 Status = Literal["ok", "warning", "failed"]
 
@@ -59,9 +59,14 @@ def run_checks(facts: HostFacts) -> tuple[CheckResult, ...]:
 
 
 def check_kernel(facts: HostFacts) -> CheckResult:
-    """Judge the kernel's version."""
+    """Judge the kernel's version: whether it is new enough for the enabled drivers, and for their confinement."""
     release = facts.kernel.release
     version = parse_kernel_version(release)
+    for driver in facts.drivers:
+        if driver.enabled and (reason := explain_old_kernel(driver.manifest.declares.min_kernel, release)):
+            return CheckResult(
+                "kernel", "failed", f"{driver.name}: {reason}", "upgrade the kernel, or use another driver"
+            )
     if version is None:
         return CheckResult("kernel", "warning", f"its version {release!r} is not understood", "use a Linux kernel")
     if version < LANDLOCK_KERNEL:
@@ -116,7 +121,7 @@ def check_permissions(facts: HostFacts) -> CheckResult:
     """Judge whether the user may write to /sys, if a step of an enabled driver may have to."""
     rights = facts.rights
     user = "root" if rights.uid == 0 else f"user {rights.uid}"
-    writers = [driver.name for driver in facts.drivers if driver.enabled and driver.writes_sys]
+    writers = [driver.name for driver in facts.drivers if driver.enabled and _writes_sys(driver)]
     status: Status = "failed" if writers else "warning"
     if rights.sys_read_only:
         advice = "remount /sys writable for the agent: no ProtectKernelTunables=, no read-only container"
@@ -257,12 +262,6 @@ CHECKS: tuple[Callable[[HostFacts], CheckResult], ...] = (
 )
 
 
-def parse_kernel_version(release: str) -> tuple[int, int] | None:
-    """Return the first two numbers of a kernel release (`6.1.0-18-amd64` → (6, 1)); None if it has none."""
-    match = re.match(r"(\d{1,6})\.(\d{1,6})", release)
-    return (int(match[1]), int(match[2])) if match else None
-
-
 def bound_clock_offset(date: str, before: float, after: float) -> tuple[float, float] | None:
     """Return the least and the greatest possible difference between the server's clock and this one, in seconds.
 
@@ -288,9 +287,10 @@ def render_text(host: str, results: Sequence[CheckResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def render_json(host: str, results: Sequence[CheckResult]) -> str:
-    """Return the results as one JSON document: `host`, `ok` (no check failed) and `checks`."""
-    document = {"host": host, "ok": not has_failed(results), "checks": results}
+def render_json(host: str, results: Sequence[CheckResult], drivers: Sequence[DriverFacts] = ()) -> str:
+    """Return the results as one JSON document: `host`, `ok` (no check failed), `checks` and the drivers' manifests."""
+    manifests: dict[str, Manifest] = {driver.name: driver.manifest for driver in drivers}
+    document = {"host": host, "ok": not has_failed(results), "checks": results, "manifests": manifests}
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
@@ -312,6 +312,11 @@ def _describe_driver(driver: DriverFacts) -> Iterator[str]:
     yield from (f"not offered: {fault.subject}: {fault.reason}" for fault in report.faults)
     yield from (f"backend {one.name} failed: {one.error}" for one in report.backends if one.error)
     yield from (f"limited: {reason}" for reason in driver.limitations)
+
+
+def _writes_sys(driver: DriverFacts) -> bool:
+    """Return whether steps of the driver may write below /sys."""
+    return any(path.startswith("/sys/") for path in driver.manifest.writes)
 
 
 def _list_unhealthy(driver: DriverFacts) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from drivers.inventory import DriverReport
+from drivers.isolation.driver_main import Manifest
 
 ConnectionProblem = Literal["", "name", "refused", "timeout", "unreachable", "certificate", "tls", "answer", "status"]
 """What went wrong on the way to the conductor: the name is unknown, nobody listens, no answer in time, another network
@@ -53,15 +54,12 @@ class RightsFacts:
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """What one installed driver answered: its report, what it lacks on this host, and whether it is enabled.
-
-    `writes_sys` tells whether its steps may write below /sys.
-    """
+    """What one installed driver answered: its report, what it lacks on this host and its manifest."""
 
     report: DriverReport
     limitations: tuple[str, ...]
     enabled: bool
-    writes_sys: bool
+    manifest: Manifest
 
     @property
     def name(self) -> str:

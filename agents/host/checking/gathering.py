@@ -93,7 +93,7 @@ async def gather_drivers(drivers: Sequence[DriverProcess], enabled: Sequence[str
             settled.get(driver.name, report),
             limitations,
             driver.name in settled,
-            any(path.startswith("/sys/") for path in driver.manifest.writes),
+            driver.manifest,
         )
         for driver, (report, limitations) in zip(drivers, answers, strict=True)
     )
