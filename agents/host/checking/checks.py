@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from fnmatch import fnmatchcase
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -55,7 +56,7 @@ class CheckResult(Struct, frozen=True):
 def run_checks(facts: HostFacts) -> tuple[CheckResult, ...]:
     """Return the results of all checks, in the order in which they are shown."""
     results = [check(facts) for check in CHECKS]
-    return (*results, *(check_driver(driver) for driver in facts.drivers))
+    return (*results, *(check_driver(driver, facts.kernel.modaliases) for driver in facts.drivers))
 
 
 def check_kernel(facts: HostFacts) -> CheckResult:
@@ -229,8 +230,11 @@ def check_clock(facts: HostFacts) -> CheckResult:
     return CheckResult("clock", status, found, "synchronize both clocks, for example with chrony or systemd-timesyncd")
 
 
-def check_driver(driver: DriverFacts) -> CheckResult:
-    """Judge what a driver would offer, and name everything that it would not offer, with the reason."""
+def check_driver(driver: DriverFacts, modaliases: Mapping[str, str]) -> CheckResult:
+    """Judge what a driver would offer, and name everything that it would not offer, with the reason.
+
+    `modaliases` (PCI address → modalias) tells which hardware of a driver that is not enabled is on this host.
+    """
     report, name = driver.report, f"driver:{driver.name}"
     prefix = "" if driver.enabled else "not enabled; "
     if report.error:
@@ -239,7 +243,7 @@ def check_driver(driver: DriverFacts) -> CheckResult:
         return CheckResult(name, status, f"{prefix}{report.error.removeprefix(f'{driver.name}: ')}", advice)
     units = sum(part.num_accelerators for device in report.devices for part in device.deployables)
     found = f"{prefix}{_count(len(report.devices), 'device')}, {_count(units, 'unit')}"
-    details = tuple(_describe_driver(driver))
+    details = (*_describe_driver(driver), *_describe_unused_hardware(driver, modaliases))
     if not driver.enabled or not (report.faults or driver.limitations or _list_unhealthy(driver)):
         return CheckResult(name, "ok", found, details=details)
     advice = "read the lines above: they name what is left out or limited, and why; change the hardware or the rules"
@@ -312,6 +316,14 @@ def _describe_driver(driver: DriverFacts) -> Iterator[str]:
     yield from (f"not offered: {fault.subject}: {fault.reason}" for fault in report.faults)
     yield from (f"backend {one.name} failed: {one.error}" for one in report.backends if one.error)
     yield from (f"limited: {reason}" for reason in driver.limitations)
+
+
+def _describe_unused_hardware(driver: DriverFacts, modaliases: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line with the PCI functions that the `matches` of a driver take, if it is not enabled and they exist."""
+    globs = driver.manifest.declares.matches
+    found = [address for address, name in modaliases.items() if any(fnmatchcase(name, glob) for glob in globs)]
+    if found and not driver.enabled:
+        yield f"hardware of it is here: {', '.join(found)}; to use it, add it to CYBORG_ENABLED_DRIVERS"
 
 
 def _writes_sys(driver: DriverFacts) -> bool:

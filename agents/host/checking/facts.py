@@ -29,7 +29,8 @@ class KernelFacts:
     """What the kernel offers. `release` is that of uname, such as `6.1.0-18-amd64`.
 
     `missing_iommu` is the reason why there is no IOMMU group; '' if there are groups. `vfio_drivers` are those that the
-    kernel has loaded; `can_load_vfio` tells whether the module vfio-pci is installed for this kernel.
+    kernel has loaded; `can_load_vfio` tells whether the module vfio-pci is installed for this kernel. `modaliases` maps
+    PCI functions to the kernel's names of their hardware, which a driver's `matches` select.
     """
 
     release: str
@@ -38,6 +39,7 @@ class KernelFacts:
     vfio_drivers: tuple[str, ...]
     can_load_vfio: bool
     sriov_cards: tuple[SriovCard, ...]
+    modaliases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def gather_kernel(machine: Machine) -> KernelFacts:
             for address, total in totals.items()
             if total > 0
         ),
+        {address: machine.text(f"{PCI_DEVICES}/{address}/modalias") for address in functions},
     )
 
 

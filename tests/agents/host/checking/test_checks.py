@@ -174,6 +174,16 @@ def test_a_driver_says_what_it_would_offer() -> None:
     assert (result.found, result.details) == ("1 device, 2 units", ("offers GPU 10de:1eb8 at 0000:01:00.0, 2 units",))
 
 
+def test_a_driver_that_is_not_enabled_names_its_hardware_on_this_host() -> None:
+    matches = ("pci:v000010DEd*bc03*",)
+    names = {"0000:01:00.0": "pci:v000010DEd00001EB8sv00sd00bc03sc02i00", "0000:02:00.0": "pci:v00008086d1bc02"}
+    for enabled in (True, False):
+        driver = DriverFacts(DriverReport("npu"), (), enabled, Manifest(declares=DriverDeclaration(matches)))
+        facts = replace(GOOD, drivers=(driver,), kernel=replace(KERNEL, modaliases=names))
+        details = "\n".join(find_result(facts, "driver:npu").details)
+        assert ("hardware of it is here: 0000:01:00.0; to use it" in details) is not enabled
+
+
 def test_the_true_clock_difference_is_always_within_the_bounds() -> None:
     for real_offset in (-30.0, -0.4, 0.0, 0.6, 30.0):
         for age_of_header in (0.0, 0.9, 1.9):
